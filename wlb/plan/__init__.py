@@ -1,0 +1,47 @@
+"""Records of the whole project: what a step trains, where, and how long it is predicted to take."""
+
+from wlb.plan.arrays import (
+    DIGEST_BITS,
+    IntArray,
+    IntLike,
+    check_minimum,
+    digest,
+    int_array,
+    offsets_of,
+)
+from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, split_long
+from wlb.plan.metrics import StepMetrics, imbalance, predict, token_delay
+from wlb.plan.packing import Carry, MicroBatch, PackingPlan
+from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
+from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
+
+__all__ = [
+    "DIGEST_BITS",
+    "Carry",
+    "Documents",
+    "GlobalBatch",
+    "IntArray",
+    "IntLike",
+    "MicroBatch",
+    "PackingPlan",
+    "Piece",
+    "Pieces",
+    "PipelinePlan",
+    "PlannerState",
+    "RankSpans",
+    "ShardingPlan",
+    "Span",
+    "StepMetrics",
+    "StepPlan",
+    "check_minimum",
+    "digest",
+    "imbalance",
+    "int_array",
+    "local_tokens",
+    "offsets_of",
+    "predict",
+    "quantum",
+    "ranges",
+    "split_long",
+    "token_delay",
+]

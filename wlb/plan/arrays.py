@@ -1,0 +1,64 @@
+"""Integer arrays as the records of `wlb.plan` hold them: int64, one axis, read-only.
+
+Everything a plan is compared by is integer, so that two hosts that make the same plan hold the same
+bytes (`digest`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+IntLike = Sequence[int] | npt.NDArray[Any]
+
+DIGEST_BITS = 60
+"""A digest is cut to 60 bits, so that it travels exactly as three float64 chunks of 20 bits."""
+
+
+def int_array(name: str, values: IntLike) -> IntArray:
+    """A read-only int64 copy of `values` (shape [n]); ValueError if they are not whole numbers."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    if array.size == 0:
+        array = np.zeros(0, np.int64)
+    elif array.dtype.kind == "f":
+        bad = np.flatnonzero(~(np.isfinite(array) & (array == np.round(array))))
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(f"{name}[{i}] = {array[i]} is not a whole number")
+    elif array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
+    out = array.astype(np.int64)
+    out.flags.writeable = False
+    return out
+
+
+def check_minimum(name: str, array: IntArray, minimum: int) -> None:
+    """ValueError naming the first entry of `array` (shape [n]) that is below `minimum`."""
+    bad = np.flatnonzero(array < minimum)
+    if bad.size:
+        i = int(bad[0])
+        raise ValueError(f"{name}[{i}] = {array[i]} must be at least {minimum}")
+
+
+def offsets_of(counts: IntLike) -> IntArray:
+    """Running offsets `[0, c0, c0 + c1, ...]` (shape [n + 1]) of `counts` (shape [n])."""
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(np.asarray(counts, np.int64), out=out[1:])
+    return out
+
+
+def digest(*parts: str | int | IntArray) -> int:
+    """A 60-bit digest of integer arrays, integers and names; equal bytes give equal digests."""
+    h = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            h.update(f"a{part.size}:".encode())
+            h.update(np.ascontiguousarray(part, np.dtype("<i8")).tobytes())
+        else:
+            h.update(f"{type(part).__name__}{part};".encode())
+    return int.from_bytes(h.digest(), "little") >> (64 - DIGEST_BITS)

@@ -1,0 +1,231 @@
+"""Documents, and the pieces of them that are trained.
+
+A `GlobalBatch` brings `Documents`; packers place `Pieces`. A piece is a whole document or, where a
+document is longer than the context window, one contiguous part of it. A piece restarts attention
+and positions; the label of its last token is the document's next token, so the number of valid
+labels does not depend on how documents were cut.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from wlb.plan.arrays import IntArray, IntLike, check_minimum, int_array
+
+
+class _Columns:
+    """A struct of arrays: equal-length int64 columns, selected and joined together."""
+
+    __slots__ = ()
+
+    def _freeze(self) -> None:
+        sizes: dict[str, int] = {}
+        for f in fields(self):  # pyright: ignore[reportArgumentType]
+            column = int_array(f"{type(self).__name__}.{f.name}", getattr(self, f.name))
+            object.__setattr__(self, f.name, column)
+            sizes[f.name] = column.size
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"{type(self).__name__}: columns differ in length: {sizes}")
+
+    def columns(self) -> dict[str, IntArray]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def __len__(self) -> int:
+        return next(iter(self.columns().values())).size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        mine, theirs = self.columns(), other.columns()
+        return all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def take(self, index: IntLike) -> Self:
+        """The rows at `index` (shape [m]), in that order."""
+        rows = np.asarray(index, np.int64)
+        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+
+    def slice(self, start: int, stop: int) -> Self:
+        return type(self)(**{name: column[start:stop] for name, column in self.columns().items()})
+
+    @classmethod
+    def concat(cls, *parts: Self) -> Self:
+        names = [f.name for f in fields(cls)]  # pyright: ignore[reportArgumentType]
+        return cls(
+            **{
+                name: np.concatenate([np.zeros(0, np.int64), *(p.columns()[name] for p in parts)])
+                for name in names
+            }
+        )
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls.concat()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Documents(_Columns):
+    """Documents in stream order; every column has shape [num_documents].
+
+    id: unique within `source` over the whole run (epoch * documents of the source + row).
+    length: tokens, at least 1. num_targets: tokens that carry a label. source: which corpus.
+    arrival: index of the global batch that brought the document.
+    """
+
+    id: IntArray
+    length: IntArray
+    num_targets: IntArray
+    source: IntArray
+    arrival: IntArray
+
+    def __post_init__(self) -> None:
+        self._freeze()
+        check_minimum("Documents.length", self.length, 1)
+        check_minimum("Documents.num_targets", self.num_targets, 0)
+        over = np.flatnonzero(self.num_targets > self.length)
+        if over.size:
+            i = int(over[0])
+            raise ValueError(
+                f"document {self.id[i]} has {self.num_targets[i]} targets "
+                f"in {self.length[i]} tokens"
+            )
+
+    @classmethod
+    def from_lengths(cls, lengths: IntLike, *, first_id: int = 0, arrival: int = 0) -> "Documents":
+        """Plain pre-training documents: every token but a document's last one has a label."""
+        length = int_array("lengths", lengths)
+        check_minimum("lengths", length, 1)
+        same = np.zeros(length.size, np.int64)
+        return cls(
+            id=first_id + np.arange(length.size),
+            length=length,
+            num_targets=length - 1,
+            source=same,
+            arrival=same + arrival,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length.sum())
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of document `document` of corpus `source`."""
+
+    document: int
+    start: int
+    stop: int
+    num_targets: int
+    source: int
+    arrival: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces(_Columns):
+    """Contiguous parts [start, stop) of documents; every column has shape [num_pieces]."""
+
+    document: IntArray
+    start: IntArray
+    stop: IntArray
+    num_targets: IntArray
+    source: IntArray
+    arrival: IntArray
+
+    def __post_init__(self) -> None:
+        self._freeze()
+        check_minimum("Pieces.start", self.start, 0)
+        check_minimum("Pieces.stop - start", self.stop - self.start, 1)
+
+    def __getitem__(self, i: int) -> Piece:
+        return Piece(*(int(column[i]) for column in self.columns().values()))
+
+    @property
+    def length(self) -> IntArray:
+        """Tokens of each piece, shape [num_pieces]."""
+        return self.stop - self.start
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.stop - self.start).sum())
+
+    @classmethod
+    def whole(cls, documents: Documents) -> "Pieces":
+        return cls(
+            document=documents.id,
+            start=np.zeros(len(documents), np.int64),
+            stop=documents.length,
+            num_targets=documents.num_targets,
+            source=documents.source,
+            arrival=documents.arrival,
+        )
+
+    def cut(self, row: int, length: int) -> tuple["Pieces", "Pieces"]:
+        """Row `row` as two pieces, the first of `length` tokens; both keep all their labels."""
+        piece = self[row]
+        if not 0 < length < piece.stop - piece.start:
+            raise ValueError(f"cannot cut {piece} after {length} tokens")
+        if piece.num_targets < piece.stop - piece.start - 1:
+            raise ValueError(
+                f"document {piece.document} has labels on part of its tokens only "
+                f"({piece.num_targets} of {piece.stop - piece.start}), so how many fall into each "
+                f'part is not known here; use data.long_documents = "refuse" for such data'
+            )
+        middle = piece.start + length
+        first = piece._replace(stop=middle, num_targets=length)
+        second = piece._replace(start=middle, num_targets=piece.num_targets - length)
+        return _rows(first), _rows(second)
+
+
+def _rows(*pieces: Piece) -> Pieces:
+    table = np.array(pieces, np.int64).reshape(len(pieces), len(Piece._fields))
+    return Pieces(**{name: table[:, i] for i, name in enumerate(Piece._fields)})
+
+
+def split_long(documents: Documents, *, window: int, long_documents: str) -> Pieces:
+    """Documents as pieces of at most `window` tokens, in order; nothing is dropped or truncated.
+
+    long_documents: "split" cuts a longer document every `window` tokens, "refuse" raises a
+    ValueError that names it. An over-long document whose labels cover only part of its tokens
+    cannot be split here, because the labels of each part would not be known.
+    """
+    whole = Pieces.whole(documents)
+    long_rows = np.flatnonzero(documents.length > window)
+    if not long_rows.size:
+        return whole
+    row = int(long_rows[0])
+    if long_documents == "refuse":
+        raise ValueError(
+            f"document {documents.id[row]} has {documents.length[row]} tokens, more than the "
+            f'context window of {window}; use data.long_documents = "split" or a larger window'
+        )
+    if long_documents != "split":
+        raise ValueError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
+    partial = long_rows[documents.num_targets[long_rows] < documents.length[long_rows] - 1]
+    if partial.size:
+        whole.cut(int(partial[0]), window)  # raises, naming the document
+    parts = -(-documents.length // window)
+    row_of = np.repeat(np.arange(len(documents)), parts)
+    first = np.cumsum(parts) - parts
+    start = (np.arange(row_of.size) - first[row_of]) * window
+    stop = np.minimum(start + window, documents.length[row_of])
+    targets = stop - start
+    last = first + parts - 1
+    targets[last] -= documents.length - documents.num_targets
+    return Pieces(
+        document=documents.id[row_of],
+        start=start,
+        stop=stop,
+        num_targets=targets,
+        source=documents.source[row_of],
+        arrival=documents.arrival[row_of],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """Documents in shuffled order until N x C tokens (N micro-batches, C context window)."""
+
+    index: int
+    documents: Documents

@@ -1,0 +1,86 @@
+"""StepMetrics: one record for a step, filled by the planner (predicted) or by ranks (measured)."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from wlb.plan.arrays import IntArray
+from wlb.plan.packing import PackingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What a step did or is predicted to do.
+
+    num_tokens counts real tokens only; filler is apart. imbalance is Section 7.4's degree:
+    slowest micro-batch x number of micro-batches / total. Delays are in iterations per token: the
+    step that trains a token less the index of the global batch that brought it. cp_imbalance is
+    slowest rank / mean rank of predicted attention time, over the step's micro-batches.
+    """
+
+    step: int
+    origin: Literal["predicted", "measured"]
+    num_documents: int
+    num_tokens: int
+    num_targets: int
+    num_filler_tokens: int = 0
+    num_held_tokens: int = 0
+    imbalance: float = 1.0
+    max_workload_ns: int = 0
+    mean_workload_ns: float = 0.0
+    mean_delay: float = 0.0
+    max_delay: int = 0
+    cp_imbalance: float = 1.0
+    sharding_counts: tuple[tuple[str, int], ...] = ()
+    loss: float | None = None
+    grad_norm: float | None = None
+    step_time_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["sharding_counts"] = dict(self.sharding_counts)
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "StepMetrics":
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(f"unknown StepMetrics fields {unknown}")
+        values: dict[str, Any] = {**data, "sharding_counts": tuple(data["sharding_counts"].items())}
+        return cls(**values)
+
+
+def imbalance(workload_ns: IntArray) -> float:
+    """Max x number / total of `workload_ns` (shape [n]), Section 7.4; 1.0 where all are zero."""
+    total = int(workload_ns.sum())
+    return float(workload_ns.max()) * workload_ns.size / total if total else 1.0
+
+
+def token_delay(plan: PackingPlan) -> tuple[float, int]:
+    """Mean (over tokens) and maximum delay of a plan's pieces, in iterations."""
+    if not len(plan.pieces):
+        return 0.0, 0
+    delay = plan.step - plan.pieces.arrival
+    return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
+
+
+def predict(plan: PackingPlan, *, num_filler_tokens: int = 0) -> StepMetrics:
+    """The metrics that follow from packing alone."""
+    mean_delay, max_delay = token_delay(plan)
+    keys = np.stack([plan.pieces.source, plan.pieces.document])
+    return StepMetrics(
+        step=plan.step,
+        origin="predicted",
+        num_documents=int(np.unique(keys, axis=1).shape[1]),
+        num_tokens=plan.num_tokens,
+        num_targets=plan.num_targets,
+        num_filler_tokens=num_filler_tokens,
+        num_held_tokens=plan.num_held_tokens,
+        imbalance=imbalance(plan.workload_ns),
+        max_workload_ns=int(plan.workload_ns.max(initial=0)),
+        mean_workload_ns=float(plan.workload_ns.mean()) if plan.workload_ns.size else 0.0,
+        mean_delay=mean_delay,
+        max_delay=max_delay,
+    )

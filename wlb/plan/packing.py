@@ -1,0 +1,175 @@
+"""PackingPlan: which pieces make up each micro-batch of a step; Carry: what waits for later steps.
+
+A plan is global and deterministic: it names no rank, device or process group.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_of
+from wlb.plan.documents import Pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out."""
+
+    index: int
+    pieces: Pieces
+    workload_ns: int
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each piece, shape [num_pieces]."""
+        return self.pieces.length
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces.num_tokens
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.pieces.num_targets.sum())
+
+    @property
+    def cu_seqlens(self) -> IntArray:
+        """Start of each piece in the packed sequence and the end, shape [num_pieces + 1]."""
+        return offsets_of(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingPlan:
+    """Pieces of one step, grouped by micro-batch.
+
+    pieces: rows in execution order. offsets: shape [num_micro_batches + 1]; micro-batch i is the
+    rows [offsets[i], offsets[i + 1]), which may be empty. workload_ns: predicted time of each
+    micro-batch, shape [num_micro_batches]. num_held_tokens: tokens that wait after this step.
+    """
+
+    step: int
+    policy: str
+    pieces: Pieces
+    offsets: IntArray
+    workload_ns: IntArray
+    num_held_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", int_array("PackingPlan.offsets", self.offsets))
+        object.__setattr__(self, "workload_ns", int_array("workload_ns", self.workload_ns))
+        check_minimum("PackingPlan.workload_ns", self.workload_ns, 0)
+        ends_ok = self.offsets[0] == 0 and self.offsets[-1] == len(self.pieces)
+        if not ends_ok or bool(np.any(np.diff(self.offsets) < 0)):
+            raise ValueError(
+                f"offsets {self.offsets.tolist()} do not divide {len(self.pieces)} pieces"
+            )
+        if self.workload_ns.size != self.num_micro_batches:
+            raise ValueError(
+                f"{self.workload_ns.size} workloads for {self.num_micro_batches} micro-batches"
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.offsets.size - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces.num_tokens
+
+    @property
+    def num_targets(self) -> int:
+        """Valid labels of the whole step: what the loss is divided by."""
+        return int(self.pieces.num_targets.sum())
+
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens of each micro-batch, shape [num_micro_batches]."""
+        running = offsets_of(self.pieces.length)
+        return running[self.offsets[1:]] - running[self.offsets[:-1]]
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
+        return MicroBatch(
+            index=index,
+            pieces=self.pieces.slice(start, stop),
+            workload_ns=int(self.workload_ns[index]),
+        )
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        return tuple(self.micro_batch(i) for i in range(self.num_micro_batches))
+
+    def digest(self) -> int:
+        columns = self.pieces.columns().values()
+        return digest(self.policy, self.step, *columns, self.offsets, self.workload_ns)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "policy": self.policy,
+            "pieces": pieces_to_json(self.pieces),
+            "offsets": self.offsets.tolist(),
+            "workload_ns": self.workload_ns.tolist(),
+            "num_held_tokens": self.num_held_tokens,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
+        values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carry:
+    """What a packer holds between steps: immutable, attached to the plan it follows.
+
+    pieces: waiting rows in their order. slot: shape [num_pieces], the waiting place of each; its
+    meaning is the policy's (Algorithm 1: 0 = leftover, i = outlier queue i). next_step: index of
+    the step that the next plan is for. Valid for any number of micro-batches or DP size, so a run
+    can go on in another layout.
+    """
+
+    policy: str
+    pieces: Pieces
+    slot: IntArray
+    next_step: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slot", int_array("Carry.slot", self.slot))
+        if self.slot.size != len(self.pieces):
+            raise ValueError(f"{self.slot.size} slots for {len(self.pieces)} waiting pieces")
+
+    @classmethod
+    def empty(cls, policy: str, *, next_step: int = 0) -> "Carry":
+        return cls(
+            policy=policy, pieces=Pieces.empty(), slot=int_array("slot", []), next_step=next_step
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces.num_tokens
+
+    def in_slot(self, slot: int) -> Pieces:
+        return self.pieces.take(np.flatnonzero(self.slot == slot))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "pieces": pieces_to_json(self.pieces),
+            "slot": self.slot.tolist(),
+            "next_step": self.next_step,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Carry":
+        values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
+        return cls(**values)
+
+
+def pieces_to_json(pieces: Pieces) -> dict[str, list[int]]:
+    return {name: column.tolist() for name, column in pieces.columns().items()}
+
+
+def pieces_from_json(data: dict[str, list[int]]) -> Pieces:
+    return Pieces(**{name: int_array(name, values) for name, values in data.items()})

@@ -1,0 +1,184 @@
+"""ShardingPlan: which span of which piece each context-parallel (CP) rank works on.
+
+The packed sequence of S tokens is divided over cp ranks. A rank holds an ordered list of spans
+[start, stop) of pieces; a span's queries see keys [0, stop) of their piece. Every rank works on
+`local_tokens(S)` rows, the same on all ranks; rows past its spans are filler, a segment of its own.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
+
+
+def quantum(tp: int, token_quantum: int) -> int:
+    """Rows of a rank are a multiple of this: lcm(tp, token_quantum)."""
+    if tp < 1 or token_quantum < 1:
+        raise ValueError(f"tp = {tp} and token_quantum = {token_quantum} must be at least 1")
+    return math.lcm(tp, token_quantum)
+
+
+def local_tokens(num_tokens: int, *, cp: int, quantum: int) -> int:
+    """T_local = ceil(S / (cp * q)) * q, and q for an empty micro-batch (filler only).
+
+    The only thing a pipeline stage needs to know to size its buffers, so no shape is ever
+    exchanged. Filler is less than cp * q tokens of a micro-batch that has any token.
+    """
+    if num_tokens < 0 or cp < 1 or quantum < 1:
+        raise ValueError(f"num_tokens = {num_tokens}, cp = {cp}, quantum = {quantum}")
+    return max(1, -(-num_tokens // (cp * quantum))) * quantum
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of piece `piece` (its row in the micro-batch)."""
+
+    piece: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardingPlan:
+    """Spans of one micro-batch on `cp` ranks, rank-major.
+
+    lengths: tokens of each piece, shape [num_pieces]. piece, start, stop: shape [num_spans].
+    rank_offsets: shape [cp + 1]; rank r holds spans [rank_offsets[r], rank_offsets[r + 1]).
+    latency_ns: predicted attention time of each rank, shape [cp] (zeros where not predicted).
+    """
+
+    strategy: str
+    lengths: IntArray
+    piece: IntArray
+    start: IntArray
+    stop: IntArray
+    rank_offsets: IntArray
+    latency_ns: IntArray
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "piece", "start", "stop", "rank_offsets", "latency_ns"):
+            object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
+        if self.latency_ns.size != self.cp:
+            raise ValueError(f"{self.latency_ns.size} latencies for {self.cp} ranks")
+        bad = np.flatnonzero(
+            (self.start < 0) | (self.stop <= self.start) | (self.stop > self.lengths[self.piece])
+        )
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(
+                f"span {i} = [{self.start[i]}, {self.stop[i]}) is not inside piece {self.piece[i]} "
+                f"of {self.lengths[self.piece[i]]} tokens"
+            )
+
+    @property
+    def cp(self) -> int:
+        return self.rank_offsets.size - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def tokens(self) -> IntArray:
+        """Real tokens of each rank, shape [cp]."""
+        running = offsets_of(self.stop - self.start)
+        return running[self.rank_offsets[1:]] - running[self.rank_offsets[:-1]]
+
+    def validate(self) -> "ShardingPlan":
+        """ValueError unless spans cover each piece exactly once and ranks differ by <= 1 token."""
+        order = np.lexsort((self.start, self.piece))
+        piece, start, stop = self.piece[order], self.start[order], self.stop[order]
+        first = np.ones(piece.size, bool)
+        first[1:] = piece[1:] != piece[:-1]
+        last = np.roll(first, -1)
+        expected = np.where(first, 0, np.roll(stop, 1))
+        covered = np.array_equal(piece[first], np.arange(self.lengths.size))
+        if (
+            not covered
+            or not np.array_equal(start, expected)
+            or not np.array_equal(stop[last], self.lengths)
+        ):
+            raise ValueError(f"{self.strategy}: spans do not cover every piece exactly once")
+        tokens = self.tokens
+        if int(tokens.max() - tokens.min()) > 1:
+            raise ValueError(f"{self.strategy}: ranks hold {tokens.tolist()} tokens")
+        return self
+
+    def for_rank(self, rank: int) -> "RankSpans":
+        if not 0 <= rank < self.cp:
+            raise ValueError(f"rank {rank} is outside the {self.cp} ranks of this plan")
+        rows = slice(int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1]))
+        return RankSpans(
+            piece=self.piece[rows],
+            start=self.start[rows],
+            stop=self.stop[rows],
+            piece_offsets=offsets_of(self.lengths),
+        )
+
+    def digest(self) -> int:
+        return digest(
+            self.strategy, self.lengths, self.piece, self.start, self.stop, self.rank_offsets
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("lengths", "piece", "start", "stop", "rank_offsets", "latency_ns")
+        return {"strategy": self.strategy, **{n: getattr(self, n).tolist() for n in names}}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankSpans:
+    """One rank's spans in order: the rows of its local tokens and its attention segments.
+
+    piece, start, stop: shape [num_spans]. piece_offsets: start of each piece in the packed
+    sequence, shape [num_pieces + 1].
+    """
+
+    piece: IntArray
+    start: IntArray
+    stop: IntArray
+    piece_offsets: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.stop - self.start).sum())
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        columns = zip(self.piece.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        return tuple(Span(*row) for row in columns)
+
+    @property
+    def cu_seqlens_q(self) -> IntArray:
+        """Offsets of each span in the rank's rows, shape [num_spans + 1]."""
+        return offsets_of(self.stop - self.start)
+
+    @property
+    def cu_seqlens_k(self) -> IntArray:
+        """Offsets of each span's keys (the piece's prefix [0, stop)), shape [num_spans + 1]."""
+        return offsets_of(self.stop)
+
+    @property
+    def positions(self) -> IntArray:
+        """Position in its piece of each of the rank's tokens, shape [num_tokens]."""
+        return ranges(self.start, self.stop)
+
+    @property
+    def token_index(self) -> IntArray:
+        """Row in the packed sequence of each of the rank's tokens, shape [num_tokens]."""
+        base = self.piece_offsets[self.piece]
+        return ranges(base + self.start, base + self.stop)
+
+
+def ranges(start: IntArray, stop: IntArray) -> IntArray:
+    """`concatenate([arange(a, b) for a, b in zip(start, stop)])` without a Python loop."""
+    sizes = stop - start
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if ends.size else 0
+    out = np.arange(total, dtype=np.int64)
+    return out + np.repeat(start - (ends - sizes), sizes)

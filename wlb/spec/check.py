@@ -1,0 +1,152 @@
+"""What is refused before any rank starts: each message has the value and the remedy."""
+
+from wlb.spec.run import RunSpec, Schedule
+
+
+def check(spec: RunSpec) -> RunSpec:
+    """`spec` itself, or a ValueError with the first thing that cannot work."""
+    spec.model.check()
+    _check_ranges(spec)
+    _check_layout(spec)
+    _check_pipeline(spec)
+    _check_packing(spec)
+    return spec
+
+
+def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
+    """`spec` with dp filled in for `world_size` ranks; ValueError where the layout does not fit."""
+    from dataclasses import replace
+
+    parallel = spec.parallel
+    need = parallel.model_ranks
+    layout = f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
+    if world_size < need:
+        raise ValueError(
+            f"too few ranks: {layout} needs {need} ranks a pipeline, {world_size} are there; start "
+            f"more ranks or lower parallel.tp, parallel.cp or parallel.pp"
+        )
+    if world_size % need:
+        raise ValueError(
+            f"{world_size} ranks are not a multiple of {layout} = {need}; use a multiple of {need}"
+        )
+    dp = world_size // need
+    if parallel.dp not in (0, dp):
+        raise ValueError(
+            f"parallel.dp = {parallel.dp} needs {need * parallel.dp} ranks, {world_size} are "
+            f"there; set parallel.dp = {dp} or 0"
+        )
+    return check(replace(spec, parallel=replace(parallel, dp=dp)))
+
+
+def _check_ranges(spec: RunSpec) -> None:
+    at_least = {
+        "data.context_window": (spec.data.context_window, 2),
+        "data.token_quantum": (spec.data.token_quantum, 1),
+        "data.num_micro_batches": (spec.data.num_micro_batches, 0),
+        "data.epochs": (spec.data.epochs, 0),
+        "data.bpe_vocab_size": (spec.data.bpe_vocab_size, 300),
+        "planner.ahead": (spec.planner.ahead, 2),
+        "pp.virtual_stages": (spec.pp.virtual_stages, 1),
+        "training.steps": (spec.training.steps, 1),
+        "training.warmup_steps": (spec.training.warmup_steps, 0),
+        "training.loss_chunk": (spec.training.loss_chunk, 1),
+        "training.clip_norm": (spec.training.clip_norm, 0),
+        "eval.interval": (spec.eval.interval, 0),
+        "eval.steps": (spec.eval.steps, 0),
+        "checkpoint.interval": (spec.checkpoint.interval, 0),
+        "checkpoint.keep": (spec.checkpoint.keep, 1),
+        "model.vocab_size": (spec.model.vocab_size, 0),
+    }
+    for name, (value, minimum) in at_least.items():
+        if not value >= minimum:
+            raise ValueError(f"{name} = {value} must be at least {minimum}")
+    for name in ("learning_rate", "adam_eps", "timeout_s"):
+        if not getattr(spec.training, name) > 0:
+            raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be above 0")
+    if spec.training.loss_chunk > 8192:
+        raise ValueError(
+            f"training.loss_chunk = {spec.training.loss_chunk} is above 8192 rows of logits"
+        )
+    if not 0 <= spec.data.heldout_fraction < 0.5:
+        raise ValueError(
+            f"data.heldout_fraction = {spec.data.heldout_fraction} must be in [0, 0.5)"
+        )
+
+
+def _check_layout(spec: RunSpec) -> None:
+    parallel, model = spec.parallel, spec.model
+    for axis in ("tp", "cp", "pp"):
+        if getattr(parallel, axis) < 1:
+            raise ValueError(f"parallel.{axis} = {getattr(parallel, axis)} must be at least 1")
+    if parallel.dp < 0:
+        raise ValueError(f"parallel.dp = {parallel.dp} must be at least 0 (0 = all ranks)")
+    if parallel.tp > model.num_kv_heads:
+        raise ValueError(
+            f"parallel.tp = {parallel.tp} is more than model.num_kv_heads = {model.num_kv_heads}; "
+            f"a rank would hold less than one KV head: set parallel.tp to at most "
+            f"{model.num_kv_heads}"
+        )
+    divided = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.num_kv_heads,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "the padded vocabulary": 256,
+    }
+    for name, value in divided.items():
+        if value % parallel.tp:
+            raise ValueError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+
+
+def _check_pipeline(spec: RunSpec) -> None:
+    pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.num_micro_batches
+    if pp == 1 and v != 1:
+        raise ValueError(
+            f"pp.virtual_stages = {v} with parallel.pp = 1: there is no pipeline to interleave; "
+            f"set pp.virtual_stages = 1"
+        )
+    if pp > 1 and spec.pp.schedule == Schedule.ONE_F_ONE_B and v != 1:
+        raise ValueError(
+            f"pp.schedule = '1f1b' takes one stage a rank, got pp.virtual_stages = {v}; set it to "
+            f"1 or use pp.schedule = 'interleaved_1f1b'"
+        )
+    if spec.model.num_layers < spec.num_stages:
+        raise ValueError(
+            f"model.num_layers = {spec.model.num_layers} is fewer than pp {pp} x virtual stages "
+            f"{v} = {spec.num_stages} stages"
+        )
+    if spec.model.num_layers % spec.num_stages:
+        raise ValueError(
+            f"model.num_layers = {spec.model.num_layers} is not a multiple of pp {pp} x virtual "
+            f"stages {v} = {spec.num_stages} stages"
+        )
+    dp = max(1, spec.parallel.dp)
+    if n % dp:
+        raise ValueError(
+            f"{n} micro-batches a step are not a multiple of parallel.dp = {dp}; set "
+            f"data.num_micro_batches to a multiple of {dp}"
+        )
+    each = n // dp
+    rounds = max(1, each // pp)
+    if pp > 1 and each % rounds:
+        good = [m for m in range(max(1, each - pp), each + pp + 1) if m % max(1, m // pp) == 0]
+        raise ValueError(
+            f"{each} micro-batches a pipeline cannot be scheduled in {rounds} equal rounds over "
+            f"pp = {pp}; numbers that can: {good} (data.num_micro_batches = that x dp {dp})"
+        )
+
+
+def _check_packing(spec: RunSpec) -> None:
+    window = spec.data.context_window
+    if not spec.packing.s_max >= 1.0:
+        raise ValueError(
+            f"packing.s_max = {spec.packing.s_max} context windows must be at least 1, or a "
+            f"document of {window} tokens could never be placed"
+        )
+    previous = 0.0
+    for i, threshold in enumerate(spec.packing.queue_thresholds):
+        if not previous < threshold <= 1.0:
+            raise ValueError(
+                f"packing.queue_thresholds = {list(spec.packing.queue_thresholds)}: entry {i} must "
+                f"be above {previous} and at most 1 context window"
+            )
+        previous = threshold

@@ -1,0 +1,139 @@
+"""How a configuration key is declared, and nested sections are read, checked and listed.
+
+A section is a frozen dataclass whose fields are made with `key(default, "what it does", unit=...)`;
+`RunSpec` nests them. `apply` sets one dotted key from TOML or `--set` and refuses unknown names and
+wrong types with the value and the nearest known key.
+"""
+
+import difflib
+import types
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def key(default: Any, doc: str, *, unit: str = "") -> Any:
+    """A configuration field with its help text and unit."""
+    return field(default=default, metadata={"doc": doc, "unit": unit})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHelp:
+    """One line of `wlb train --help`."""
+
+    name: str
+    type: str
+    default: str
+    unit: str
+    doc: str
+
+
+def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
+    """Every key below `section`, dotted, in declaration order."""
+    hints = get_type_hints(section)
+    out: list[KeyHelp] = []
+    for f in fields(section):
+        name = f"{prefix}{f.name}"
+        if is_dataclass(hints[f.name]):
+            out += list_keys(hints[f.name], f"{name}.")
+        else:
+            help_text = cast("dict[str, str]", f.metadata)
+            out.append(
+                KeyHelp(
+                    name=name,
+                    type=_type_name(hints[f.name]),
+                    default=_show(f.default),
+                    unit=help_text["unit"],
+                    doc=help_text["doc"],
+                )
+            )
+    return out
+
+
+def apply(spec: T, values: dict[str, Any], *, source: str, prefix: str = "") -> T:
+    """`spec` with nested `values` set; ValueError naming `source`, the key and the remedy."""
+    section = cast("type[Any]", type(spec))
+    hints = get_type_hints(section)
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        if name not in hints:
+            raise ValueError(f"{source}: unknown key {dotted!r}{_nearest(name, hints, prefix)}")
+        kind = hints[name]
+        if is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise ValueError(f"{source}: {dotted} is a section, got {value!r}")
+            nested = cast("dict[str, Any]", value)
+            changes[name] = apply(getattr(spec, name), nested, source=source, prefix=f"{dotted}.")
+        else:
+            changes[name] = _convert(value, kind, f"{source}: {dotted}")
+    return cast(T, replace(cast(Any, spec), **changes))
+
+
+def nest(dotted: str, value: Any) -> dict[str, Any]:
+    """`{"a": {"b": value}}` for "a.b"."""
+    out = value
+    for part in reversed(dotted.split(".")):
+        out = {part: out}
+    return cast("dict[str, Any]", out)
+
+
+def to_dict(spec: Any) -> dict[str, Any]:
+    """Nested plain values (TOML and JSON types)."""
+    out: dict[str, Any] = {}
+    for f in fields(spec):
+        value = getattr(spec, f.name)
+        if is_dataclass(value):
+            out[f.name] = to_dict(value)
+        elif isinstance(value, tuple):
+            out[f.name] = list(cast("tuple[Any, ...]", value))
+        else:
+            out[f.name] = str(value) if isinstance(value, StrEnum) else value
+    return out
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} must be a list, got {value!r}")
+        inner = get_args(kind)[0]
+        items = list(cast("list[Any]", value))
+        return tuple(_convert(v, inner, f"{where}[{i}]") for i, v in enumerate(items))
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        try:
+            return kind(value)
+        except ValueError:
+            choices = ", ".join(repr(str(c)) for c in kind)
+            raise ValueError(f"{where} = {value!r}: choose one of {choices}") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{where} must be {_type_name(kind)}, got {value!r}")
+    return value
+
+
+def _nearest(name: str, hints: dict[str, Any], prefix: str) -> str:
+    close = difflib.get_close_matches(name, hints, n=1)
+    if close:
+        return f"; did you mean {prefix + close[0]!r}?"
+    return f"; known here: {', '.join(prefix + h for h in hints)}"
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"list of {_type_name(get_args(kind)[0])}"
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return "|".join(str(c) for c in kind)
+    if isinstance(kind, types.UnionType):
+        return str(kind)
+    return cast(str, kind.__name__)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return str(list(cast("tuple[Any, ...]", value)))
+    return repr(str(value)) if isinstance(value, str) else str(value)

@@ -1,0 +1,56 @@
+"""Presets and TOML files into a checked RunSpec."""
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from wlb.spec.check import check
+from wlb.spec.keys import apply, nest
+from wlb.spec.run import RunSpec
+
+
+def presets() -> list[str]:
+    """Names of the presets that ship with wlb."""
+    folder = resources.files("wlb.spec") / "presets"
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def load(name: str, overrides: list[str] | None = None) -> RunSpec:
+    """The spec of preset or TOML file `name` with `--set` overrides such as "parallel.tp=4".
+
+    ValueError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
+    """
+    spec = apply(RunSpec(), _read(name), source=name)
+    for item in overrides or []:
+        dotted, sign, text = item.partition("=")
+        if not sign:
+            raise ValueError(f"--set {item!r}: write section.key=value, as in training.steps=100")
+        spec = apply(spec, nest(dotted.strip(), _value(text.strip())), source=f"--set {item}")
+    return check(spec)
+
+
+def _read(name: str) -> dict[str, Any]:
+    if name in presets():
+        text = (resources.files("wlb.spec") / "presets" / f"{name}.toml").read_text("utf-8")
+    else:
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(
+                f"{name!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
+            )
+        text = path.read_text("utf-8")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: not valid TOML: {error}") from None
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the bare text where it is not one (so that names need no quotes)."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text

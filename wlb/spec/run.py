@@ -1,0 +1,289 @@
+"""RunSpec: everything a run is told. One TOML file plus `--set section.key=value`.
+
+Sections say what belongs to which room. Values that would make a run fail later are refused here
+(`RunSpec.check`), before any rank starts.
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from wlb.spec.keys import key
+
+
+class Schedule(StrEnum):
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_1F1B = "interleaved_1f1b"
+    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
+
+
+class LongDocuments(StrEnum):
+    SPLIT = "split"
+    REFUSE = "refuse"
+
+
+class Policy(StrEnum):
+    ORIGINAL = "original"
+    VAR_LEN = "var_len"
+
+
+class Strategy(StrEnum):
+    PER_SEQUENCE = "per_sequence"
+    PER_DOCUMENT = "per_document"
+    ADAPTIVE = "adaptive"
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class AttentionBackend(StrEnum):
+    AUTO = "auto"
+    SDPA = "sdpa"
+    TORCH_VARLEN = "torch_varlen"
+
+
+class LossNormalizer(StrEnum):
+    VALID_TOKENS = "valid_tokens"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
+    output_dir: str = key("runs", "folder of all runs")
+    seed: int = key(0, "seed of weights, document order and order inside a micro-batch")
+    device: Device = key(Device.AUTO, "where ranks compute; auto takes CUDA if there is one a rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama-3's frequency scaling; off while factor is 1."""
+
+    factor: float = key(1.0, "how much longer the context is than it was trained for; 1 = off")
+    low_freq_factor: float = key(1.0, "wavelengths above original / this are scaled fully")
+    high_freq_factor: float = key(4.0, "wavelengths below original / this are left alone")
+    original_context: int = key(8192, "context the frequencies were trained for", unit="tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head."""
+
+    vocab_size: int = key(0, "tokens of the vocabulary; 0 = the store's", unit="tokens")
+    hidden_size: int = key(512, "width of the residual stream")
+    num_layers: int = key(8, "decoder layers")
+    num_heads: int = key(8, "query heads")
+    num_kv_heads: int = key(8, "key/value heads; divides num_heads")
+    head_dim: int = key(0, "width of a head; 0 = hidden_size / num_heads")
+    ffn_hidden_size: int = key(1408, "inner width of SwiGLU")
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
+    init_std: float = key(0.02, "standard deviation of initial weights")
+    rope_theta: float = key(10000.0, "base of rotary frequencies")
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Vocabulary rounded up to a multiple of 256, whatever tp is."""
+        return -(-self.vocab_size // 256) * 256
+
+    @property
+    def num_layer_parameters(self) -> int:
+        attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
+        return attention + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        ends = 2 * self.padded_vocab_size * self.hidden_size + self.hidden_size
+        return self.num_layers * self.num_layer_parameters + ends
+
+    def check(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} = {getattr(self, name)} must be at least 1")
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "
+                f"{self.num_heads}; change one of them or set model.head_dim"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head size {self.head_size} is odd; rotary embedding needs pairs")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+                f"{self.num_kv_heads}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSpec:
+    """Degrees of the four axes. Ranks are ordered TP, CP, PP, DP from the inside out."""
+
+    tp: int = key(1, "tensor-parallel ranks (with sequence parallelism)", unit="ranks")
+    cp: int = key(1, "context-parallel ranks", unit="ranks")
+    pp: int = key(1, "pipeline ranks", unit="ranks")
+    dp: int = key(0, "data-parallel pipelines; 0 = all ranks / (tp * cp * pp)", unit="ranks")
+
+    @property
+    def model_ranks(self) -> int:
+        return self.tp * self.cp * self.pp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the layout; dp = 0 counts as 1."""
+        return self.model_ranks * max(1, self.dp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSection:
+    schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
+    virtual_stages: int = key(2, "model chunks a pipeline rank; 1 with schedule 1f1b or pp 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    store: str = key("", "prefix of a .bin/.idx token store; empty = made from data.corpus")
+    corpus: str = key("stdlib", 'text to train on: "stdlib" (Python\'s own sources) or a folder')
+    cache_dir: str = key("runs/stores", "where stores made from data.corpus are kept")
+    bpe_vocab_size: int = key(4096, "size of the byte-level BPE trained on data.corpus")
+    heldout_fraction: float = key(0.03, "share of documents kept for evaluation")
+    context_window: int = key(
+        4096, "C: longest piece; a global batch is N x C tokens", unit="tokens"
+    )
+    num_micro_batches: int = key(0, "N: micro-batches a step over all pipelines; 0 = pp * dp")
+    long_documents: LongDocuments = key(LongDocuments.SPLIT, "documents longer than the window")
+    epochs: int = key(0, "passes over the store; 0 = until training.steps")
+    token_quantum: int = key(
+        1, "rows of a rank are a multiple of this (128 on GPUs)", unit="tokens"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSection:
+    policy: Policy = key(Policy.VAR_LEN, "original = Plain-4D; var_len = Algorithm 1")
+    queue_thresholds: tuple[float, ...] = key(
+        (0.2, 0.63), "L_i: shortest document of each outlier queue", unit="context windows"
+    )
+    s_max: float = key(1.5, "S_max: longest micro-batch", unit="context windows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingSection:
+    strategy: Strategy = key(Strategy.ADAPTIVE, "how a micro-batch is divided over CP ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSection:
+    ahead: int = key(3, "steps planned before they run; at least 2", unit="steps")
+    baseline: bool = key(True, "also predict Plain-4D on the same documents")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSection:
+    profile: str = key("auto", "kernel profile: a name, a JSON file, or auto = by device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSection:
+    attention: AttentionBackend = key(AttentionBackend.AUTO, "attention kernel; auto = by device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSection:
+    steps: int = key(1000, "optimiser steps", unit="steps")
+    learning_rate: float = key(3e-4, "peak learning rate of AdamW")
+    min_learning_rate: float = key(3e-5, "learning rate at the end of the cosine")
+    warmup_steps: int = key(100, "linear warm-up", unit="steps")
+    beta1: float = key(0.9, "AdamW beta1")
+    beta2: float = key(0.95, "AdamW beta2")
+    adam_eps: float = key(1e-8, "AdamW epsilon")
+    weight_decay: float = key(0.1, "AdamW weight decay, on matrices only")
+    clip_norm: float = key(1.0, "gradient norm limit; 0 = off")
+    dtype: Dtype = key(Dtype.FLOAT32, "dtype of parameters in compute; gradients reduce in float32")
+    loss_normalizer: LossNormalizer = key(
+        LossNormalizer.VALID_TOKENS,
+        "loss divisor: the step's valid tokens, or N * context_window always",
+    )
+    loss_chunk: int = key(8192, "rows of logits held at a time", unit="tokens")
+    timeout_s: float = key(600.0, "collectives that take longer stop the run", unit="s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    interval: int = key(0, "steps between evaluations; 0 = at the start and the end", unit="steps")
+    steps: int = key(4, "held-out global batches an evaluation; 0 = no evaluation", unit="steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    interval: int = key(0, "steps between checkpoints; 0 = at the end only", unit="steps")
+    keep: int = key(2, "checkpoints kept; older ones are removed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSpec = field(default_factory=ModelSpec)
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    pp: PipelineSection = field(default_factory=PipelineSection)
+    data: DataSection = field(default_factory=DataSection)
+    packing: PackingSection = field(default_factory=PackingSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
+    planner: PlannerSection = field(default_factory=PlannerSection)
+    cost: CostSection = field(default_factory=CostSection)
+    kernels: KernelSection = field(default_factory=KernelSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """N, over all pipelines (Section 7.1: PP x DP by default)."""
+        return self.data.num_micro_batches or self.parallel.pp * max(1, self.parallel.dp)
+
+    @property
+    def micro_batches_per_pipeline(self) -> int:
+        return self.num_micro_batches // max(1, self.parallel.dp)
+
+    @property
+    def s_max(self) -> int:
+        """S_max in tokens."""
+        return int(self.packing.s_max * self.data.context_window)
+
+    @property
+    def queue_thresholds(self) -> tuple[int, ...]:
+        """L_i in tokens."""
+        return tuple(math.ceil(t * self.data.context_window) for t in self.packing.queue_thresholds)
+
+    @property
+    def num_stages(self) -> int:
+        return self.parallel.pp * self.pp.virtual_stages
+
+    @property
+    def quantum(self) -> int:
+        return math.lcm(self.parallel.tp, self.data.token_quantum)
+
+    def to_dict(self) -> dict[str, Any]:
+        from wlb.spec.keys import to_dict
+
+        return to_dict(self)
