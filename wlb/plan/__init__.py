@@ -9,7 +9,7 @@ from wlb.plan.arrays import (
     int_array,
     offsets_of,
 )
-from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, split_long
+from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
 from wlb.plan.metrics import StepMetrics, imbalance, predict, token_delay
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
@@ -34,6 +34,7 @@ __all__ = [
     "StepMetrics",
     "StepPlan",
     "check_minimum",
+    "cut_at",
     "digest",
     "imbalance",
     "int_array",

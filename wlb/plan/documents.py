@@ -161,34 +161,46 @@ class Pieces(_Columns):
             arrival=documents.arrival,
         )
 
-    def cut(self, row: int, length: int) -> tuple["Pieces", "Pieces"]:
-        """Row `row` as two pieces, the first of `length` tokens; both keep all their labels."""
-        piece = self[row]
-        if not 0 < length < piece.stop - piece.start:
-            raise ValueError(f"cannot cut {piece} after {length} tokens")
-        if piece.num_targets < piece.stop - piece.start - 1:
-            raise ValueError(
-                f"document {piece.document} has labels on part of its tokens only "
-                f"({piece.num_targets} of {piece.stop - piece.start}), so how many fall into each "
-                f'part is not known here; use data.long_documents = "refuse" for such data'
-            )
-        middle = piece.start + length
-        first = piece._replace(stop=middle, num_targets=length)
-        second = piece._replace(start=middle, num_targets=piece.num_targets - length)
-        return _rows(first), _rows(second)
 
+def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
+    """`pieces` in order, cut wherever one of the token `offsets` into their sequence falls.
 
-def _rows(*pieces: Piece) -> Pieces:
-    table = np.array(pieces, np.int64).reshape(len(pieces), len(Piece._fields))
-    return Pieces(**{name: table[:, i] for i, name in enumerate(Piece._fields)})
+    Every label is kept: the last token of a part that is not the piece's last one is labelled with
+    the piece's next token. ValueError for a piece with labels on only some of its tokens, because
+    how many fall into each part is not known here.
+    """
+    ends = np.cumsum(pieces.length)
+    total = int(ends[-1]) if ends.size else 0
+    cuts = np.asarray(offsets, np.int64)
+    edges = np.unique(np.concatenate([[0], ends, cuts[(cuts > 0) & (cuts < total)]]))
+    row = np.searchsorted(ends, edges[:-1], side="right")
+    begin = pieces.start[row] + edges[:-1] - (ends - pieces.length)[row]
+    length = np.diff(edges)
+    is_last = edges[1:] == ends[row]
+    unlabelled = (pieces.length - pieces.num_targets)[row]
+    partial = np.flatnonzero((unlabelled > 1) & ~is_last)
+    if partial.size:
+        piece = pieces[int(row[partial[0]])]
+        raise ValueError(
+            f"document {piece.document} has {piece.num_targets} labels on "
+            f"{piece.stop - piece.start} tokens, so how many fall into each part of a cut is not "
+            f'known; use data.long_documents = "refuse" and a window that holds it'
+        )
+    return Pieces(
+        document=pieces.document[row],
+        start=begin,
+        stop=begin + length,
+        num_targets=length - np.where(is_last, unlabelled, 0),
+        source=pieces.source[row],
+        arrival=pieces.arrival[row],
+    )
 
 
 def split_long(documents: Documents, *, window: int, long_documents: str) -> Pieces:
     """Documents as pieces of at most `window` tokens, in order; nothing is dropped or truncated.
 
     long_documents: "split" cuts a longer document every `window` tokens, "refuse" raises a
-    ValueError that names it. An over-long document whose labels cover only part of its tokens
-    cannot be split here, because the labels of each part would not be known.
+    ValueError that names it.
     """
     whole = Pieces.whole(documents)
     long_rows = np.flatnonzero(documents.length > window)
@@ -202,25 +214,10 @@ def split_long(documents: Documents, *, window: int, long_documents: str) -> Pie
         )
     if long_documents != "split":
         raise ValueError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
-    partial = long_rows[documents.num_targets[long_rows] < documents.length[long_rows] - 1]
-    if partial.size:
-        whole.cut(int(partial[0]), window)  # raises, naming the document
-    parts = -(-documents.length // window)
-    row_of = np.repeat(np.arange(len(documents)), parts)
-    first = np.cumsum(parts) - parts
-    start = (np.arange(row_of.size) - first[row_of]) * window
-    stop = np.minimum(start + window, documents.length[row_of])
-    targets = stop - start
-    last = first + parts - 1
-    targets[last] -= documents.length - documents.num_targets
-    return Pieces(
-        document=documents.id[row_of],
-        start=start,
-        stop=stop,
-        num_targets=targets,
-        source=documents.source[row_of],
-        arrival=documents.arrival[row_of],
-    )
+    begins = np.cumsum(documents.length) - documents.length
+    num_cuts = (documents.length[long_rows] - 1) // window
+    nth = np.arange(int(num_cuts.sum())) - np.repeat(np.cumsum(num_cuts) - num_cuts, num_cuts) + 1
+    return cut_at(whole, np.repeat(begins[long_rows], num_cuts) + nth * window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,110 @@
+"""What every packing policy shares: the protocol, and turning placements into a plan.
+
+`push(batch, carry) -> (plans, carry)` is pure: what a policy keeps between global batches is in
+`carry` and nowhere else. `push(None, carry)` is the end of data and returns everything that still
+waits, in as many plans as it takes.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from wlb.cost import WorkloadModel
+from wlb.plan import (
+    Carry,
+    GlobalBatch,
+    IntArray,
+    PackingPlan,
+    Pieces,
+    int_array,
+    offsets_of,
+    split_long,
+)
+
+
+class Packer(Protocol):
+    """A packing policy for N micro-batches a step."""
+
+    @property
+    def policy(self) -> str: ...
+
+    def start(self) -> Carry:
+        """The carry of a run that has trained nothing."""
+        ...
+
+    def push(
+        self, batch: GlobalBatch | None, carry: Carry
+    ) -> tuple[tuple[PackingPlan, ...], Carry]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackerOptions:
+    """What all policies are told.
+
+    num_micro_batches: N, over all pipelines. context_window: C, the longest piece, in tokens.
+    long_documents: "split" or "refuse" for documents longer than C. seed: order of documents inside
+    a micro-batch.
+    """
+
+    num_micro_batches: int
+    context_window: int
+    cost: WorkloadModel
+    long_documents: str = "split"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_micro_batches", "context_window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+
+    def split(self, batch: GlobalBatch | None) -> Pieces:
+        if batch is None:
+            return Pieces.empty()
+        return split_long(
+            batch.documents, window=self.context_window, long_documents=self.long_documents
+        )
+
+    def workloads(self, pieces: Pieces) -> IntArray:
+        """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
+        workload = int_array("workload_ns", self.cost.workload_ns(pieces.length))
+        bad = np.flatnonzero(workload < 0)
+        if bad.size:
+            piece = pieces[int(bad[0])]
+            raise ValueError(f"the cost of {piece} is {workload[bad[0]]} ns; it must be at least 0")
+        return workload
+
+
+def build_plan(
+    options: PackerOptions,
+    *,
+    policy: str,
+    step: int,
+    pieces: Pieces,
+    rows: list[list[int]],
+    num_held_tokens: int,
+    shuffle: bool = True,
+) -> PackingPlan:
+    """A plan with `rows[i]` of `pieces` in micro-batch i.
+
+    shuffle: order the pieces of a micro-batch at random, by (options.seed, step, i). Policies push
+    documents in descending order; left so, per-sequence sharding would give the long documents to
+    the same ranks every time.
+    """
+    order = [np.array(members, np.int64) for members in rows]
+    if shuffle:
+        for i, members in enumerate(order):
+            key = np.array([options.seed, (step << 20) + i], np.uint64)
+            order[i] = np.random.Generator(np.random.Philox(key=key)).permutation(members)
+    index = np.concatenate([np.zeros(0, np.int64), *order])
+    placed = pieces.take(index)
+    running = offsets_of(options.workloads(placed))
+    offsets = offsets_of([len(members) for members in rows])
+    return PackingPlan(
+        step=step,
+        policy=policy,
+        pieces=placed,
+        offsets=offsets,
+        workload_ns=running[offsets[1:]] - running[offsets[:-1]],
+        num_held_tokens=num_held_tokens,
+    )

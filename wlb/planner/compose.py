@@ -1,0 +1,249 @@
+"""Planner: packing and sharding composed into StepPlans. The only composer, torch-free.
+
+`start()` gives the state before the first step; `next(state)` gives the next StepPlan, which
+carries the state after it, or None when the data has ended and everything was flushed. Both are
+pure, so plans can be made ahead, in another process, and again after a restart from the state that
+a checkpoint stored. `shard(plan, pipeline)` adds the spans of one pipeline, lazily: the other
+pipelines' spans are never computed here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from wlb.cost import FlopsWorkload, WorkloadModel
+from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
+from wlb.plan import (
+    Documents,
+    GlobalBatch,
+    IntArray,
+    IntLike,
+    PackingPlan,
+    PipelinePlan,
+    PlannerState,
+    StepMetrics,
+    StepPlan,
+    local_tokens,
+    predict,
+)
+from wlb.sharding import shard
+from wlb.spec import Policy, RunSpec
+
+
+class Source(Protocol):
+    """Global batches with explicit state (`wlb.corpus.GlobalBatches`)."""
+
+    def start(self) -> dict[str, Any]: ...
+
+    def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneBatch:
+    """A source of one global batch: lengths that someone has in hand."""
+
+    documents: Documents
+
+    def start(self) -> dict[str, Any]:
+        return {"given": False}
+
+    def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
+        if state["given"]:
+            return None
+        return GlobalBatch(index=0, documents=self.documents), {"given": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Makes global step plans.
+
+    dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is sharded over. quantum:
+    rows of a rank are a multiple of it. baseline: a second packer that only predicts, on the same
+    stream, or None.
+    """
+
+    source: Source
+    packer: Packer
+    baseline: Packer | None
+    cost: WorkloadModel
+    strategy: str = "adaptive"
+    dp: int = 1
+    cp: int = 1
+    quantum: int = 1
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, source: Source, cost: WorkloadModel) -> "Planner":
+        """The planner of a run; `spec.parallel.dp` must be filled in."""
+        options = PackerOptions(
+            num_micro_batches=spec.num_micro_batches,
+            context_window=spec.data.context_window,
+            cost=cost,
+            long_documents=str(spec.data.long_documents),
+            seed=spec.run.seed,
+        )
+        original = OriginalPacker(options=options)
+        packer: Packer = original
+        if spec.packing.policy == Policy.VAR_LEN:
+            packer = VarLenPacker(
+                options=options, s_max=spec.s_max, queue_thresholds=spec.queue_thresholds
+            )
+        return cls(
+            source=source,
+            packer=packer,
+            baseline=original if spec.planner.baseline else None,
+            cost=cost,
+            strategy=str(spec.sharding.strategy),
+            dp=max(1, spec.parallel.dp),
+            cp=spec.parallel.cp,
+            quantum=spec.quantum,
+        )
+
+    @classmethod
+    def for_lengths(
+        cls,
+        lengths: IntLike,
+        *,
+        context_window: int,
+        num_micro_batches: int,
+        cp: int = 1,
+        dp: int = 1,
+        quantum: int = 1,
+        cost: WorkloadModel | None = None,
+        strategy: str = "adaptive",
+        s_max: int | None = None,
+        queue_thresholds: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> "Planner":
+        """A planner over documents of these lengths (tokens) and nothing else; see README.
+
+        cost: default is attention FLOPs : linear FLOPs of LLaMA2-7B. s_max: tokens of the longest
+        micro-batch, 1.5 windows by default. The last plans of `steps()` are the flush.
+        """
+        priced = cost or FlopsWorkload.llama2_7b()
+        options = PackerOptions(
+            num_micro_batches=num_micro_batches,
+            context_window=context_window,
+            cost=priced,
+            seed=seed,
+        )
+        packer = VarLenPacker(
+            options=options,
+            s_max=s_max or context_window * 3 // 2,
+            queue_thresholds=queue_thresholds,
+        )
+        return cls(
+            source=OneBatch(documents=Documents.from_lengths(lengths)),
+            packer=packer,
+            baseline=OriginalPacker(options=options),
+            cost=priced,
+            strategy=strategy,
+            dp=dp,
+            cp=cp,
+            quantum=quantum,
+        )
+
+    def start(self) -> PlannerState:
+        packer = self.baseline or self.packer
+        return PlannerState(
+            carry=self.packer.start(), baseline=packer.start(), corpus=self.source.start()
+        )
+
+    def steps(self, state: PlannerState | None = None) -> Iterator[StepPlan]:
+        """Plans from `state` (default: the start) to the end of data."""
+        at = state or self.start()
+        while (plan := self.next(at)) is not None:
+            yield plan
+            at = plan.state
+
+    def next(self, state: PlannerState) -> StepPlan | None:
+        """The plan of step `state.next_step`; None after the last one."""
+        while not state.ready and not state.exhausted:
+            state = self._push(state)
+        if not state.ready:
+            return None
+        plan, baseline = state.ready[0], state.baseline_ready[:1]
+        after = PlannerState(
+            carry=state.carry,
+            baseline=state.baseline,
+            corpus=state.corpus,
+            ready=state.ready[1:],
+            baseline_ready=state.baseline_ready[1:],
+            exhausted=state.exhausted,
+        )
+        return StepPlan(
+            packing=plan,
+            pipelines=deal(plan.workload_ns, self.dp),
+            cp=self.cp,
+            quantum=self.quantum,
+            predicted=predict(plan, num_filler_tokens=self._filler(plan)),
+            baseline=predict(baseline[0]) if baseline else None,
+            state=after,
+        )
+
+    def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
+        """The spans of one pipeline's micro-batches."""
+        members = plan.pipelines[pipeline].tolist()
+        micro_batches = tuple(plan.packing.micro_batch(i) for i in members)
+        return PipelinePlan(
+            step=plan.step,
+            pipeline=pipeline,
+            micro_batches=micro_batches,
+            shardings=tuple(
+                shard(m.lengths, cp=self.cp, strategy=self.strategy, cost=self.cost)
+                for m in micro_batches
+            ),
+            local_tokens=plan.local_tokens(pipeline),
+        )
+
+    def _push(self, state: PlannerState) -> PlannerState:
+        item = self.source.next(state.corpus)
+        batch, corpus = item if item is not None else (None, state.corpus)
+        plans, carry = self.packer.push(batch, state.carry)
+        also: tuple[PackingPlan, ...] = ()
+        baseline = state.baseline
+        if self.baseline is not None:
+            also, baseline = self.baseline.push(batch, state.baseline)
+        return PlannerState(
+            carry=carry,
+            baseline=baseline,
+            corpus=corpus,
+            ready=state.ready + plans,
+            baseline_ready=state.baseline_ready + also,
+            exhausted=batch is None,
+        )
+
+    def _filler(self, plan: PackingPlan) -> int:
+        rows = (local_tokens(t, cp=self.cp, quantum=self.quantum) for t in plan.tokens.tolist())
+        return sum(rows) * self.cp - plan.num_tokens
+
+
+def deal(workload_ns: IntArray, dp: int) -> IntArray:
+    """Micro-batches to `dp` pipelines, equally many each: shape [dp, N / dp].
+
+    Heaviest first to the pipeline with the least work that has room (ties to the lowest index);
+    inside a pipeline micro-batches keep their order.
+    """
+    num = workload_ns.size
+    if num % dp:
+        raise ValueError(f"{num} micro-batches cannot be dealt to {dp} pipelines equally")
+    room, work = num // dp, [0] * dp
+    members: list[list[int]] = [[] for _ in range(dp)]
+    for i in np.argsort(-workload_ns, kind="stable").tolist():
+        open_ones = [d for d in range(dp) if len(members[d]) < room]
+        d = min(open_ones, key=work.__getitem__)
+        members[d].append(i)
+        work[d] += int(workload_ns[i])
+    return np.array([sorted(m) for m in members], np.int64).reshape(dp, room)
+
+
+def with_shardings(metrics: StepMetrics, plan: PipelinePlan) -> StepMetrics:
+    """`metrics` with one pipeline's shardings: how often each was chosen, slowest rank over mean."""
+    from dataclasses import replace
+
+    names = [s.strategy for s in plan.shardings]
+    counts = tuple((name, names.count(name)) for name in sorted(set(names)))
+    slowest = sum(int(s.latency_ns.max()) for s in plan.shardings)
+    mean = sum(float(s.latency_ns.mean()) for s in plan.shardings)
+    return replace(metrics, sharding_counts=counts, cp_imbalance=slowest / mean if mean else 1.0)
