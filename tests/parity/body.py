@@ -1,0 +1,129 @@
+"""What every rank of a parity test runs: the same steps as one process, and the differences."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.parity.case import (
+    Case,
+    Reader,
+    fresh_reference,
+    packing,
+    pipeline_plan,
+    reference_loss,
+    spec_of,
+)
+from wlb.model import Llama
+from wlb.parallel.execute import Executor
+from wlb.parallel.mesh import Mesh, World, build_mesh
+from wlb.spec import RunSpec
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def global_loss(executor: Executor, local: Tensor) -> float:
+    """Sum over the ranks that hold different rows (tp ranks hold copies)."""
+    mesh = executor.mesh
+    loss = local.clone() if mesh.tp_rank == 0 else torch.zeros_like(local)
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def run_step(executor: Executor, case: Case, *, shift: int) -> tuple[float, float]:
+    """(loss of the layout, loss of an evaluation before it) of one literal step."""
+    spec, mesh = executor.spec, executor.mesh
+    plan = packing(case.num_micro_batches, shift=shift)
+    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    held = global_loss(executor, executor.evaluate(mine, Reader())) / plan.num_targets
+    loss = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
+    return global_loss(executor, loss), held
+
+
+def gradient_error(executor: Executor, reference: Llama) -> tuple[float, str]:
+    """Worst max|diff| / max|ref| over this rank's parameters, and which."""
+    worst = (0.0, "")
+    wanted = dict(reference.named_parameters())
+    for name, parameter in executor.named_parameters().items():
+        assert parameter.grad is not None, name
+        expected = wanted[name].grad
+        assert expected is not None
+        got = whole(parameter.grad)
+        error = (got - expected).abs().max() / expected.abs().max()
+        worst = max(worst, (error.item(), name))
+    return worst
+
+
+def optimise(
+    executor: Executor, reference: Llama, case: Case, kind: str
+) -> tuple[list[float], list[float], float]:
+    """Two optimiser steps of the layout and of one process: losses of both, parameter error."""
+    spec: RunSpec = executor.spec
+    made: type = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+    options = {"lr": 0.05} if kind == "sgd" else {"lr": 0.01}
+    optimisers = [made(s.parameters(), **options) for s in executor.stages.values()]
+    other = made(reference.parameters(), **options)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for step in range(3):
+        for optimiser in [*optimisers, other]:
+            optimiser.zero_grad()
+        plan = packing(case.num_micro_batches, shift=step)
+        ours.append(run_step(executor, case, shift=step)[0])
+        theirs.append(reference_loss(reference, spec, plan, backward=True))
+        if step < 2:
+            for optimiser in [*optimisers, other]:
+                optimiser.step()
+    wanted = dict(reference.named_parameters())
+    error = max(
+        ((whole(p) - wanted[n]).abs().max() / wanted[n].abs().max()).item()
+        for n, p in executor.named_parameters().items()
+    )
+    return ours, theirs, error
+
+
+def reset(executor: Executor, reference: Llama, initial: dict[str, Tensor]) -> None:
+    """Both models back to their initial weights."""
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(initial[f"ref.{name}"])
+        for name, parameter in executor.named_parameters().items():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(initial[f"own.{name}"])
+
+
+def snapshot(executor: Executor, reference: Llama) -> dict[str, Tensor]:
+    out = {f"ref.{n}": p.detach().clone() for n, p in reference.named_parameters()}
+    for name, parameter in executor.named_parameters().items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        out[f"own.{name}"] = local.detach().clone()
+    return out
+
+
+def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
+    """Losses, gradient errors and the end of two optimiser steps, as seen from this rank."""
+    spec = spec_of(case)
+    mesh: Mesh = build_mesh(spec.parallel, torch.device(device))
+    executor = Executor(spec, mesh)
+    reference = fresh_reference(spec)
+    initial = snapshot(executor, reference)
+    plan = packing(case.num_micro_batches)
+    expected = reference_loss(reference, spec, plan, backward=True)
+    loss, held = run_step(executor, case, shift=0)
+    out: dict[str, object] = {
+        "loss": loss,
+        "held_out": held,
+        "expected": expected,
+        "gradient": gradient_error(executor, reference),
+    }
+    for kind in ("sgd", "adamw"):
+        reset(executor, reference, initial)
+        ours, theirs, error = optimise(executor, reference, case, kind)
+        out[kind] = {"ours": ours, "theirs": theirs, "parameters": error}
+    return out
+
+
+def only_modules(executor: Executor) -> list[nn.Module]:
+    return list(executor.stages.values())

@@ -1,0 +1,184 @@
+"""What the parity tests run: a small model, literal micro-batches, the reference."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wlb.collate import attention_rows, rank_labels, rank_tokens
+from wlb.kernels import Segments, attend
+from wlb.model import Llama, Rows, build_reference, inverse_frequencies, rope_tables
+from wlb.plan import PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
+from wlb.sharding import STRATEGIES
+from wlb.spec import ModelSpec, ParallelSpec, RunSpec, Schedule, check
+
+WINDOW = 24
+
+# Document lengths of each micro-batch: one token, shorter than 2 * CP, not divisible, longer than
+# the window (40 and 61 tokens, whose pieces go to different micro-batches), and an empty one.
+# "d:a-b" is tokens [a, b) of document d.
+DOCUMENTS = {0: 1, 1: 3, 2: 17, 3: 40, 4: 24, 5: 2, 6: 13, 7: 61, 8: 1, 9: 9, 10: 5, 11: 30}
+MICRO_BATCHES = [
+    ["0:0-1", "2:0-17", "1:0-3"],
+    ["3:0-24", "6:0-13"],
+    [],
+    ["7:0-24", "3:24-40", "8:0-1"],
+    ["4:0-24"],
+    ["7:48-61", "5:0-2", "9:0-9", "10:0-5"],
+    ["7:24-48"],
+    ["11:24-30", "11:0-24"],
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layout of the matrix."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    v: int = 1
+    schedule: Schedule = Schedule.INTERLEAVED_1F1B
+    strategy: str = "per_document"
+    num_micro_batches: int = 4
+    token_quantum: int = 1
+    layers: int = 4
+    rope_factor: float = 1.0
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        layout = f"tp{self.tp}-cp{self.cp}-pp{self.pp}-dp{self.dp}"
+        return f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
+
+
+def spec_of(case: Case) -> RunSpec:
+    spec = RunSpec()
+    model = ModelSpec(
+        vocab_size=250,
+        hidden_size=32,
+        num_layers=case.layers,
+        num_heads=8,
+        num_kv_heads=4,
+        ffn_hidden_size=48,
+        init_std=0.2,
+        rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),
+    )
+    schedule = case.schedule
+    if case.pp > 1 and case.v == 1 and schedule == Schedule.INTERLEAVED_1F1B:
+        schedule = Schedule.ONE_F_ONE_B
+    return check(
+        replace(
+            spec,
+            model=model,
+            parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
+            pp=replace(spec.pp, schedule=schedule, virtual_stages=case.v),
+            data=replace(
+                spec.data,
+                context_window=WINDOW,
+                num_micro_batches=case.num_micro_batches,
+                token_quantum=case.token_quantum,
+            ),
+            training=replace(spec.training, loss_chunk=7),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Random tokens, a function of the document alone."""
+
+    vocab_size: int = 250
+    lengths: dict[int, int] = field(default_factory=lambda: DOCUMENTS)
+
+    def length(self, document: int) -> int:
+        return self.lengths[document]
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        rng = np.random.default_rng(document)
+        return rng.integers(0, self.vocab_size, self.length(document))[start:stop]
+
+
+def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
+    """The literal micro-batches, the first `num_micro_batches` after `shift` (round and round)."""
+    rows: list[tuple[int, int, int]] = []
+    counts: list[int] = []
+    for i in range(num_micro_batches):
+        members = MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)]
+        counts.append(len(members))
+        for text in members:
+            document, _, span = text.partition(":")
+            start, _, stop = span.partition("-")
+            rows.append((int(document), int(start), int(stop)))
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    ends = np.array([DOCUMENTS[d] for d in table[:, 0].tolist()], np.int64)
+    length = table[:, 2] - table[:, 1]
+    zeros = np.zeros(len(table), np.int64)
+    pieces = Pieces(
+        document=table[:, 0],
+        start=table[:, 1],
+        stop=table[:, 2],
+        num_targets=length - (table[:, 2] == ends),
+        source=zeros,
+        arrival=zeros,
+    )
+    return PackingPlan(
+        step=shift,
+        policy="literal",
+        pieces=pieces,
+        offsets=offsets_of(counts),
+        workload_ns=np.zeros(num_micro_batches, np.int64),
+    )
+
+
+def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str) -> PipelinePlan:
+    """Micro-batches pipeline, pipeline + dp, ... for this pipeline."""
+    batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
+    cp = spec.parallel.cp
+    return PipelinePlan(
+        step=plan.step,
+        pipeline=pipeline,
+        micro_batches=batches,
+        shardings=tuple(STRATEGIES[strategy](b.lengths, cp=cp) for b in batches),
+        local_tokens=tuple(
+            local_tokens(b.num_tokens, cp=cp, quantum=spec.quantum) for b in batches
+        ),
+    )
+
+
+def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: bool) -> float:
+    """Mean loss of the step in one process (one rank, no filler); gradients added to `model`."""
+    dtype = next(model.parameters()).dtype
+    frequencies = inverse_frequencies(spec.model)
+    one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, token_quantum=1))
+    pipeline = pipeline_plan(plan, one, 0, "per_sequence")
+    total = 0.0
+    for batch, sharding in zip(pipeline.micro_batches, pipeline.shardings, strict=True):
+        num = batch.num_tokens
+        if not num:
+            continue
+        index = attention_rows(sharding, 0, num)
+        segments = Segments.from_offsets(index.cu_seqlens_q, index.cu_seqlens_k, device="cpu")
+        cos, sin = rope_tables(torch.from_numpy(index.positions), frequencies)
+        rows = Rows(
+            cos=cos,
+            sin=sin,
+            attend=lambda q, k, v, s=segments: attend(q, k, v, s, backend="reference"),
+            labels=torch.from_numpy(rank_labels(batch, sharding, 0, num, Reader())),
+            loss_scale=1.0 / plan.num_targets,
+        )
+        tokens = torch.from_numpy(rank_tokens(batch, sharding, 0, num, Reader()))
+        loss: Tensor = model(tokens, rows=rows)
+        if backward:
+            loss.backward()
+        total += loss.item()
+    del dtype
+    return total
+
+
+def fresh_reference(spec: RunSpec) -> Llama:
+    return build_reference(spec.model, seed=spec.run.seed)

@@ -1,0 +1,55 @@
+"""Every layout computes what one process computes (fp32, CPU, Gloo)."""
+
+import pytest
+
+from tests.parity.body import parity
+from tests.parity.case import Case
+from wlb.parallel.launch import run_local
+from wlb.spec import Schedule
+
+pytestmark = pytest.mark.dist
+
+F1B = Schedule.ONE_F_ONE_B
+I1F1B = Schedule.INTERLEAVED_1F1B
+IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
+
+CASES = [
+    # One axis alone.
+    Case(tp=2),
+    Case(tp=4, strategy="per_sequence", rope_factor=4.0),
+    Case(cp=2),
+    Case(cp=3, strategy="per_sequence"),
+    Case(cp=4, token_quantum=4),
+    Case(dp=2),
+    Case(pp=2, schedule=F1B),
+    Case(pp=2, v=2),
+    Case(pp=2, v=2, schedule=IZB),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6),
+    Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
+    # Two axes.
+    Case(tp=2, cp=2, strategy="per_sequence"),
+    Case(tp=2, dp=2, num_micro_batches=8),
+    Case(cp=2, dp=2, num_micro_batches=8),
+    Case(tp=2, pp=2, v=2),
+    Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8),
+    Case(pp=2, dp=2, v=2, num_micro_batches=8, strategy="per_sequence"),
+    # Three and four.
+    Case(tp=2, cp=2, pp=2, v=2, token_quantum=3),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, strategy="per_sequence"),
+    Case(tp=2, cp=2, pp=2, schedule=F1B),
+    Case(tp=2, cp=2, pp=2, dp=2, v=2, num_micro_batches=8),
+    Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, strategy="per_sequence"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layout_equals_one_process(case: Case) -> None:
+    results = run_local(parity, case.world, case, start_group=True, timeout_s=240.0)
+    for result in results:
+        assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
+        assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
+        error, name = result["gradient"]
+        assert error <= 1e-5, name
+        assert result["sgd"]["ours"] == pytest.approx(result["sgd"]["theirs"], rel=1e-5)
+        assert result["sgd"]["parameters"] <= 1e-5
+        assert result["adamw"]["ours"] == pytest.approx(result["adamw"]["theirs"], rel=1e-4)

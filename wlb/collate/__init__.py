@@ -1,0 +1,19 @@
+"""Batches out of plans: what one rank feeds to its model."""
+
+from wlb.collate.rows import (
+    IGNORE,
+    AttentionRows,
+    TokenReader,
+    attention_rows,
+    rank_labels,
+    rank_tokens,
+)
+
+__all__ = [
+    "IGNORE",
+    "AttentionRows",
+    "TokenReader",
+    "attention_rows",
+    "rank_labels",
+    "rank_tokens",
+]

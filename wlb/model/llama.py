@@ -1,0 +1,196 @@
+"""A LLaMA decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
+
+x is [T, C]: T rows, C width. What depends on the micro-batch (rotary tables, attention over
+segments, labels) comes in as a `Rows` record. What tensor parallelism would change (the four kinds
+of layers that hold weights) goes through an `Ops` object; `Ops` itself just calls the modules.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wlb.model.loss import WHOLE, Vocabulary, head_loss
+from wlb.model.rope import rotate
+from wlb.spec import ModelSpec
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What a forward pass needs to know about its rows.
+
+    cos, sin: [T, 1, D / 2]. attend(q_THD, k_TGD, v_TGD) -> [T, H, D]. labels: [T], needed by the
+    last stage only. loss_scale: the stage returns the summed loss times this.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+    labels: Tensor | None = None
+    loss_scale: float = 1.0
+
+
+class Ops:
+    """How layers with weights are applied; tensor parallelism gives its own (`wlb.parallel`)."""
+
+    vocabulary: Vocabulary = WHOLE
+
+    def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
+        return embedding(tokens_T)
+
+    def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
+        return norm(x_TC)
+
+    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Several linear layers of the same rows (column-parallel under TP)."""
+        return tuple(linear(x_TC) for linear in linears)
+
+    def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
+        """A linear layer that ends a residual branch (row-parallel under TP)."""
+        return linear(x_TC)
+
+    def weight(self, module: nn.Linear) -> Tensor:
+        """This process's part of a weight, as a plain tensor."""
+        return module.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+        super().__init__()
+        self.head_size, self.ops = spec.head_size, ops
+        self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=False)
+        self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
+
+    def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
+        projected = self.ops.fan_out(x_TC, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p.unflatten(-1, (-1, self.head_size)) for p in projected)
+        q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
+        return self.ops.fan_in(rows.attend(q, k, v).flatten(1), self.o_proj)
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(spec.ffn_hidden_size, spec.hidden_size, bias=False)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
+        return self.ops.fan_in(nn.functional.silu(gate) * up, self.down_proj)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
+        self.self_attn = Attention(spec, ops)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
+        self.mlp = Mlp(spec, ops)
+
+    def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
+        x_TC = x_TC + self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
+        return x_TC + self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC))
+
+
+class Decoder(nn.Module):
+    """Layers of a range, with the embedding before the first layer and a norm after the last."""
+
+    def __init__(self, spec: ModelSpec, layers: range, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+        size = (spec.padded_vocab_size, spec.hidden_size)
+        self.embed_tokens = nn.Embedding(*size) if is_first else None
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, ops) for i in layers})
+        self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps) if is_last else None
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        if self.embed_tokens is not None:
+            x = self.ops.embed(self.embed_tokens, x)
+        for layer in self.layers.values():
+            x = layer(x, rows)
+        return x if self.norm is None else self.ops.norm(self.norm, x)
+
+
+class Llama(nn.Module):
+    """A whole model, or the layers of one pipeline stage under the same parameter names.
+
+    forward: tokens [T] (first stage) or rows [T, C] -> rows [T, C], or on the last stage the summed
+    loss times rows.loss_scale, a scalar.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        layers: range | None = None,
+        ops: Ops | None = None,
+        loss_chunk: int = 8192,
+    ) -> None:
+        super().__init__()
+        self.spec, self.loss_chunk = spec, loss_chunk
+        self.ops = ops or Ops()
+        held = layers or range(spec.num_layers)
+        self.model = Decoder(spec, held, self.ops)
+        self.lm_head = None
+        if held.stop == spec.num_layers:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.padded_vocab_size, bias=False)
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        x = self.model(x, rows)
+        if self.lm_head is None:
+            return x
+        assert rows.labels is not None
+        loss = head_loss(
+            x,
+            self.ops.weight(self.lm_head),
+            rows.labels,
+            vocab_size=self.spec.vocab_size,
+            chunk=self.loss_chunk,
+            vocabulary=self.ops.vocabulary,
+        )
+        return loss * rows.loss_scale
+
+
+def initial_weight(
+    name: str, shape: torch.Size, spec: ModelSpec, *, seed: int, device: torch.device | str
+) -> Tensor:
+    """The whole initial value of a parameter, float32: a function of its name and the seed only.
+
+    So every layout starts from the same model. Matrices are normal with spec.init_std, those that
+    end a residual branch scaled by 1 / sqrt(2 * num_layers) (GPT-2); norms are one.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)
+    generator = torch.Generator(device=device)
+    generator.manual_seed(_name_seed(name, seed))
+    scale = (
+        (2 * spec.num_layers) ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
+        else 1.0
+    )
+    out = torch.empty(shape, device=device)
+    return out.normal_(0.0, spec.init_std * scale, generator=generator)
+
+
+def _name_seed(name: str, seed: int) -> int:
+    from wlb.plan import digest
+
+    return digest(name, seed)
+
+
+def build_reference(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
+    """The whole model in one process, initialised: what every layout is compared with."""
+    model = Llama(spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_weight(name, parameter.shape, spec, seed=seed, device="cpu"))
+    return model.to(dtype)

@@ -1,0 +1,123 @@
+"""Output head and cross-entropy in one, a chunk of rows at a time.
+
+Logits of a whole micro-batch never exist: for each chunk the forward pass computes logits, the
+summed loss and, when gradients are wanted, their part of the gradients of the rows and of the head
+(as the loss is a plain sum, its gradient is known up to one factor). The backward pass only
+multiplies by that factor. Costs one float32 copy of the head's gradient while it waits.
+
+Shapes: T rows, C width, V vocabulary entries of this shard.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+
+class Vocabulary:
+    """Which vocabulary entries this process holds: here all of them. Tensor parallelism overrides.
+
+    gather: rows of this process -> rows the head works on; scatter: its adjoint for gradients,
+    which sums over the processes that share the vocabulary.
+    """
+
+    offset = 0
+
+    def gather(self, x_TC: Tensor) -> Tensor:
+        return x_TC
+
+    def scatter(self, dx_TC: Tensor) -> Tensor:
+        return dx_TC
+
+    def all_max(self, x_T: Tensor) -> Tensor:
+        return x_T
+
+    def all_sum(self, x_2T: Tensor) -> Tensor:
+        return x_2T
+
+
+WHOLE = Vocabulary()
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TC: Tensor,
+        weight_VC: Tensor,
+        labels_T: Tensor,
+        vocab_size: int,
+        chunk: int,
+        vocabulary: Vocabulary,
+        wants_grad: bool,
+    ) -> Tensor:
+        x = vocabulary.gather(x_TC)
+        dx = torch.empty_like(x) if wants_grad else None
+        dweight = torch.zeros_like(weight_VC, dtype=torch.float32) if wants_grad else None
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for begin in range(0, x.shape[0], chunk):
+            rows = slice(begin, begin + chunk)
+            part, dlogits = _chunk(x[rows], weight_VC, labels_T[rows], vocab_size, vocabulary)
+            loss = loss + part
+            if dx is not None and dweight is not None:
+                dlogits = dlogits.to(x.dtype)
+                torch.mm(dlogits, weight_VC, out=dx[rows])
+                dweight += dlogits.t() @ x[rows]
+        if dx is not None and dweight is not None:
+            ctx.save_for_backward(vocabulary.scatter(dx), dweight)
+            ctx.dtype = weight_VC.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (factor,) = grads
+        dx, dweight = ctx.saved_tensors
+        dweight = (dweight * factor).to(ctx.dtype)
+        return (dx * factor).to(dx.dtype), dweight, None, None, None, None, None
+
+
+def _chunk(
+    x_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, vocab_size: int, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of the rows, float32, and its gradient with respect to the logits, [T, V]."""
+    logits = (x_TC @ weight_VC.t()).float()
+    size = logits.shape[1]
+    # Entries that only pad the vocabulary get no probability, so padding never changes the loss.
+    real = max(0, min(size, vocab_size - vocabulary.offset))
+    logits[:, real:] = float("-inf")
+    peak = vocabulary.all_max(logits.amax(-1))
+    logits -= peak[:, None]
+    local = labels_T - vocabulary.offset
+    here = (local >= 0) & (local < size)
+    index = local.clamp(0, size - 1)[:, None]
+    target = torch.where(here, logits.gather(1, index)[:, 0], 0.0)
+    exponents = logits.exp_()
+    total, target = vocabulary.all_sum(torch.stack([exponents.sum(-1), target]))
+    valid = labels_T != IGNORE
+    loss = torch.where(valid, total.log() - target, 0.0).sum()
+    dlogits = exponents.mul_((valid / total)[:, None])
+    dlogits.scatter_add_(1, index, -(here & valid).to(dlogits.dtype)[:, None])
+    return loss, dlogits
+
+
+def head_loss(
+    x_TC: Tensor,
+    weight_VC: Tensor,
+    labels_T: Tensor,
+    *,
+    vocab_size: int,
+    chunk: int,
+    vocabulary: Vocabulary = WHOLE,
+) -> Tensor:
+    """Summed cross-entropy of the rows against `labels_T` (IGNORE = not trained), float32 scalar.
+
+    x_TC: normalised rows of this process. weight_VC: this process's rows of the head. vocab_size:
+    entries that are real; padding is masked. chunk: rows of logits held at a time.
+    """
+    wants_grad = torch.is_grad_enabled() and (x_TC.requires_grad or weight_VC.requires_grad)
+    loss: Tensor = _HeadLoss.apply(  # pyright: ignore[reportAssignmentType]
+        x_TC, weight_VC, labels_T, vocab_size, chunk, vocabulary, wants_grad
+    )
+    return loss

@@ -1,0 +1,57 @@
+"""The model of one rank: its pipeline stages with tensor parallelism, then FSDP.
+
+The order of wraps, once: modules on the meta device -> each parameter's tensor-parallel part,
+computed from its name and the seed (so that every layout starts from the same model, and no whole
+stage is ever materialised unsharded over tp) -> FSDP2 over dp x cp -> pipeline stages.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from wlb.model import Llama, Ops, initial_weight
+from wlb.parallel.data import shard_stage
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.pipeline import local_stages, stage_layers
+from wlb.parallel.tensor import TensorParallelOps, placement
+from wlb.spec import RunSpec
+
+
+def compute_dtype(spec: RunSpec) -> torch.dtype:
+    return torch.bfloat16 if spec.training.dtype == "bfloat16" else torch.float32
+
+
+def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
+    """This rank's stages by stage index, initialised and sharded, on the mesh's device."""
+    if not spec.model.vocab_size:
+        raise ValueError("model.vocab_size is 0; take the token store's before building a model")
+    ops: Ops | None = None
+    if mesh.tp_size > 1:
+        ops = TensorParallelOps(mesh.tp_group, spec.model.padded_vocab_size)
+    stages: dict[int, Llama] = {}
+    for index in local_stages(mesh.pp_rank, pp=mesh.pp_size, virtual_stages=spec.pp.virtual_stages):
+        layers = stage_layers(index, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
+        with torch.device("meta"):
+            stage = Llama(spec.model, layers=layers, ops=ops, loss_chunk=spec.training.loss_chunk)
+        _materialise(stage, spec, mesh)
+        shard_stage(stage, mesh, compute_dtype(spec))
+        stages[index] = stage
+    return stages
+
+
+def _materialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:
+    for name, parameter in list(stage.named_parameters()):
+        whole = initial_weight(
+            name, parameter.shape, spec.model, seed=spec.run.seed, device=mesh.device
+        )
+        owner, _, leaf = name.rpartition(".")
+        value: torch.Tensor = whole
+        if mesh.tp_size > 1:
+            how = placement(name)
+            local = whole
+            if isinstance(how, Shard):
+                local = whole.chunk(mesh.tp_size, how.dim)[mesh.tp_rank].contiguous()
+            value = DTensor.from_local(
+                local, mesh.tp, [how if isinstance(how, Shard) else Replicate()], run_check=False
+            )
+        setattr(stage.get_submodule(owner), leaf, nn.Parameter(value))

@@ -1,0 +1,152 @@
+"""Executor: runs the forward and backward passes of a step that was planned elsewhere.
+
+It decides nothing. Given a PipelinePlan it reads this rank's tokens and labels, builds the index
+tensors and rotary tables of each micro-batch once, and runs the pipeline (or, with one pipeline
+rank, a plain loop). Only ranks of the first stage read tokens, only those of the last stage labels.
+"""
+
+import torch
+from torch import Tensor
+
+from wlb.collate import TokenReader, attention_rows, rank_labels, rank_tokens
+from wlb.kernels import select_backend
+from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
+from wlb.parallel.build import build_stages, compute_dtype
+from wlb.parallel.context import context_attention, to_device
+from wlb.parallel.data import finish_gradients, set_gradient_sync
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.pipeline import Pipeline, VarLenStage
+from wlb.plan import PipelinePlan
+from wlb.spec import RunSpec
+
+
+class Executor:
+    """The stages of one rank and how to run a step on them.
+
+    stages: modules by stage index. backend: attention kernel in use. Gradients add up in the
+    stages' parameters; the caller owns the optimiser.
+    """
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.stages: dict[int, Llama] = build_stages(spec, mesh)
+        dtype = compute_dtype(spec)
+        self.backend = select_backend(spec.kernels.attention, device=mesh.device, dtype=dtype)
+        self._frequencies = inverse_frequencies(spec.model, mesh.device)
+        self.pipeline: Pipeline | None = None
+        if mesh.pp_size > 1:
+            self.pipeline = Pipeline(
+                stages=[
+                    VarLenStage(
+                        module,
+                        index,
+                        spec.num_stages,
+                        device=mesh.device,
+                        group=mesh.pp_group,
+                        dtype=dtype,
+                    )
+                    for index, module in self.stages.items()
+                ],
+                schedule=spec.pp.schedule,
+            )
+
+    @property
+    def is_first(self) -> bool:
+        return self.mesh.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.mesh.pp_rank == self.mesh.pp_size - 1
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters under their names in the whole model."""
+        return {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
+
+    def train_step(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are summed over all ranks.
+
+        Returns the sum over this rank's rows of the token losses times loss_scale, float32 scalar;
+        zero on ranks without the last stage. Equal on all tp ranks.
+        """
+        tokens, rows = self._inputs(plan, reader, loss_scale)
+        if self.pipeline is not None:
+            losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=True)
+        else:
+            losses = self._accumulate(tokens, rows)
+        finish_gradients(self.named_parameters().values())
+        return self._sum(losses)
+
+    @torch.no_grad()
+    def evaluate(self, plan: PipelinePlan, reader: TokenReader) -> Tensor:
+        """Forward only: the sum over this rank's rows of the token losses."""
+        tokens, rows = self._inputs(plan, reader, 1.0)
+        if self.pipeline is not None:
+            losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=False)
+        else:
+            assert tokens is not None
+            (module,) = self.stages.values()
+            losses = [module(t, rows=r) for t, r in zip(tokens, rows, strict=True)]
+        return self._sum(losses)
+
+    def _sum(self, losses: list[Tensor]) -> Tensor:
+        total = torch.zeros((), device=self.mesh.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    def _accumulate(self, tokens: list[Tensor] | None, rows: list[Rows]) -> list[Tensor]:
+        assert tokens is not None
+        (module,) = self.stages.values()
+        losses: list[Tensor] = []
+        for i, (t, r) in enumerate(zip(tokens, rows, strict=True)):
+            set_gradient_sync(module, is_last=i == len(rows) - 1)
+            loss = module(t, rows=r)
+            loss.backward()
+            losses.append(loss)
+        return losses
+
+    def _rows_exchanged(self, plan: PipelinePlan) -> list[int]:
+        return [rows // self.mesh.tp_size for rows in plan.local_tokens]
+
+    def _inputs(
+        self, plan: PipelinePlan, reader: TokenReader, loss_scale: float
+    ) -> tuple[list[Tensor] | None, list[Rows]]:
+        tokens: list[Tensor] = []
+        rows: list[Rows] = []
+        for i in range(len(plan.micro_batches)):
+            token_row, made = self._micro_batch(plan, i, reader, loss_scale)
+            tokens += [] if token_row is None else [token_row]
+            rows.append(made)
+        return tokens if self.is_first else None, rows
+
+    def _micro_batch(
+        self, plan: PipelinePlan, i: int, reader: TokenReader, loss_scale: float
+    ) -> tuple[Tensor | None, Rows]:
+        batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
+        cp_rank = self.mesh.cp_rank
+        index = attention_rows(sharding, cp_rank, local)
+        arrays = {"positions": index.positions}
+        if index.kv_index is not None and index.inverse is not None:
+            arrays |= {"kv_index": index.kv_index, "inverse": index.inverse}
+        if self.is_first:
+            arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)
+        if self.is_last:
+            arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
+        moved = dict(zip(arrays, to_device(list(arrays.values()), self.mesh.device), strict=True))
+        cos, sin = rope_tables(moved["positions"], self._frequencies)
+        attention = context_attention(
+            index,
+            group=self.mesh.cp_group if self.mesh.cp_size > 1 else None,
+            backend=self.backend,
+            device=self.mesh.device,
+            index=moved.get("kv_index"),
+            inverse=moved.get("inverse"),
+        )
+        made = Rows(
+            cos=cos,
+            sin=sin,
+            attend=attention,
+            labels=moved.get("labels"),
+            loss_scale=loss_scale,
+        )
+        return moved.get("tokens"), made

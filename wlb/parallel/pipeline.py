@@ -1,0 +1,168 @@
+"""Pipeline parallelism by torch's schedules, with a length of its own for every micro-batch.
+
+torch sizes receive buffers from micro-batch 0. `VarLenStage` allocates them when the receive is
+posted, from lengths that every rank knows from the plan, and drops them after the backward, so
+memory is bounded by the micro-batches in flight and no shape is ever exchanged. Everything it
+overrides is private to torch.distributed.pipelining; the parity matrix runs on each supported
+version (2.11 and 2.13 differ).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from wlb.model import Llama, Rows
+from wlb.spec import Schedule
+
+
+def stage_layers(stage: int, *, num_stages: int, num_layers: int) -> range:
+    """Layers of a stage; stages hold equally many."""
+    per = num_layers // num_stages
+    return range(stage * per, (stage + 1) * per)
+
+
+def local_stages(pp_rank: int, *, pp: int, virtual_stages: int) -> list[int]:
+    """Stages of a pipeline rank: pp_rank, pp_rank + pp, ... (interleaved)."""
+    return [pp_rank + v * pp for v in range(virtual_stages)]
+
+
+class VarLenStage(PipelineStage):
+    """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`."""
+
+    rows: list[int]
+
+    def __init__(
+        self,
+        module: Llama,
+        index: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        self.width, self.dtype = module.spec.hidden_size, dtype
+        self._rows_record: dict[str, Any] = {}
+        # Only the rank and dtype of these matter: given statically, no inference run is made.
+        activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(1, dtype=torch.long, device="meta")
+        super().__init__(
+            module,
+            index,
+            num_stages,
+            device,
+            input_args=tokens if index == 0 else activation,
+            output_args=activation,
+            group=group,
+        )
+
+    def _allocate(self, infos: Any, rows: int, *, requires_grad: bool) -> None:
+        for info in infos:
+            info.buffer = torch.empty(
+                rows, self.width, dtype=self.dtype, device=self.device, requires_grad=requires_grad
+            )
+
+    def _drop(self, infos: Any) -> None:
+        for info in infos:
+            info.buffer = torch.empty(0, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            infos = self.args_recv_info[fwd_chunk_id]
+            self._allocate(infos, self.rows[fwd_chunk_id], requires_grad=self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            infos = self.grad_recv_info[bwd_chunk_id]
+            self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
+        # The Rows record stays out of torch's bookkeeping: 2.11's zero-bubble code fails on
+        # arguments that are not tensors.
+        self._rows_record = kwargs or {}
+        out = super().forward_one_chunk(fwd_chunk_id, args, {}, **options)
+        if not self.has_backward and not self.is_first:
+            self._drop(self.args_recv_info[fwd_chunk_id])
+        return out
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
+        return super().forward_maybe_with_nosync(*args, **self._rows_record)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        if not self.is_first:
+            self._drop(self.args_recv_info[bwd_chunk_id])
+        if self.has_backward and not self.is_last:
+            self._drop(self.grad_recv_info[bwd_chunk_id])
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # 2.11 warms NCCL connections up; on Gloo there is nothing to warm up.
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """2.11 compares with the one static shape."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """2.11 compares with the one static shape."""
+
+
+def _loss_itself(output: Tensor, _target: Any) -> Tensor:
+    return output
+
+
+@dataclass(slots=True, kw_only=True)
+class Pipeline:
+    """This rank's stages and a schedule for each number of micro-batches."""
+
+    stages: list[VarLenStage]
+    schedule: Schedule
+    _schedules: dict[int, Any] = field(default_factory=dict)
+
+    def run(
+        self, tokens: list[Tensor] | None, rows: list[Rows], num_rows: list[int], *, train: bool
+    ) -> list[Tensor]:
+        """Forward (and backward) of all micro-batches; the last stage's losses, else an empty list.
+
+        tokens: per micro-batch [T_local] on the first stage, else None. num_rows: rows that stages
+        exchange for each micro-batch, T_local / tp.
+        """
+        schedule = self._schedule(len(rows))
+        schedule._has_backward = train  # what schedule.eval() does around step()
+        for stage in self.stages:
+            stage.has_backward = train
+            stage.rows = num_rows
+            stage.chunks = len(rows)  # schedules of several sizes share the stages
+            stage.clear_runtime_states()
+        losses: list[Tensor] = []
+        args = [(t,) for t in tokens] if tokens is not None else [()] * len(rows)
+        schedule._step_microbatches(
+            args, [{"rows": r} for r in rows], [None] * len(rows), losses, return_outputs=False
+        )
+        return losses
+
+    def _schedule(self, num_micro_batches: int) -> Any:
+        if num_micro_batches not in self._schedules:
+            options: dict[str, Any] = {"loss_fn": _loss_itself, "scale_grads": False}
+            stages: Any = self.stages
+            match self.schedule:
+                case Schedule.ONE_F_ONE_B:
+                    made = Schedule1F1B(stages[0], num_micro_batches, **options)
+                case Schedule.INTERLEAVED_1F1B:
+                    made = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
+                case Schedule.INTERLEAVED_ZERO_BUBBLE:
+                    made = ScheduleInterleavedZeroBubble(stages, num_micro_batches, **options)
+            self._schedules[num_micro_batches] = made
+        return self._schedules[num_micro_batches]
