@@ -49,8 +49,9 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum gradients that are still partial over the tp axis (norm weights where FSDP is absent)."""
     for parameter in parameters:
         grad = parameter.grad
-        both = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
-        if both and grad.placements != parameter.placements:
+        if not (isinstance(parameter, DTensor) and isinstance(grad, DTensor)):
+            continue
+        if grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 

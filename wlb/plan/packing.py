@@ -12,7 +12,7 @@ from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_
 from wlb.plan.documents import Pieces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out."""
 
@@ -39,7 +39,7 @@ class MicroBatch:
         return offsets_of(self.lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingPlan:
     """Pieces of one step, grouped by micro-batch.
 
@@ -120,7 +120,7 @@ class PackingPlan:
         return cls(**values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Carry:
     """What a packer holds between steps: immutable, attached to the plan it follows.
 

@@ -12,7 +12,7 @@ from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannerState:
     """All that a planner needs to go on after a step: explicit, immutable, JSON in and out.
 
@@ -53,7 +53,7 @@ class PlannerState:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One global training step.
 
@@ -87,7 +87,7 @@ class StepPlan:
         return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.quantum)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelinePlan:
     """One pipeline's micro-batches in execution order, with their spans."""
 

@@ -1,5 +1,19 @@
 """The library's front door: lengths in, step plans out; no torch."""
 
-from wlb.planner.compose import Planner, Source, deal, with_shardings
+from wlb.planner.compose import (
+    Planner,
+    Source,
+    deal,
+    open_heldout_planner,
+    open_planner,
+    with_shardings,
+)
 
-__all__ = ["Planner", "Source", "deal", "with_shardings"]
+__all__ = [
+    "Planner",
+    "Source",
+    "deal",
+    "open_heldout_planner",
+    "open_planner",
+    "with_shardings",
+]

@@ -8,12 +8,13 @@ pipelines' spans are never computed here.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from wlb.cost import FlopsWorkload, WorkloadModel
+from wlb.corpus import GlobalBatches, TokenStore
+from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
 from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
 from wlb.plan import (
     Documents,
@@ -30,6 +31,10 @@ from wlb.plan import (
 )
 from wlb.sharding import shard
 from wlb.spec import Policy, RunSpec
+
+LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
+"""FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
+(its parameters) * d for linear layers; only the ratio matters."""
 
 
 class Source(Protocol):
@@ -110,7 +115,7 @@ class Planner:
         cp: int = 1,
         dp: int = 1,
         quantum: int = 1,
-        cost: WorkloadModel | None = None,
+        cost: WorkloadModel = LLAMA2_7B,
         strategy: str = "adaptive",
         s_max: int | None = None,
         queue_thresholds: tuple[int, ...] = (),
@@ -118,14 +123,13 @@ class Planner:
     ) -> "Planner":
         """A planner over documents of these lengths (tokens) and nothing else; see README.
 
-        cost: default is attention FLOPs : linear FLOPs of LLaMA2-7B. s_max: tokens of the longest
-        micro-batch, 1.5 windows by default. The last plans of `steps()` are the flush.
+        cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. s_max: tokens of
+        the longest micro-batch, 1.5 windows by default. The last plans of `steps()` are the flush.
         """
-        priced = cost or FlopsWorkload.llama2_7b()
         options = PackerOptions(
             num_micro_batches=num_micro_batches,
             context_window=context_window,
-            cost=priced,
+            cost=cost,
             seed=seed,
         )
         packer = VarLenPacker(
@@ -137,7 +141,7 @@ class Planner:
             source=OneBatch(documents=Documents.from_lengths(lengths)),
             packer=packer,
             baseline=OriginalPacker(options=options),
-            cost=priced,
+            cost=cost,
             strategy=strategy,
             dp=dp,
             cp=cp,
@@ -238,10 +242,39 @@ def deal(workload_ns: IntArray, dp: int) -> IntArray:
     return np.array([sorted(m) for m in members], np.int64).reshape(dp, room)
 
 
-def with_shardings(metrics: StepMetrics, plan: PipelinePlan) -> StepMetrics:
-    """`metrics` with one pipeline's shardings: how often each was chosen, slowest rank over mean."""
-    from dataclasses import replace
+def open_planner(spec: RunSpec, store: str, device: str) -> Planner:
+    """The planner of a run on a token store, priced for `device` ("cpu" or "cuda").
 
+    What the planner process calls: everything is opened there, nothing is shared with training.
+    """
+    source = GlobalBatches(
+        TokenStore(store),
+        tokens_per_batch=spec.num_micro_batches * spec.data.context_window,
+        seed=spec.run.seed,
+        epochs=spec.data.epochs,
+    )
+    return Planner.from_spec(spec, source, workload_for(spec, device))
+
+
+def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
+    """The planner of an evaluation: the held-out store once, in order, in Plain-4D's windows.
+
+    Plain windows, so that the held-out loss does not depend on the packing policy under study.
+    """
+    source = GlobalBatches(
+        TokenStore(store),
+        tokens_per_batch=spec.num_micro_batches * spec.data.context_window,
+        seed=spec.run.seed,
+        epochs=1,
+        shuffle=False,
+    )
+    packing = replace(spec.packing, policy=Policy.ORIGINAL)
+    plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
+    return Planner.from_spec(plain, source, workload_for(spec, device))
+
+
+def with_shardings(metrics: StepMetrics, plan: PipelinePlan) -> StepMetrics:
+    """`metrics` with one pipeline's shardings: counts by name, slowest rank over the mean."""
     names = [s.strategy for s in plan.shardings]
     counts = tuple((name, names.count(name)) for name in sorted(set(names)))
     slowest = sum(int(s.latency_ns.max()) for s in plan.shardings)

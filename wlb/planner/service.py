@@ -13,6 +13,7 @@ input, from the parent process only.
 
 import pickle
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,13 @@ class Address:
 
     path: str
     key: bytes
+
+    @classmethod
+    def new(cls, token: str = "", node: int = 0) -> "Address":
+        """The address for a node of the run that drew `token` (empty = draw one here)."""
+        token = token or secrets.token_hex(16)
+        folder = Path(tempfile.gettempdir(), f"wlb-planner-{token[:16]}-{node}")
+        return cls(path=str(folder / "socket"), key=token.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +66,11 @@ class PlannerProcess:
         state: PlannerState | None,
         ahead: int,
         num_clients: int,
+        address: Address | None = None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="wlb-planner-")
-        self.address = Address(path=f"{self._folder.name}/socket", key=secrets.token_bytes(16))
+        self.address = address or Address.new()
+        self._folder = Path(self.address.path).parent
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         job = Job(
             make=make,
             args=args,
@@ -88,7 +98,7 @@ class PlannerProcess:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class PlanClient:

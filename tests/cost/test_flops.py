@@ -1,0 +1,100 @@
+"""FLOP counts against literal numbers and brute force."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.cost import (
+    attention_backward_flops,
+    attention_forward_flops,
+    causal_pairs,
+    document_flops,
+    head_flops,
+    layer_linear_flops,
+    linear_flops_per_token,
+    tile_pairs,
+)
+from wlb.spec import ModelSpec
+
+LLAMA2_7B = ModelSpec(
+    vocab_size=32000,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    ffn_hidden_size=11008,
+)
+TINY = ModelSpec(
+    vocab_size=10,
+    hidden_size=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=12,
+)
+
+
+def brute_tile_pairs(q: int, kv: int, tile: int) -> int:
+    """Rows of a tile all run over the keys of the tile's last row."""
+    total = 0
+    for first in range(0, q, tile):
+        last_row = min(first + tile, q) - 1
+        total += tile * (kv - q + last_row + 1)
+    return total
+
+
+def test_causal_pairs_literal():
+    # q = 2 rows that end at key 3: keys 0-1 and 0-2.
+    q, kv = np.array([0, 1, 2, 3, 4]), np.array([0, 7, 3, 3, 4])
+    assert causal_pairs(q, kv).tolist() == [0, 7, 5, 6, 10]
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_causal_pairs_count_the_mask(q, more):
+    kv = q + more
+    mask = np.tril(np.ones((q, kv)), k=kv - q)
+    assert causal_pairs(np.array([q]), np.array([kv])).tolist() == [int(mask.sum())]
+
+
+def test_segments_with_more_rows_than_keys_are_refused():
+    with pytest.raises(ValueError, match=r"segment 1 has q = 5 rows over kv = 4 keys"):
+        causal_pairs(np.array([1, 5]), np.array([4, 4]))
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([1, 4, 16, 128]))
+def test_tile_pairs_count_whole_tiles(q, more, tile):
+    kv = q + more
+    got = tile_pairs(np.array([float(q)]), np.array([float(kv)]), tile_rows=tile)
+    assert got.tolist() == [brute_tile_pairs(q, kv, tile)]
+    if tile == 1:
+        assert got.tolist() == causal_pairs(np.array([q]), np.array([kv])).tolist()
+
+
+def test_attention_flops_literal():
+    q, kv = np.array([2]), np.array([3])  # 5 pairs
+    assert attention_forward_flops(q, kv, num_heads=4, head_dim=16).tolist() == [5 * 4 * 16 * 4]
+    assert attention_backward_flops(q, kv, num_heads=4, head_dim=16).tolist() == [5 * 10 * 16 * 4]
+
+
+def test_linear_flops_literal():
+    # Q 8x8, K and V 8x4, O 8x8, gate, up and down 8x12: 480 values, a multiply-add each.
+    assert layer_linear_flops(TINY) == 2 * 480
+    assert head_flops(TINY) == 160
+    assert linear_flops_per_token(TINY) == 3 * (2 * 960 + 160)
+
+
+def test_document_flops_literal():
+    # 3 tokens: 6 pairs x 2 layers x 8 wide x 12 (4 forward, 8 backward), and the linear part.
+    expected = 6 * 2 * 8 * 12 + 3 * 6240
+    assert document_flops(TINY, np.array([3, 0])).tolist() == [expected, 0]
+
+
+def test_seven_billion_parameters_are_six_flops_each():
+    matrices = LLAMA2_7B.num_layers * 202_375_168 + 32000 * 4096
+    assert linear_flops_per_token(LLAMA2_7B) == 6 * matrices
+
+
+def test_a_million_tokens_do_not_overflow():
+    model = ModelSpec(hidden_size=16384, num_layers=126, num_heads=128, ffn_hidden_size=53248)
+    assert document_flops(model, np.array([1 << 20]))[0] > 1e19

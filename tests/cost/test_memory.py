@@ -1,0 +1,96 @@
+"""Memory estimates: literal terms, schedules, and a known configuration."""
+
+from dataclasses import replace
+
+import pytest
+
+from wlb.cost import in_flight, memory_estimate, memory_of_rank
+from wlb.cost.memory import layer_activation_bytes
+from wlb.spec import Dtype, ModelSpec, ParallelSpec, Policy, RunSpec, Schedule
+
+DEFAULT = RunSpec()
+SEVEN_B = RunSpec(
+    model=ModelSpec(
+        vocab_size=32000,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        ffn_hidden_size=11008,
+    ),
+    parallel=ParallelSpec(tp=8, cp=2, pp=4, dp=1),
+    data=replace(DEFAULT.data, context_window=131072),
+    training=replace(DEFAULT.training, dtype=Dtype.BFLOAT16),
+)
+
+
+def with_schedule(schedule: Schedule, *, v: int, n: int, pp: int = 4) -> RunSpec:
+    return replace(
+        SEVEN_B,
+        parallel=replace(SEVEN_B.parallel, pp=pp),
+        pp=replace(SEVEN_B.pp, schedule=schedule, virtual_stages=v),
+        data=replace(SEVEN_B.data, num_micro_batches=n),
+    )
+
+
+def test_layer_activations_literal():
+    tiny = ModelSpec(hidden_size=8, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=12)
+    spec = replace(DEFAULT, model=tiny, parallel=ParallelSpec(tp=2, cp=1, pp=2, dp=1))
+    # 100 tokens: 4 * 8 + 2 * 8 + 3 * 12 = 84 float32 values, 4 log-sum-exps, 2 * 4 of K and V.
+    assert layer_activation_bytes(spec, micro_batch_tokens=100) == 100 * (84 + 4 + 8) * 4 // 2
+    halves = replace(spec, parallel=ParallelSpec(tp=2, cp=2, pp=2, dp=1))
+    # 50 local tokens, keys of 1 + 1/4 micro-batches.
+    expected = (50 * (84 + 4) * 4 + 125 * 8 * 4) // 2
+    assert layer_activation_bytes(halves, micro_batch_tokens=100) == expected
+
+
+def test_micro_batches_in_flight():
+    plain = with_schedule(Schedule.ONE_F_ONE_B, v=1, n=8)
+    assert [in_flight(plain, pp_rank=r) for r in range(4)] == [4, 3, 2, 1]
+    few = with_schedule(Schedule.ONE_F_ONE_B, v=1, n=2)
+    assert [in_flight(few, pp_rank=r) for r in range(4)] == [2, 2, 2, 1]
+    interleaved = with_schedule(Schedule.INTERLEAVED_1F1B, v=2, n=8)
+    assert [in_flight(interleaved, pp_rank=r) for r in range(4)] == [11, 9, 7, 5]
+    whole_step = with_schedule(Schedule.INTERLEAVED_1F1B, v=2, n=4)
+    assert in_flight(whole_step, pp_rank=0) == 8
+    alone = with_schedule(Schedule.INTERLEAVED_1F1B, v=1, n=4, pp=1)
+    assert in_flight(alone, pp_rank=0) == 1
+    with pytest.raises(ValueError, match="pp_rank = 4 is outside the 4"):
+        in_flight(plain, pp_rank=4)
+
+
+def test_seven_billion_at_128k_lands_in_tens_of_gigabytes():
+    estimate = memory_estimate(SEVEN_B, micro_batch_tokens=int(1.1 * 131072))
+    assert estimate.pp_rank == 0
+    assert 40e9 < estimate.activations_bytes < 50e9
+    assert 45e9 < estimate.total_bytes < 60e9
+    assert estimate.total_bytes == sum(estimate.terms.values())
+
+
+def test_parameters_cover_the_model_once():
+    spec = replace(SEVEN_B, parallel=ParallelSpec(tp=1, cp=1, pp=4, dp=2))
+    ranks = [memory_of_rank(spec, pp_rank=r, micro_batch_tokens=1) for r in range(4)]
+    assert sum(r.parameters_bytes for r in ranks) == 2 * spec.model.num_parameters
+    first = ranks[0]
+    count = first.parameters_bytes // 2
+    assert first.optimizer_bytes == 12 * count // 2
+    assert first.gradients_bytes == 4 * (count + count // 2)
+
+
+def test_only_the_last_rank_holds_logits():
+    ranks = [memory_of_rank(SEVEN_B, pp_rank=r) for r in range(4)]
+    assert [r.logits_bytes > 0 for r in ranks] == [False, False, False, True]
+    assert ranks[3].logits_bytes == 8192 * 4000 * (2 + 8)
+
+
+def test_longest_micro_batch_follows_the_packing_policy():
+    assert memory_estimate(SEVEN_B).micro_batch_tokens == SEVEN_B.s_max
+    packing = replace(SEVEN_B.packing, policy=Policy.ORIGINAL)
+    assert memory_estimate(replace(SEVEN_B, packing=packing)).micro_batch_tokens == 131072
+
+
+def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding():
+    short = memory_estimate(SEVEN_B, micro_batch_tokens=1000).total_bytes
+    assert short < memory_estimate(SEVEN_B, micro_batch_tokens=2000).total_bytes
+    wide = replace(SEVEN_B, parallel=ParallelSpec(tp=8, cp=4, pp=4, dp=2))
+    assert memory_estimate(wide).total_bytes < memory_estimate(SEVEN_B).total_bytes

@@ -1,0 +1,203 @@
+"""W_a(d) + W_l(d): literal answers, additivity, monotonicity, what is and is not priced."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.cost import FlopsWorkload, ProfiledWorkload, WorkloadModel, load_profile, workload_for
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec, load
+
+MODEL = ModelSpec(
+    vocab_size=32000,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    ffn_hidden_size=11008,
+)
+SMALL = ModelSpec(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=192)
+LAYOUTS = {
+    "h100-cp1": ("h100", MODEL, ParallelSpec(tp=1, cp=1, pp=1)),
+    "h100-cp2": ("h100", MODEL, ParallelSpec(tp=8, cp=2, pp=4)),
+    "h100-cp3": ("h100", MODEL, ParallelSpec(tp=2, cp=3, pp=2)),
+    "h100-cp8": ("h100", MODEL, ParallelSpec(tp=4, cp=8, pp=2)),
+    "cpu-cp1": ("cpu", SMALL, ParallelSpec(tp=1, cp=1, pp=1)),
+    "cpu-cp2": ("cpu", SMALL, ParallelSpec(tp=2, cp=2, pp=2)),
+}
+
+
+def make(name: str) -> ProfiledWorkload:
+    profile, model, parallel = LAYOUTS[name]
+    return ProfiledWorkload(
+        model=model, parallel=parallel, profile=load_profile(profile), micro_batch_tokens=16384
+    )
+
+
+WORKLOADS = {name: make(name) for name in LAYOUTS}
+every_layout = pytest.mark.parametrize("work", WORKLOADS.values(), ids=LAYOUTS.keys())
+
+
+def test_flops_workload_states_a_ratio_literally():
+    work: WorkloadModel = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
+    lengths = np.array([0, 1, 3, 10])
+    assert work.workload_ns(lengths).tolist() == [0, 11, 39, 200]
+    assert work.attention_ns(lengths).tolist() == [0, 1, 9, 100]
+    assert work.linear_ns(lengths).tolist() == [0, 10, 30, 100]
+    # However a piece of 10 is cut, its segments add up to 100.
+    assert work.segments_ns([10], [10]).tolist() == [100]
+    assert work.segments_ns([4, 6], [4, 10]).tolist() == [16, 84]
+
+
+@every_layout
+def test_zero_is_free_and_terms_add_up(work):
+    lengths = np.array([0, 1, 7, 128, 1000, 16384, 40000])
+    terms = work.terms(lengths)
+    assert list(terms) == [
+        "attention_forward",
+        "attention_backward",
+        "gemm",
+        "elementwise",
+        "tp_comm",
+        "cp_comm",
+    ]
+    total = work.workload_ns(lengths)
+    assert total.dtype == np.int64
+    assert total[0] == 0
+    assert np.array_equal(sum(terms.values()), total)
+    assert np.array_equal(work.attention_ns(lengths) + work.linear_ns(lengths), total)
+    assert (total[1:] > 0).all()
+    assert work.workload_ns(np.zeros(0, np.int64)).size == 0
+
+
+@every_layout
+def test_monotone_over_every_length(work):
+    lengths = np.arange(20000)
+    for values in (work.attention_ns(lengths), work.linear_ns(lengths)):
+        assert (np.diff(values) >= 0).all()
+    far = np.unique(np.geomspace(16000, 1 << 21, 4000).astype(np.int64))
+    assert (np.diff(work.workload_ns(far)) >= 0).all()
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(WORKLOADS)), st.integers(1, 5000), st.integers(0, 140000))
+def test_more_keys_never_cost_less(name, q, more):
+    kv = q + more + np.arange(300)
+    times = WORKLOADS[name].segments_ns(np.full(300, q), kv)
+    assert (np.diff(times) >= 0).all()
+
+
+@every_layout
+def test_tabled_lengths_equal_computed_ones(work):
+    lengths = np.array([1, 127, 128, 129, 5000, 16384])
+    beyond = np.append(lengths, 16385)
+    assert np.array_equal(work.attention_ns(lengths), work.attention_ns(beyond)[:-1])
+
+
+def test_one_rank_prices_a_piece_as_its_segment():
+    work = WORKLOADS["h100-cp1"]
+    lengths = np.array([1, 128, 5000])
+    assert np.array_equal(work.attention_ns(lengths), work.segments_ns(lengths, lengths))
+
+
+def test_cp_shares_a_long_piece_evenly():
+    cp = 8
+    whole = ProfiledWorkload(
+        model=MODEL, parallel=ParallelSpec(tp=4, cp=1, pp=2), profile=load_profile("h100")
+    )
+    length = np.array([131072])
+    shared = WORKLOADS["h100-cp8"].attention_ns(length)[0]
+    assert shared == pytest.approx(whole.attention_ns(length)[0] / cp, rel=0.05)
+
+
+def test_per_document_shards_of_a_long_piece_match_its_price():
+    """The two true chunks of a rank, r and 2 * cp - 1 - r, against the mean-key price."""
+    work, cp, length = WORKLOADS["h100-cp8"], 8, 131072
+    chunk = length // (2 * cp)
+    for rank in range(cp):
+        ends = np.array([rank + 1, 2 * cp - rank]) * chunk
+        true = int(work.segments_ns([chunk, chunk], ends).sum())
+        assert true == pytest.approx(work.attention_ns(np.array([length]))[0], rel=0.03)
+
+
+def test_short_pieces_do_not_pay_for_tiny_shards():
+    """Below a tile per chunk a piece is priced whole on one rank of cp: a tile / cp."""
+    work = WORKLOADS["h100-cp8"]
+    whole = work.segments_ns([64], [64])[0]
+    assert work.attention_ns([64])[0] == pytest.approx(whole / 8, rel=0.01)
+
+
+def test_segments_pay_whole_tiles():
+    work = WORKLOADS["h100-cp2"]
+    plateau = work.segments_ns([1, 16, 128], [4096, 4096, 4096])
+    assert len(set(plateau.tolist())) == 1
+    assert work.segments_ns([256], [4096])[0] > 1.5 * plateau[0]
+    assert work.segments_ns([0], [0]).tolist() == [0]
+
+
+def test_attention_overtakes_linear_work_as_figure_7_shows():
+    work = WORKLOADS["h100-cp2"]
+    ratio = work.attention_ns([1024, 131072]) / work.linear_ns([1024, 131072])
+    assert ratio[0] < 0.1
+    assert 1.0 < ratio[1] < 5.0
+
+
+def test_more_tensor_parallelism_makes_a_rank_faster():
+    profile = load_profile("h100")
+    times = [
+        ProfiledWorkload(
+            model=MODEL, parallel=ParallelSpec(tp=tp, cp=1, pp=1), profile=profile
+        ).workload_ns([8192])[0]
+        for tp in (1, 2, 4, 8)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_what_is_outside_the_profile_is_told():
+    work = WORKLOADS["h100-cp2"]
+    assert work.extrapolated([1024, 131072, 1 << 20]).tolist() == [False, False, True]
+    assert any("heads a rank are outside" in note for note in work.notes)
+    assert any("a KV head" in note for note in work.notes)
+
+
+def test_per_micro_batch_costs_stay_out_of_the_workload():
+    one, many = WORKLOADS["h100-cp1"], WORKLOADS["h100-cp2"]
+    assert one.per_micro_batch_ns == 32 * (2 * one.table.launch_forward_ns + 18 * 4000)
+    assert many.per_micro_batch_ns > 8 * 10 * 50_000  # ten TP collectives a layer, 8 layers
+
+
+@pytest.mark.parametrize("bad", [[-1], [1.5], [True]])
+def test_lengths_must_be_token_counts(bad):
+    with pytest.raises(ValueError, match="whole token counts"):
+        WORKLOADS["cpu-cp1"].workload_ns(bad)
+
+
+def test_segments_need_their_own_rows_as_keys():
+    with pytest.raises(ValueError, match="segment 1 has 5 query rows over 4 keys"):
+        FlopsWorkload().segments_ns([1, 5], [4, 4])
+
+
+def test_layout_must_divide():
+    with pytest.raises(ValueError, match="must be multiples"):
+        ProfiledWorkload(model=SMALL, parallel=ParallelSpec(pp=3), profile=load_profile("cpu"))
+    with pytest.raises(ValueError, match="at least 0"):
+        FlopsWorkload(quadratic_ns=-1)
+
+
+def test_workload_for_picks_the_profile_by_device():
+    spec = load("demo")
+    assert workload_for(spec, "cpu").profile.name == "cpu"
+    assert workload_for(spec, "cuda").profile.name == "h100"
+    named = replace(spec, cost=replace(spec.cost, profile="h100"))
+    assert workload_for(named, "cpu").profile.name == "h100"
+    unknown = replace(spec, cost=replace(spec.cost, profile="b200"))
+    with pytest.raises(ValueError, match="b200"):
+        workload_for(unknown, "cpu")
+
+
+def test_workload_for_takes_the_first_kernel_where_the_named_one_is_missing():
+    spec = RunSpec(model=MODEL)
+    sdpa = replace(spec, kernels=replace(spec.kernels, attention=AttentionBackend.SDPA))
+    assert "torch_varlen" in workload_for(sdpa, "cuda").table.backends

@@ -1,0 +1,134 @@
+"""Algorithm 1, literally: queues, releases, placements, leftovers, the flush."""
+
+import pytest
+
+from wlb.cost import FlopsWorkload
+from wlb.packing import PackerOptions, VarLenPacker
+from wlb.packing.var_len import place
+from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, predict
+
+
+def packer(*, s_max: int = 12, thresholds: tuple[int, ...] = (6, 8), n: int = 2) -> VarLenPacker:
+    cost = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=4)
+    options = PackerOptions(num_micro_batches=n, context_window=8, cost=cost)
+    return VarLenPacker(options=options, s_max=s_max, queue_thresholds=thresholds)
+
+
+def batch(index: int, lengths: list[int], first_id: int = 0) -> GlobalBatch:
+    documents = Documents.from_lengths(lengths, first_id=first_id, arrival=index)
+    return GlobalBatch(index=index, documents=documents)
+
+
+def documents(plan: PackingPlan) -> list[list[int]]:
+    return [sorted(m.pieces.document.tolist()) for m in plan.micro_batches]
+
+
+def waiting(carry: Carry) -> list[tuple[int, int]]:
+    return list(zip(carry.slot.tolist(), carry.pieces.document.tolist(), strict=True))
+
+
+def test_placement_is_least_work_then_shortest_then_left_over() -> None:
+    # Work first (ties to the lowest index): 0 -> [0], 1 -> [1], then the lighter one.
+    assert place([5, 4, 2, 1], [25, 16, 4, 1], num_micro_batches=2, s_max=9) == (
+        [[0], [1, 2, 3]],
+        [],
+    )
+    # Row 2 does not fit the lighter (but longer) micro-batch 0 and goes to the shorter one.
+    assert place([8, 3, 4], [1, 9, 4], num_micro_batches=2, s_max=9) == ([[0], [1, 2]], [])
+    # Exactly S_max fits; one more does not.
+    assert place([9, 9, 1], [9, 9, 1], num_micro_batches=2, s_max=9) == ([[0], [1]], [2])
+
+
+def test_outliers_wait_until_there_is_one_for_each_micro_batch() -> None:
+    pack = packer()
+    (plan,), carry = pack.push(batch(0, [3, 8, 2, 6, 1]), pack.start())
+    assert documents(plan) == [[0], [2, 4]]
+    assert waiting(carry) == [(1, 3), (2, 1)]  # 6 tokens in queue 1, 8 tokens in queue 2
+    assert plan.num_held_tokens == 14
+    (plan,), carry = pack.push(batch(1, [7, 2, 4], first_id=5), carry)
+    # Queue 1 holds two now (document 3 and 5) and releases them; longest first: 5, 3, 7, 6.
+    assert documents(plan) == [[5, 6], [3, 7]]
+    assert waiting(carry) == [(2, 1)]
+    assert predict(plan).max_delay == 1
+
+
+def test_a_queue_releases_as_often_as_it_can() -> None:
+    pack = packer(s_max=16)
+    (plan,), carry = pack.push(batch(0, [6, 6, 6, 6, 6]), pack.start())
+    assert documents(plan) == [[0, 2], [1, 3]]
+    assert waiting(carry) == [(1, 4)]
+
+
+def test_what_does_not_fit_comes_first_in_the_next_step() -> None:
+    pack = packer(s_max=8, thresholds=())
+    (plan,), carry = pack.push(batch(0, [5, 5, 5, 4]), pack.start())
+    assert documents(plan) == [[0], [1]]
+    assert waiting(carry) == [(0, 2), (0, 3)]
+    (plan,), carry = pack.push(batch(1, [8], first_id=4), carry)
+    assert documents(plan) == [[2], [3]]
+    assert waiting(carry) == [(0, 4)]
+    (plan,), carry = pack.push(batch(2, [], first_id=5), carry)
+    assert documents(plan) == [[4], []]
+    assert predict(plan).max_delay == 1
+
+
+def test_the_end_of_data_flushes_everything() -> None:
+    pack = packer(s_max=8)
+    (first,), carry = pack.push(batch(0, [8, 7, 6, 8, 7]), pack.start())
+    plans, carry = pack.push(None, carry)
+    plans = (first, *plans)
+    placed = sorted(d for p in plans for m in documents(p) for d in m)
+    assert carry.pieces.document.tolist() == []
+    assert [p.step for p in plans] == [0, 1, 2]
+    assert placed == [0, 1, 2, 3, 4]
+    again, carry = pack.push(None, carry)
+    assert (again, len(carry.pieces), carry.next_step) == ((), 0, 3)
+
+
+def test_queues_balance_what_packing_alone_cannot() -> None:
+    """Two windows full of one document each, among short ones: the paper's Fig. 8 in small."""
+    stream = [[8, 1, 1, 1, 1, 1, 1, 1, 1], [8, 1, 1, 1, 1, 1, 1, 1, 1]]
+    plain, queued = packer(thresholds=()), packer(thresholds=(8,))
+    worst = {}
+    for name, pack in (("plain", plain), ("queued", queued)):
+        carry, ratios = pack.start(), []
+        for i, lengths in enumerate(stream):
+            (plan,), carry = pack.push(batch(i, lengths, first_id=10 * i), carry)
+            ratios.append(predict(plan).imbalance)
+        worst[name] = max(ratios)
+    # W(8) = 96, W(1) = 5: without queues 96 against 8 x 5 = 40, with them 2 x 40 and 2 x (96 + 20).
+    assert worst["plain"] == pytest.approx(96 * 2 / 136)
+    assert worst["queued"] == pytest.approx(1.0)
+
+
+def test_shuffle_is_a_function_of_the_seed() -> None:
+    def order(seed: int) -> list[int]:
+        cost = FlopsWorkload()
+        options = PackerOptions(num_micro_batches=1, context_window=9, cost=cost, seed=seed)
+        pack = VarLenPacker(options=options, s_max=100, queue_thresholds=())
+        (plan,), _ = pack.push(batch(0, list(range(1, 9))), pack.start())
+        return plan.pieces.document.tolist()
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+    assert sorted(order(1)) == list(range(8))
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="s_max = 7 is below the context window of 8"):
+        packer(s_max=7)
+    with pytest.raises(ValueError, match="must increase"):
+        packer(thresholds=(6, 6))
+    with pytest.raises(ValueError, match="num_micro_batches = 0"):
+        PackerOptions(num_micro_batches=0, context_window=8, cost=FlopsWorkload())
+
+
+def test_a_negative_cost_is_refused() -> None:
+    class Broken(FlopsWorkload):
+        def workload_ns(self, lengths):
+            return -super().workload_ns(lengths)
+
+    options = PackerOptions(num_micro_batches=1, context_window=8, cost=Broken())
+    pack = VarLenPacker(options=options, s_max=8, queue_thresholds=())
+    with pytest.raises(ValueError, match="must be at least 0"):
+        pack.push(batch(0, [3]), pack.start())

@@ -1,0 +1,86 @@
+"""Seeded permutations of [0, n) that need no memory: a Feistel network with cycle walking.
+
+An index is split into two halves of bits. Each round XORs one half with a hash of the other, a key
+of (seed, epoch, round) in it, and so can be undone: the network is a bijection of [0, 2**bits).
+An image outside [0, n) is sent through again until it falls inside (cycle walking), which makes a
+bijection of [0, n). As 2**bits < 2n (4 for the smallest n), an index takes fewer than two passes on
+average.
+
+Guarantees: a bijection for every 1 <= n <= 2**62; unsigned 64-bit integer arithmetic only, so that
+every platform and every release gives the same order (tests hold literal values). Not cryptography.
+Cost: 15 to 30 ns an index, nothing stored, any position of any epoch on its own.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.plan import IntArray, IntLike
+
+_U64 = np.uint64
+_Words = npt.NDArray[np.uint64]
+
+_NUM_ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = _U64(0xBF58476D1CE4E5B9)
+_MIX_2 = _U64(0x94D049BB133111EB)
+_MASK_64 = (1 << 64) - 1
+
+
+def permute(index: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> IntArray:
+    """Where the permutation of (seed, epoch) of [0, n) sends each of `index` (shape [m]).
+
+    epoch: one for all, or one an index (shape [m]).
+    """
+    if not 1 <= n <= 1 << 62:
+        raise ValueError(f"n = {n} must be in [1, 2**62]")
+    positions = np.asarray(index, np.int64)
+    if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < n:
+        bad = positions[(positions < 0) | (positions >= n)][0]
+        raise ValueError(f"index {bad} is not in [0, {n})")
+    words = positions.astype(_U64)
+    keys = _round_keys(seed, np.atleast_1d(np.asarray(epoch, np.int64)))
+    bits = max(2, (n - 1).bit_length())
+    out = _network(words, keys, bits)
+    outside = np.flatnonzero(out >= _U64(n))
+    while outside.size:
+        walked = _network(out[outside], keys if len(keys[0]) == 1 else keys[:, outside], bits)
+        out[outside] = walked
+        outside = outside[walked >= _U64(n)]
+    return out.astype(np.int64)
+
+
+def _round_keys(seed: int, epochs: IntArray) -> _Words:
+    """Keys, shape [rounds, 1 or m], of a seed (any integer, taken modulo 2**64) and epochs."""
+    start = np.full(1, seed & _MASK_64, _U64)
+    stream = _mix(_mix(start + _U64(_GOLDEN)) + epochs.astype(_U64))
+    rounds = [(i + 1) * _GOLDEN & _MASK_64 for i in range(_NUM_ROUNDS)]
+    return _mix(stream[None, :] + np.array(rounds, _U64)[:, None])
+
+
+def _mix(x: _Words) -> _Words:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    x = (x ^ (x >> _U64(30))) * _MIX_1
+    x = (x ^ (x >> _U64(27))) * _MIX_2
+    return x ^ (x >> _U64(31))
+
+
+def _network(words: _Words, keys: _Words, bits: int) -> _Words:
+    """`_NUM_ROUNDS` rounds over `bits` >= 2 bits; a new array of the shape of `words`."""
+    high_bits = bits // 2
+    low_bits = bits - high_bits
+    high = words >> _U64(low_bits)
+    low = words & _U64((1 << low_bits) - 1)
+    for i in range(0, _NUM_ROUNDS, 2):
+        high ^= _round(low, keys[i], high_bits)
+        low ^= _round(high, keys[i + 1], low_bits)
+    return (high << _U64(low_bits)) | low
+
+
+def _round(half: _Words, key: _Words, bits: int) -> _Words:
+    """`bits` bits that depend on all of `half` and `key`."""
+    x = half ^ key
+    x *= _MIX_1
+    x ^= x >> _U64(32)
+    x *= _MIX_2
+    x >>= _U64(64 - bits)
+    return x

@@ -1,0 +1,149 @@
+"""What rank 0 shows: a live table on a terminal, a line a step elsewhere, and the summary."""
+
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from wlb.plan import StepMetrics
+from wlb.train.tally import Tally
+
+_ROWS = 14
+_SHORT = {"per_sequence": "seq", "per_document": "doc"}
+
+
+class Display:
+    """Shows steps as they end. Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, *, total_steps: int) -> None:
+        self.console, self.title, self.total_steps = console, title, total_steps
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
+        self._note = ""
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> "Display":
+        if self._live is not None:
+            self._live.start()
+            self._live.update(self._table())
+        else:
+            self.console.print(self.title)
+            self.console.print(_line(tuple(_HEADINGS)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, measured: StepMetrics, plain: StepMetrics | None) -> None:
+        row = self._row(measured, plain)
+        self._rows.append(row)
+        if self._live is not None:
+            self._live.update(self._table())
+        else:
+            self.console.print(_line(row))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        note = f"held-out loss {loss:.3f} after {step} steps"
+        self._note = f"{self._note}   {note}" if self._note else note
+        if self._live is not None:
+            self._live.update(self._table())
+        else:
+            self.console.print(note)
+
+    def _row(self, m: StepMetrics, plain: StepMetrics | None) -> tuple[str, ...]:
+        seconds = m.step_time_s or 0.0
+        counts = dict(m.sharding_counts)
+        chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
+        return (
+            f"{m.step + 1}/{self.total_steps}",
+            "-" if m.loss is None else f"{m.loss:.3f}",
+            f"{m.num_tokens}",
+            f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
+            "-" if plain is None else f"{plain.imbalance:.2f}",
+            f"{m.imbalance:.2f}",
+            f"{m.mean_delay:.2f} ({m.max_delay})",
+            chosen or "-",
+        )
+
+    def _table(self) -> Group:
+        table = Table(title=self.title, title_justify="left", expand=False)
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, Text(self._note))
+
+
+_HEADINGS = (
+    "step",
+    "loss",
+    "tokens",
+    "tokens/s",
+    "plain-4D",
+    "ours",
+    "delay (max)",
+    "sharding",
+)
+_WIDTHS = (9, 7, 8, 9, 9, 6, 12, 14)
+
+
+def _line(row: tuple[str, ...]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(row, _WIDTHS, strict=True))
+
+
+def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: float) -> None:
+    """The end of a run: what was learnt, what balance was gained, where the files are."""
+    table = Table(title="Summary", title_justify="left", show_header=False, expand=False)
+    table.add_column(style="bold")
+    table.add_column()
+    losses = tally.losses
+    if losses:
+        last = losses[-5:]
+        table.add_row(
+            "training loss",
+            f"first step {losses[0]:.3f}, mean of the last {len(last)} steps "
+            f"{sum(last) / len(last):.3f} nats a token",
+        )
+    if tally.heldout:
+        seen = ", ".join(f"{loss:.3f} after {step} steps" for step, loss in tally.heldout)
+        table.add_row("held-out loss", seen)
+    _balance(table, tally)
+    chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
+    table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
+    rate = tally.ours.tokens / tally.train_time_s if tally.train_time_s else 0.0
+    table.add_row(
+        "tokens",
+        f"{tally.ours.tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
+        f"on top; {tally.held:,} still held back",
+    )
+    table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
+    for name, path in files.items():
+        table.add_row(name, str(path))
+    console.print(table)
+
+
+def _balance(table: Table, tally: Tally) -> None:
+    if tally.plain.steps:
+        table.add_row(
+            "imbalance, Plain-4D",
+            f"{tally.plain.mean_imbalance:.3f} mean of steps, "
+            f"{tally.plain.weighted_imbalance:.3f} time-weighted (predicted, same documents)",
+        )
+    table.add_row(
+        "imbalance, ours",
+        f"{tally.ours.mean_imbalance:.3f} mean of steps, "
+        f"{tally.ours.weighted_imbalance:.3f} time-weighted (predicted)",
+    )
+    if tally.plain.steps:
+        table.add_row(
+            "balance gained",
+            f"{tally.packing_gain:.2f}x less predicted time of the slowest micro-batch per token",
+        )
+    table.add_row(
+        "token delay", f"{tally.mean_delay:.2f} steps on average, {tally.max_delay} at most"
+    )

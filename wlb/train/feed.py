@@ -1,0 +1,50 @@
+"""Plans for one rank: a planner process on each node, and the ranks' connections to it."""
+
+import torch.distributed as dist
+
+from wlb.parallel.mesh import Mesh, World
+from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.planner import open_planner
+from wlb.planner.service import Address, PlanClient, PlannerProcess
+from wlb.spec import RunSpec
+
+
+class PlanFeed:
+    """Steps in order for this rank, with a look at those that follow.
+
+    The first local rank of a node owns the planner process. All ranks must construct it together.
+    """
+
+    def __init__(
+        self, spec: RunSpec, store: str, world: World, mesh: Mesh, state: PlannerState | None
+    ) -> None:
+        token: list[str | None] = [None]
+        if world.rank == 0:
+            token = [Address.new().key.decode()]
+        dist.broadcast_object_list(token, src=0)
+        address = Address.new(token[0] or "", world.node_rank)
+        self._process: PlannerProcess | None = None
+        if world.local_rank == 0:
+            self._process = PlannerProcess(
+                open_planner,
+                (spec, store, mesh.device.type),
+                state=state,
+                ahead=spec.planner.ahead,
+                num_clients=world.local_world_size,
+                address=address,
+            )
+        dist.barrier()
+        self._client = PlanClient(address, mesh.dp_rank, ahead=spec.planner.ahead)
+
+    def next(self) -> tuple[StepPlan, PipelinePlan] | None:
+        return self._client.next()
+
+    def peek(self, steps_ahead: int) -> list[tuple[StepPlan, PipelinePlan]]:
+        """The plan `steps_ahead` after the one `next` gave last, in a list; empty past the end."""
+        item = self._client.peek(steps_ahead)
+        return [] if item is None else [item]
+
+    def close(self) -> None:
+        self._client.close()
+        if self._process is not None:
+            self._process.close()

@@ -1,0 +1,230 @@
+"""The training loop of one rank."""
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+
+from wlb.parallel.execute import Executor
+from wlb.parallel.mesh import Mesh, World
+from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
+from wlb.planner import with_shardings
+from wlb.spec import LossNormalizer, RunSpec
+from wlb.train import checkpoint
+from wlb.train.display import Display, summary
+from wlb.train.evaluate import Evaluator
+from wlb.train.feed import PlanFeed
+from wlb.train.optimizer import Optimizers, learning_rate
+from wlb.train.reader import StoreReader
+from wlb.train.reduce import StepReducer
+from wlb.train.tally import Tally
+
+STRATEGIES = ("per_sequence", "per_document")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank is started with. spec has dp and vocabulary size filled in."""
+
+    spec: RunSpec
+    train_store: str
+    heldout_store: str
+    resume: Path | None
+    title: str
+    started_s: float
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.spec.run.output_dir) / self.spec.run.name
+
+
+class Trainer:
+    """Runs a job on one rank; all ranks construct it and call `run` together."""
+
+    def __init__(self, job: Job, world: World, mesh: Mesh) -> None:
+        spec = job.spec
+        self.job, self.spec, self.mesh = job, spec, mesh
+        self.executor = Executor(spec, mesh)
+        self.optimizers = Optimizers(spec, mesh, dict(self.executor.stages))
+        self.reader = StoreReader(job.train_store)
+        state: PlannerState | None = None
+        self.steps_done = 0
+        if job.resume is not None:
+            self.steps_done = checkpoint.load(
+                job.resume, stages=self.executor.stages, optimizers=self.optimizers
+            )
+            state = checkpoint.planner_state(job.resume)
+        self.feed = PlanFeed(spec, job.train_store, world, mesh, state)
+        self.reducer = StepReducer(mesh, STRATEGIES)
+        self.evaluator: Evaluator | None = None
+        if spec.eval.steps and job.heldout_store:
+            self.evaluator = Evaluator(spec, job.heldout_store, self.executor)
+        self.state = state
+        self.saved_at = self.steps_done if job.resume is not None else -1
+        self.tally = Tally()
+
+    def run(self) -> Tally:
+        """Train until training.steps or the end of data; evaluate, save, show a summary."""
+        with Report(self.job, is_shown=self.mesh.rank == 0) as report:
+            try:
+                if self.job.resume is None:
+                    self._evaluate(report)
+                # Plans of the first two steps are compared here, later ones two steps ahead.
+                self.reducer.reduce(None, None, self.feed.peek(1) + self.feed.peek(2))
+                while self.steps_done < self.spec.training.steps:
+                    item = self.feed.next()
+                    if item is None:
+                        break
+                    self._step(*item, report)
+            finally:
+                self.feed.close()
+            self._evaluate(report)
+            self._save()
+        if self.mesh.rank == 0:
+            report.summary(self.tally, self._checkpoint_path())
+        return self.tally
+
+    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> None:
+        begin = time.perf_counter()
+        scale = self._loss_scale(plan)
+        loss = None
+        if plan.num_targets:
+            loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale)
+        sums = self.reducer.reduce(loss, pipeline, self.feed.peek(2))
+        if not math.isfinite(sums.loss):
+            raise FloatingPointError(
+                f"the loss of step {plan.step} is {sums.loss}; nothing was updated. Lower "
+                f"training.learning_rate or go on from the last checkpoint with --resume"
+            )
+        norm: float | None = None
+        if plan.num_targets:
+            # A step without a label moves neither the optimiser nor the learning rate.
+            norm = self.optimizers.step(self.steps_done)
+            self.steps_done += 1
+        self.state = plan.state
+        predicted = with_shardings(plan.predicted, pipeline)
+        measured = replace(
+            predicted,
+            origin="measured",
+            sharding_counts=tuple(sums.shardings.items()),
+            loss=sums.loss / (scale * plan.num_targets) if plan.num_targets else None,
+            grad_norm=norm,
+            step_time_s=time.perf_counter() - begin,
+        )
+        self.tally.add(measured, predicted, plan.baseline)
+        report.step(measured, predicted, plan.baseline, learning_rate(self.spec, self.steps_done))
+        if self._is_due(self.spec.eval.interval):
+            self._evaluate(report)
+        if self._is_due(self.spec.checkpoint.interval):
+            self._save()
+
+    def _loss_scale(self, plan: StepPlan) -> float:
+        if self.spec.training.loss_normalizer == LossNormalizer.CONSTANT:
+            return 1.0 / (self.spec.num_micro_batches * self.spec.data.context_window)
+        return 1.0 / max(1, plan.num_targets)
+
+    def _is_due(self, interval: int) -> bool:
+        is_end = self.steps_done == self.spec.training.steps
+        return bool(interval) and self.steps_done % interval == 0 and not is_end
+
+    def _evaluate(self, report: "Report") -> None:
+        if self.evaluator is not None:
+            loss = self.evaluator.run()
+            self.tally.heldout.append((self.steps_done, loss))
+            report.evaluation(self.steps_done, loss)
+
+    def _save(self) -> None:
+        if self.state is None or self.saved_at == self.steps_done:
+            return
+        checkpoint.save(
+            self.job.directory / "checkpoints",
+            step=self.steps_done,
+            spec=self.spec,
+            stages=self.executor.stages,
+            optimizers=self.optimizers,
+            state=self.state,
+        )
+        self.saved_at = self.steps_done
+
+    def _checkpoint_path(self) -> Path:
+        return checkpoint.folder_of(self.job.directory / "checkpoints", self.steps_done)
+
+
+class Report:
+    """metrics.jsonl and the screen, on rank 0; does nothing on other ranks."""
+
+    def __init__(self, job: Job, *, is_shown: bool) -> None:
+        self.job = job
+        self.console = Console(highlight=False)
+        self.path = job.directory / "metrics.jsonl"
+        self._display: Display | None = None
+        self._file: IO[str] | None = None
+        if is_shown:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+            self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
+
+    def __enter__(self) -> "Report":
+        if self._display is not None:
+            self._display.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._display is not None:
+            self._display.__exit__()
+        if self._file is not None:
+            self._file.close()
+
+    def step(
+        self,
+        measured: StepMetrics,
+        predicted: StepMetrics,
+        plain: StepMetrics | None,
+        rate: float,
+    ) -> None:
+        if self._display is None:
+            return
+        self._write(
+            {
+                "kind": "step",
+                "step": measured.step,
+                "learning_rate": rate,
+                "measured": measured.to_json(),
+                "predicted": predicted.to_json(),
+                "plain_4d": None if plain is None else plain.to_json(),
+            }
+        )
+        self._display.step(measured, plain)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        if self._display is not None:
+            self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})
+            self._display.evaluation(step, loss)
+
+    def summary(self, tally: Tally, saved: Path) -> None:
+        files = {"metrics": self.path, "checkpoint": saved}
+        wall_s = time.time() - self.job.started_s
+        summary(self.console, tally, files=files, wall_s=wall_s)
+
+    def _write(self, data: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(data) + "\n")
+
+
+def run_rank(world: World, job: Job, device: torch.device) -> Tally:
+    """A rank's whole life once its process group stands."""
+    from wlb.parallel.mesh import build_mesh
+
+    mesh = build_mesh(job.spec.parallel, device)
+    return Trainer(job, world, mesh).run()

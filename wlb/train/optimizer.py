@@ -1,0 +1,67 @@
+"""AdamW over a rank's stages, and the learning rate as a function of the step alone."""
+
+import math
+
+import torch
+from torch import nn
+
+from wlb.parallel.data import clip_gradients
+from wlb.parallel.mesh import Mesh
+from wlb.spec import RunSpec
+
+
+def learning_rate(spec: RunSpec, step: int) -> float:
+    """Linear warm-up to the peak, then a cosine down to the minimum at training.steps.
+
+    Per step, not per token: tokens per step vary with the packing, the schedule does not.
+    """
+    t = spec.training
+    if step < t.warmup_steps:
+        return t.learning_rate * (step + 1) / t.warmup_steps
+    span = max(1, t.steps - t.warmup_steps)
+    progress = min(1.0, (step - t.warmup_steps) / span)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return t.min_learning_rate + (t.learning_rate - t.min_learning_rate) * cosine
+
+
+class Optimizers:
+    """One AdamW a stage (so that a checkpoint of a stage is whole), stepped together.
+
+    Weight decay is on matrices only, norms have none.
+    """
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, stages: dict[int, nn.Module]) -> None:
+        self.spec, self.mesh = spec, mesh
+        t = spec.training
+        self.by_stage: dict[int, torch.optim.AdamW] = {}
+        for index, stage in stages.items():
+            parameters = list(stage.parameters())
+            self.by_stage[index] = torch.optim.AdamW(
+                [
+                    {
+                        "params": [p for p in parameters if p.dim() > 1],
+                        "weight_decay": t.weight_decay,
+                    },
+                    {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+                ],
+                lr=t.learning_rate,
+                betas=(t.beta1, t.beta2),
+                eps=t.adam_eps,
+                fused=True,
+            )
+        self.parameters = [p for stage in stages.values() for p in stage.parameters()]
+
+    def step(self, step: int) -> float:
+        """Clip, set the learning rate of `step`, update, clear gradients; the gradient norm."""
+        norm = clip_gradients(self.parameters, self.mesh, self.spec.training.clip_norm)
+        rate = learning_rate(self.spec, step)
+        for optimizer in self.by_stage.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        self.clear()
+        return norm
+
+    def clear(self) -> None:
+        for optimizer in self.by_stage.values():
+            optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,96 @@
+"""One all-reduce a step: the loss, counts, and proof that all ranks execute the same plans.
+
+Every rank plans for itself (or its node does), so a difference in version, configuration or data
+would show as a hang or as wrong gradients. The digests of the plans two steps ahead therefore ride
+on the step's metrics: a digest of 60 bits is four chunks of 15, and n numbers are equal exactly if
+n * sum(x^2) = sum(x)^2. Sums are exact: float64 holds them for more than eight million ranks. The
+spans of a pipeline are known to its own ranks only, so each pipeline has its own slots.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from wlb.parallel.mesh import Mesh
+from wlb.plan import PipelinePlan, StepPlan
+
+_CHUNKS, _BITS = 4, 15
+
+
+class PlanMismatch(RuntimeError):
+    """Ranks hold different plans for the same step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """Sums over all ranks. loss: token losses times loss_scale. shardings: chosen, by name."""
+
+    loss: float
+    shardings: dict[str, int]
+
+
+class StepReducer:
+    """Builds a rank's contribution, reduces it, checks the digests."""
+
+    def __init__(self, mesh: Mesh, strategies: tuple[str, ...]) -> None:
+        self.mesh, self.strategies = mesh, strategies
+        self._slots = 1 + mesh.dp_size
+        self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.dp_size
+
+    def reduce(
+        self,
+        loss: torch.Tensor | None,
+        done: PipelinePlan | None,
+        ahead: list[tuple[StepPlan, PipelinePlan]],
+    ) -> StepSums:
+        """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
+
+        loss: this rank's local loss. done: the pipeline plan that was executed. ahead: plans to be
+        compared, equally many on every rank unless the plans themselves differ in number.
+        """
+        mesh = self.mesh
+        values = torch.zeros(1 + len(self.strategies), dtype=torch.float64)
+        if loss is not None and mesh.tp_rank == 0:  # tp ranks hold copies
+            values[0] = loss.double()
+        if done is not None and mesh.tp_rank == mesh.cp_rank == mesh.pp_rank == 0:
+            for sharding in done.shardings:
+                values[1 + self.strategies.index(sharding.strategy)] += 1
+        vector = torch.cat([values, self._digests(ahead)]).to(mesh.device)
+        dist.all_reduce(vector)
+        total = vector.cpu()
+        self._check(total[values.numel() :], ahead)
+        counts = total[1 : values.numel()].long().tolist()
+        return StepSums(
+            loss=float(total[0]), shardings=dict(zip(self.strategies, counts, strict=True))
+        )
+
+    def _digests(self, ahead: list[tuple[StepPlan, PipelinePlan]]) -> torch.Tensor:
+        out = torch.zeros(self._slots, _CHUNKS, 2, dtype=torch.float64)
+        plan_digest = pipeline_digest = 0
+        for plan, pipeline in ahead:
+            plan_digest = (plan_digest * 31 + plan.digest()) % 2**60
+            pipeline_digest = (pipeline_digest * 31 + pipeline.digest()) % 2**60
+        for slot, number in ((0, plan_digest), (1 + self.mesh.dp_rank, pipeline_digest)):
+            for i in range(_CHUNKS):
+                chunk = number >> (i * _BITS) & (2**_BITS - 1)
+                out[slot, i, 0], out[slot, i, 1] = chunk, chunk * chunk
+        return out.flatten()
+
+    def _check(self, total: torch.Tensor, ahead: list[tuple[StepPlan, PipelinePlan]]) -> None:
+        sums = total.view(self._slots, _CHUNKS, 2)
+        for slot, ranks in enumerate(self._ranks):
+            for i in range(_CHUNKS):
+                first, second = int(sums[slot, i, 0]), int(sums[slot, i, 1])
+                if ranks * second != first * first:
+                    raise PlanMismatch(self._explain(slot, ahead))
+
+    def _explain(self, slot: int, ahead: list[tuple[StepPlan, PipelinePlan]]) -> str:
+        what = "the packing" if slot == 0 else f"the sharding of pipeline {slot - 1}"
+        steps = ", ".join(str(plan.step) for plan, _ in ahead) or "none (this rank's data ended)"
+        own = ", ".join(f"{plan.digest():015x}" for plan, _ in ahead)
+        return (
+            f"ranks planned {what} of the coming steps differently (step {steps}; digest on rank "
+            f"{self.mesh.rank}: {own}). All ranks must run the same wlb version and configuration "
+            f"on the same token store; compare those between nodes and start again with --resume"
+        )

@@ -1,0 +1,81 @@
+"""What a run did, added up step by step: the source of the summary."""
+
+from dataclasses import dataclass, field
+
+from wlb.plan import StepMetrics
+
+
+@dataclass(slots=True)
+class Share:
+    """Sums over steps of one packing: ours or Plain-4D."""
+
+    ratios: float = 0.0
+    slowest_ns: float = 0.0
+    mean_ns: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+
+    def add(self, metrics: StepMetrics) -> None:
+        self.ratios += metrics.imbalance
+        self.slowest_ns += metrics.max_workload_ns
+        self.mean_ns += metrics.mean_workload_ns
+        self.tokens += metrics.num_tokens
+        self.steps += 1
+
+    @property
+    def mean_imbalance(self) -> float:
+        """Mean of the steps' imbalance degrees (Section 7.4)."""
+        return self.ratios / self.steps if self.steps else 1.0
+
+    @property
+    def weighted_imbalance(self) -> float:
+        """Sum of the slowest over sum of the means: slow steps count for more."""
+        return self.slowest_ns / self.mean_ns if self.mean_ns else 1.0
+
+    @property
+    def slowest_ns_per_token(self) -> float:
+        return self.slowest_ns / self.tokens if self.tokens else 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Everything the summary says. losses: mean loss of each step, in order."""
+
+    ours: Share = field(default_factory=Share)
+    plain: Share = field(default_factory=Share)
+    losses: list[float] = field(default_factory=list[float])
+    heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    shardings: dict[str, int] = field(default_factory=dict[str, int])
+    token_delays: float = 0.0
+    max_delay: int = 0
+    filler: int = 0
+    held: int = 0
+    train_time_s: float = 0.0
+
+    def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
+        self.ours.add(predicted)
+        if plain is not None:
+            self.plain.add(plain)
+        if measured.loss is not None:
+            self.losses.append(measured.loss)
+        for name, count in measured.sharding_counts:
+            self.shardings[name] = self.shardings.get(name, 0) + count
+        self.token_delays += measured.mean_delay * measured.num_tokens
+        self.max_delay = max(self.max_delay, measured.max_delay)
+        self.filler += measured.num_filler_tokens
+        self.held = measured.num_held_tokens
+        self.train_time_s += measured.step_time_s or 0.0
+
+    @property
+    def mean_delay(self) -> float:
+        return self.token_delays / self.ours.tokens if self.ours.tokens else 0.0
+
+    @property
+    def packing_gain(self) -> float:
+        """Predicted time of the slowest micro-batch per token, Plain-4D over ours."""
+        ours = self.ours.slowest_ns_per_token
+        return self.plain.slowest_ns_per_token / ours if ours and self.plain.tokens else 1.0
+
+    @property
+    def filler_share(self) -> float:
+        return self.filler / max(1, self.filler + self.ours.tokens)
