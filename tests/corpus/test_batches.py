@@ -40,15 +40,24 @@ def test_a_batch_that_is_exactly_full_ends():
 def test_a_batch_goes_on_into_the_next_epoch():
     batches = GlobalBatches(source(2, 3), tokens_per_batch=4, seed=0, epochs=3, shuffle=False)
     assert [columns(b, "length", "id", "arrival") for b in run(batches)] == [
-        [[2, 3], [0, 1], [0, 0]],
+        [[2, 3], [0, 1], [0, 0]],  # 5 tokens: one too many, so the next batch needs only 3
         [[2, 3], [2, 3], [1, 1]],
-        [[2, 3], [4, 5], [2, 2]],
+        [[2], [4], [2]],
+        [[3], [5], [3]],  # 15 tokens in all: the short end
     ]
     batches = GlobalBatches(source(2, 3), tokens_per_batch=6, seed=0, epochs=3, shuffle=False)
     assert [columns(b, "length", "id") for b in run(batches)] == [
         [[2, 3, 2], [0, 1, 2]],
-        [[3, 2, 3], [3, 4, 5]],
+        [[3, 2], [3, 4]],
+        [[3], [5]],
     ]
+
+
+def test_what_a_long_document_brings_too_much_counts_for_later_batches():
+    batches = GlobalBatches(source(11, 2, 4), tokens_per_batch=4, seed=0, epochs=2, shuffle=False)
+    lengths = [columns(b, "length")[0] for b in run(batches)]
+    # 4, 8, 12, ... tokens of the stream: the first batch has 11, the second none, the third 2.
+    assert lengths == [[11], [], [2], [4], [11], [], [], [2, 4]]
 
 
 def test_columns():
@@ -89,12 +98,16 @@ def test_every_document_once_an_epoch(lengths, tokens_per_batch, epochs, seed, s
     assert np.array_equal(np.sort(ids), np.arange(epochs * len(lengths)))
     assert np.array_equal(length, np.array(lengths)[ids % len(lengths)])
     assert np.all(np.diff(ids // len(lengths)) >= 0)  # epochs follow each other
+    total = 0
     for i, batch in enumerate(found):
         assert batch.index == i
         assert np.all(batch.documents.arrival == i)
+        total += batch.documents.num_tokens
+        last = batch.documents.length[-1:].sum()
         if i < len(found) - 1:
-            tokens = batch.documents.num_tokens
-            assert tokens >= tokens_per_batch > tokens - int(batch.documents.length[-1])
+            # No batch falls behind, and none takes a document it does not need.
+            assert total >= (i + 1) * tokens_per_batch
+            assert not last or total - last < (i + 1) * tokens_per_batch
 
 
 @settings(max_examples=30, deadline=None)

@@ -163,6 +163,7 @@ class PipelineSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     store: str = key("", "prefix of a .bin/.idx token store; empty = made from data.corpus")
+    heldout_store: str = key("", "prefix of the held-out store that goes with data.store")
     corpus: str = key("stdlib", 'text to train on: "stdlib" (Python\'s own sources) or a folder')
     cache_dir: str = key("runs/stores", "where stores made from data.corpus are kept")
     bpe_vocab_size: int = key(4096, "size of the byte-level BPE trained on data.corpus")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -70,7 +70,7 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state_dict(stages, optimizers), checkpoint_id=partial)
+    state_dict_saver.save(_state_dict(stages, optimizers), checkpoint_id=partial)
     if is_writer:
         _write(partial / "planner.json", state.to_json())
         _write(partial / "run.json", {"step": step, "spec": spec.to_dict()})
@@ -85,7 +85,7 @@ def save(
 def load(checkpoint: Path, *, stages: dict[int, Llama], optimizers: Optimizers) -> int:
     """Load weights and optimiser state in place, from any layout; the number of executed steps."""
     state = _state_dict(stages, optimizers)
-    dcp.load(state, checkpoint_id=checkpoint)
+    state_dict_loader.load(state, checkpoint_id=checkpoint)
     for index, stage in stages.items():
         names = [name for name, _ in stage.named_parameters()]
         set_model_state_dict(stage, {n: state["model"][n] for n in names})

@@ -1,0 +1,74 @@
+"""`wlb train`: a preset or TOML file, trained; `--dry-run` shows what would happen."""
+
+import argparse
+import sys
+from typing import Any
+
+from wlb.spec import RunSpec, list_keys, load, presets
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a preset or a TOML file",
+        description="Train a preset or a TOML file on the ranks there are: those of torchrun or "
+        "Slurm, else as many local processes as the layout asks for.",
+        epilog=_keys_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override keys, as in --set training.steps=100 parallel.tp=4",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print layout, memory and the first plan; train nothing",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the run's last checkpoint"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    spec = load(options.name, options.overrides)
+    try:
+        from rich.console import Console
+
+        from wlb.parallel.launch import RankFailure
+        from wlb.train import dry_run, start
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
+    console = Console(highlight=False)
+    if options.dry_run:
+        dry_run.show(spec, console)
+        return 0
+    try:
+        start.train(spec, resume=options.resume, console=console)
+    except RankFailure as failure:
+        print(f"wlb train: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _keys_help() -> str:
+    lines = ["keys of a TOML file and of --set (section.key, default, unit):"]
+    section = ""
+    for item in list_keys(RunSpec):
+        head = item.name.rsplit(".", 1)[0]
+        if head != section:
+            section = head
+            lines.append(f"\n[{section}]")
+        unit = f" {item.unit}" if item.unit else ""
+        lines.append(f"  {item.name} = {item.default}{unit}  ({item.type})")
+        lines.append(f"      {item.doc}")
+    return "\n".join(lines)

@@ -1,0 +1,111 @@
+"""FLOP counts: attention segments, tiles of them, linear layers, documents, whole models.
+
+A multiply-add counts as two FLOPs. Attention counts its two matrix products, QK^T and PV (4 *
+head_dim per query-key pair and head); softmax, norms and rotations are not counted.
+
+Two conventions for backward, never mixed:
+- kernel FLOPs (`attention_backward_flops`): 2.5 x forward, because a flash kernel recomputes QK^T
+  and then forms dV, dP, dQ and dK: five products against two. Kernel profiles use this one.
+- model FLOPs (`document_flops`, for MFU): 2 x forward everywhere; recomputation does not count.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.plan import IntArray
+from wlb.spec import ModelSpec
+
+FloatArray = npt.NDArray[np.float64]
+
+FORWARD_FLOPS_PER_PAIR = 4
+"""Times head_dim and heads: QK^T and PV, a multiply-add each."""
+BACKWARD_FLOPS_PER_PAIR = 10
+"""Times head_dim and heads: QK^T again, dV, dP, dQ, dK."""
+LINEAR_BACKWARD_FACTOR = 2
+"""Backward of a matrix product: one for the input's gradient, one for the weight's."""
+
+
+def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:
+    """Query-key pairs of segments of `q` rows that end at key `kv` (bottom-right causal).
+
+    Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. Shape [n].
+    """
+    q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
+    bad = np.flatnonzero((q < 0) | (q > kv))
+    if bad.size:
+        i = int(bad[0])
+        raise ValueError(
+            f"segment {i} has q = {q.flat[i]} rows over kv = {kv.flat[i]} keys; a causal segment "
+            f"needs 0 <= q <= kv"
+        )
+    return q * kv - q * (q - 1) // 2
+
+
+def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
+    """Pairs a kernel computes that works on whole tiles of `tile_rows` query rows (Section 5.3).
+
+    Tile t of the n = ceil(q / tile_rows) tiles computes all its rows over the keys its last row
+    sees: kv - q + (t + 1) * tile_rows, at most kv. So 16 rows cost what 128 rows do on tiles of
+    128. Equals `causal_pairs` for tiles of one row. Takes mean lengths too, hence floats.
+    """
+    num_tiles = np.ceil(q / tile_rows)
+    full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
+    return np.where(q > 0, tile_rows * (full + kv), 0.0)
+
+
+def attention_forward_flops(
+    q: IntArray, kv: IntArray, *, num_heads: int, head_dim: int
+) -> IntArray:
+    """Forward FLOPs of attention segments (one layer, `num_heads` query heads), shape [n]."""
+    return FORWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
+
+
+def attention_backward_flops(
+    q: IntArray, kv: IntArray, *, num_heads: int, head_dim: int
+) -> IntArray:
+    """Backward FLOPs of a flash kernel: 2.5 x forward, recomputation included."""
+    return BACKWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
+
+
+def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down."""
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    return (
+        (hidden, model.q_dim),
+        (hidden, model.kv_dim),
+        (hidden, model.kv_dim),
+        (model.q_dim, hidden),
+        (hidden, ffn),
+        (hidden, ffn),
+        (ffn, hidden),
+    )
+
+
+def layer_linear_flops(model: ModelSpec) -> int:
+    """Forward FLOPs of one token in one layer's matrices; backward is twice that."""
+    return 2 * sum(rows * columns for rows, columns in layer_matrices(model))
+
+
+def head_flops(model: ModelSpec) -> int:
+    """Forward FLOPs of one token in the output head. The embedding is a look-up: no FLOPs.
+
+    Counts `vocab_size`, as MFU is usually reported, not the padded vocabulary.
+    """
+    return 2 * model.hidden_size * model.vocab_size
+
+
+def linear_flops_per_token(model: ModelSpec) -> int:
+    """Model FLOPs (forward and backward) of one token outside attention, all layers and head."""
+    forward = model.num_layers * layer_linear_flops(model) + head_flops(model)
+    return (1 + LINEAR_BACKWARD_FACTOR) * forward
+
+
+def document_flops(model: ModelSpec, lengths: IntArray) -> FloatArray:
+    """Model FLOPs (forward and backward) of whole documents, for MFU; shape [n].
+
+    Floats, because a million-token document of a large model passes 2^63; exact below 2^53.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    pairs = causal_pairs(lengths, lengths).astype(np.float64)
+    per_pair = 3 * FORWARD_FLOPS_PER_PAIR * model.q_dim * model.num_layers
+    return per_pair * pairs + linear_flops_per_token(model) * lengths.astype(np.float64)

@@ -1,0 +1,152 @@
+"""Memory of one rank, in bytes, for `wlb train --dry-run`: what a plan may ask of a GPU.
+
+An estimate of what must be resident, not of what an allocator holds: fragmentation, NCCL buffers
+and the CUDA context (a few GB) come on top.
+
+Per layer and token of a micro-batch, activations follow "Reducing Activation Recomputation in Large
+Transformer Models" (Korthikanti et al., 2022), Eq. 4 (TP with sequence parallelism), without its
+dropout masks and with two changes: flash attention stores no score matrix, only its output and one
+float32 log-sum-exp a head, and SwiGLU replaces GELU (gate, up and their product). With b bytes a
+value and everything divided by tp:
+
+    b * (4 * hidden        inputs and outputs of the two norms, sequence-sharded
+         + 2 * q_dim       Q after rotation, attention output
+         + 3 * ffn)        gate, up, product
+    + 4 * num_heads        log-sum-exp
+
+on S / cp tokens, plus the K and V that CP gathers for its kernel, all prefixes of a rank's two
+chunks: (1 + 1 / (2 * cp)) * S keys of 2 * kv_dim / tp values (S keys at cp = 1). S is the longest
+micro-batch (`packing.s_max`, or the window under original packing), so this is an upper bound.
+"""
+
+from dataclasses import asdict, dataclass
+
+from wlb.spec import Dtype, Policy, RunSpec, Schedule
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of pipeline rank `pp_rank`; every name ending in `_bytes` but the total is a term.
+
+    parameters: unsharded, in compute dtype (FSDP keeps them gathered: reshard_after_forward off).
+    optimizer: float32 master weights and two AdamW moments, sharded over dp * cp.
+    gradients: float32, unsharded until the last micro-batch, plus their reduced shard.
+    activations: saved for backward, of all micro-batches in flight. boundaries: outputs of stages
+    in flight, kept for their backward. logits: one chunk of the loss, last pipeline rank only.
+    workspace: gathered inputs and SwiGLU gradients of the layer at work.
+    """
+
+    pp_rank: int
+    num_in_flight: int
+    micro_batch_tokens: int
+    parameters_bytes: int
+    optimizer_bytes: int
+    gradients_bytes: int
+    activations_bytes: int
+    boundaries_bytes: int
+    logits_bytes: int
+    workspace_bytes: int
+
+    @property
+    def terms(self) -> dict[str, int]:
+        return {name: v for name, v in asdict(self).items() if name.endswith("_bytes")}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.terms.values())
+
+
+def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
+    """Most stage passes whose activations rank `pp_rank` holds at once.
+
+    1F1B: pp - pp_rank micro-batches. Interleaved: the warm-up, (v - 1) * round + 2 * (pp - 1 -
+    pp_rank) passes of a chunk (v chunks a rank), and the one that runs; never more than n * v.
+    Zero-bubble schedules delay weight gradients and hold somewhat more than is counted here.
+    """
+    pp, v = spec.parallel.pp, spec.pp.virtual_stages
+    n = spec.micro_batches_per_pipeline
+    if not 0 <= pp_rank < pp:
+        raise ValueError(f"pp_rank = {pp_rank} is outside the {pp} pipeline ranks")
+    if pp == 1:
+        return 1
+    if spec.pp.schedule == Schedule.ONE_F_ONE_B:
+        return min(n, pp - pp_rank)
+    micro_batches_a_round = n // max(1, n // pp)
+    return min(n * v, (v - 1) * micro_batches_a_round + 2 * (pp - 1 - pp_rank) + 1)
+
+
+def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
+    """Saved activations of one layer and one micro-batch on one rank (module docstring)."""
+    model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
+    size = _compute_bytes(spec)
+    local = -(-micro_batch_tokens // cp)
+    values = 4 * model.hidden_size + 2 * model.q_dim + 3 * model.ffn_hidden_size
+    per_token = size * values + FLOAT32_BYTES * model.num_heads
+    keys = micro_batch_tokens
+    if cp > 1:
+        keys += -(-micro_batch_tokens // (2 * cp))
+    return (local * per_token + keys * 2 * model.kv_dim * size) // tp
+
+
+def memory_of_rank(
+    spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int | None = None
+) -> MemoryEstimate:
+    """Memory of pipeline rank `pp_rank` with micro-batches of at most `micro_batch_tokens`."""
+    model, parallel = spec.model, spec.parallel
+    tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
+    size, tp = _compute_bytes(spec), parallel.tp
+    local = -(-tokens // parallel.cp)
+    passes = in_flight(spec, pp_rank=pp_rank)
+    layers_per_pass = model.num_layers // spec.num_stages
+    parameters = _parameters(spec, pp_rank=pp_rank)
+    shards = parallel.cp * max(1, parallel.dp)
+    last = pp_rank == parallel.pp - 1
+    rows = min(spec.training.loss_chunk, local)
+    return MemoryEstimate(
+        pp_rank=pp_rank,
+        num_in_flight=passes,
+        micro_batch_tokens=tokens,
+        parameters_bytes=parameters * size,
+        optimizer_bytes=3 * FLOAT32_BYTES * -(-parameters // shards),
+        gradients_bytes=FLOAT32_BYTES * (parameters + -(-parameters // shards)),
+        activations_bytes=passes
+        * layers_per_pass
+        * layer_activation_bytes(spec, micro_batch_tokens=tokens),
+        boundaries_bytes=passes * local * model.hidden_size * size // tp,
+        logits_bytes=last * rows * (model.padded_vocab_size // tp) * (size + 2 * FLOAT32_BYTES),
+        workspace_bytes=local * size * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp),
+    )
+
+
+def memory_estimate(spec: RunSpec, *, micro_batch_tokens: int | None = None) -> MemoryEstimate:
+    """The pipeline rank that needs most (rank 0 as a rule: it has most micro-batches in flight)."""
+    ranks = (
+        memory_of_rank(spec, pp_rank=r, micro_batch_tokens=micro_batch_tokens)
+        for r in range(spec.parallel.pp)
+    )
+    return max(ranks, key=lambda estimate: estimate.total_bytes)
+
+
+def longest_micro_batch(spec: RunSpec) -> int:
+    """Tokens of the longest micro-batch that packing may make."""
+    return spec.data.context_window if spec.packing.policy == Policy.ORIGINAL else spec.s_max
+
+
+def _compute_bytes(spec: RunSpec) -> int:
+    return 2 if spec.training.dtype == Dtype.BFLOAT16 else FLOAT32_BYTES
+
+
+def _parameters(spec: RunSpec, *, pp_rank: int) -> int:
+    """Parameters of a rank: its layers / tp (norms whole), embedding first, head and norm last."""
+    model, tp, pp = spec.model, spec.parallel.tp, spec.parallel.pp
+    norms = 2 * model.hidden_size
+    layer = (model.num_layer_parameters - norms) // tp + norms
+    count = model.num_layers // pp * layer
+    vocabulary = model.padded_vocab_size * model.hidden_size // tp
+    if pp_rank == 0:
+        count += vocabulary
+    if pp_rank == pp - 1:
+        count += vocabulary + model.hidden_size
+    return count

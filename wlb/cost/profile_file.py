@@ -1,0 +1,178 @@
+"""Kernel profiles as versioned JSON files, and where shipped ones are found.
+
+`profile_to_json` and `profile_from_json` are inverse up to four digits of throughput. Shipped
+profiles lie in `kernels_profile/` of a checkout, which a wheel carries as `wlb/_kernels_profile`;
+`kernels_profile/README.md` describes the schema.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from wlb.cost.flops import FloatArray
+from wlb.cost.profile import (
+    AttentionTable,
+    CollectiveCost,
+    ElementwiseCost,
+    GemmCost,
+    KernelProfile,
+    Provenance,
+)
+from wlb.cost.surface import Surface
+
+SCHEMA_VERSION = 1
+
+
+def default_profile_name(device: str) -> str:
+    """The shipped profile of a device type, "cpu" or "cuda"."""
+    names = {"cpu": "cpu", "cuda": "h100"}
+    if device not in names:
+        raise ValueError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
+    return names[device]
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of shipped profiles."""
+    found = {path.stem for folder in _folders() for path in folder.glob("*.json")}
+    return tuple(sorted(found))
+
+
+def load_profile(name_or_path: str) -> KernelProfile:
+    """A shipped profile by name, or any profile by the path of its JSON file."""
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        path = next((p for f in _folders() if (p := f / f"{name_or_path}.json").is_file()), Path())
+    if not path.is_file():
+        raise ValueError(
+            f"no kernel profile {name_or_path!r}; shipped: {', '.join(profile_names()) or 'none'}; "
+            f"or give the path of a .json file"
+        )
+    try:
+        return profile_from_json(json.loads(path.read_text("utf-8")))
+    except KeyError as error:
+        raise ValueError(f"kernel profile {name_or_path!r} lacks the key {error}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"kernel profile {name_or_path!r}: {error}") from None
+
+
+def _folders() -> list[Path]:
+    """`wlb/_kernels_profile` of an installed wheel, `kernels_profile/` of a checkout."""
+    installed = Path(str(resources.files("wlb") / "_kernels_profile"))
+    checkout = Path(__file__).resolve().parents[2] / "kernels_profile"
+    return [folder for folder in (installed, checkout) if folder.is_dir()]
+
+
+def save_profile(path: Path, profile: KernelProfile) -> None:
+    """Writes `profile` as JSON, a list of numbers a line."""
+    text = json.dumps(profile_to_json(profile), indent=1)
+    text = re.sub(r"\[\s+([-+.eE\d,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    path.write_text(text + "\n", "utf-8")
+
+
+def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
+    """The profile in `data`; ValueError for another schema version."""
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"schema_version is {version!r}, this program reads {SCHEMA_VERSION}; measure the "
+            f"profile again or use a matching release"
+        )
+    gemm = data["gemm"]
+    return KernelProfile(
+        name=data["name"],
+        device=data["device"],
+        dtype=data["dtype"],
+        ranks_per_node=data["ranks_per_node"],
+        provenance=_provenance(data["provenance"]),
+        attention=tuple(_attention(t) for t in data["attention"]),
+        gemm=GemmCost(
+            tflops=Surface(axis0=gemm["tokens"], axis1=gemm["width"], values=gemm["tflops"]),
+            provenance=_provenance(gemm["provenance"]),
+        ),
+        elementwise=ElementwiseCost(**_with_provenance(data["elementwise"])),
+        collectives=tuple(CollectiveCost(**_with_provenance(c)) for c in data["collectives"]),
+    )
+
+
+def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
+    gemm = profile.gemm.tflops
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": profile.name,
+        "device": profile.device,
+        "dtype": profile.dtype,
+        "ranks_per_node": profile.ranks_per_node,
+        "provenance": _provenance_json(profile.provenance),
+        "attention": [_attention_json(t) for t in profile.attention],
+        "gemm": {
+            "tokens": gemm.axis0.tolist(),
+            "width": gemm.axis1.tolist(),
+            "tflops": _rounded(gemm.values),
+            "provenance": _provenance_json(profile.gemm.provenance),
+        },
+        "elementwise": _cost_json(profile.elementwise),
+        "collectives": [_cost_json(c) for c in profile.collectives],
+    }
+
+
+def _provenance(data: Mapping[str, Any]) -> Provenance:
+    values: dict[str, Any] = {**data, "residuals": tuple(data.get("residuals", {}).items())}
+    return Provenance(**values)
+
+
+def _with_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {**data, "provenance": _provenance(data["provenance"])}
+
+
+def _provenance_json(provenance: Provenance) -> dict[str, Any]:
+    data = asdict(provenance) | {"residuals": dict(provenance.residuals)}
+    return {key: value for key, value in data.items() if value}
+
+
+def _cost_json(cost: ElementwiseCost | CollectiveCost) -> dict[str, Any]:
+    return asdict(cost) | {"provenance": _provenance_json(cost.provenance)}
+
+
+def _rounded(values: FloatArray) -> list[list[float]]:
+    return [[float(f"{v:.4g}") for v in row] for row in values]
+
+
+_PLAIN_FIELDS = (
+    "backends",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "tile_rows",
+    "launch_forward_ns",
+    "launch_backward_ns",
+)
+
+
+def _attention(data: Mapping[str, Any]) -> AttentionTable:
+    q, kv = data["q"], data["kv"]
+    return AttentionTable(
+        **{name: data[name] for name in _PLAIN_FIELDS},
+        forward=Surface(axis0=q, axis1=kv, values=data["forward_tflops"]),
+        backward=Surface(axis0=q, axis1=kv, values=data["backward_tflops"]),
+        heads=data["heads"],
+        heads_efficiency=data["heads_efficiency"],
+        provenance=_provenance(data["provenance"]),
+    )
+
+
+def _attention_json(table: AttentionTable) -> dict[str, Any]:
+    data: dict[str, Any] = {name: getattr(table, name) for name in _PLAIN_FIELDS}
+    return data | {
+        "backends": list(table.backends),
+        "q": table.forward.axis0.tolist(),
+        "kv": table.forward.axis1.tolist(),
+        "forward_tflops": _rounded(table.forward.values),
+        "backward_tflops": _rounded(table.backward.values),
+        "heads": table.heads.tolist(),
+        "heads_efficiency": [float(f"{v:.4g}") for v in table.heads_efficiency],
+        "provenance": _provenance_json(table.provenance),
+    }

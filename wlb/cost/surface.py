@@ -1,0 +1,122 @@
+"""A throughput surface on a log-spaced grid, interpolated so that predicted time never falls.
+
+Between grid points throughput is bilinear, with linear weights inside each cell. Only comparisons
+and IEEE add, subtract, multiply and divide are used, no logarithm or exponential, so that two
+CPUs get the same bits. Grid points are spaced by factors, where a cell's linear weights differ
+little from logarithmic ones.
+
+Monotone: work / throughput does not fall along an axis along which work grows at least in
+proportion, because throughput may grow by no more than the axis does from one grid point to the
+next (checked here; `limit_growth` repairs a noisy measurement) and a line through two such points
+has an intercept >= 0.
+
+Outside: above the grid the last throughput holds (time goes on growing with work). Below it callers
+price the smallest grid point (`floor`), because fixed costs rule there. `outside` says where.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.cost.flops import FloatArray
+from wlb.plan import IntArray
+
+BoolArray = npt.NDArray[np.bool_]
+_TOLERANCE = 1e-3
+
+
+def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
+    array = np.array(values, np.float64)
+    if array.ndim != ndim or array.size == 0:
+        raise ValueError(f"{name} must have {ndim} axes and entries, got shape {array.shape}")
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ValueError(f"{name} must be finite and above 0, got {array.tolist()}")
+    array.flags.writeable = False
+    return array
+
+
+def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
+    """`values` (shape [len(axis0), len(axis1)]) lowered until no step grows more than its axis."""
+    out = np.array(values, np.float64)
+    for i in range(1, out.shape[0]):
+        out[i] = np.minimum(out[i], out[i - 1] * (axis0[i] / axis0[i - 1]))
+    for j in range(1, out.shape[1]):
+        out[:, j] = np.minimum(out[:, j], out[:, j - 1] * (axis1[j] / axis1[j - 1]))
+    return out
+
+
+class Cells(NamedTuple):
+    """Where points lie on a grid: flat index of a cell's lower corner, and weights in [0, 1]."""
+
+    corner: IntArray
+    weight0: FloatArray
+    weight1: FloatArray
+
+
+def _position(axis: FloatArray, x: FloatArray) -> tuple[IntArray, FloatArray]:
+    x = np.minimum(np.maximum(x, axis[0]), axis[-1])
+    left = np.minimum(np.searchsorted(axis, x, side="right") - 1, axis.size - 2)
+    low = axis[left]
+    return left, (x - low) / (axis[left + 1] - low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Surface:
+    """`values[i, j]` at (axis0[i], axis1[j]); axes rise over at least two points each."""
+
+    axis0: FloatArray
+    axis1: FloatArray
+    values: FloatArray
+
+    def __post_init__(self) -> None:
+        for name in ("axis0", "axis1"):
+            axis = _frozen(name, getattr(self, name), 1)
+            object.__setattr__(self, name, axis)
+            if axis.size < 2 or not (np.diff(axis) > 0).all():
+                raise ValueError(f"{name} must rise over two points or more, got {axis.tolist()}")
+        object.__setattr__(self, "values", _frozen("values", self.values, 2))
+        if self.values.shape != (self.axis0.size, self.axis1.size):
+            raise ValueError(
+                f"values have shape {self.values.shape}, axes ask for "
+                f"{(self.axis0.size, self.axis1.size)}"
+            )
+        limit = limit_growth(self.axis0, self.axis1, self.values)
+        bad = np.argwhere(self.values > limit * (1 + _TOLERANCE))
+        if bad.size:
+            i, j = (int(k) for k in bad[0])
+            raise ValueError(
+                f"throughput {self.values[i, j]:g} at ({self.axis0[i]:g}, {self.axis1[j]:g}) grew "
+                f"faster than its axes (at most {limit[i, j]:g}), so predicted time would fall "
+                f"where work grows; pass values through limit_growth"
+            )
+        object.__setattr__(self, "values", _frozen("values", limit, 2))
+
+    def cells(self, x: FloatArray, y: FloatArray) -> Cells:
+        """The cells of points (x, y), clamped to the grid; surfaces of equal axes share them."""
+        row, weight0 = _position(self.axis0, x)
+        column, weight1 = _position(self.axis1, y)
+        return Cells(row * self.axis1.size + column, weight0, weight1)
+
+    def read(self, cells: Cells) -> FloatArray:
+        flat, width = self.values.ravel(), self.axis1.size
+        corner, weight0, weight1 = cells
+        v00, v01 = flat[corner], flat[corner + 1]
+        v10, v11 = flat[corner + width], flat[corner + (width + 1)]
+        low = v00 + weight1 * (v01 - v00)
+        high = v10 + weight1 * (v11 - v10)
+        return low + weight0 * (high - low)
+
+    def at(self, x: FloatArray, y: FloatArray) -> FloatArray:
+        return self.read(self.cells(x, y))
+
+    def floor(self, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Points raised to the grid's lowest corner: what a smaller one is priced as."""
+        return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
+
+    def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
+        """Which points lie outside the grid, so that their throughput is clamped."""
+        return (
+            (x < self.axis0[0]) | (x > self.axis0[-1]) | (y < self.axis1[0]) | (y > self.axis1[-1])
+        )

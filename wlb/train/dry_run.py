@@ -1,0 +1,89 @@
+"""`wlb train --dry-run`: layout, memory estimate and the first plan, without starting a rank."""
+
+from rich.console import Console
+from rich.table import Table
+
+from wlb.cost import memory_estimate, workload_for
+from wlb.parallel import mesh as meshes
+from wlb.plan import PipelinePlan, StepPlan
+from wlb.planner import open_planner
+from wlb.spec import RunSpec
+from wlb.train.start import open_stores, ready
+
+GIB = 2**30
+
+
+def show(spec: RunSpec, console: Console) -> None:
+    """Print what a run of this spec would do on as many ranks as its layout asks for."""
+    world_size = spec.parallel.world_size
+    choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
+    stores = open_stores(spec, console)
+    spec = ready(spec, stores, world_size)
+    console.print(f"{choice.kind}: {choice.reason}")
+    console.print(f"corpus: {stores.note}")
+    console.print(_layout(spec))
+    console.print(_memory(spec))
+    cost = workload_for(spec, choice.kind)
+    console.print(f"cost: kernel profile {cost.profile.name!r}")
+    for note in cost.notes:
+        console.print(f"  {note}")
+    planner = open_planner(spec, stores.train, choice.kind)
+    plan = planner.next(planner.start())
+    if plan is None:
+        raise ValueError("the corpus gives no step; raise data.epochs or use a larger corpus")
+    for pipeline in range(spec.parallel.dp):
+        console.print(_plan(plan, planner.shard(plan, pipeline)))
+    p = plan.predicted
+    console.print(
+        f"step 0: {p.num_tokens:,} tokens, {p.num_filler_tokens} filler, imbalance "
+        f"{p.imbalance:.3f}"
+        + ("" if plan.baseline is None else f" (Plain-4D {plan.baseline.imbalance:.3f})")
+        + f", {p.num_held_tokens:,} tokens held back"
+    )
+
+
+def _layout(spec: RunSpec) -> Table:
+    grid = meshes.rank_grid(spec.parallel)  # [pp, dp, cp, tp]
+    per = spec.model.num_layers // spec.num_stages
+    table = Table(title="Layout", title_justify="left")
+    for heading in ("pipeline rank", "stages", "layers", "ranks (each bracket a TP group)"):
+        table.add_column(heading)
+    for pp_rank, ranks in enumerate(grid):
+        stages = [pp_rank + v * spec.parallel.pp for v in range(spec.pp.virtual_stages)]
+        layers = ", ".join(f"{s * per}-{(s + 1) * per - 1}" for s in stages)
+        groups = " ".join(f"({' '.join(map(str, g))})" for d in ranks for g in d.tolist())
+        table.add_row(str(pp_rank), ", ".join(map(str, stages)), layers, groups.replace("[", "("))
+    return table
+
+
+def _memory(spec: RunSpec) -> Table:
+    estimate = memory_estimate(spec)
+    table = Table(
+        title=f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated",
+        title_justify="left",
+        show_header=False,
+    )
+    for name, size in estimate.terms.items():
+        table.add_row(name.removesuffix("_bytes"), f"{size / GIB:.3f} GiB")
+    table.add_row("total", f"{estimate.total_bytes / GIB:.3f} GiB")
+    return table
+
+
+def _plan(plan: StepPlan, pipeline: PipelinePlan) -> Table:
+    table = Table(title=f"First plan, pipeline {pipeline.pipeline}", title_justify="left")
+    for heading in ("micro-batch", "documents", "tokens", "longest", "predicted ms", "sharding"):
+        table.add_column(heading, justify="right")
+    table.add_column("rows a CP rank", justify="right")
+    for batch, sharding, rows in zip(
+        pipeline.micro_batches, pipeline.shardings, pipeline.local_tokens, strict=True
+    ):
+        table.add_row(
+            str(batch.index),
+            str(len(batch.pieces)),
+            str(batch.num_tokens),
+            str(batch.lengths.max(initial=0)),
+            f"{batch.workload_ns / 1e6:.3f}",
+            sharding.strategy,
+            str(rows),
+        )
+    return table

@@ -1,0 +1,200 @@
+"""From a preset or TOML to running ranks: store, layout, device, and which processes are the ranks.
+
+Under torchrun or Slurm the ranks are those given; otherwise as many local processes are started as
+the layout asks for (a single rank runs in this one). Everything that can be refused is refused
+before a rank computes.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from wlb.corpus import GlobalBatches, TokenStore, prepare, text_documents
+from wlb.parallel import mesh as meshes
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import DeviceChoice, World
+from wlb.spec import RunSpec, check, resolve_dp
+from wlb.train import checkpoint
+from wlb.train.loop import Job, run_rank
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """Prefixes of the stores of a run; heldout is empty where there is none."""
+
+    train: str
+    heldout: str
+    vocab_size: int
+    note: str
+
+
+def open_stores(spec: RunSpec, console: Console) -> Stores:
+    """The stores of a run, made from data.corpus where data.store is empty and they are missing."""
+    if spec.data.store:
+        store = TokenStore(spec.data.store)
+        vocab = spec.model.vocab_size or store.vocab_size
+        if not vocab:
+            raise ValueError(
+                f"the store {spec.data.store} does not say how large its vocabulary is; set "
+                f"model.vocab_size"
+            )
+        return Stores(
+            train=spec.data.store,
+            heldout=spec.data.heldout_store,
+            vocab_size=vocab,
+            note=f"{store.num_documents:,} documents, {store.num_tokens:,} tokens",
+        )
+    name = spec.data.corpus if spec.data.corpus == "stdlib" else Path(spec.data.corpus).name
+    prefix = Path(spec.data.cache_dir) / f"{name}-bpe{spec.data.bpe_vocab_size}"
+    with console.status(f"token store of {spec.data.corpus}") as status:
+        made = prepare(
+            text_documents(spec.data.corpus),
+            prefix,
+            vocab_size=spec.data.bpe_vocab_size,
+            heldout_fraction=spec.data.heldout_fraction,
+            seed=spec.run.seed,
+            progress=lambda done, total: status.update(
+                f"token store of {spec.data.corpus}: {done} of {total} documents"
+            ),
+        )
+    left_out = ", ".join(f"{count} {why}" for why, count in made.skipped.items() if count)
+    how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
+    note = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens ({how})"
+    if left_out:
+        note += f"; left out: {left_out}"
+    vocab = spec.model.vocab_size or made.vocab_size
+    heldout = made.heldout if made.num_heldout_documents else ""
+    return Stores(train=made.train, heldout=heldout, vocab_size=vocab, note=note)
+
+
+def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
+    """The spec with dp and vocabulary filled in, checked against the store."""
+    spec = resolve_dp(spec, world_size)
+    store = TokenStore(stores.train)
+    if store.vocab_size and store.vocab_size > stores.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {stores.vocab_size} is smaller than the {store.vocab_size} "
+            f"entries of the store {stores.train}; raise it or set it to 0"
+        )
+    GlobalBatches(store, tokens_per_batch=1, seed=0)  # refuses an empty corpus
+    return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
+
+
+def train(spec: RunSpec, *, resume: bool, console: Console) -> None:
+    """Run a spec to its end on the ranks there are."""
+    started_s = time.time()
+    world = meshes.discover()
+    if world is not None:
+        _given_ranks(spec, world, resume=resume, console=console, started_s=started_s)
+        return
+    world_size = spec.parallel.world_size
+    choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
+    checked = resolve_dp(spec, world_size)
+    console.print(_why(checked, choice, None))
+    stores = open_stores(checked, console)
+    console.print(f"corpus: {stores.note}")
+    job = _job(checked, stores, world_size, choice, resume=resume, started_s=started_s)
+    claim_directory(job, console)
+    if world_size == 1:
+        _rank(World(), job, choice.kind)
+    else:
+        run_local(_rank, world_size, job, choice.kind, device=choice.kind)
+
+
+def _given_ranks(
+    spec: RunSpec, world: World, *, resume: bool, console: Console, started_s: float
+) -> None:
+    """Under torchrun or Slurm: rank 0 makes the store, the others wait and open it."""
+    choice = meshes.choose_device(
+        spec.run.device, local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
+    )
+    checked = resolve_dp(spec, world.world_size)
+    device = meshes.rank_device(world, choice.kind)
+    meshes.init(world, device, timeout_s=spec.training.timeout_s)
+    answer: list[Job | str | None] = [None]
+    if world.rank == 0:
+        console.print(_why(checked, choice, world))
+        try:
+            stores = open_stores(checked, console)
+            console.print(f"corpus: {stores.note}")
+            answer = [
+                _job(checked, stores, world.world_size, choice, resume=resume, started_s=started_s)
+            ]
+            claim_directory(answer[0], console)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    job = answer[0]
+    if not isinstance(job, Job):
+        raise ValueError(str(job))
+    run_rank(world, job, device)
+    meshes.shutdown()
+
+
+def _rank(world: World, job: Job, device_kind: str) -> None:
+    device = meshes.rank_device(world, device_kind)
+    meshes.init(world, device, timeout_s=job.spec.training.timeout_s)
+    try:
+        run_rank(world, job, device)
+    finally:
+        meshes.shutdown()
+
+
+def _job(
+    spec: RunSpec,
+    stores: Stores,
+    world_size: int,
+    choice: DeviceChoice,
+    *,
+    resume: bool,
+    started_s: float,
+) -> Job:
+    filled = ready(spec, stores, world_size)
+    directory = Path(spec.run.output_dir) / spec.run.name
+    p = filled.parallel
+    title = (
+        f"{spec.run.name}: {filled.model.num_parameters / 1e6:.1f}M parameters, TP {p.tp} x "
+        f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
+        f"micro-batches of about {filled.data.context_window} tokens"
+    )
+    return Job(
+        spec=filled,
+        train_store=stores.train,
+        heldout_store=stores.heldout,
+        resume=checkpoint.latest(directory / "checkpoints") if resume else None,
+        title=title,
+        started_s=started_s,
+    )
+
+
+def claim_directory(job: Job, console: Console) -> None:
+    """The run's folder; an older run of the same name is moved aside, never overwritten."""
+    directory = job.directory
+    if job.resume is not None:
+        console.print(f"going on from {job.resume}")
+    elif directory.exists() and any(directory.iterdir()):
+        number = 1
+        while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+            number += 1
+        directory.rename(aside)
+        console.print(f"an older run of this name is now {aside}")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _why(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
+    p = spec.parallel
+    layout = f"TP {p.tp} x CP {p.cp} x PP {p.pp} x DP {max(1, p.dp)}"
+    if world is not None:
+        ranks = f"{world.world_size} ranks given by {world.origin}"
+    elif p.world_size == 1:
+        ranks = "1 rank in this process (not started by torchrun or Slurm)"
+    else:
+        ranks = f"{p.world_size} local ranks (not started by torchrun or Slurm)"
+    backend = "NCCL" if choice.kind == "cuda" else "Gloo"
+    return f"{ranks} for {layout}; {choice.kind} with {backend}: {choice.reason}"
