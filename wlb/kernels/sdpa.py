@@ -7,19 +7,22 @@ and its gradient is dropped, so results are exact. Lengths above 512 are not rou
 at most 41 % (or to 8). 100 documents of about 40 tokens, 4 heads of 16, one CPU core: 7 ms forward
 and backward, against 25 ms with a call a document.
 
-Square segments need no mask. Others need one of Lq * Lk bytes (4 times that inside the CPU kernel).
+Square segments need no mask. On CPU other long ones need none either (`wlb.kernels.prefix`); the
+rest need one of Lq * Lk values, made once for all layers.
 
 Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size; in a class B
 segments of Q query and K key rows; P padded rows of all classes.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from wlb.kernels.prefix import attend_prefixed
 from wlb.kernels.segments import Segments
 
 _PADDED_BELOW = 512
@@ -42,11 +45,12 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Class:
-    """Segments computed in one call. mask: None where all are square."""
+    """Segments computed in one call. mask: None where all are square, or split at their prefix."""
 
     num_segments: int
     num_queries: int
     num_keys: int
+    is_split: bool
     mask_B1QK: torch.Tensor | None
 
 
@@ -60,7 +64,7 @@ class _Classes:
 def attend_sdpa(
     q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, segments: Segments
 ) -> torch.Tensor:
-    plan = segments.derive("sdpa", _classify)
+    plan = segments.derive(f"sdpa {q_THD.dtype}", partial(_classify, dtype=q_THD.dtype))
     if segments.num_segments == 1 and not plan.queries.padding.numel() + plan.keys.padding.numel():
         return _call(q_THD, k_SGD, v_SGD, plan.classes[0])
     queries = [c.num_segments * c.num_queries for c in plan.classes]
@@ -76,6 +80,8 @@ def _call(q_PHD: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, c: _Cla
     q_BHQD, k_BGKD, v_BGKD = (
         x.unflatten(0, (c.num_segments, -1)).transpose(1, 2) for x in (q_PHD, k_PGD, v_PGD)
     )
+    if c.is_split:
+        return attend_prefixed(q_BHQD, k_BGKD, v_BGKD).transpose(1, 2).flatten(0, 1)
     out_BHQD = F.scaled_dot_product_attention(
         q_BHQD,
         k_BGKD,
@@ -113,7 +119,7 @@ class _Ungather(torch.autograd.Function):
         return grads[0].index_select(0, ctx.rows.take_P).index_fill_(0, ctx.rows.padding, 0), None
 
 
-def _classify(segments: Segments) -> _Classes:
+def _classify(segments: Segments, *, dtype: torch.dtype) -> _Classes:
     starts_q, starts_k = np.array(segments.offsets_q), np.array(segments.offsets_k)
     lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
     members: dict[tuple[bool, int, int], list[int]] = {}
@@ -128,9 +134,18 @@ def _classify(segments: Segments) -> _Classes:
     for (square, num_q, num_k), who in members.items():
         queries.append((num_q, starts_q[who], lengths_q[who]))
         keys.append((num_k, starts_k[who], lengths_k[who]))
-        mask = None if square else _mask(lengths_k[who] - lengths_q[who], num_q, num_k, device)
+        mask = None
+        is_split = not square and device.type == "cpu" and min(num_q, num_k) > _PADDED_BELOW
+        if not square and not is_split:
+            mask = _mask(lengths_k[who] - lengths_q[who], num_q, num_k, device, dtype)
         classes.append(
-            _Class(num_segments=len(who), num_queries=num_q, num_keys=num_k, mask_B1QK=mask)
+            _Class(
+                num_segments=len(who),
+                num_queries=num_q,
+                num_keys=num_k,
+                is_split=is_split,
+                mask_B1QK=mask,
+            )
         )
     return _Classes(
         classes=tuple(classes),
@@ -148,11 +163,21 @@ def _rounded(length: int) -> int:
 
 
 def _mask(
-    first_B: np.ndarray, num_queries: int, num_keys: int, device: torch.device
+    first_B: np.ndarray,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """True where query i sees key j: j <= first + i, where first is the segment's Lk - Lq."""
+    """0 where query i sees key j: j <= first + i, first the segment's Lk - Lq; else -inf.
+
+    Additive and in the queries' dtype, because torch would turn a bool mask into one in every call
+    (most of the forward time on CPU) and keep it for every layer's backward.
+    """
     last_BQ1 = first_B[:, None, None] + np.arange(num_queries)[:, None]
-    return torch.from_numpy(np.arange(num_keys) <= last_BQ1)[:, None].to(device)
+    hidden = torch.from_numpy(np.arange(num_keys) > last_BQ1)[:, None].to(device)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, float("-inf"))
 
 
 def _rows(
