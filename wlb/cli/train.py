@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     if options.dry_run:
         dry_run.show(spec, console)
         return 0

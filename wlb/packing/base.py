@@ -5,7 +5,7 @@
 waits, in as many plans as it takes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -58,12 +58,21 @@ class PackerOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
 
-    def split(self, batch: GlobalBatch | None) -> Pieces:
+    def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
+        """The batch's documents as pieces of at most a window, stamped with the step that is next.
+
+        split = False leaves long documents whole (for a policy that cuts windows itself), unless
+        they are to be refused. Delay counts from that step: batches and steps need not be one to
+        one.
+        """
         if batch is None:
             return Pieces.empty()
-        return split_long(
-            batch.documents, window=self.context_window, long_documents=self.long_documents
-        )
+        pieces = Pieces.whole(batch.documents)
+        if split or self.long_documents == "refuse":
+            pieces = split_long(
+                batch.documents, window=self.context_window, long_documents=self.long_documents
+            )
+        return replace(pieces, arrival=np.full(len(pieces), step, np.int64))
 
     def workloads(self, pieces: Pieces) -> IntArray:
         """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""

@@ -37,7 +37,9 @@ class OriginalPacker:
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         window, num = self.options.context_window, self.options.num_micro_batches
         # 1. The stream, cut at every window's end.
-        stream = Pieces.concat(carry.pieces, self._arrived(batch))
+        stream = Pieces.concat(
+            carry.pieces, self.options.arrived(batch, carry.next_step, split=False)
+        )
         stream = cut_at(stream, np.arange(0, stream.num_tokens + window, window))
         # 2. Full steps; at the end of data the rest is one more step, short or with empty windows.
         steps = stream.num_tokens // (window * num)
@@ -58,12 +60,6 @@ class OriginalPacker:
             next_step=carry.next_step + steps,
         )
         return plans, rest
-
-    def _arrived(self, batch: GlobalBatch | None) -> Pieces:
-        """Whole documents: windows cut long ones anyway, unless they are to be refused."""
-        if batch is None or self.options.long_documents == "refuse":
-            return self.options.split(batch)
-        return Pieces.whole(batch.documents)
 
     def _plan(self, stream: Pieces, edges: list[int], step: int) -> PackingPlan:
         rows = [list(range(a, b)) for a, b in pairwise(edges)]

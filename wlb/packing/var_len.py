@@ -11,6 +11,7 @@ Deviations from the paper, each because the printed algorithm loses or starves d
 - `<= S_max` instead of `<`: a document of exactly S_max tokens would never be placed.
 - A queue releases N documents as often as it can (`while`, not `if`): with a low L_1 more than N
   outliers arrive in a batch and the delay would grow without bound.
+- A batch that leaves nothing to pack (an empty one, or outliers only) makes no step.
 - At the end of data everything that waits is released and packed, in as many steps as it takes.
 - Documents longer than the context window are split into pieces first; a piece is the unit here.
 - Documents are shuffled (seeded) inside a micro-batch after packing: pushed in descending order
@@ -65,10 +66,11 @@ class VarLenPacker:
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        leftover, new, queues = self._admit(self.options.split(batch), carry, flush=batch is None)
         step = carry.next_step
+        arrived = self.options.arrived(batch, step)
+        leftover, new, queues = self._admit(arrived, carry, flush=batch is None)
         plans: list[PackingPlan] = []
-        while batch is not None or len(leftover) + len(new):
+        while len(leftover) + len(new):
             plan, leftover = self._step(leftover, new, queues.num_tokens, step)
             plans.append(plan)
             step, new = step + 1, Pieces.empty()

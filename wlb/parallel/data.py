@@ -5,16 +5,16 @@ Parameters stay gathered from forward to backward and gradients are reduced once
 last micro-batch: with a pipeline, gathering for every micro-batch would cost more than it saves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
 from wlb.parallel.mesh import Mesh
+from wlb.parallel.tensor import placement
 
 
 def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -55,19 +55,30 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def clip_gradients(parameters: list[nn.Parameter], mesh: Mesh, max_norm: float) -> float:
-    """Scale gradients to a global norm of at most `max_norm` (0 = measure only); returns the norm.
+def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
+    """This rank's share of the squared gradient norm, float64 scalar; the sum over ALL ranks is it.
 
-    One norm over all axes: shards by DTensor, pipeline stages by an all-reduce of squares.
+    Every element is counted once: shards are disjoint over all four axes, and what is replicated
+    over the tp axis counts on its first rank only. One sum over the world instead of DTensor's one
+    a mesh axis, so that it can ride on another all-reduce.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm: Tensor = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    square = norm.detach().to(mesh.device).double() ** 2
-    if mesh.pp_size > 1:
-        dist.all_reduce(square, group=mesh.pp_group)
-    total = square.sqrt()
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.float())
-    return float(total)
+    counted = [
+        local_tensor(p.grad)
+        for name, p in parameters.items()
+        if p.grad is not None and not (mesh.tp_rank and placement(name).is_replicate())
+    ]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=mesh.device)
+    return torch.stack([grad.norm() for grad in counted]).double().square().sum()
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
+    """Scale gradients of global norm `norm` down to `max_norm` (0 = never)."""
+    if max_norm and norm > max_norm:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).mul_(max_norm / (norm + 1e-6))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -124,7 +124,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces(_Columns):
-    """Contiguous parts [start, stop) of documents; every column has shape [num_pieces]."""
+    """Contiguous parts [start, stop) of documents; every column has shape [num_pieces].
+
+    arrival: the step that was next when the piece's batch came, as packers stamp it; delay counts
+    from it.
+    """
 
     document: IntArray
     start: IntArray

@@ -31,21 +31,21 @@ class Display:
             self._live.start()
             self._live.update(self._table())
         else:
-            self.console.print(self.title)
-            self.console.print(_line(tuple(_HEADINGS)))
+            self.console.print(self.title, soft_wrap=True)
+            self.console.print(_line(_HEADINGS), soft_wrap=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def step(self, measured: StepMetrics, plain: StepMetrics | None) -> None:
-        row = self._row(measured, plain)
+    def step(self, steps_done: int, measured: StepMetrics, plain: StepMetrics | None) -> None:
+        row = self._row(steps_done, measured, plain)
         self._rows.append(row)
         if self._live is not None:
             self._live.update(self._table())
         else:
-            self.console.print(_line(row))
+            self.console.print(_line(row), soft_wrap=True)
 
     def evaluation(self, step: int, loss: float) -> None:
         note = f"held-out loss {loss:.3f} after {step} steps"
@@ -55,12 +55,12 @@ class Display:
         else:
             self.console.print(note)
 
-    def _row(self, m: StepMetrics, plain: StepMetrics | None) -> tuple[str, ...]:
+    def _row(self, steps_done: int, m: StepMetrics, plain: StepMetrics | None) -> tuple[str, ...]:
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
         chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
         return (
-            f"{m.step + 1}/{self.total_steps}",
+            f"{steps_done}/{self.total_steps}",
             "-" if m.loss is None else f"{m.loss:.3f}",
             f"{m.num_tokens}",
             f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
@@ -142,7 +142,7 @@ def _balance(table: Table, tally: Tally) -> None:
     if tally.plain.steps:
         table.add_row(
             "balance gained",
-            f"{tally.packing_gain:.2f}x less predicted time of the slowest micro-batch per token",
+            f"{tally.balance_gain:.2f}x (time-weighted imbalance, Plain-4D over ours)",
         )
     table.add_row(
         "token delay", f"{tally.mean_delay:.2f} steps on average, {tally.max_delay} at most"

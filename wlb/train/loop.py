@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 from rich.console import Console
 
+from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World
 from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
@@ -51,7 +52,7 @@ class Trainer:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
         self.executor = Executor(spec, mesh)
-        self.optimizers = Optimizers(spec, mesh, dict(self.executor.stages))
+        self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store)
         state: PlannerState | None = None
         self.steps_done = 0
@@ -76,7 +77,7 @@ class Trainer:
                 if self.job.resume is None:
                     self._evaluate(report)
                 # Plans of the first two steps are compared here, later ones two steps ahead.
-                self.reducer.reduce(None, None, self.feed.peek(1) + self.feed.peek(2))
+                self.reducer.reduce(self.feed.peek(1) + self.feed.peek(2))
                 while self.steps_done < self.spec.training.steps:
                     item = self.feed.next()
                     if item is None:
@@ -93,19 +94,22 @@ class Trainer:
     def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> None:
         begin = time.perf_counter()
         scale = self._loss_scale(plan)
-        loss = None
+        loss = square = None
         if plan.num_targets:
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale)
-        sums = self.reducer.reduce(loss, pipeline, self.feed.peek(2))
-        if not math.isfinite(sums.loss):
+            square = gradient_square(self.executor.named_parameters(), self.mesh)
+        sums = self.reducer.reduce(
+            self.feed.peek(2), loss=loss, gradient_square=square, done=pipeline
+        )
+        if not math.isfinite(sums.loss + sums.gradient_norm):
             raise FloatingPointError(
-                f"the loss of step {plan.step} is {sums.loss}; nothing was updated. Lower "
-                f"training.learning_rate or go on from the last checkpoint with --resume"
+                f"step {plan.step}: loss {sums.loss}, gradient norm {sums.gradient_norm}; nothing "
+                f"was updated. Lower training.learning_rate or go on from the last checkpoint "
+                f"with --resume"
             )
-        norm: float | None = None
         if plan.num_targets:
             # A step without a label moves neither the optimiser nor the learning rate.
-            norm = self.optimizers.step(self.steps_done)
+            self.optimizers.step(self.steps_done, norm=sums.gradient_norm)
             self.steps_done += 1
         self.state = plan.state
         predicted = with_shardings(plan.predicted, pipeline)
@@ -114,11 +118,11 @@ class Trainer:
             origin="measured",
             sharding_counts=tuple(sums.shardings.items()),
             loss=sums.loss / (scale * plan.num_targets) if plan.num_targets else None,
-            grad_norm=norm,
+            grad_norm=sums.gradient_norm if plan.num_targets else None,
             step_time_s=time.perf_counter() - begin,
         )
         self.tally.add(measured, predicted, plan.baseline)
-        report.step(measured, predicted, plan.baseline, learning_rate(self.spec, self.steps_done))
+        report.step(self.steps_done, measured, predicted, plan.baseline)
         if self._is_due(self.spec.eval.interval):
             self._evaluate(report)
         if self._is_due(self.spec.checkpoint.interval):
@@ -188,10 +192,10 @@ class Report:
 
     def step(
         self,
+        steps_done: int,
         measured: StepMetrics,
         predicted: StepMetrics,
         plain: StepMetrics | None,
-        rate: float,
     ) -> None:
         if self._display is None:
             return
@@ -199,13 +203,14 @@ class Report:
             {
                 "kind": "step",
                 "step": measured.step,
-                "learning_rate": rate,
+                "steps_done": steps_done,
+                "learning_rate": learning_rate(self.job.spec, max(0, steps_done - 1)),
                 "measured": measured.to_json(),
                 "predicted": predicted.to_json(),
                 "plain_4d": None if plain is None else plain.to_json(),
             }
         )
-        self._display.step(measured, plain)
+        self._display.step(steps_done, measured, plain)
 
     def evaluation(self, step: int, loss: float) -> None:
         if self._display is not None:

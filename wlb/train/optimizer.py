@@ -5,8 +5,7 @@ import math
 import torch
 from torch import nn
 
-from wlb.parallel.data import clip_gradients
-from wlb.parallel.mesh import Mesh
+from wlb.parallel.data import scale_gradients
 from wlb.spec import RunSpec
 
 
@@ -30,8 +29,8 @@ class Optimizers:
     Weight decay is on matrices only, norms have none.
     """
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, stages: dict[int, nn.Module]) -> None:
-        self.spec, self.mesh = spec, mesh
+    def __init__(self, spec: RunSpec, stages: dict[int, nn.Module]) -> None:
+        self.spec = spec
         t = spec.training
         self.by_stage: dict[int, torch.optim.AdamW] = {}
         for index, stage in stages.items():
@@ -51,16 +50,15 @@ class Optimizers:
             )
         self.parameters = [p for stage in stages.values() for p in stage.parameters()]
 
-    def step(self, step: int) -> float:
-        """Clip, set the learning rate of `step`, update, clear gradients; the gradient norm."""
-        norm = clip_gradients(self.parameters, self.mesh, self.spec.training.clip_norm)
+    def step(self, step: int, *, norm: float) -> None:
+        """Clip gradients of global norm `norm`, update at the rate of `step`, clear gradients."""
+        scale_gradients(self.parameters, norm=norm, max_norm=self.spec.training.clip_norm)
         rate = learning_rate(self.spec, step)
         for optimizer in self.by_stage.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
         self.clear()
-        return norm
 
     def clear(self) -> None:
         for optimizer in self.by_stage.values():

@@ -7,15 +7,19 @@ n * sum(x^2) = sum(x)^2. Sums are exact: float64 holds them for more than eight 
 spans of a pipeline are known to its own ranks only, so each pipeline has its own slots.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PipelinePlan, StepPlan
 
 _CHUNKS, _BITS = 4, 15
+
+Plans = list[tuple[StepPlan, PipelinePlan]]
 
 
 class PlanMismatch(RuntimeError):
@@ -27,6 +31,7 @@ class StepSums:
     """Sums over all ranks. loss: token losses times loss_scale. shardings: chosen, by name."""
 
     loss: float
+    gradient_norm: float
     shardings: dict[str, int]
 
 
@@ -40,32 +45,38 @@ class StepReducer:
 
     def reduce(
         self,
-        loss: torch.Tensor | None,
-        done: PipelinePlan | None,
-        ahead: list[tuple[StepPlan, PipelinePlan]],
+        ahead: Plans,
+        *,
+        loss: Tensor | None = None,
+        gradient_square: Tensor | None = None,
+        done: PipelinePlan | None = None,
     ) -> StepSums:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
-        loss: this rank's local loss. done: the pipeline plan that was executed. ahead: plans to be
-        compared, equally many on every rank unless the plans themselves differ in number.
+        loss: this rank's local loss. gradient_square: its share of the squared gradient norm. done:
+        the pipeline plan that was executed.
         """
         mesh = self.mesh
-        values = torch.zeros(1 + len(self.strategies), dtype=torch.float64)
+        values = torch.zeros(2 + len(self.strategies), dtype=torch.float64)
         if loss is not None and mesh.tp_rank == 0:  # tp ranks hold copies
             values[0] = loss.double()
+        if gradient_square is not None:
+            values[1] = gradient_square
         if done is not None and mesh.tp_rank == mesh.cp_rank == mesh.pp_rank == 0:
             for sharding in done.shardings:
-                values[1 + self.strategies.index(sharding.strategy)] += 1
+                values[2 + self.strategies.index(sharding.strategy)] += 1
         vector = torch.cat([values, self._digests(ahead)]).to(mesh.device)
         dist.all_reduce(vector)
         total = vector.cpu()
         self._check(total[values.numel() :], ahead)
-        counts = total[1 : values.numel()].long().tolist()
+        counts = total[2 : values.numel()].long().tolist()
         return StepSums(
-            loss=float(total[0]), shardings=dict(zip(self.strategies, counts, strict=True))
+            loss=float(total[0]),
+            gradient_norm=math.sqrt(float(total[1])),
+            shardings=dict(zip(self.strategies, counts, strict=True)),
         )
 
-    def _digests(self, ahead: list[tuple[StepPlan, PipelinePlan]]) -> torch.Tensor:
+    def _digests(self, ahead: Plans) -> torch.Tensor:
         out = torch.zeros(self._slots, _CHUNKS, 2, dtype=torch.float64)
         plan_digest = pipeline_digest = 0
         for plan, pipeline in ahead:
@@ -77,7 +88,7 @@ class StepReducer:
                 out[slot, i, 0], out[slot, i, 1] = chunk, chunk * chunk
         return out.flatten()
 
-    def _check(self, total: torch.Tensor, ahead: list[tuple[StepPlan, PipelinePlan]]) -> None:
+    def _check(self, total: torch.Tensor, ahead: Plans) -> None:
         sums = total.view(self._slots, _CHUNKS, 2)
         for slot, ranks in enumerate(self._ranks):
             for i in range(_CHUNKS):
@@ -85,7 +96,7 @@ class StepReducer:
                 if ranks * second != first * first:
                     raise PlanMismatch(self._explain(slot, ahead))
 
-    def _explain(self, slot: int, ahead: list[tuple[StepPlan, PipelinePlan]]) -> str:
+    def _explain(self, slot: int, ahead: Plans) -> str:
         what = "the packing" if slot == 0 else f"the sharding of pipeline {slot - 1}"
         steps = ", ".join(str(plan.step) for plan, _ in ahead) or "none (this rank's data ended)"
         own = ", ".join(f"{plan.digest():015x}" for plan, _ in ahead)
