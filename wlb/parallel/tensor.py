@@ -12,6 +12,7 @@ Megatron does: keeping gathered inputs costs 1.5-2.4x the activation memory at t
 Shapes: T rows of the CP rank, S = T / tp rows of this rank, C width, F columns of this rank.
 """
 
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -41,22 +42,35 @@ def placement(name: str) -> Placement:
     return Shard(1) if module in ROW else Replicate()
 
 
+class Phase(StrEnum):
+    """What a backward pass is for. Zero-bubble schedules run one for inputs, later one for weights.
+
+    An autograd.Function cannot see which (its needs_input_grad is set in forward), so without this
+    both passes would compute, and communicate, everything.
+    """
+
+    BOTH = "both"
+    INPUTS = "inputs"
+    WEIGHTS = "weights"
+
+
 class _GatherLinears(torch.autograd.Function):
     """x_SC -> gathered rows times each weight_FC; backward gathers x_SC again."""
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, x_SC: Tensor, *weights_FC: Tensor
+        ctx: Any, ops: "TensorParallelOps", x_SC: Tensor, *weights_FC: Tensor
     ) -> tuple[Tensor, ...]:
-        x_TC = all_gather(x_SC, group)
-        ctx.group = group
+        x_TC = all_gather(x_SC, ops.group)
+        ctx.ops, ctx.group = ops, ops.group
         ctx.save_for_backward(x_SC, *weights_FC)
         return tuple(x_TC @ weight.t() for weight in weights_FC)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
         x_SC, *weights = ctx.saved_tensors
-        wants_x, wants_weights = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        wants_x = ctx.needs_input_grad[1] and ctx.ops.phase != Phase.WEIGHTS
+        wants_weights = any(ctx.needs_input_grad[2:]) and ctx.ops.phase != Phase.INPUTS
         gathering = start_all_gather(x_SC, ctx.group) if wants_weights else None
         scattering = None
         if wants_x:
@@ -75,17 +89,20 @@ class _LinearScatter(torch.autograd.Function):
     """x_TF times weight_CF, summed over ranks, each keeping its rows."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, x_TF: Tensor, weight_CF: Tensor) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, ops: "TensorParallelOps", x_TF: Tensor, weight_CF: Tensor) -> Tensor:
+        ctx.ops, ctx.group = ops, ops.group
         ctx.save_for_backward(x_TF, weight_CF)
-        return reduce_scatter(x_TF @ weight_CF.t(), group)
+        return reduce_scatter(x_TF @ weight_CF.t(), ops.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, weight = ctx.saved_tensors
         grad_TC = all_gather(grads[0], ctx.group)
-        dx = grad_TC @ weight if ctx.needs_input_grad[1] else None
-        dweight = grad_TC.t() @ x_TF if ctx.needs_input_grad[2] else None
+        dx = dweight = None
+        if ctx.needs_input_grad[1] and ctx.ops.phase != Phase.WEIGHTS:
+            dx = grad_TC @ weight
+        if ctx.needs_input_grad[2] and ctx.ops.phase != Phase.INPUTS:
+            dweight = grad_TC.t() @ x_TF
         return None, dx, dweight
 
 
@@ -128,10 +145,14 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 class TensorParallelOps(Ops):
-    """The weighted layers of `wlb.model` over a tp group of at least 2 ranks."""
+    """The weighted layers of `wlb.model` over a tp group of at least 2 ranks.
+
+    phase: what the next backward passes are for; the pipeline sets it.
+    """
 
     def __init__(self, group: dist.ProcessGroup, padded_vocab_size: int) -> None:
         self.group = group
+        self.phase = Phase.BOTH
         self.vocabulary = VocabularyShard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
@@ -150,11 +171,11 @@ class TensorParallelOps(Ops):
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [_local(linear.weight) for linear in linears]
-        out: tuple[Tensor, ...] = _GatherLinears.apply(self.group, x_TC, *weights)  # pyright: ignore[reportAssignmentType]
+        out: tuple[Tensor, ...] = _GatherLinears.apply(self, x_TC, *weights)  # pyright: ignore[reportAssignmentType]
         return out
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        out: Tensor = _LinearScatter.apply(self.group, x_TC, _local(linear.weight))  # pyright: ignore[reportAssignmentType]
+        out: Tensor = _LinearScatter.apply(self, x_TC, _local(linear.weight))  # pyright: ignore[reportAssignmentType]
         return out
 
     def weight(self, module: nn.Linear) -> Tensor:

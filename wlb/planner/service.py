@@ -28,6 +28,9 @@ from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 
 
+_DIED = "the planner process of this node has died; its own output, above, says why"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
     """Where a planner process listens: a socket path and the key that clients must know."""
@@ -135,15 +138,18 @@ class PlanClient:
 
     def _ask(self) -> None:
         while not self._ended and len(self._received) + self._pending < self._ahead:
-            self._connection.send("next")
+            try:
+                self._connection.send("next")
+            except ConnectionError:
+                raise RuntimeError(_DIED) from None
             self._pending += 1
 
     def _fill(self, count: int) -> None:
         while len(self._received) < count and self._pending:
             try:
                 item = self._connection.recv()
-            except EOFError:
-                raise RuntimeError("the planner process of this node has died") from None
+            except (EOFError, ConnectionError):
+                raise RuntimeError(_DIED) from None
             self._pending -= 1
             if isinstance(item, str):
                 raise RuntimeError(f"planning failed:\n{item}")
