@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.data import shard_stage
+from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.pipeline import local_stages, stage_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
-from wlb.spec import RunSpec
+from wlb.spec import RunSpec, Schedule
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
@@ -25,11 +26,10 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     """This rank's stages by stage index, initialised and sharded, on the mesh's device."""
     if not spec.model.vocab_size:
         raise ValueError("model.vocab_size is 0; take the token store's before building a model")
-    ops: Ops | None = None
-    if mesh.tp_size > 1:
-        ops = TensorParallelOps(mesh.tp_group, spec.model.padded_vocab_size)
     stages: dict[int, Llama] = {}
     for index in local_stages(mesh.pp_rank, pp=mesh.pp_size, virtual_stages=spec.pp.virtual_stages):
+        # Each stage its own: a queue belongs to the stage whose backward pass is at work.
+        ops = _ops(spec, mesh)
         layers = stage_layers(index, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
         with torch.device("meta"):
             stage = Llama(spec.model, layers=layers, ops=ops, loss_chunk=spec.training.loss_chunk)
@@ -37,6 +37,18 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         shard_stage(stage, mesh, compute_dtype(spec))
         stages[index] = stage
     return stages
+
+
+def splits_backward(spec: RunSpec) -> bool:
+    """Whether the schedule computes weight gradients apart from input gradients."""
+    return spec.parallel.pp > 1 and spec.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+
+
+def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
+    if mesh.tp_size > 1:
+        queue = WeightQueue() if splits_backward(spec) else None
+        return TensorParallelOps(mesh.tp_group, spec.model.padded_vocab_size, queue)
+    return DeferringOps() if splits_backward(spec) else Ops()
 
 
 def _materialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:

@@ -44,6 +44,7 @@ class Executor:
                         device=mesh.device,
                         group=mesh.pp_group,
                         dtype=dtype,
+                        queue=getattr(module.ops, "queue", None),
                     )
                     for index, module in self.stages.items()
                 ],

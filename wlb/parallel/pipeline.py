@@ -7,8 +7,6 @@ overrides is private to torch.distributed.pipelining; the parity matrix runs on 
 version (2.11 and 2.13 differ).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from wlb.model import Llama, Rows
-from wlb.parallel.tensor import Phase, TensorParallelOps
+from wlb.parallel.deferred import WeightQueue
 from wlb.spec import Schedule
 
 
@@ -39,7 +37,10 @@ def local_stages(pp_rank: int, *, pp: int, virtual_stages: int) -> list[int]:
 
 
 class VarLenStage(PipelineStage):
-    """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`."""
+    """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
+
+    queue: where its layers leave weight gradients, for schedules that split the backward pass.
+    """
 
     rows: list[int]
 
@@ -52,6 +53,7 @@ class VarLenStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
+        queue: WeightQueue | None,
     ) -> None:
         self.width, self.dtype = module.spec.hidden_size, dtype
         self._rows_record: dict[str, Any] = {}
@@ -66,6 +68,7 @@ class VarLenStage(PipelineStage):
             input_args=tokens if index == 0 else activation,
             output_args=activation,
             group=group,
+            dw_builder=None if queue is None else queue.take,
         )
 
     def _allocate(self, infos: Any, rows: int, *, requires_grad: bool) -> None:
@@ -104,32 +107,12 @@ class VarLenStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **options: Any
-    ) -> None:
-        with self._phase(Phase.BOTH if full_backward else Phase.INPUTS):
-            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **options)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.is_first:
             self._drop(self.args_recv_info[bwd_chunk_id])
         if self.has_backward and not self.is_last:
             self._drop(self.grad_recv_info[bwd_chunk_id])
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        # The first stage has no input gradient to hurry for: torch runs all of its backward here.
-        with self._phase(Phase.BOTH if self.is_first else Phase.WEIGHTS):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
-
-    @contextmanager
-    def _phase(self, phase: Phase) -> Iterator[None]:
-        ops = self.submod.ops
-        if not isinstance(ops, TensorParallelOps):
-            yield  # torch's own linear layers see what is asked of them
-            return
-        ops.phase = phase
-        try:
-            yield
-        finally:
-            ops.phase = Phase.BOTH
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # 2.11 warms NCCL connections up; on Gloo there is nothing to warm up.

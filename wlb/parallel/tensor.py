@@ -12,7 +12,7 @@ Megatron does: keeping gathered inputs costs 1.5-2.4x the activation memory at t
 Shapes: T rows of the CP rank, S = T / tp rows of this rank, C width, F columns of this rank.
 """
 
-from enum import StrEnum
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from wlb.parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
+from wlb.parallel.deferred import WeightQueue
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 ROW = ("o_proj", "down_proj")
@@ -42,68 +43,70 @@ def placement(name: str) -> Placement:
     return Shard(1) if module in ROW else Replicate()
 
 
-class Phase(StrEnum):
-    """What a backward pass is for. Zero-bubble schedules run one for inputs, later one for weights.
-
-    An autograd.Function cannot see which (its needs_input_grad is set in forward), so without this
-    both passes would compute, and communicate, everything.
-    """
-
-    BOTH = "both"
-    INPUTS = "inputs"
-    WEIGHTS = "weights"
-
-
 class _GatherLinears(torch.autograd.Function):
     """x_SC -> gathered rows times each weight_FC; backward gathers x_SC again."""
 
     @staticmethod
     def forward(
-        ctx: Any, ops: "TensorParallelOps", x_SC: Tensor, *weights_FC: Tensor
+        ctx: Any,
+        ops: "TensorParallelOps",
+        parameters: Sequence[nn.Parameter],
+        x_SC: Tensor,
+        *weights_FC: Tensor,
     ) -> tuple[Tensor, ...]:
         x_TC = all_gather(x_SC, ops.group)
-        ctx.ops, ctx.group = ops, ops.group
+        ctx.ops, ctx.parameters = ops, parameters
         ctx.save_for_backward(x_SC, *weights_FC)
         return tuple(x_TC @ weight.t() for weight in weights_FC)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
         x_SC, *weights = ctx.saved_tensors
-        wants_x = ctx.needs_input_grad[1] and ctx.ops.phase != Phase.WEIGHTS
-        wants_weights = any(ctx.needs_input_grad[2:]) and ctx.ops.phase != Phase.INPUTS
-        gathering = start_all_gather(x_SC, ctx.group) if wants_weights else None
-        scattering = None
-        if wants_x:
-            dx_TC = grads_TF[0] @ weights[0]
-            for grad, weight in zip(grads_TF[1:], weights[1:], strict=True):
-                dx_TC.addmm_(grad, weight)
-            scattering = start_reduce_scatter(dx_TC, ctx.group)
+        group, queue = ctx.ops.group, ctx.ops.queue
+        gathering = start_all_gather(x_SC, group) if queue is None else None
+        dx_TC = grads_TF[0] @ weights[0]
+        for grad, weight in zip(grads_TF[1:], weights[1:], strict=True):
+            dx_TC.addmm_(grad, weight)
+        scattering = start_reduce_scatter(dx_TC, group)
         dweights: list[Tensor | None] = [None] * len(weights)
         if gathering is not None:
             x_TC = wait(gathering)
             dweights = [grad.t() @ x_TC for grad in grads_TF]
-        return None, None if scattering is None else wait(scattering), *dweights
+        elif queue is not None:
+
+            def later() -> list[Tensor]:
+                x_TC = all_gather(x_SC, group)
+                return [grad.t() @ x_TC for grad in grads_TF]
+
+            queue.push(ctx.parameters, later)
+        return None, None, wait(scattering), *dweights
 
 
 class _LinearScatter(torch.autograd.Function):
     """x_TF times weight_CF, summed over ranks, each keeping its rows."""
 
     @staticmethod
-    def forward(ctx: Any, ops: "TensorParallelOps", x_TF: Tensor, weight_CF: Tensor) -> Tensor:
-        ctx.ops, ctx.group = ops, ops.group
+    def forward(
+        ctx: Any,
+        ops: "TensorParallelOps",
+        parameter: nn.Parameter,
+        x_TF: Tensor,
+        weight_CF: Tensor,
+    ) -> Tensor:
+        ctx.ops, ctx.parameter = ops, parameter
         ctx.save_for_backward(x_TF, weight_CF)
         return reduce_scatter(x_TF @ weight_CF.t(), ops.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, weight = ctx.saved_tensors
-        grad_TC = all_gather(grads[0], ctx.group)
-        dx = dweight = None
-        if ctx.needs_input_grad[1] and ctx.ops.phase != Phase.WEIGHTS:
-            dx = grad_TC @ weight
-        if ctx.needs_input_grad[2] and ctx.ops.phase != Phase.INPUTS:
-            dweight = grad_TC.t() @ x_TF
-        return None, dx, dweight
+        (grad_SC,), group, queue = grads, ctx.ops.group, ctx.ops.queue
+        grad_TC = all_gather(grad_SC, group)
+        if queue is None:
+            return None, None, grad_TC @ weight, grad_TC.t() @ x_TF
+        # Gathered once more then, so that what waits stays small.
+        queue.push([ctx.parameter], lambda: [all_gather(grad_SC, group).t() @ x_TF])
+        return None, None, grad_TC @ weight, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -147,12 +150,13 @@ def _local(parameter: Tensor) -> Tensor:
 class TensorParallelOps(Ops):
     """The weighted layers of `wlb.model` over a tp group of at least 2 ranks.
 
-    phase: what the next backward passes are for; the pipeline sets it.
+    queue: where linear layers leave their weights' gradients, or None to compute them in backward.
     """
 
-    def __init__(self, group: dist.ProcessGroup, padded_vocab_size: int) -> None:
-        self.group = group
-        self.phase = Phase.BOTH
+    def __init__(
+        self, group: dist.ProcessGroup, padded_vocab_size: int, queue: WeightQueue | None = None
+    ) -> None:
+        self.group, self.queue = group, queue
         self.vocabulary = VocabularyShard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
@@ -170,12 +174,13 @@ class TensorParallelOps(Ops):
         return nn.functional.rms_norm(x_TC, norm.normalized_shape, weight, norm.eps)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        weights = [_local(linear.weight) for linear in linears]
-        out: tuple[Tensor, ...] = _GatherLinears.apply(self, x_TC, *weights)  # pyright: ignore[reportAssignmentType]
+        parameters = [linear.weight for linear in linears]
+        weights = [_local(parameter) for parameter in parameters]
+        out: tuple[Tensor, ...] = _GatherLinears.apply(self, parameters, x_TC, *weights)  # pyright: ignore[reportAssignmentType]
         return out
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        out: Tensor = _LinearScatter.apply(self, x_TC, _local(linear.weight))  # pyright: ignore[reportAssignmentType]
+        out: Tensor = _LinearScatter.apply(self, linear.weight, x_TC, _local(linear.weight))  # pyright: ignore[reportAssignmentType]
         return out
 
     def weight(self, module: nn.Linear) -> Tensor:
