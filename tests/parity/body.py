@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.parity.case import (
@@ -16,12 +16,12 @@ from tests.parity.case import (
 )
 from wlb.model import Llama
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import Mesh, World, build_mesh
+from wlb.parallel.mesh import Mesh, World, build_mesh, rank_device
 from wlb.spec import RunSpec
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def global_loss(executor: Executor, local: Tensor) -> float:
@@ -105,7 +105,7 @@ def snapshot(executor: Executor, reference: Llama) -> dict[str, Tensor]:
 def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
     """Losses, gradient errors and the end of two optimiser steps, as seen from this rank."""
     spec = spec_of(case)
-    mesh: Mesh = build_mesh(spec.parallel, torch.device(device))
+    mesh: Mesh = build_mesh(spec.parallel, rank_device(world, device))
     executor = Executor(spec, mesh)
     reference = fresh_reference(spec)
     initial = snapshot(executor, reference)
@@ -123,7 +123,3 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
         ours, theirs, error = optimise(executor, reference, case, kind)
         out[kind] = {"ours": ours, "theirs": theirs, "parameters": error}
     return out
-
-
-def only_modules(executor: Executor) -> list[nn.Module]:
-    return list(executor.stages.values())

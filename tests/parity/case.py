@@ -152,7 +152,6 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
 
 def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: bool) -> float:
     """Mean loss of the step in one process (one rank, no filler); gradients added to `model`."""
-    dtype = next(model.parameters()).dtype
     frequencies = inverse_frequencies(spec.model)
     one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, token_quantum=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")
@@ -176,7 +175,6 @@ def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: 
         if backward:
             loss.backward()
         total += loss.item()
-    del dtype
     return total
 
 

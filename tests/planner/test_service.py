@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +120,13 @@ def test_the_socket_is_private_and_removed() -> None:
         PlanClient(made.address, 0, ahead=2).close()
     gone = subprocess.run(["ls", "-ld", folder], capture_output=True, text=True, check=False)
     assert gone.returncode != 0
+
+
+def test_it_ends_quietly_after_its_last_client(capfd: pytest.CaptureFixture[str]) -> None:
+    with process() as made:
+        client = PlanClient(made.address, 0, ahead=2)
+        assert client.next() is not None
+        client.close()
+        assert made._process.wait(30) == 0
+        assert not Path(made.address.path).parent.exists()
+    assert capfd.readouterr().err == ""

@@ -40,20 +40,19 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     spec = load(options.name, options.overrides)
     try:
-        from rich.console import Console
-
         from wlb.parallel.launch import RankFailure
         from wlb.train import dry_run, start
+        from wlb.train.display import console
     except ModuleNotFoundError as error:
         raise ValueError(
             f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
-    console = Console(highlight=False, soft_wrap=True)
+    screen = console()
     if options.dry_run:
-        dry_run.show(spec, console)
+        dry_run.show(spec, screen)
         return 0
     try:
-        start.train(spec, resume=options.resume, console=console)
+        start.train(spec, resume=options.resume, console=screen)
     except RankFailure as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1

@@ -66,6 +66,7 @@ class VarLenPacker:
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        self._check_fits(carry)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         leftover, new, queues = self._admit(arrived, carry, flush=batch is None)
@@ -79,6 +80,17 @@ class VarLenPacker:
         waiting = Pieces.concat(leftover, queues)
         slot = np.concatenate([np.zeros(len(leftover), np.int64), self._queue_of(queues)])
         return tuple(plans), Carry(policy=POLICY, pieces=waiting, slot=slot, next_step=step)
+
+    def _check_fits(self, carry: Carry) -> None:
+        """A piece that was cut for a larger window would wait for ever, and the flush never end."""
+        over = np.flatnonzero(carry.pieces.length > self.s_max)
+        if over.size:
+            piece = carry.pieces[int(over[0])]
+            raise ValueError(
+                f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
+                f"cut for a larger context window than this packer's: it is longer than s_max = "
+                f"{self.s_max}; go on with a larger window or s_max"
+            )
 
     def _queue_of(self, pieces: Pieces) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """0 for an ordinary piece, i where L_i <= length < L_{i+1}; shape [num_pieces]."""

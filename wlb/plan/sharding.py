@@ -62,6 +62,11 @@ class ShardingPlan:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
         if self.latency_ns.size != self.cp:
             raise ValueError(f"{self.latency_ns.size} latencies for {self.cp} ranks")
+        ends_ok = self.rank_offsets[0] == 0 and self.rank_offsets[-1] == self.piece.size
+        if not ends_ok or bool(np.any(np.diff(self.rank_offsets) < 0)):
+            raise ValueError(
+                f"rank_offsets {self.rank_offsets.tolist()} do not divide {self.piece.size} spans"
+            )
         bad = np.flatnonzero(
             (self.start < 0) | (self.stop <= self.start) | (self.stop > self.lengths[self.piece])
         )

@@ -27,7 +27,6 @@ from typing import Any
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 
-
 _DIED = "the planner process of this node has died; its own output, above, says why"
 
 
@@ -244,7 +243,7 @@ def _main() -> None:
             server.serve()
         except Exception:
             _report(job, listener, server, traceback.format_exc())
-        Path(job.address.path).unlink(missing_ok=True)
+    shutil.rmtree(Path(job.address.path).parent, ignore_errors=True)
 
 
 def _report(job: Job, listener: Listener, server: _Server | None, text: str) -> None:

@@ -1,10 +1,15 @@
 """What is refused before any rank starts: each message has the value and the remedy."""
 
+import math
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 from wlb.spec.run import RunSpec, Schedule
 
 
 def check(spec: RunSpec) -> RunSpec:
     """`spec` itself, or a ValueError with the first thing that cannot work."""
+    _check_finite(spec)
     spec.model.check()
     _check_ranges(spec)
     _check_layout(spec)
@@ -38,8 +43,18 @@ def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
     return check(replace(spec, parallel=replace(parallel, dp=dp)))
 
 
+def _check_finite(section: Any, prefix: str = "") -> None:
+    for f in fields(section):
+        value = getattr(section, f.name)
+        if is_dataclass(value):
+            _check_finite(value, f"{prefix}{f.name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{prefix}{f.name} = {value} must be a finite number")
+
+
 def _check_ranges(spec: RunSpec) -> None:
     at_least = {
+        "run.seed": (spec.run.seed, 0),
         "data.context_window": (spec.data.context_window, 2),
         "data.token_quantum": (spec.data.token_quantum, 1),
         "data.num_micro_batches": (spec.data.num_micro_batches, 0),
@@ -51,6 +66,8 @@ def _check_ranges(spec: RunSpec) -> None:
         "training.warmup_steps": (spec.training.warmup_steps, 0),
         "training.loss_chunk": (spec.training.loss_chunk, 1),
         "training.clip_norm": (spec.training.clip_norm, 0),
+        "training.min_learning_rate": (spec.training.min_learning_rate, 0),
+        "training.weight_decay": (spec.training.weight_decay, 0),
         "eval.interval": (spec.eval.interval, 0),
         "eval.steps": (spec.eval.steps, 0),
         "checkpoint.interval": (spec.checkpoint.interval, 0),
@@ -63,6 +80,9 @@ def _check_ranges(spec: RunSpec) -> None:
     for name in ("learning_rate", "adam_eps", "timeout_s"):
         if not getattr(spec.training, name) > 0:
             raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be above 0")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(spec.training, name) < 1:
+            raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be in [0, 1)")
     if spec.training.loss_chunk > 8192:
         raise ValueError(
             f"training.loss_chunk = {spec.training.loss_chunk} is above 8192 rows of logits"
@@ -150,3 +170,10 @@ def _check_packing(spec: RunSpec) -> None:
                 f"be above {previous} and at most 1 context window"
             )
         previous = threshold
+    tokens = spec.queue_thresholds
+    for i in range(1, len(tokens)):
+        if tokens[i] == tokens[i - 1]:
+            raise ValueError(
+                f"packing.queue_thresholds = {list(spec.packing.queue_thresholds)}: entries "
+                f"{i - 1} and {i} are both {tokens[i]} tokens (window {window}); leave one out"
+            )

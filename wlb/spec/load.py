@@ -34,17 +34,17 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
 def _read(name: str) -> dict[str, Any]:
     if name in presets():
-        text = (resources.files("wlb.spec") / "presets" / f"{name}.toml").read_text("utf-8")
+        data = (resources.files("wlb.spec") / "presets" / f"{name}.toml").read_bytes()
     else:
         path = Path(name)
         if not path.is_file():
             raise ValueError(
                 f"{name!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
             )
-        text = path.read_text("utf-8")
+        data = path.read_bytes()
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: not valid TOML: {error}") from None
 
 

@@ -73,6 +73,19 @@ class RopeScaling:
     high_freq_factor: float = key(4.0, "wavelengths below original / this are left alone")
     original_context: int = key(8192, "context the frequencies were trained for", unit="tokens")
 
+    def check(self) -> None:
+        if not self.factor > 0:
+            raise ValueError(f"model.rope_scaling.factor = {self.factor} must be above 0")
+        if self.original_context < 1:
+            raise ValueError(
+                f"model.rope_scaling.original_context = {self.original_context} must be at least 1"
+            )
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
+                f"below high_freq_factor = {self.high_freq_factor}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -121,6 +134,13 @@ class ModelSpec:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} = {getattr(self, name)} must be at least 1")
+        for name in ("head_dim", "init_std"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} = {getattr(self, name)} must be at least 0")
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name} = {getattr(self, name)} must be above 0")
+        self.rope_scaling.check()
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "

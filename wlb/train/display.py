@@ -15,6 +15,12 @@ _ROWS = 14
 _SHORT = {"per_sequence": "seq", "per_document": "doc"}
 
 
+def console() -> Console:
+    """Standard output; 110 columns wide where it is not a terminal."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, soft_wrap=True, width=110)
+
+
 class Display:
     """Shows steps as they end. Use as a context manager."""
 
@@ -32,7 +38,8 @@ class Display:
             self._live.update(self._table())
         else:
             self.console.print(self.title, soft_wrap=True)
-            self.console.print(_line(_HEADINGS), soft_wrap=True)
+            for line in zip(*_HEADINGS, strict=True):
+                self.console.print(_line(line), soft_wrap=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,23 +80,23 @@ class Display:
     def _table(self) -> Group:
         table = Table(title=self.title, title_justify="left", expand=False)
         for heading in _HEADINGS:
-            table.add_column(heading, justify="right")
+            table.add_column("\n".join(heading).strip(), justify="right")
         for row in self._rows:
             table.add_row(*row)
         return Group(table, Text(self._note))
 
 
 _HEADINGS = (
-    "step",
-    "loss",
-    "tokens",
-    "tokens/s",
-    "plain-4D",
-    "ours",
-    "delay (max)",
-    "sharding",
+    ("", "step"),
+    ("", "loss"),
+    ("", "tokens"),
+    ("", "tokens/s"),
+    ("imbalance", "Plain-4D"),
+    ("imbalance", "ours"),
+    ("delay, steps", "mean (max)"),
+    ("sharding", "chosen"),
 )
-_WIDTHS = (9, 7, 8, 9, 9, 6, 12, 14)
+_WIDTHS = (9, 7, 8, 9, 10, 10, 13, 14)
 
 
 def _line(row: tuple[str, ...]) -> str:
@@ -122,9 +129,10 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
         f"on top; {tally.held:,} still held back",
     )
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
-    for name, path in files.items():
-        table.add_row(name, str(path))
     console.print(table)
+    for name, path in files.items():
+        # Not in the table, which would shorten a long path.
+        console.print(f"{name}: {path}", soft_wrap=True)
 
 
 def _balance(table: Table, tally: Tally) -> None:

@@ -46,14 +46,18 @@ def _layout(spec: RunSpec) -> Table:
     grid = meshes.rank_grid(spec.parallel)  # [pp, dp, cp, tp]
     per = spec.model.num_layers // spec.num_stages
     table = Table(title="Layout", title_justify="left")
-    for heading in ("pipeline rank", "stages", "layers", "ranks (each bracket a TP group)"):
+    for heading in ("pipeline rank", "stages", "layers", "ranks, by TP group"):
         table.add_column(heading)
     for pp_rank, ranks in enumerate(grid):
         stages = [pp_rank + v * spec.parallel.pp for v in range(spec.pp.virtual_stages)]
-        layers = ", ".join(f"{s * per}-{(s + 1) * per - 1}" for s in stages)
-        groups = " ".join(f"({' '.join(map(str, g))})" for d in ranks for g in d.tolist())
-        table.add_row(str(pp_rank), ", ".join(map(str, stages)), layers, groups.replace("[", "("))
+        layers = ", ".join(_range([s * per, (s + 1) * per - 1][: min(per, 2)]) for s in stages)
+        groups = " ".join(_range(group) for pipeline in ranks for group in pipeline.tolist())
+        table.add_row(str(pp_rank), ", ".join(map(str, stages)), layers, groups)
     return table
+
+
+def _range(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _memory(spec: RunSpec) -> Table:

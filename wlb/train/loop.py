@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
-from rich.console import Console
 
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
@@ -18,7 +17,7 @@ from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
 from wlb.planner import with_shardings
 from wlb.spec import LossNormalizer, RunSpec
 from wlb.train import checkpoint
-from wlb.train.display import Display, summary
+from wlb.train.display import Display, console, summary
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
 from wlb.train.optimizer import Optimizers, learning_rate
@@ -165,7 +164,7 @@ class Report:
 
     def __init__(self, job: Job, *, is_shown: bool) -> None:
         self.job = job
-        self.console = Console(highlight=False)
+        self.console = console()
         self.path = job.directory / "metrics.jsonl"
         self._display: Display | None = None
         self._file: IO[str] | None = None

@@ -1,0 +1,295 @@
+"""Conservation: every document token and every label is placed once or waits, whatever happens.
+
+Tokens are counted one by one, as numbers that say source, document and position; nothing here
+trusts a sum that the packers made themselves.
+"""
+
+import json
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wlb.cost import FlopsWorkload
+from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
+from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, ranges
+
+MOST = 1000  # documents a source, and tokens a document, are fewer
+
+# A push draws a dozen small values; generating them is slower than packing them.
+QUICK = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
+    """Batches of plain documents (0 or more) of two sources, from 1 token to several windows."""
+    length = st.one_of(
+        st.integers(1, 3 * window + 1),
+        st.integers(max(1, window - 1), window + 1),
+        st.integers(1, 3),
+    )
+    out: list[GlobalBatch] = []
+    seen = [0, 0]
+    for index in range(draw(st.integers(1, 5))):
+        rows = draw(st.lists(st.tuples(st.integers(0, 1), length), max_size=9))
+        ids: list[int] = []
+        for source, _ in rows:
+            ids.append(seen[source])
+            seen[source] += 1
+        lengths = np.array([n for _, n in rows], np.int64)
+        documents = Documents(
+            id=ids,
+            length=lengths,
+            num_targets=lengths - 1,
+            source=[source for source, _ in rows],
+            arrival=np.full(len(rows), index),
+        )
+        out.append(GlobalBatch(index=index, documents=documents))
+    return out
+
+
+@st.composite
+def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
+    options = PackerOptions(
+        num_micro_batches=draw(st.integers(1, 4)),
+        context_window=window,
+        cost=FlopsWorkload(quadratic_ns=1, linear_ns_per_token=draw(st.integers(0, 40))),
+        seed=draw(st.integers(0, 3)),
+    )
+    if (policy or draw(st.sampled_from(["original", "var_len"]))) == "original":
+        return OriginalPacker(options=options)
+    thresholds = draw(st.lists(st.integers(1, window + 2), max_size=3, unique=True).map(sorted))
+    return VarLenPacker(
+        options=options,
+        s_max=draw(st.integers(window, 3 * window)),
+        queue_thresholds=tuple(thresholds),
+    )
+
+
+windows = st.integers(1, 16)
+
+
+def keys(source: np.ndarray, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> list:
+    base = (source * MOST + document) * MOST
+    return ranges(base + start, base + stop).tolist()
+
+
+def piece_keys(pieces: Pieces) -> list[int]:
+    return keys(pieces.source, pieces.document, pieces.start, pieces.stop)
+
+
+def document_keys(batch: GlobalBatch) -> list[int]:
+    d = batch.documents
+    return keys(d.source, d.id, np.zeros_like(d.length), d.length)
+
+
+class Ledger:
+    """Follows a packer through pushes and checks the books after each of them."""
+
+    def __init__(self, carry: Carry) -> None:
+        self.carry = carry
+        self.arrived: list[int] = []
+        self.placed: list[int] = []
+        self.targets_arrived = self.targets_placed = 0
+        self.length: dict[tuple[int, int], int] = {}
+        self.came_at: dict[tuple[int, int], int] = {}
+        self.plans: list[PackingPlan] = []
+
+    def push(self, packer: Packer, batch: GlobalBatch | None) -> tuple[PackingPlan, ...]:
+        if batch is not None:
+            self._arrive(batch)
+        before = self.carry.next_step
+        plans, self.carry = packer.push(batch, self.carry)
+        assert [p.step for p in plans] == list(range(before, before + len(plans)))
+        assert self.carry.next_step == before + len(plans)
+        for plan in plans:
+            self._place(plan)
+        waiting = self.carry.pieces
+        assert sorted(self.placed + piece_keys(waiting)) == sorted(self.arrived)
+        assert self.targets_placed + int(waiting.num_targets.sum()) == self.targets_arrived
+        self._check_pieces(waiting)
+        return plans
+
+    def _arrive(self, batch: GlobalBatch) -> None:
+        self.arrived += document_keys(batch)
+        d = batch.documents
+        self.targets_arrived += int(d.num_targets.sum())
+        for source, document, n in zip(d.source, d.id, d.length, strict=True):
+            self.length[int(source), int(document)] = int(n)
+            self.came_at[int(source), int(document)] = self.carry.next_step
+
+    def _place(self, plan: PackingPlan) -> None:
+        self.plans.append(plan)
+        batches = plan.micro_batches
+        self.placed += [key for m in batches for key in piece_keys(m.pieces)]
+        self.targets_placed += sum(m.num_targets for m in batches)
+        self._check_pieces(plan.pieces)
+        # At any moment placed + waiting = arrived, between the plans of one push too.
+        assert len(self.placed) + plan.num_held_tokens == len(self.arrived)
+        assert plan.num_tokens == int(plan.tokens.sum()) > 0
+        assert int((plan.step - plan.pieces.arrival).min(initial=0)) >= 0
+
+    def _check_pieces(self, pieces: Pieces) -> None:
+        for i in range(len(pieces)):
+            piece = pieces[i]
+            length = self.length[piece.source, piece.document]
+            # Every token is labelled with the document's next one, so all but the last have one.
+            assert piece.num_targets == piece.stop - piece.start - (piece.stop == length)
+            assert piece.arrival == self.came_at[piece.source, piece.document]
+
+
+@given(st.data())
+@QUICK
+def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
+    window = data.draw(windows)
+    packer = data.draw(packers(window))
+    ledger = Ledger(packer.start())
+    for batch in [*data.draw(batches(window)), None]:
+        ledger.push(packer, batch)
+    assert len(ledger.carry.pieces) == 0
+    assert sorted(ledger.placed) == sorted(ledger.arrived)
+    num = packer.options.num_micro_batches
+    assert all(p.num_micro_batches == num and p.policy == packer.policy for p in ledger.plans)
+    assert ledger.push(packer, None) == ()
+
+
+@given(st.data())
+@QUICK
+def test_nothing_is_lost_when_the_packer_changes_on_the_way(data: st.DataObject) -> None:
+    """N, thresholds, S_max, cost: each push may be another packer's (a restart from its carry)."""
+    window, policy = data.draw(windows), data.draw(st.sampled_from(["original", "var_len"]))
+    ledger = Ledger(data.draw(packers(window, policy)).start())
+    for batch in [*data.draw(batches(window)), None]:
+        packer = data.draw(packers(window, policy))
+        plans = ledger.push(packer, batch)
+        assert all(p.num_micro_batches == packer.options.num_micro_batches for p in plans)
+    assert len(ledger.carry.pieces) == 0
+    assert sorted(ledger.placed) == sorted(ledger.arrived)
+
+
+@given(st.data())
+@QUICK
+def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.DataObject) -> None:
+    window = data.draw(windows)
+    packer = data.draw(packers(window, "var_len"))
+    assert isinstance(packer, VarLenPacker)
+    ledger, num = Ledger(packer.start()), packer.options.num_micro_batches
+    edges = [0, *packer.queue_thresholds, 1 << 60]
+    for batch in [*data.draw(batches(window)), None]:
+        plans = ledger.push(packer, batch)
+        assert all(int(p.tokens.max()) <= packer.s_max for p in plans)
+        assert all(int(p.pieces.length.max()) <= window for p in plans)
+        carry = ledger.carry
+        for level in range(1, len(edges) - 1):
+            queue = carry.in_slot(level)
+            # A queue holds documents of its band only, and never enough for a release.
+            assert np.all((edges[level] <= queue.length) & (queue.length < edges[level + 1]))
+            assert len(queue) < num
+        left = carry.in_slot(0)
+        if len(left):
+            # What is left over fits no micro-batch of the step just made.
+            assert int(left.length.min()) + int(plans[-1].tokens.min()) > packer.s_max
+        assert len(left) + sum(len(carry.in_slot(i)) for i in range(1, len(edges) - 1)) == len(
+            carry.pieces
+        )
+
+
+@given(st.data())
+@QUICK
+def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject) -> None:
+    window = data.draw(windows)
+    packer = data.draw(packers(window, "original"))
+    ledger, num = Ledger(packer.start()), packer.options.num_micro_batches
+    for batch in data.draw(batches(window)):
+        for plan in ledger.push(packer, batch):
+            assert plan.tokens.tolist() == [window] * num
+        assert ledger.carry.num_tokens < window * num
+    rest = ledger.carry.num_tokens
+    flush = ledger.push(packer, None)
+    full, part = divmod(rest, window)
+    expected = [window] * full + ([part] if part else [])
+    assert [t for p in flush for t in p.tokens.tolist()] == (
+        expected + [0] * (num - len(expected)) if rest else []
+    )
+    assert ledger.placed == ledger.arrived  # the stream itself, not only its tokens
+
+
+@given(st.data())
+@QUICK
+def test_labels_do_not_depend_on_the_policy(data: st.DataObject) -> None:
+    window = data.draw(windows)
+    stream = data.draw(batches(window))
+    expected = sum(int((b.documents.length - 1).sum()) for b in stream)
+    for policy in ("original", "var_len"):
+        packer = data.draw(packers(window, policy))
+        ledger = Ledger(packer.start())
+        for batch in [*stream, None]:
+            ledger.push(packer, batch)
+        assert sum(p.num_targets for p in ledger.plans) == expected
+
+
+@given(st.data())
+@QUICK
+def test_a_carry_that_went_through_json_goes_on_identically(data: st.DataObject) -> None:
+    window = data.draw(windows)
+    packer = data.draw(packers(window))
+    stream = [*data.draw(batches(window)), None]
+    stop = data.draw(st.integers(0, len(stream) - 1))
+    carry = packer.start()
+    for batch in stream[:stop]:
+        _, carry = packer.push(batch, carry)
+    again = Carry.from_json(json.loads(json.dumps(carry.to_json())))
+    assert (again.pieces, again.next_step) == (carry.pieces, carry.next_step)
+    for batch in stream[stop:]:
+        plans, carry = packer.push(batch, carry)
+        replayed, again = packer.push(batch, again)
+        assert [p.digest() for p in replayed] == [p.digest() for p in plans]
+        assert [p.num_held_tokens for p in replayed] == [p.num_held_tokens for p in plans]
+        assert again.to_json() == carry.to_json()
+
+
+@given(st.data())
+@QUICK
+def test_plans_survive_json(data: st.DataObject) -> None:
+    window = data.draw(windows)
+    packer = data.draw(packers(window))
+    carry = packer.start()
+    for batch in [*data.draw(batches(window)), None]:
+        plans, carry = packer.push(batch, carry)
+        for plan in plans:
+            back = PackingPlan.from_json(json.loads(json.dumps(plan.to_json())))
+            assert back.digest() == plan.digest()
+            assert back.to_json() == plan.to_json()
+
+
+@given(st.data())
+@QUICK
+def test_labels_of_partly_labelled_documents_are_conserved(data: st.DataObject) -> None:
+    """Fine-tuning: only some tokens have labels, no document is longer than the window."""
+    window = data.draw(windows)
+    rows = st.integers(1, window).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
+    packer = data.draw(packers(window, "var_len"))
+    carry, first_id = packer.start(), 0
+    arrived: dict[int, int] = {}
+    placed: dict[int, int] = {}
+    for batch_rows in [*data.draw(st.lists(st.lists(rows, max_size=9), max_size=4)), None]:
+        batch = None
+        if batch_rows is not None:
+            ids = np.arange(first_id, first_id + len(batch_rows))
+            first_id += len(batch_rows)
+            targets = [t for _, t in batch_rows]
+            arrived |= dict(zip(ids.tolist(), targets, strict=True))
+            documents = Documents(
+                id=ids,
+                length=[n for n, _ in batch_rows],
+                num_targets=targets,
+                source=ids * 0,
+                arrival=ids * 0,
+            )
+            batch = GlobalBatch(index=0, documents=documents)
+        plans, carry = packer.push(batch, carry)
+        for plan in plans:
+            for piece in (plan.pieces[i] for i in range(len(plan.pieces))):
+                assert piece.document not in placed
+                placed[piece.document] = piece.num_targets
+    assert placed == arrived

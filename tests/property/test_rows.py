@@ -1,0 +1,187 @@
+"""A rank's rows against brute force: which keys each row sees, gradients' way back, labels.
+
+The all-gather is simulated with numbers: the gathered K of a micro-batch is an array that holds, at
+each row, the packed position of the token that lies there, or a negative number for filler.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.collate import IGNORE, attention_rows, rank_labels, rank_tokens
+from wlb.cost import FlopsWorkload
+from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
+from wlb.plan import (
+    Documents,
+    GlobalBatch,
+    IntArray,
+    MicroBatch,
+    ShardingPlan,
+    local_tokens,
+    offsets_of,
+)
+from wlb.sharding import shard
+
+COST = FlopsWorkload(quadratic_ns=1)
+MOST = 1000
+QUICK = settings(deadline=None, max_examples=250)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    sharding: ShardingPlan
+    rows: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.sharding.cp)
+
+
+@st.composite
+def cases(draw: st.DrawFn, min_cp: int = 1) -> Case:
+    lengths = draw(st.lists(st.one_of(st.integers(1, 4), st.integers(1, 24)), max_size=6))
+    cp = draw(st.integers(min_cp, 4))
+    strategy = draw(st.sampled_from(["per_sequence", "per_document", "adaptive"]))
+    sharding = shard(lengths, cp=cp, strategy=strategy, cost=COST)
+    rows = local_tokens(sum(lengths), cp=cp, quantum=draw(st.integers(1, 5)))
+    return Case(sharding=sharding, rows=rows)
+
+
+def local_ids(case: Case, rank: int) -> list[int]:
+    """What lies in each of a rank's rows: packed position, or -(global row) - 1 for filler."""
+    starts = offsets_of(case.sharding.lengths)
+    ids = [
+        int(starts[span.piece]) + token
+        for span in case.sharding.for_rank(rank).spans
+        for token in range(span.start, span.stop)
+    ]
+    return ids + [-(rank * case.rows + i) - 1 for i in range(len(ids), case.rows)]
+
+
+@given(cases())
+@QUICK
+def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
+    gathered = np.array([i for r in case.ranks for i in local_ids(case, r)])
+    starts = offsets_of(case.sharding.lengths)
+    seen_rows = 0
+    for rank in case.ranks:
+        made = attention_rows(case.sharding, rank, case.rows)
+        mine = local_ids(case, rank)
+        keys = np.array(mine) if made.kv_index is None else gathered[made.kv_index]
+        q, k = made.cu_seqlens_q.tolist(), made.cu_seqlens_k.tolist()
+        assert (q[0], k[0], q[-1], k[-1]) == (0, 0, case.rows, keys.size)
+        num_segments = len(case.sharding.for_rank(rank).spans)
+        assert len(q) == len(k) == num_segments + 1 + (mine[-1] < 0)
+        first_filler = min((i for i, x in enumerate(mine) if x < 0), default=case.rows)
+        for segment in range(len(q) - 1):
+            num_q, num_k = q[segment + 1] - q[segment], k[segment + 1] - k[segment]
+            assert 0 < num_q <= num_k
+            for i in range(num_q):
+                row = q[segment] + i
+                visible = keys[k[segment] : k[segment] + num_k - num_q + i + 1].tolist()
+                if mine[row] < 0:
+                    assert visible == mine[first_filler : row + 1]
+                    assert made.positions[row] == row - first_filler
+                else:
+                    piece = int(np.searchsorted(starts, mine[row], side="right")) - 1
+                    assert visible == list(range(int(starts[piece]), mine[row] + 1))
+                    assert made.positions[row] == mine[row] - int(starts[piece])
+                seen_rows += 1
+    assert seen_rows == case.sharding.cp * case.rows
+
+
+@given(cases(min_cp=2), st.integers(0, 2**32 - 1))
+@QUICK
+def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
+    for rank in case.ranks:
+        made = attention_rows(case.sharding, rank, case.rows)
+        assert made.kv_index is not None
+        assert made.inverse is not None
+        num_rows, num_keys = case.sharding.cp * case.rows, made.kv_index.size
+        assert made.inverse.shape[1] == num_rows
+        assert len(made.inverse) <= 2  # a piece has at most two spans on a rank: head and tail
+        grads = np.random.default_rng(seed).integers(-1000, 1000, (num_keys, 3))
+        expected = np.zeros((num_rows, 3), np.int64)
+        np.add.at(expected, made.kv_index, grads)
+        padded = np.concatenate([grads, np.zeros((1, 3), np.int64)])
+        assert np.array_equal(sum(padded[layer] for layer in made.inverse), expected)
+        # Each key is read back exactly once, so nothing is counted twice and cancelled elsewhere.
+        assert sorted(made.inverse[made.inverse < num_keys].tolist()) == list(range(num_keys))
+
+
+@given(cases())
+@QUICK
+def test_one_rank_needs_no_index(case: Case) -> None:
+    for rank in case.ranks:
+        made = attention_rows(case.sharding, rank, case.rows)
+        expected = case.sharding.cp == 1
+        assert (made.kv_index is None) == (made.inverse is None) == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniqueTokens:
+    """Token i of document d is d * MOST + i; like a store, refuses what lies outside."""
+
+    lengths: dict[int, int]
+
+    def length(self, document: int) -> int:
+        return self.lengths[document]
+
+    def read(self, document: int, start: int, stop: int) -> IntArray:
+        assert 0 <= start <= stop <= self.lengths[document]
+        return np.arange(document * MOST + start, document * MOST + stop)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[list[int], list[MicroBatch]]:
+    """Lengths of documents, and all micro-batches that a policy makes of them."""
+    window = draw(st.integers(1, 20))
+    lengths = draw(st.lists(st.integers(1, 3 * window + 1), max_size=8))
+    options = PackerOptions(
+        num_micro_batches=draw(st.integers(1, 3)), context_window=window, cost=COST
+    )
+    packer: Packer = OriginalPacker(options=options)
+    if draw(st.booleans()):
+        packer = VarLenPacker(options=options, s_max=2 * window, queue_thresholds=(window,))
+    batch = GlobalBatch(index=0, documents=Documents.from_lengths(lengths))
+    first, carry = packer.push(batch, packer.start())
+    rest, _ = packer.push(None, carry)
+    return lengths, [m for plan in (*first, *rest) for m in plan.micro_batches]
+
+
+@given(
+    packed(),
+    st.integers(1, 4),
+    st.sampled_from(["per_sequence", "per_document"]),
+    st.integers(1, 3),
+)
+@QUICK
+def test_tokens_and_labels_of_all_ranks_are_the_documents(
+    made: tuple[list[int], list[MicroBatch]], cp: int, strategy: str, quantum: int
+) -> None:
+    lengths, micro_batches = made
+    reader = UniqueTokens(lengths=dict(enumerate(lengths)))
+    trained: list[tuple[int, int]] = []
+    for batch in micro_batches:
+        sharding = shard(batch.lengths, cp=cp, strategy=strategy, cost=COST)
+        rows = local_tokens(batch.num_tokens, cp=cp, quantum=quantum)
+        num_labels = 0
+        for rank in range(cp):
+            tokens = rank_tokens(batch, sharding, rank, rows, reader).tolist()
+            labels = rank_labels(batch, sharding, rank, rows, reader).tolist()
+            assert len(tokens) == len(labels) == rows
+            real = int(sharding.tokens[rank])
+            assert tokens[real:] == [0] * (rows - real)
+            assert labels[real:] == [IGNORE] * (rows - real)
+            trained += zip(tokens[:real], labels[:real], strict=True)
+            num_labels += sum(label != IGNORE for label in labels)
+        assert num_labels == batch.num_targets
+    # Whatever was cut and wherever it went: each token once, labelled with the document's next.
+    expected = [
+        (d * MOST + i, d * MOST + i + 1 if i + 1 < n else IGNORE)
+        for d, n in enumerate(lengths)
+        for i in range(n)
+    ]
+    assert sorted(trained) == expected

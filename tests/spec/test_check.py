@@ -1,0 +1,263 @@
+"""Every refusal before a run starts, by the message a user gets."""
+
+from typing import Any
+
+import pytest
+
+from wlb.spec import RunSpec, apply, check, list_keys, load, resolve_dp
+from wlb.spec.keys import nest
+
+# One pipeline rank and one stage: the smallest layout that is accepted.
+PLAIN = apply(RunSpec(), {"pp": {"virtual_stages": 1}}, source="plain")
+
+
+def changed(**values: Any) -> RunSpec:
+    """PLAIN with dotted keys set; `__` stands for the dot."""
+    spec = PLAIN
+    for name, value in values.items():
+        spec = apply(spec, nest(name.replace("__", "."), value), source="test")
+    return spec
+
+
+def refusal(spec: RunSpec) -> str:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        check(spec)
+    return str(refused.value)
+
+
+def test_what_is_right_is_returned_as_it_is() -> None:
+    assert check(PLAIN) is PLAIN
+    four_d = changed(
+        parallel__tp=4, parallel__cp=2, parallel__pp=4, parallel__dp=3, pp__virtual_stages=2
+    )
+    assert check(four_d) is four_d
+    assert four_d.parallel.world_size == 96
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        # The model.
+        ({"model__hidden_size": 0}, "model.hidden_size = 0 must be at least 1"),
+        ({"model__num_layers": 0}, "model.num_layers = 0 must be at least 1"),
+        ({"model__num_heads": 0}, "model.num_heads = 0 must be at least 1"),
+        ({"model__num_kv_heads": 0}, "model.num_kv_heads = 0 must be at least 1"),
+        ({"model__ffn_hidden_size": 0}, "model.ffn_hidden_size = 0 must be at least 1"),
+        ({"model__vocab_size": -1}, "model.vocab_size = -1 must be at least 0"),
+        ({"model__head_dim": -2}, "model.head_dim = -2 must be at least 0"),
+        ({"model__init_std": -0.1}, "model.init_std = -0.1 must be at least 0"),
+        ({"model__norm_eps": 0}, "model.norm_eps = 0.0 must be above 0"),
+        ({"model__rope_theta": 0}, "model.rope_theta = 0.0 must be above 0"),
+        (
+            {"model__num_heads": 6, "model__num_kv_heads": 6},
+            "model.hidden_size = 512 is not a multiple of model.num_heads = 6; change one of them "
+            "or set model.head_dim",
+        ),
+        ({"model__head_dim": 7}, "head size 7 is odd; rotary embedding needs pairs"),
+        (
+            {"model__num_kv_heads": 3},
+            "model.num_heads = 8 is not a multiple of model.num_kv_heads = 3",
+        ),
+        (
+            {"model__rope_scaling__factor": 0},
+            "model.rope_scaling.factor = 0.0 must be above 0",
+        ),
+        (
+            {"model__rope_scaling__original_context": 0},
+            "model.rope_scaling.original_context = 0 must be at least 1",
+        ),
+        (
+            {"model__rope_scaling__low_freq_factor": 4},
+            "model.rope_scaling.low_freq_factor = 4.0 must be above 0 and below high_freq_factor = "
+            "4.0",
+        ),
+        # Ranges.
+        ({"run__seed": -1}, "run.seed = -1 must be at least 0"),
+        ({"data__context_window": 1}, "data.context_window = 1 must be at least 2"),
+        ({"data__token_quantum": 0}, "data.token_quantum = 0 must be at least 1"),
+        ({"data__num_micro_batches": -1}, "data.num_micro_batches = -1 must be at least 0"),
+        ({"data__epochs": -1}, "data.epochs = -1 must be at least 0"),
+        ({"data__bpe_vocab_size": 299}, "data.bpe_vocab_size = 299 must be at least 300"),
+        ({"data__heldout_fraction": 0.5}, "data.heldout_fraction = 0.5 must be in [0, 0.5)"),
+        ({"data__heldout_fraction": -0.1}, "data.heldout_fraction = -0.1 must be in [0, 0.5)"),
+        ({"planner__ahead": 1}, "planner.ahead = 1 must be at least 2"),
+        ({"pp__virtual_stages": 0}, "pp.virtual_stages = 0 must be at least 1"),
+        ({"training__steps": 0}, "training.steps = 0 must be at least 1"),
+        ({"training__warmup_steps": -1}, "training.warmup_steps = -1 must be at least 0"),
+        ({"training__loss_chunk": 0}, "training.loss_chunk = 0 must be at least 1"),
+        ({"training__loss_chunk": 8193}, "training.loss_chunk = 8193 is above 8192 rows"),
+        ({"training__clip_norm": -1}, "training.clip_norm = -1.0 must be at least 0"),
+        ({"training__learning_rate": 0}, "training.learning_rate = 0.0 must be above 0"),
+        (
+            {"training__min_learning_rate": -1e-5},
+            "training.min_learning_rate = -1e-05 must be at least 0",
+        ),
+        ({"training__adam_eps": 0}, "training.adam_eps = 0.0 must be above 0"),
+        ({"training__timeout_s": 0}, "training.timeout_s = 0.0 must be above 0"),
+        ({"training__beta1": 1}, "training.beta1 = 1.0 must be in [0, 1)"),
+        ({"training__beta2": -0.1}, "training.beta2 = -0.1 must be in [0, 1)"),
+        ({"training__weight_decay": -1}, "training.weight_decay = -1.0 must be at least 0"),
+        ({"eval__interval": -1}, "eval.interval = -1 must be at least 0"),
+        ({"eval__steps": -1}, "eval.steps = -1 must be at least 0"),
+        ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
+        ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
+        # The layout.
+        ({"parallel__tp": 0}, "parallel.tp = 0 must be at least 1"),
+        ({"parallel__cp": 0}, "parallel.cp = 0 must be at least 1"),
+        ({"parallel__pp": 0}, "parallel.pp = 0 must be at least 1"),
+        ({"parallel__dp": -1}, "parallel.dp = -1 must be at least 0 (0 = all ranks)"),
+        (
+            {"parallel__tp": 8, "model__num_kv_heads": 4},
+            "parallel.tp = 8 is more than model.num_kv_heads = 4; a rank would hold less than one "
+            "KV head: set parallel.tp to at most 4",
+        ),
+        ({"parallel__tp": 3}, "model.num_heads = 8 is not a multiple of parallel.tp = 3"),
+        (
+            {
+                "parallel__tp": 4,
+                "model__num_heads": 12,
+                "model__num_kv_heads": 6,
+                "model__head_dim": 64,
+            },
+            "model.num_kv_heads = 6 is not a multiple of parallel.tp = 4",
+        ),
+        (
+            {"parallel__tp": 4, "model__ffn_hidden_size": 1410},
+            "model.ffn_hidden_size = 1410 is not a multiple of parallel.tp = 4",
+        ),
+        (
+            {
+                "parallel__tp": 3,
+                "model__num_heads": 6,
+                "model__num_kv_heads": 6,
+                "model__head_dim": 64,
+                "model__ffn_hidden_size": 1410,
+            },
+            "the padded vocabulary = 256 is not a multiple of parallel.tp = 3",
+        ),
+        # The pipeline.
+        (
+            {"pp__virtual_stages": 2},
+            "pp.virtual_stages = 2 with parallel.pp = 1: there is no pipeline to interleave; set "
+            "pp.virtual_stages = 1",
+        ),
+        (
+            {"parallel__pp": 2, "pp__schedule": "1f1b", "pp__virtual_stages": 2},
+            "pp.schedule = '1f1b' takes one stage a rank, got pp.virtual_stages = 2; set it to 1 "
+            "or use pp.schedule = 'interleaved_1f1b'",
+        ),
+        (
+            {"parallel__pp": 4, "pp__virtual_stages": 4},
+            "model.num_layers = 8 is fewer than pp 4 x virtual stages 4 = 16 stages",
+        ),
+        (
+            {"parallel__pp": 3},
+            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages",
+        ),
+        (
+            {"parallel__dp": 2, "data__num_micro_batches": 3},
+            "3 micro-batches a step are not a multiple of parallel.dp = 2; set "
+            "data.num_micro_batches to a multiple of 2",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__dp": 2, "data__num_micro_batches": 10},
+            "5 micro-batches a pipeline cannot be scheduled in 2 equal rounds over pp = 2; numbers "
+            "that can: [3, 4, 6] (data.num_micro_batches = that x dp 2)",
+        ),
+        # Packing.
+        (
+            {"packing__s_max": 0.99},
+            "packing.s_max = 0.99 context windows must be at least 1, or a document of 4096 tokens "
+            "could never be placed",
+        ),
+        (
+            {"packing__queue_thresholds": [0.5, 0.5]},
+            "packing.queue_thresholds = [0.5, 0.5]: entry 1 must be above 0.5 and at most 1",
+        ),
+        ({"packing__queue_thresholds": [0.7, 0.2]}, "entry 1 must be above 0.7"),
+        ({"packing__queue_thresholds": [0]}, "entry 0 must be above 0.0"),
+        ({"packing__queue_thresholds": [0.5, 1.01]}, "entry 1 must be above 0.5 and at most 1"),
+        (
+            {"packing__queue_thresholds": [0.20001, 0.2, 0.3]},
+            "entry 1 must be above 0.20001",
+        ),
+        (
+            {"packing__queue_thresholds": [0.3, 0.50001, 0.50002]},
+            "packing.queue_thresholds = [0.3, 0.50001, 0.50002]: entries 1 and 2 are both 2049 "
+            "tokens (window 4096)",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_refusals(values: dict[str, Any], message: str) -> None:
+    assert message in refusal(changed(**values))
+
+
+FLOATS = [key.name for key in list_keys(RunSpec) if key.type == "float"]
+
+
+def test_there_are_float_keys_to_try() -> None:
+    assert {"packing.s_max", "model.rope_scaling.factor", "training.beta1"} <= set(FLOATS)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_float_may_be_anything_but_finite(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key} = {value} must be a finite number"):
+        load("demo", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_thresholds_must_be_finite(value: str) -> None:
+    with pytest.raises(ValueError, match=r"entry 1 must be above 0\.5 and at most 1"):
+        load("demo", [f"packing.queue_thresholds=[0.5, {value}]"])
+
+
+@pytest.mark.parametrize("each", range(1, 13))
+def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
+    """N % max(1, N // pp) == 0 a pipeline, as interleaved schedules need."""
+    spec = changed(parallel__pp=4, parallel__dp=2, data__num_micro_batches=2 * each)
+    others = {9: "[5, 6, 7, 8, 10, 12]", 11: "[7, 8, 10, 12, 15]"}
+    if each in others:
+        message = refusal(spec)
+        assert f"{each} micro-batches a pipeline cannot be scheduled in 2 equal rounds" in message
+        assert f"numbers that can: {others[each]} (data.num_micro_batches = that x dp 2)" in message
+    else:
+        assert check(spec).micro_batches_per_pipeline == each
+
+
+def test_bounds_themselves_are_accepted() -> None:
+    check(changed(packing__s_max=1, packing__queue_thresholds=[1.0]))
+    check(changed(data__heldout_fraction=0, training__warmup_steps=0, training__clip_norm=0))
+    check(changed(data__context_window=2, training__loss_chunk=8192, planner__ahead=2))
+    check(changed(parallel__tp=8, model__head_dim=6, training__beta1=0))
+
+
+def test_dp_is_filled_in_from_the_ranks_there_are() -> None:
+    spec = changed(parallel__tp=2, parallel__cp=2)
+    assert resolve_dp(spec, 12).parallel.dp == 3
+    assert resolve_dp(spec, 4).parallel.dp == 1
+    said = changed(parallel__tp=2, parallel__cp=2, parallel__dp=3)
+    assert resolve_dp(said, 12) == said
+
+
+@pytest.mark.parametrize(
+    ("dp", "ranks", "message"),
+    [
+        (0, 3, "too few ranks: tp 2 x cp 2 x pp 1 needs 4 ranks a pipeline, 3 are there; start"),
+        (0, 6, "6 ranks are not a multiple of tp 2 x cp 2 x pp 1 = 4; use a multiple of 4"),
+        (2, 12, "parallel.dp = 2 needs 8 ranks, 12 are there; set parallel.dp = 3 or 0"),
+        (4, 12, "parallel.dp = 4 needs 16 ranks, 12 are there; set parallel.dp = 3 or 0"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(dp: int, ranks: int, message: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        resolve_dp(changed(parallel__tp=2, parallel__cp=2, parallel__dp=dp), ranks)
+    assert message in str(refused.value)
+
+
+def test_a_dp_that_is_filled_in_is_checked_too() -> None:
+    spec = changed(data__num_micro_batches=4)
+    assert resolve_dp(spec, 2).micro_batches_per_pipeline == 2
+    with pytest.raises(ValueError, match=r"4 micro-batches a step are not a multiple of .*dp = 3"):
+        resolve_dp(spec, 3)

@@ -1,0 +1,175 @@
+"""Configuration keys: the frozen list, help, reading and refusing one value at a time."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
+from wlb.spec.keys import nest
+
+# Adding, removing or renaming a key is a decision: it is made here as well.
+KEYS = [
+    "checkpoint.interval",
+    "checkpoint.keep",
+    "cost.profile",
+    "data.bpe_vocab_size",
+    "data.cache_dir",
+    "data.context_window",
+    "data.corpus",
+    "data.epochs",
+    "data.heldout_fraction",
+    "data.heldout_store",
+    "data.long_documents",
+    "data.num_micro_batches",
+    "data.store",
+    "data.token_quantum",
+    "eval.interval",
+    "eval.steps",
+    "kernels.attention",
+    "model.ffn_hidden_size",
+    "model.head_dim",
+    "model.hidden_size",
+    "model.init_std",
+    "model.norm_eps",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.num_layers",
+    "model.rope_scaling.factor",
+    "model.rope_scaling.high_freq_factor",
+    "model.rope_scaling.low_freq_factor",
+    "model.rope_scaling.original_context",
+    "model.rope_theta",
+    "model.vocab_size",
+    "packing.policy",
+    "packing.queue_thresholds",
+    "packing.s_max",
+    "parallel.cp",
+    "parallel.dp",
+    "parallel.pp",
+    "parallel.tp",
+    "planner.ahead",
+    "planner.baseline",
+    "pp.schedule",
+    "pp.virtual_stages",
+    "run.device",
+    "run.name",
+    "run.output_dir",
+    "run.seed",
+    "sharding.strategy",
+    "training.adam_eps",
+    "training.beta1",
+    "training.beta2",
+    "training.clip_norm",
+    "training.dtype",
+    "training.learning_rate",
+    "training.loss_chunk",
+    "training.loss_normalizer",
+    "training.min_learning_rate",
+    "training.steps",
+    "training.timeout_s",
+    "training.warmup_steps",
+    "training.weight_decay",
+]
+
+
+def test_the_list_of_keys_is_frozen() -> None:
+    assert sorted(k.name for k in list_keys(RunSpec)) == KEYS
+
+
+def test_every_key_has_help() -> None:
+    for key in list_keys(RunSpec):
+        assert len(key.doc.split()) >= 2, key.name
+        assert key.type, key.name
+
+
+def test_help_of_each_kind_of_value() -> None:
+    shown = {k.name: (k.type, k.default, k.unit) for k in list_keys(RunSpec)}
+    assert shown["parallel.tp"] == ("int", "1", "ranks")
+    assert shown["packing.s_max"] == ("float", "1.5", "context windows")
+    assert shown["packing.queue_thresholds"] == ("list of float", "[0.2, 0.63]", "context windows")
+    assert shown["planner.baseline"] == ("bool", "true", "")
+    assert shown["data.store"] == ("str", "''", "")
+    assert shown["packing.policy"] == ("original|var_len", "'var_len'", "")
+
+
+def set_one(dotted: str, value: Any) -> RunSpec:
+    return apply(RunSpec(), nest(dotted, value), source="test.toml")
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "kept"),
+    [
+        ("parallel.tp", 4, 4),
+        ("training.learning_rate", 1, 1.0),
+        ("planner.baseline", False, False),
+        ("data.store", "", ""),
+        ("packing.queue_thresholds", [], []),
+        ("packing.queue_thresholds", [1, 0.5], [1.0, 0.5]),
+        ("model.rope_scaling.factor", 8, 8.0),
+        ("pp.schedule", "1f1b", "1f1b"),
+    ],
+)
+def test_values_that_are_taken(dotted: str, value: Any, kept: Any) -> None:
+    at: Any = to_dict(set_one(dotted, value))
+    for part in dotted.split("."):
+        at = at[part]
+    assert at == kept
+    assert type(at) is type(kept)
+
+
+def test_names_become_enumerations_and_lists_become_tuples() -> None:
+    assert set_one("pp.schedule", "1f1b").pp.schedule is Schedule.ONE_F_ONE_B
+    assert set_one("packing.queue_thresholds", [0.5]).packing.queue_thresholds == (0.5,)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "message"),
+    [
+        ("parallel.tp", 1.0, "test.toml: parallel.tp must be int, got 1.0"),
+        ("parallel.tp", True, "test.toml: parallel.tp must be int, got True"),
+        ("parallel.tp", "2", "parallel.tp must be int, got '2'"),
+        ("training.learning_rate", True, "training.learning_rate must be float, got True"),
+        ("training.learning_rate", "fast", "training.learning_rate must be float, got 'fast'"),
+        ("planner.baseline", 1, "planner.baseline must be bool, got 1"),
+        ("data.store", 7, "data.store must be str, got 7"),
+        ("packing.queue_thresholds", 0.5, "packing.queue_thresholds must be a list, got 0.5"),
+        ("packing.queue_thresholds", "0.5", "packing.queue_thresholds must be a list, got '0.5'"),
+        ("packing.queue_thresholds", [0.5, "x"], r"queue_thresholds\[1\] must be float, got 'x'"),
+        ("packing.policy", "best", "packing.policy = 'best': choose one of 'original', 'var_len'"),
+        ("packing.policy", ["original"], r"packing.policy = \['original'\]: choose one of"),
+        ("parallel", 4, "test.toml: parallel is a section, got 4"),
+        ("parallel.tp.size", 4, "parallel.tp must be int, got {'size': 4}"),
+    ],
+)
+def test_values_that_are_refused(dotted: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        set_one(dotted, value)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("training.step", "test.toml: unknown key 'training.step'; did you mean 'training.steps'?"),
+        ("trainin.steps", "unknown key 'trainin'; did you mean 'training'?"),
+        (
+            "model.rope_scaling.factr",
+            "unknown key 'model.rope_scaling.factr'; did you mean 'model.rope_scaling.factor'?",
+        ),
+        (
+            "parallel.zzz",
+            "unknown key 'parallel.zzz'; known here: parallel.tp, parallel.cp, parallel.pp",
+        ),
+    ],
+)
+def test_unknown_keys_name_the_nearest(dotted: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        set_one(dotted, 1)
+    assert message in str(refused.value)
+
+
+def test_apply_leaves_the_given_spec_and_other_keys_alone() -> None:
+    before = RunSpec()
+    after = apply(before, {"training": {"steps": 7}}, source="x")
+    assert before == RunSpec()
+    assert after == replace(before, training=replace(before.training, steps=7))

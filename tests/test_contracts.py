@@ -1,0 +1,70 @@
+"""What holds for the code as a whole: layers, style, sizes, and who may read the environment."""
+
+import ast
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "wlb").rglob("*.py"))
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+
+@pytest.mark.parametrize(
+    "command", ["lint-imports", "ruff check", "ruff format --check"], ids=lambda c: c.split()[-1]
+)
+def test_the_linters_of_pyproject_are_content(command: str) -> None:
+    program, *options = command.split()
+    out = subprocess.run(
+        [str(Path(sysconfig.get_path("scripts")) / program), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 0, f"{command}\n{out.stdout}{out.stderr}"
+
+
+def test_importing_the_planner_leaves_torch_out() -> None:
+    code = "import sys, wlb.planner; print(sorted(m for m in sys.modules if 'torch' in m))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_long: list[str] = []
+    for path in MODULES:
+        text = path.read_text("utf-8")
+        name = path.relative_to(ROOT)
+        if (lines := text.count("\n")) > MAX_FILE_LINES:
+            too_long.append(f"{name}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    too_long.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
+    assert MODULES
+    assert too_long == []
+
+
+def _reads_environment(tree: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "putenv"}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    imported = {
+        alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names
+    }
+    return bool(names & (used | imported))
+
+
+def test_only_the_mesh_reads_the_environment() -> None:
+    found = [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _reads_environment(ast.parse(path.read_text("utf-8")))
+    ]
+    assert found == ["wlb/parallel/mesh.py"]

@@ -1,0 +1,124 @@
+"""What the tests of a whole run share: a tiny corpus, a small spec, what a run left behind."""
+
+import json
+import random
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from wlb.plan import PlannerState
+from wlb.spec import RunSpec, Schedule, apply, check
+from wlb.train import start
+
+WORDS = "the a rank plan waits for long short documents balance of work in every step and".split()
+
+
+def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
+    """Text files of random words, a few of them much longer than the others."""
+    draw = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(num_files):
+        num_words = int(draw.lognormvariate(3.5, 1.0)) + 1
+        (folder / f"{i:03d}.txt").write_text(" ".join(draw.choices(WORDS, k=num_words)), "utf-8")
+    return folder
+
+
+def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
+    """A run of 6 steps on one rank; `sections` override keys, as in parallel={"tp": 2}.
+
+    S_max is so long that nothing is left over: which documents a step trains depends on the
+    thresholds alone, and not on costs, which differ between layouts.
+    """
+    spec = apply(
+        RunSpec(),
+        {
+            "run": {"name": "small", "output_dir": str(folder / "runs"), "device": "cpu"},
+            "model": {
+                "hidden_size": 32,
+                "num_layers": 4,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "ffn_hidden_size": 64,
+            },
+            "parallel": {"dp": 1},
+            "pp": {"virtual_stages": 1},
+            "data": {
+                "corpus": str(corpus),
+                "cache_dir": str(corpus.parent / "stores"),
+                "bpe_vocab_size": 320,
+                "heldout_fraction": 0.1,
+                "context_window": 128,
+                "num_micro_batches": 4,
+            },
+            "packing": {"queue_thresholds": [0.5, 0.9], "s_max": 8.0},
+            "training": {
+                "steps": 6,
+                "learning_rate": 0.02,
+                "min_learning_rate": 0.002,
+                "warmup_steps": 2,
+                "timeout_s": 60.0,
+            },
+            "eval": {"steps": 1},
+        },
+        source="small_spec",
+    )
+    return check(apply(spec, sections, source="small_spec"))
+
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "one": {},
+    "tp2-pp2-v2": {"parallel": {"tp": 2, "pp": 2}, "pp": {"virtual_stages": 2}},
+    "cp2-pp2": {"parallel": {"cp": 2, "pp": 2}, "pp": {"schedule": "1f1b"}},
+    "dp2-tp2": {"parallel": {"dp": 2, "tp": 2}},
+}
+
+
+def relaid(spec: RunSpec, layout: str) -> RunSpec:
+    """`spec` on another layout."""
+    plain = replace(
+        spec,
+        parallel=replace(spec.parallel, tp=1, cp=1, pp=1, dp=1),
+        pp=replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1),
+    )
+    return check(apply(plain, LAYOUTS[layout], source=layout))
+
+
+class Run:
+    """What a run left in its folder."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.folder = Path(spec.run.output_dir) / spec.run.name
+        text = (self.folder / "metrics.jsonl").read_text("utf-8")
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == "step"]
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        found = [line for line in self.lines if line["kind"] == "evaluation"]
+        return [(line["steps_done"], line["heldout_loss"]) for line in found]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["measured"]["loss"] for line in self.steps]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+    def state(self, step: int) -> PlannerState:
+        path = self.folder / "checkpoints" / f"step-{step:08d}" / "planner.json"
+        return PlannerState.from_json(json.loads(path.read_text("utf-8")))
+
+
+def train(spec: RunSpec, *, resume: bool = False) -> tuple[Run, str]:
+    """Run `spec`; what it left, and what the starting process said."""
+    console = Console(file=StringIO(), width=200)
+    start.train(spec, resume=resume, console=console)
+    assert isinstance(console.file, StringIO)
+    return Run(spec), console.file.getvalue()
