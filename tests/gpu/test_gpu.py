@@ -1,17 +1,13 @@
 """On GPUs: parity over NCCL, bf16, the varlen kernel. Skipped, visibly, without one."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.parity.body import parity
-from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_loss, spec_of
-from wlb.model import build_reference
-from wlb.parallel.execute import Executor
+from tests.parity.case import Case
+from tests.parity.test_bf16 import bf16
 from wlb.parallel.launch import run_local
-from wlb.parallel.mesh import World, build_mesh, rank_device
-from wlb.spec import AttentionBackend, Dtype, Schedule
+from wlb.spec import AttentionBackend, Schedule
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -46,29 +42,8 @@ def test_layout_equals_one_process_over_nccl(case: Case) -> None:
         assert result["sgd"]["parameters"] <= 1e-4
 
 
-def bf16(world: World, case: Case) -> tuple[float, float, float, str]:
-    """Loss in bf16 on the varlen kernel, in fp32 on CPU, worst gradient angle, backend."""
-    spec = spec_of(case)
-    spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
-    executor = Executor(spec, build_mesh(spec.parallel, rank_device(world, "cuda")))
-    plan = packing(case.num_micro_batches)
-    mine = pipeline_plan(plan, spec, 0, case.strategy)
-    loss = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
-    reference = build_reference(spec.model, seed=spec.run.seed)
-    expected = reference_loss(reference, spec, plan, backward=True)
-    wanted = dict(reference.named_parameters())
-    worst = 1.0
-    for name, parameter in executor.named_parameters().items():
-        got = parameter.grad.full_tensor().float().cpu().flatten()
-        other = wanted[name].grad.flatten()
-        worst = min(worst, torch.cosine_similarity(got, other, dim=0).item())
-    return loss.item(), expected, worst, str(executor.backend)
-
-
 def test_bf16_on_the_varlen_kernel_is_near_fp32() -> None:
-    ((loss, expected, cosine, backend),) = run_local(
-        bf16, 1, Case(), device="cuda", start_group=True, timeout_s=240.0
-    )
-    assert backend == AttentionBackend.TORCH_VARLEN
-    assert loss == pytest.approx(expected, rel=2e-2)
-    assert cosine > 0.99
+    (result,) = run_local(bf16, 1, Case(), "cuda", device="cuda", start_group=True, timeout_s=240.0)
+    assert result["backend"] == AttentionBackend.TORCH_VARLEN
+    assert result["loss"] == pytest.approx(result["expected"], rel=2e-2)
+    assert result["cosine"] > 0.99

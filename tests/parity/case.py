@@ -68,15 +68,12 @@ def spec_of(case: Case) -> RunSpec:
         init_std=0.2,
         rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),
     )
-    schedule = case.schedule
-    if case.pp > 1 and case.v == 1 and schedule == Schedule.INTERLEAVED_1F1B:
-        schedule = Schedule.ONE_F_ONE_B
     return check(
         replace(
             spec,
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
-            pp=replace(spec.pp, schedule=schedule, virtual_stages=case.v),
+            pp=replace(spec.pp, schedule=case.schedule, virtual_stages=case.v),
             data=replace(
                 spec.data,
                 context_window=WINDOW,

@@ -177,7 +177,7 @@ class ParallelSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSection:
     schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
-    virtual_stages: int = key(2, "model chunks a pipeline rank; 1 with schedule 1f1b or pp 1")
+    virtual_stages: int = key(1, "stages (model chunks) a pipeline rank; more with interleaving")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,17 +66,19 @@ class Trainer:
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(spec, job.heldout_store, self.executor)
         self.state = state
-        self.saved_at = self.steps_done if job.resume is not None else -1
+        self.saved = state
         self.tally = Tally()
 
     def run(self) -> Tally:
         """Train until training.steps or the end of data; evaluate, save, show a summary."""
         with Report(self.job, is_shown=self.mesh.rank == 0) as report:
             try:
+                # Plans of the first two steps are compared here, later ones two steps ahead.
+                first = self.feed.peek(1) + self.feed.peek(2)
+                held = self.evaluator.plans if self.evaluator is not None else []
+                self.reducer.reduce(first + held)
                 if self.job.resume is None:
                     self._evaluate(report)
-                # Plans of the first two steps are compared here, later ones two steps ahead.
-                self.reducer.reduce(self.feed.peek(1) + self.feed.peek(2))
                 while self.steps_done < self.spec.training.steps:
                     item = self.feed.next()
                     if item is None:
@@ -122,9 +124,9 @@ class Trainer:
         )
         self.tally.add(measured, predicted, plan.baseline)
         report.step(self.steps_done, measured, predicted, plan.baseline)
-        if self._is_due(self.spec.eval.interval):
+        if plan.num_targets and self._is_due(self.spec.eval.interval):
             self._evaluate(report)
-        if self._is_due(self.spec.checkpoint.interval):
+        if plan.num_targets and self._is_due(self.spec.checkpoint.interval):
             self._save()
 
     def _loss_scale(self, plan: StepPlan) -> float:
@@ -143,7 +145,8 @@ class Trainer:
             report.evaluation(self.steps_done, loss)
 
     def _save(self) -> None:
-        if self.state is None or self.saved_at == self.steps_done:
+        # By state, not by steps_done: a step without a label moves the state alone.
+        if self.state is None or self.state is self.saved:
             return
         checkpoint.save(
             self.job.directory / "checkpoints",
@@ -153,7 +156,7 @@ class Trainer:
             optimizers=self.optimizers,
             state=self.state,
         )
-        self.saved_at = self.steps_done
+        self.saved = self.state
 
     def _checkpoint_path(self) -> Path:
         return checkpoint.folder_of(self.job.directory / "checkpoints", self.steps_done)
@@ -171,6 +174,7 @@ class Report:
         if is_shown:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8", buffering=1)
+            self._write({"kind": "start", "resumed_from": job.resume and str(job.resume)})
             self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
 
     def __enter__(self) -> "Report":

@@ -1,0 +1,61 @@
+"""Mixed precision: bfloat16 compute, float32 master weights and reduction, near the fp32 run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parity.body import global_loss, whole
+from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_loss, spec_of
+from wlb.model import build_reference
+from wlb.parallel.execute import Executor
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.spec import Dtype, Schedule
+
+
+def bf16(world: World, case: Case, device: str) -> dict[str, object]:
+    """Losses in bf16 and fp32, the worst gradient angle, dtypes, and the backend in use."""
+    spec = spec_of(case)
+    spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
+    mesh = build_mesh(spec.parallel, rank_device(world, device))
+    executor = Executor(spec, mesh)
+    plan = packing(case.num_micro_batches)
+    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
+    loss = global_loss(executor, local)
+    reference = build_reference(spec.model, seed=spec.run.seed)
+    expected = reference_loss(reference, spec, plan, backward=True)
+    wanted = dict(reference.named_parameters())
+    worst = 1.0
+    for name, parameter in executor.named_parameters().items():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None
+        got, other = whole(parameter.grad).flatten(), wanted[name].grad
+        assert other is not None
+        worst = min(worst, torch.cosine_similarity(got, other.flatten(), dim=0).item())
+    dist.barrier()
+    return {
+        "loss": loss,
+        "expected": expected,
+        "cosine": worst,
+        "backend": str(executor.backend),
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(tp=2, cp=2, pp=2, v=2),
+        Case(tp=2, pp=2, dp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, num_micro_batches=8),
+    ],
+    ids=str,
+)
+def test_bf16_is_near_fp32(case: Case) -> None:
+    for result in run_local(bf16, case.world, case, "cpu", start_group=True, timeout_s=240.0):
+        assert result["loss"] == pytest.approx(result["expected"], rel=2e-2)
+        assert result["loss"] != result["expected"]
+        assert result["cosine"] > 0.99
