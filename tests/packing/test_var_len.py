@@ -132,3 +132,18 @@ def test_a_negative_cost_is_refused() -> None:
     pack = VarLenPacker(options=options, s_max=8, queue_thresholds=())
     with pytest.raises(ValueError, match="must be at least 0"):
         pack.push(batch(0, [3]), pack.start())
+
+
+def test_a_carry_of_a_larger_window_is_refused_not_flushed_for_ever() -> None:
+    wide = VarLenPacker(
+        options=PackerOptions(num_micro_batches=2, context_window=20, cost=FlopsWorkload()),
+        s_max=20,
+        queue_thresholds=(13,),
+    )
+    _, carry = wide.push(batch(0, [12, 3, 14]), wide.start())
+    assert waiting(carry) == [(1, 2)]
+    for after in (None, batch(1, [2], first_id=3)):
+        with pytest.raises(ValueError, match="document 2 waits as a piece of 14 tokens, cut for a"):
+            packer(s_max=13).push(after, carry)
+    (plan,), _ = packer(s_max=14).push(None, carry)  # what fits S_max can go on
+    assert documents(plan) == [[2], []]

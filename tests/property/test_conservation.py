@@ -176,6 +176,7 @@ def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.Dat
     ledger, num = Ledger(packer.start()), packer.options.num_micro_batches
     edges = [0, *packer.queue_thresholds, 1 << 60]
     for batch in [*data.draw(batches(window)), None]:
+        arrived, before = packer.options.arrived(batch, 0), ledger.carry
         plans = ledger.push(packer, batch)
         assert all(int(p.tokens.max()) <= packer.s_max for p in plans)
         assert all(int(p.pieces.length.max()) <= window for p in plans)
@@ -185,6 +186,9 @@ def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.Dat
             # A queue holds documents of its band only, and never enough for a release.
             assert np.all((edges[level] <= queue.length) & (queue.length < edges[level + 1]))
             assert len(queue) < num
+            band = (edges[level] <= arrived.length) & (arrived.length < edges[level + 1])
+            released = len(before.in_slot(level)) + int(band.sum()) - len(queue)
+            assert batch is None or released % num == 0
         left = carry.in_slot(0)
         if len(left):
             # What is left over fits no micro-batch of the step just made.

@@ -77,3 +77,13 @@ def test_validate_sees_gaps_overlaps_and_uneven_ranks() -> None:
         ShardingPlan(**good, **one, start=[0, 3], stop=[3, 4]).validate()
     with pytest.raises(ValueError, match="not inside piece 0 of 4 tokens"):
         ShardingPlan(**good, **one, start=[0, 2], stop=[2, 5])
+
+
+def test_rank_offsets_must_divide_the_spans() -> None:
+    # A span of no rank: every token is in some span, and the one rank has nobody to differ from.
+    plan = {"strategy": "x", "lengths": [2], "piece": [0, 0], "start": [0, 1], "stop": [1, 2]}
+    for offsets in ([0, 1], [1, 2]):
+        with pytest.raises(ValueError, match=r"do not divide 2 spans"):
+            ShardingPlan(**plan, rank_offsets=offsets, latency_ns=[0])
+    with pytest.raises(ValueError, match=r"rank_offsets \[0, 2, 1, 2\] do not divide 2 spans"):
+        ShardingPlan(**plan, rank_offsets=[0, 2, 1, 2], latency_ns=[0, 0, 0])

@@ -131,7 +131,7 @@ def test_what_is_loaded_is_checked(tmp_path: Path) -> None:
 
 
 def test_tokens_and_counts_that_follow_from_what_is_set(tmp_path: Path) -> None:
-    path = write(tmp_path, "[parallel]\npp = 4\ndp = 3\ntp = 4")
+    path = write(tmp_path, "[parallel]\npp = 4\ndp = 3\ntp = 4\n[pp]\nvirtual_stages = 2")
     spec = load(path, ["data.context_window=1000", "packing.queue_thresholds=[0.3, 0.7005]"])
     assert (spec.s_max, spec.queue_thresholds) == (1500, (300, 701))
     assert (spec.num_stages, spec.num_micro_batches, spec.micro_batches_per_pipeline) == (8, 12, 4)

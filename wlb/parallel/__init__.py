@@ -1,1 +1,1 @@
-""""""
+"""Executors of plans: mesh, tensor, context, pipeline and data parallelism."""

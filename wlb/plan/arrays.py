@@ -15,7 +15,7 @@ IntArray = npt.NDArray[np.int64]
 IntLike = Sequence[int] | npt.NDArray[Any]
 
 DIGEST_BITS = 60
-"""A digest is cut to 60 bits, so that it travels exactly as three float64 chunks of 20 bits."""
+"""A digest is cut to 60 bits, so that it travels exactly as four float64 chunks of 15 bits."""
 
 
 def int_array(name: str, values: IntLike) -> IntArray:

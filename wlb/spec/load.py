@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.spec.check import check
-from wlb.spec.keys import apply, nest
+from wlb.spec.keys import apply, list_keys, nest
 from wlb.spec.run import RunSpec
 
 
@@ -24,11 +24,13 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
     ValueError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
     """
     spec = apply(RunSpec(), _read(name), source=name)
+    types = {key.name: key.type for key in list_keys(RunSpec)}
     for item in overrides or []:
         dotted, sign, text = item.partition("=")
         if not sign:
             raise ValueError(f"--set {item!r}: write section.key=value, as in training.steps=100")
-        spec = apply(spec, nest(dotted.strip(), _value(text.strip())), source=f"--set {item}")
+        value = _value(text.strip(), is_text=types.get(dotted.strip()) == "str")
+        spec = apply(spec, nest(dotted.strip(), value), source=f"--set {item}")
     return check(spec)
 
 
@@ -48,9 +50,10 @@ def _read(name: str) -> dict[str, Any]:
         raise ValueError(f"{name}: not valid TOML: {error}") from None
 
 
-def _value(text: str) -> Any:
-    """A TOML value, or the bare text where it is not one (so that names need no quotes)."""
+def _value(text: str, *, is_text: bool) -> Any:
+    """A TOML value, or the bare text where it is not one or the key takes text (no quotes needed)."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+    return value if isinstance(value, str) or not is_text else text

@@ -1,0 +1,137 @@
+"""Rotary embedding: Hugging Face's layout by way of complex numbers, Llama-3's bands one by one."""
+
+import cmath
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from wlb.model import inverse_frequencies, rope_tables, rotate
+from wlb.spec import ModelSpec, RopeScaling
+
+SMALL = ModelSpec(hidden_size=32, num_heads=4, num_kv_heads=4, rope_theta=100.0)  # heads of 8
+
+# Llama 3.1: heads of 128, theta 500000, context 8192 made 8 times longer.
+LLAMA31 = ModelSpec(
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    rope_theta=500000.0,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+    ),
+)
+
+
+def random(rows: int, heads: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, heads, 8, generator=generator, dtype=torch.float64).float()
+
+
+def rotated(x: Tensor, positions: list[int], spec: ModelSpec = SMALL) -> Tensor:
+    return rotate(x, *rope_tables(torch.tensor(positions), inverse_frequencies(spec)))
+
+
+def test_channels_i_and_i_plus_half_are_one_complex_number() -> None:
+    positions = [0, 1, 7, 1000]
+    x = random(4)
+    expected = torch.empty_like(x)
+    for row, position in enumerate(positions):
+        for head in range(2):
+            for i in range(4):
+                angle = position * 100.0 ** (-i / 4)
+                z = complex(x[row, head, i], x[row, head, i + 4]) * cmath.exp(1j * angle)
+                expected[row, head, i], expected[row, head, i + 4] = z.real, z.imag
+    torch.testing.assert_close(rotated(x, positions), expected, rtol=0, atol=2e-4)
+
+
+def test_hugging_face_s_formula() -> None:
+    positions = torch.tensor([0, 3, 11])
+    x = random(3)
+    angles = positions[:, None].float() * inverse_frequencies(SMALL)
+    cos, sin = (f(torch.cat([angles, angles], -1))[:, None] for f in (torch.cos, torch.sin))
+    rotate_half = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    torch.testing.assert_close(rotated(x, positions.tolist()), x * cos + rotate_half * sin)
+
+
+def test_tables_have_one_row_for_each_token_and_half_a_head() -> None:
+    cos, sin = rope_tables(torch.tensor([5, 0]), inverse_frequencies(SMALL))
+    assert cos.shape == sin.shape == (2, 1, 4)
+    assert cos.dtype == torch.float32
+    assert torch.equal(cos[1], torch.ones(1, 4))
+    assert torch.equal(sin[1], torch.zeros(1, 4))
+
+
+def test_position_zero_is_left_alone_and_norms_stay() -> None:
+    x = random(3)
+    out = rotated(x, [0, 17, 90000])
+    assert torch.equal(out[0], x[0])
+    torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1))
+    assert (out[1:] - x[1:]).abs().amax() > 0.1
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    q, k = random(2)[:1], random(2)[1:]
+
+    def score(at_q: int, at_k: int) -> Tensor:
+        return (rotated(q, [at_q]) * rotated(k, [at_k])).sum(-1)
+
+    torch.testing.assert_close(score(9, 4), score(105, 100), rtol=0, atol=1e-4)
+    assert (score(9, 4) - score(9, 5)).abs().amax() > 1e-2
+
+
+def test_computed_in_float32_whatever_the_rows_are() -> None:
+    x = random(3).bfloat16()
+    out = rotated(x, [1, 50, 999])
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, rotated(x.float(), [1, 50, 999]).bfloat16())
+
+
+def test_frequencies_without_scaling() -> None:
+    expected = torch.tensor([1.0, 100**-0.25, 0.1, 100**-0.75])
+    torch.testing.assert_close(inverse_frequencies(SMALL), expected)
+    assert inverse_frequencies(SMALL).dtype == torch.float32
+    explicit = replace(SMALL, head_dim=4)
+    torch.testing.assert_close(inverse_frequencies(explicit), torch.tensor([1.0, 0.1]))
+
+
+def llama3(i: int) -> tuple[str, float]:
+    """Band and frequency of channel pair i, as transformers computes llama3 scaling, in floats."""
+    frequency = 500000.0 ** (-2 * i / 128)
+    wavelength = 2 * math.pi / frequency
+    if wavelength < 8192 / 4:
+        return "kept", frequency
+    if wavelength > 8192 / 1:
+        return "divided", frequency / 8
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    return "blended", (1 - smooth) * frequency / 8 + smooth * frequency
+
+
+def test_llama_3_scaling_of_every_pair() -> None:
+    bands = [llama3(i) for i in range(64)]
+    assert [name for name, _ in bands] == ["kept"] * 29 + ["blended"] * 6 + ["divided"] * 29
+    expected = torch.tensor([value for _, value in bands], dtype=torch.float64).float()
+    torch.testing.assert_close(inverse_frequencies(LLAMA31), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("pair", "frequency"),
+    [
+        (0, 1.0),
+        (28, 3.211446e-03),  # wavelength 1956.5, below 8192 / 4: kept
+        (29, 2.166571e-03),  # wavelength 2401.74: 2.616099e-03 * (0.803621 + 0.196379 / 8)
+        (34, 1.785078e-04),  # wavelength 6695.11: 9.384739e-04 * (0.074527 + 0.925473 / 8)
+        (35, 9.556212e-05),  # wavelength 8218.7, above 8192: 7.644970e-04 / 8
+        (63, 3.068926e-07),  # 2.455141e-06 / 8
+    ],
+)
+def test_llama_3_numbers(pair: int, frequency: float) -> None:
+    assert inverse_frequencies(LLAMA31)[pair].item() == pytest.approx(frequency, rel=1e-4)
+
+
+def test_a_factor_of_one_is_off() -> None:
+    off = replace(LLAMA31, rope_scaling=RopeScaling(factor=1.0))
+    expected = torch.tensor([500000.0 ** (-i / 64) for i in range(64)], dtype=torch.float64)
+    torch.testing.assert_close(inverse_frequencies(off), expected.float(), rtol=1e-6, atol=0)
