@@ -7,13 +7,27 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from wlb.corpus import TokenStoreWriter
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec, Schedule, apply, check
 from wlb.train import start
 
-WORDS = "the a rank plan waits for long short documents balance of work in every step and".split()
+WORDS = (
+    "the",
+    "a",
+    "rank",
+    "plan",
+    "waits",
+    "for",
+    "long",
+    "short",
+    "documents",
+    "balance",
+    "work",
+)
 
 
 def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
@@ -24,6 +38,15 @@ def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
         num_words = int(draw.lognormvariate(3.5, 1.0)) + 1
         (folder / f"{i:03d}.txt").write_text(" ".join(draw.choices(WORDS, k=num_words)), "utf-8")
     return folder
+
+
+def write_store(prefix: Path, lengths: list[int]) -> str:
+    """A token store of documents of these lengths, of a vocabulary of 320."""
+    draw = np.random.default_rng(0)
+    with TokenStoreWriter(prefix, vocab_size=320) as writer:
+        for length in lengths:
+            writer.add(draw.integers(0, 320, length))
+    return str(prefix)
 
 
 def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:

@@ -2,24 +2,26 @@
 
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
-from tests.train.case import Run, relaid, small_spec, train, write_corpus
-from wlb.corpus import TokenStore, TokenStoreWriter
+from tests.train.case import Run, relaid, small_spec, train, write_corpus, write_store
+from wlb.corpus import TokenStore
 from wlb.parallel import mesh
-from wlb.parallel.launch import RankFailure, run_local
+from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.spec import RunSpec
+from wlb.train import start
 from wlb.train.loop import Job, Trainer
+from wlb.train.reduce import PlanMismatch
 
 pytestmark = pytest.mark.dist
 
@@ -57,9 +59,11 @@ def test_a_run_learns_and_leaves_metrics_and_a_checkpoint(
     assert "1 rank in this process (not started by torchrun or Slurm) for TP 1 x CP 1" in said
     assert "corpus: 52 documents, " in said
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3, 4, 5, 6]
-    assert [line["kind"] for line in run.lines] == ["evaluation", *["step"] * 6, "evaluation"]
-    # An untrained model is as good as a guess among the 320 tokens; then it learns.
-    assert run.losses[0] == pytest.approx(math.log(320), abs=0.1)
+    kinds = ["start", "evaluation", *["step"] * 6, "evaluation"]
+    assert [line["kind"] for line in run.lines] == kinds
+    assert run.lines[0]["resumed_from"] is None
+    # An untrained model is about as good as a guess among the 301 tokens; then it learns.
+    assert run.losses[0] == pytest.approx(math.log(301), abs=0.1)
     assert run.losses[-1] < run.losses[0] - 1.0
     (_, before), (_, after) = run.evaluations
     assert after < before - 1.0
@@ -106,6 +110,7 @@ def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
     shutil.copytree(run.folder / "checkpoints" / "step-00000003", target)
     again, said = train(relaid(spec, layout), resume=True)
     assert f"going on from {target}" in said
+    assert again.lines[0] == {"kind": "start", "resumed_from": str(target)}
     assert [line["steps_done"] for line in again.steps] == [4, 5, 6]
     return again
 
@@ -134,15 +139,6 @@ def test_resuming_on_another_layout_goes_on_the_same_way(
     assert again.losses == pytest.approx(before.losses[3:], rel=1e-4)
     tokens = [line["measured"]["num_tokens"] for line in again.steps]
     assert tokens == [line["measured"]["num_tokens"] for line in before.steps[3:]]
-
-
-def write_store(prefix: Path, lengths: list[int]) -> str:
-    """A token store of documents of these lengths, and none held out."""
-    draw = np.random.default_rng(0)
-    with TokenStoreWriter(prefix, vocab_size=320) as writer:
-        for length in lengths:
-            writer.add(draw.integers(0, 320, length))
-    return str(prefix)
 
 
 def store_spec(folder: Path, lengths: list[int], *, window: int, **sections: Any) -> RunSpec:
@@ -179,7 +175,9 @@ def test_the_end_of_data_flushes_every_token(
 @pytest.mark.parametrize("layout", ["one", "cp2-pp2", "tp2-pp2-v2"])
 def test_fewer_documents_than_micro_batches(tmp_path: Path, layout: str) -> None:
     """Three documents in four micro-batches: one stays empty, and every layout agrees."""
-    spec = store_spec(tmp_path, [30, 20, 7], window=32, eval={"steps": 0})
+    spec = store_spec(
+        tmp_path, [30, 20, 7], window=32, packing={"queue_thresholds": []}, eval={"steps": 0}
+    )
     run, _ = train(relaid(spec, layout))
     assert [line["measured"]["num_documents"] for line in run.steps] == [3]
     assert [line["measured"]["num_targets"] for line in run.steps] == [57 - 3]
@@ -192,12 +190,13 @@ def test_a_step_without_a_label_moves_nothing_and_the_run_goes_on(
 ) -> None:
     """Documents of one token have no label; those of a whole window wait for three others.
 
-    So the steps before the fourth of these have nothing to learn from.
+    So only the step that releases all four of these has something to learn from.
     """
     spec = store_spec(
         tmp_path,
         [1] * 40 + [4] * 4,
         window=4,
+        run={"seed": 1},
         packing={"queue_thresholds": [1.0]},
         checkpoint={"interval": 1, "keep": 9},
         eval={"steps": 0},
@@ -213,8 +212,130 @@ def test_a_step_without_a_label_moves_nothing_and_the_run_goes_on(
         assert line["steps_done"] == done
         assert (line["measured"]["loss"] is None) == (count == 0)
         assert (line["measured"]["grad_norm"] is None) == (count == 0)
-    # The last checkpoint knows that everything was executed, with or without a label.
-    assert run.checkpoints[-1] == f"step-{done:08d}"
-    assert run.state(done).exhausted
-    assert not run.state(done).ready
-    assert run.state(done).next_step == len(targets)
+    # Only steps with a label are counted towards an interval, and the last checkpoint knows of
+    # the step without one that came after them.
+    assert targets[-1] == 0
+    assert run.checkpoints == ["step-00000001"]
+    assert run.state(1).next_step == len(targets)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_evaluations_and_checkpoints_come_at_their_intervals(
+    corpus: Path, tmp_path: Path, interval: int
+) -> None:
+    spec = small_spec(
+        tmp_path,
+        corpus,
+        training={"steps": 5},
+        eval={"interval": 2},
+        checkpoint={"interval": interval, "keep": 3},
+    )
+    run, _ = train(spec)
+    assert [step for step, _ in run.evaluations] == [0, 2, 4, 5]
+    kept = {1: [3, 4, 5], 2: [2, 4, 5]}[interval]
+    assert run.checkpoints == [f"step-{step:08d}" for step in kept]
+    assert [run.state(step).next_step for step in kept] == kept
+    kinds = "".join(line["kind"][0] for line in run.lines[1:])
+    assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "e"
+
+
+def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -> None:
+    spec = small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0})
+    first, said = train(spec)
+    assert "older run" not in said
+    note = first.folder / "note.txt"
+    note.write_text("mine")
+    for number in (1, 2):
+        run, said = train(spec)
+        aside = first.folder.with_name(f"small.{number}")
+        assert f"an older run of this name is now {aside}" in said
+        assert len(run.steps) == 1
+    assert (tmp_path / "runs" / "small.1" / "note.txt").read_text() == "mine"
+    assert not note.exists()
+
+
+def test_resuming_without_a_checkpoint_is_refused(corpus: Path, tmp_path: Path) -> None:
+    spec = small_spec(tmp_path, corpus)
+    folder = tmp_path / "runs" / "small" / "checkpoints"
+    with pytest.raises(ValueError, match=f"--resume: no checkpoint in {folder}; start without"):
+        train(spec, resume=True)
+    (folder / "partial-00000004").mkdir(parents=True)  # a crash while saving
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        train(spec, resume=True)
+    assert not (folder.parent / "metrics.jsonl").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
+    spec = small_spec(
+        tmp_path,
+        corpus,
+        training={"learning_rate": 1e30, "warmup_steps": 0, "clip_norm": 0.0},
+        checkpoint={"interval": 1},
+    )
+    with pytest.raises(
+        FloatingPointError, match=r"step [12]: loss .*nan.*Lower training.learning_rate"
+    ):
+        train(spec)
+    run = Run(spec)
+    assert 1 <= len(run.steps) <= 2
+    assert all(math.isfinite(loss) for loss in run.losses)
+    assert not dist.is_initialized()
+
+
+def on_separate_nodes(world: World, job: Job, epochs: int, seed: int) -> str:
+    """A trainer on a rank that plans for itself, as a node does; rank 1 has other settings."""
+    world = replace(world, local_rank=0, local_world_size=1, node_rank=world.rank)
+    if world.rank == 1:
+        spec = job.spec
+        spec = replace(
+            spec,
+            data=replace(spec.data, epochs=epochs),
+            run=replace(spec.run, seed=seed),
+        )
+        job = replace(job, spec=spec)
+    mesh.init(world, torch.device("cpu"), timeout_s=60.0)
+    layout = build_mesh(job.spec.parallel, torch.device("cpu"))
+    trainer = Trainer(job, world, layout)
+    try:
+        trainer.run()
+    except PlanMismatch as error:
+        return f"after {trainer.steps_done} steps: {error}"
+    finally:
+        mesh.shutdown()
+    return f"{trainer.steps_done} steps"
+
+
+def separate(corpus: Path, folder: Path, *, epochs: int = 0, seed: int = 0) -> list[str]:
+    spec = small_spec(folder, corpus, parallel={"dp": 2}, training={"steps": 9}, eval={"steps": 0})
+    stores = start.open_stores(spec, Console(file=StringIO()))
+    job = Job(
+        spec=start.ready(spec, stores, 2),
+        train_store=stores.train,
+        heldout_store="",
+        resume=None,
+        title="separate",
+        started_s=0.0,
+    )
+    return run_local(on_separate_nodes, 2, job, epochs, seed, timeout_s=60.0)
+
+
+def test_nodes_that_plan_alike_train_together(corpus: Path, tmp_path: Path) -> None:
+    assert separate(corpus, tmp_path) == ["9 steps", "9 steps"]
+
+
+def test_nodes_that_plan_differently_stop_before_the_first_step(
+    corpus: Path, tmp_path: Path
+) -> None:
+    for rank, message in enumerate(separate(corpus, tmp_path, seed=1)):
+        assert message.startswith("after 0 steps: ranks planned the packing of the coming steps")
+        assert f"(step 0, 1; digest on rank {rank}: " in message
+    assert Run(small_spec(tmp_path, corpus)).steps == []
+
+
+def test_nodes_whose_plans_part_later_stop_two_steps_before(corpus: Path, tmp_path: Path) -> None:
+    """Rank 1 takes its data once and flushes its queues in step 5, rank 0 goes on."""
+    for message in separate(corpus, tmp_path, epochs=1):
+        assert message.startswith("after 3 steps: ranks planned the packing of the coming steps")
+        assert "(step 5;" in message
+    run = Run(small_spec(tmp_path, corpus))
+    assert [line["steps_done"] for line in run.steps] == [1, 2, 3]

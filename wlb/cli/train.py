@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         start.train(spec, resume=options.resume, console=screen)
-    except RankFailure as failure:
+    except (RankFailure, FloatingPointError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     return 0

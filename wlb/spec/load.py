@@ -51,7 +51,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _value(text: str, *, is_text: bool) -> Any:
-    """A TOML value, or the bare text where it is not one or the key takes text (no quotes needed)."""
+    """A TOML value; the bare text where it is not one, or where the key takes text."""
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

@@ -8,6 +8,7 @@ from wlb.parallel import mesh as meshes
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.planner import open_planner
 from wlb.spec import RunSpec
+from wlb.train.refuse import refuse_early
 from wlb.train.start import open_stores, ready
 
 GIB = 2**30
@@ -19,6 +20,7 @@ def show(spec: RunSpec, console: Console) -> None:
     choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
+    refuse_early(spec, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=None)
     console.print(f"{choice.kind}: {choice.reason}")
     console.print(f"corpus: {stores.note}")
     console.print(_layout(spec))

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from wlb.corpus import GlobalBatches, TokenStore, prepare, text_documents
+from wlb.corpus import TokenStore, prepare, text_documents
 from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
 from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.loop import Job, run_rank
+from wlb.train.refuse import refuse_early
 
 Progress = Callable[[str, float], None]
 
@@ -82,7 +83,6 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
             f"model.vocab_size = {stores.vocab_size} is smaller than the {store.vocab_size} "
             f"entries of the store {stores.train}; raise it or set it to 0"
         )
-    GlobalBatches(store, tokens_per_batch=1, seed=0)  # refuses an empty corpus
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
 
 
@@ -163,11 +163,15 @@ def _job(
         f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
         f"micro-batches of about {filled.data.context_window} tokens"
     )
+    saved = checkpoint.latest(directory / "checkpoints") if resume else None
+    refuse_early(
+        filled, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=saved
+    )
     return Job(
         spec=filled,
         train_store=stores.train,
         heldout_store=stores.heldout,
-        resume=checkpoint.latest(directory / "checkpoints") if resume else None,
+        resume=saved,
         title=title,
         started_s=started_s,
     )
