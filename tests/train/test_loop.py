@@ -170,6 +170,11 @@ def test_the_end_of_data_flushes_every_token(
     assert len(again.steps) == last
     assert again.evaluations[-1] == again.evaluations[-2]
     assert "0 trained" in capsys.readouterr().out
+    # With another epoch there is.
+    more, _ = train(replace(spec, data=replace(spec.data, epochs=2)), resume=True)
+    added = [line["measured"] for line in more.steps[last:]]
+    assert sum(m["num_tokens"] for m in added) == store.num_tokens
+    assert [m["step"] for m in added] == list(range(last, last + len(added)))
 
 
 @pytest.mark.parametrize("layout", ["one", "cp2-pp2", "tp2-pp2-v2"])
@@ -217,6 +222,21 @@ def test_a_step_without_a_label_moves_nothing_and_the_run_goes_on(
     assert targets[-1] == 0
     assert run.checkpoints == ["step-00000001"]
     assert run.state(1).next_step == len(targets)
+
+
+def test_a_constant_loss_divisor_scales_gradients_and_not_the_loss(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """N * C = 4 * 128 instead of the step's labels; the loss shown is a mean per label anyway."""
+    first: list[dict[str, Any]] = []
+    for name in ("valid_tokens", "constant"):
+        training = {"steps": 1, "loss_normalizer": name}
+        spec = small_spec(tmp_path, corpus, training=training, eval={"steps": 0})
+        first.append(train(spec)[0].steps[0]["measured"])
+    valid, constant = first
+    assert constant["loss"] == pytest.approx(valid["loss"], rel=1e-6)
+    scaled = valid["grad_norm"] * valid["num_targets"] / (4 * 128)
+    assert constant["grad_norm"] == pytest.approx(scaled, rel=1e-5)
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -282,17 +302,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -
     assert not dist.is_initialized()
 
 
-def on_separate_nodes(world: World, job: Job, epochs: int, seed: int) -> str:
-    """A trainer on a rank that plans for itself, as a node does; rank 1 has other settings."""
+def on_separate_nodes(world: World, *jobs: Job) -> str:
+    """A trainer on a rank that plans for itself, as a node does: rank i runs jobs[i]."""
     world = replace(world, local_rank=0, local_world_size=1, node_rank=world.rank)
-    if world.rank == 1:
-        spec = job.spec
-        spec = replace(
-            spec,
-            data=replace(spec.data, epochs=epochs),
-            run=replace(spec.run, seed=seed),
-        )
-        job = replace(job, spec=spec)
+    job = jobs[world.rank]
     mesh.init(world, torch.device("cpu"), timeout_s=60.0)
     layout = build_mesh(job.spec.parallel, torch.device("cpu"))
     trainer = Trainer(job, world, layout)
@@ -305,18 +318,33 @@ def on_separate_nodes(world: World, job: Job, epochs: int, seed: int) -> str:
     return f"{trainer.steps_done} steps"
 
 
-def separate(corpus: Path, folder: Path, *, epochs: int = 0, seed: int = 0) -> list[str]:
-    spec = small_spec(folder, corpus, parallel={"dp": 2}, training={"steps": 9}, eval={"steps": 0})
+def separate(
+    corpus: Path, folder: Path, *, epochs: int = 0, seed: int = 0, heldout: int = 1
+) -> list[str]:
+    """How two nodes end: node 0 with the small run, node 1 with other settings.
+
+    heldout: held-out documents of node 1; node 0 has one of 40 tokens.
+    """
+    spec = small_spec(folder, corpus, parallel={"dp": 2}, training={"steps": 9})
     stores = start.open_stores(spec, Console(file=StringIO()))
     job = Job(
         spec=start.ready(spec, stores, 2),
         train_store=stores.train,
-        heldout_store="",
+        heldout_store=write_store(folder / "heldout-0", [40]),
         resume=None,
         title="separate",
         started_s=0.0,
     )
-    return run_local(on_separate_nodes, 2, job, epochs, seed, timeout_s=60.0)
+    other = replace(
+        job,
+        spec=replace(
+            job.spec,
+            data=replace(job.spec.data, epochs=epochs),
+            run=replace(job.spec.run, seed=seed),
+        ),
+        heldout_store=write_store(folder / "heldout-1", [40] * heldout),
+    )
+    return run_local(on_separate_nodes, 2, job, other, timeout_s=60.0)
 
 
 def test_nodes_that_plan_alike_train_together(corpus: Path, tmp_path: Path) -> None:
@@ -328,8 +356,17 @@ def test_nodes_that_plan_differently_stop_before_the_first_step(
 ) -> None:
     for rank, message in enumerate(separate(corpus, tmp_path, seed=1)):
         assert message.startswith("after 0 steps: ranks planned the packing of the coming steps")
-        assert f"(step 0, 1; digest on rank {rank}: " in message
+        assert "(step 0, 1" in message
+        assert f"; digest on rank {rank}: " in message
     assert Run(small_spec(tmp_path, corpus)).steps == []
+
+
+def test_nodes_with_other_held_out_data_stop_before_they_evaluate(
+    corpus: Path, tmp_path: Path
+) -> None:
+    for message in separate(corpus, tmp_path, heldout=2):
+        assert message.startswith("after 0 steps: ranks planned the packing of the coming steps")
+    assert Run(small_spec(tmp_path, corpus)).evaluations == []
 
 
 def test_nodes_whose_plans_part_later_stop_two_steps_before(corpus: Path, tmp_path: Path) -> None:

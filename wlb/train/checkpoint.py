@@ -7,6 +7,7 @@ It is written under another name and renamed when complete, so a crash never lea
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def latest(directory: Path) -> Path:
 
 
 def planner_state(checkpoint: Path) -> PlannerState:
-    return PlannerState.from_json(json.loads((checkpoint / "planner.json").read_text("utf-8")))
+    """Where planning goes on; data that had ended is asked again, as epochs may be more now."""
+    text = (checkpoint / "planner.json").read_text("utf-8")
+    return replace(PlannerState.from_json(json.loads(text)), exhausted=False)
 
 
 def save(

@@ -1,0 +1,323 @@
+"""`wlb train`: help, bad input, dry run, and being started in every way."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from tests.train.case import write_corpus, write_store
+from wlb.cli import main
+from wlb.parallel import mesh
+from wlb.spec import RunSpec, list_keys
+from wlb.train import start
+
+SPEC = """
+[run]
+name = "tiny"
+output_dir = "{folder}/runs"
+device = "cpu"
+
+[model]
+hidden_size = 32
+num_layers = 4
+num_heads = 4
+num_kv_heads = 2
+ffn_hidden_size = 64
+
+[data]
+corpus = "{folder}/corpus"
+cache_dir = "{folder}/stores"
+bpe_vocab_size = 320
+context_window = 64
+num_micro_batches = 2
+
+[training]
+steps = 2
+warmup_steps = 1
+learning_rate = 1e-2
+
+[eval]
+steps = 1
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A single rank runs in this process; two threads on busy cores would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A TOML file whose corpus is 30 small texts."""
+    write_corpus(tmp_path / "corpus", num_files=30)
+    path = tmp_path / "tiny.toml"
+    path.write_text(SPEC.format(folder=tmp_path), "utf-8")
+    return path
+
+
+@pytest.fixture
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a rank, or a process group, fails the test."""
+
+    def started(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a rank was started")
+
+    for owner, name in ((start, "run_local"), (start, "run_rank"), (mesh, "init")):
+        monkeypatch.setattr(owner, name, started)
+
+
+def test_help_lists_every_key_with_its_default_and_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  data.context_window = 4096 tokens  (int)" in lines
+    assert "  training.timeout_s = 600.0 s  (float)" in lines
+    assert (
+        "  pp.schedule = 'interleaved_1f1b'  (1f1b|interleaved_1f1b|interleaved_zero_bubble)"
+        in (lines)
+    )
+    at = -1
+    for key in list_keys(RunSpec):
+        (here,) = (i for i, line in enumerate(lines) if line.startswith(f"  {key.name} = "))
+        assert here > at  # in the order of the sections
+        at = here
+        assert lines[here].startswith(f"  {key.name} = {key.default} {key.unit}".rstrip())
+        assert lines[here + 1] == f"      {key.doc}"
+        assert key.doc
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that `wlb train` ends with for bad input."""
+    capsys.readouterr()
+    assert main(["train", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("wlb train: ")
+    assert said.err.count("\n") == 1
+    assert said.err.endswith("\n")
+    assert "Traceback" not in said.out + said.err
+    return said.err.removeprefix("wlb train: ").rstrip("\n")
+
+
+# --set, the value that the message names, the remedy.
+BAD_INPUT = [
+    (["training.stesp=3"], "unknown key 'training.stesp'", "did you mean 'training.steps'?"),
+    (["training.steps=many"], "training.steps must be int, got 'many'", ""),
+    (["training.steps"], "'training.steps'", "write section.key=value"),
+    (["parallel.tp=4"], "parallel.tp = 4 is more than model.num_kv_heads = 2", "at most 2"),
+    (["parallel.pp=3"], "model.num_layers = 4 is not a multiple of pp 3", "stages"),
+    (
+        ["parallel.dp=2", "data.num_micro_batches=3"],
+        "3 micro-batches a step are not a multiple of parallel.dp = 2",
+        "set data.num_micro_batches to a multiple of 2",
+    ),
+    (["data.corpus={folder}/empty"], "no UTF-8 text in {folder}/empty", "give a folder with"),
+    (["data.corpus={folder}/none"], '"{folder}/none" is not a folder', "give a folder of"),
+    (["data.store={folder}/none"], "no token store at {folder}/none", "wlb prepare"),
+    (
+        ["data.store={folder}/store", "data.heldout_store={folder}/none"],
+        "no token store at {folder}/none",
+        "wlb prepare",
+    ),
+    (
+        ["data.store={folder}/store", "model.vocab_size=319"],
+        "model.vocab_size = 319 is smaller than the 320 entries of the store {folder}/store",
+        "raise it or set it to 0",
+    ),
+    (
+        ["data.store={folder}/store", "data.long_documents=refuse"],
+        "document 1 of the store {folder}/store has 70 tokens",
+        "use data.long_documents = split",
+    ),
+    (["data.store={folder}/ones"], "the store {folder}/ones has one token", "use another"),
+    (["cost.profile=h200"], "no kernel profile 'h200'", "shipped: cpu, h100"),
+    (
+        ["kernels.attention=torch_varlen"],
+        "kernels.attention = torch_varlen",
+        "set kernels.attention = auto",
+    ),
+]
+
+
+@pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize(
+    ("overrides", "value", "remedy"),
+    BAD_INPUT,
+    ids=[", ".join(row[0]).replace("{folder}/", "") for row in BAD_INPUT],
+)
+def test_bad_input_is_refused_in_a_line_before_any_rank_starts(
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    value: str,
+    remedy: str,
+) -> None:
+    folder = tiny.parent
+    (folder / "empty").mkdir()
+    write_store(folder / "store", [30, 70, 50])
+    write_store(folder / "ones", [1] * 40)
+    layout = [] if any(o.startswith("parallel.") for o in overrides) else ["parallel.dp=2"]
+    given = [o.format(folder=folder) for o in overrides]
+    message = refused([str(tiny), "--set", *layout, *given], capsys)
+    assert value.format(folder=folder) in message
+    assert remedy in message
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.usefixtures("_no_ranks")
+def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(["deom"], capsys)
+    assert "'deom' is neither a preset (" in message
+    assert "demo" in message
+
+
+@pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "expected"),
+    [
+        (
+            2,
+            ["parallel.tp=2", "parallel.pp=2"],
+            "too few ranks: tp 2 x cp 1 x pp 2 needs 4 ranks a pipeline, 2 are there; start more",
+        ),
+        (3, ["parallel.tp=2"], "3 ranks are not a multiple of tp 2 x cp 1 x pp 1 = 2"),
+        (2, ["parallel.dp=1"], "parallel.dp = 1 needs 1 ranks, 2 are there; set parallel.dp = 2"),
+    ],
+)
+def test_ranks_of_torchrun_that_do_not_fit_are_refused(
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    overrides: list[str],
+    expected: str,
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29555",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert expected in refused([str(tiny), "--set", *overrides], capsys)
+
+
+@pytest.mark.usefixtures("_no_ranks")
+def test_a_dry_run_shows_layout_memory_and_the_first_plan(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["parallel.tp=2", "parallel.pp=2", "pp.virtual_stages=2", "parallel.dp=1"]
+    assert main(["train", str(tiny), "--dry-run", "--set", *layout]) == 0
+    shown = capsys.readouterr().out
+    assert "Layout" in shown
+    # Pipeline rank 1 has stages 1 and 3, a layer each, and is ranks 2 and 3.
+    row = next(line for line in shown.splitlines() if "1, 3" in line)
+    assert " ".join(row.split()) == "│ 1 │ 1, 3 │ 1, 3 │ 2-3 │"
+    assert "Memory of the fullest rank" in shown
+    assert "total" in shown
+    assert "First plan, pipeline 0" in shown
+    assert "step 0: " in shown
+    assert "imbalance" in shown
+    assert not (tiny.parent / "runs").exists()
+
+
+@pytest.mark.usefixtures("_no_ranks")
+def test_a_dry_run_refuses_what_a_run_refuses(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_store(tiny.parent / "store", [30, 70, 50])
+    stores = [f"data.store={tiny.parent}/store", f"data.heldout_store={tiny.parent}/none"]
+    assert "no token store" in refused([str(tiny), "--dry-run", "--set", *stores], capsys)
+
+
+@pytest.mark.dist
+def test_resuming_with_another_model_or_seed_is_refused(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"data.store={write_store(tiny.parent / 'store', [30, 70, 50] * 5)}"
+    assert main(["train", str(tiny), "--set", store]) == 0
+    monkeypatch.setattr(start, "run_rank", None)
+    again = [str(tiny), "--resume", "--set", store]
+    message = refused([*again, "model.hidden_size=64"], capsys)
+    assert "step-00000002 has model.hidden_size = 32, this run 64" in message
+    assert "has seed = 0, this run has 5" in refused([*again, "run.seed=5"], capsys)
+    metrics = (tiny.parent / "runs" / "tiny" / "metrics.jsonl").read_text("utf-8")
+    assert metrics.count('"kind": "step"') == 2
+
+
+@pytest.mark.dist
+def test_a_loss_that_is_not_finite_ends_with_one_line(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wild = ["training.learning_rate=1e30", "training.clip_norm=0", "training.steps=9"]
+    assert main(["train", str(tiny), "--set", *wild]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("wlb train: step ")
+    assert message.count("\n") == 1
+    assert "Lower training.learning_rate" in message
+
+
+def called(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_both_modules_can_be_run() -> None:
+    short, long = called("-m", "wlb.train", "--help"), called("-m", "wlb", "train", "--help")
+    assert short.returncode == long.returncode == 0
+    assert short.stdout == long.stdout
+    assert short.stdout.startswith("usage: wlb train ")
+    whole = called("-m", "wlb", "--help")
+    assert whole.returncode == 0
+    assert "train a preset or a TOML file" in whole.stdout
+    assert called("-m", "wlb").returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_torchrun_gives_the_ranks(tiny: Path) -> None:
+    """As on a cluster: torchrun starts the ranks, rank 0 makes the store, all of them train."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = called(
+        *torchrun,
+        *["-m", "wlb", "train", str(tiny), "--set", "parallel.tp=2"],
+        env=mesh.environment(OMP_NUM_THREADS="1"),
+        timeout=120,
+    )
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert out.stdout.count("2 ranks given by torchrun for TP 2 x CP 1 x PP 1 x DP 1") == 1
+    assert out.stdout.count("Summary") == 1
+    text = (tiny.parent / "runs" / "tiny" / "metrics.jsonl").read_text("utf-8")
+    steps = [json.loads(line) for line in text.splitlines()]
+    assert [line["steps_done"] for line in steps if line["kind"] == "step"] == [1, 2]
+    assert (tiny.parent / "runs" / "tiny" / "checkpoints" / "step-00000002").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
+    """Rank 0 finds out alone that the store is too large; no rank waits for the others."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = called(
+        *torchrun,
+        *["-m", "wlb", "train", str(tiny), "--set", "parallel.tp=2", "model.vocab_size=100"],
+        env=mesh.environment(OMP_NUM_THREADS="1"),
+        timeout=120,
+    )
+    assert out.returncode != 0
+    assert "wlb train: model.vocab_size = 100 is smaller than the" in out.stderr
+    assert not (tiny.parent / "runs").exists()

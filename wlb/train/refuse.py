@@ -1,0 +1,66 @@
+"""What ranks and their planners would refuse, refused before one starts: with the same messages.
+
+Opening the planners reads the stores' lengths and the kernel profile; a resumed run's next step is
+planned once, which refuses a planner state of another corpus or seed.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from wlb.corpus import TokenStore
+from wlb.kernels import select_backend
+from wlb.parallel.build import compute_dtype
+from wlb.planner import open_heldout_planner, open_planner
+from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
+from wlb.train import checkpoint
+
+_SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "ffn_hidden_size",
+)
+
+
+def refuse_early(
+    spec: RunSpec, *, train: str, heldout: str, device: str, resume: Path | None
+) -> None:
+    """ValueError for a run of `spec` on stores `train` and `heldout` that could not go far."""
+    select_backend(spec.kernels.attention, device=torch.device(device), dtype=compute_dtype(spec))
+    planner = open_planner(spec, train, device)
+    store = TokenStore(train)
+    longest = int(store.lengths.max())
+    if longest == 1:
+        raise ValueError(
+            f"every document of the store {train} has one token, so there is nothing to predict; "
+            f"use another data.store or data.corpus"
+        )
+    window = spec.data.context_window
+    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
+        raise ValueError(
+            f"document {int(store.lengths.argmax())} of the store {train} has {longest} tokens, "
+            f"more than data.context_window = {window}; use data.long_documents = split or a "
+            f"larger window"
+        )
+    if spec.eval.steps and heldout:
+        open_heldout_planner(spec, heldout, device)
+    if resume is not None:
+        _same_shapes(spec.model, resume)
+        planner.next(checkpoint.planner_state(resume))
+
+
+def _same_shapes(model: ModelSpec, resume: Path) -> None:
+    saved = json.loads((resume / "run.json").read_text("utf-8"))["spec"]["model"]
+    theirs = apply(ModelSpec(), saved, source=str(resume))
+    for name in _SHAPES:
+        if getattr(theirs, name) != getattr(model, name):
+            raise ValueError(
+                f"--resume: {resume} has model.{name} = {getattr(theirs, name)}, this run "
+                f"{getattr(model, name)}; go on with the model of the checkpoint, or start a new "
+                f"run"
+            )
