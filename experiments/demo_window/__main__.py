@@ -7,12 +7,13 @@ and the best settings of Algorithm 1, as predicted by the CPU profile. Trains no
 
 import argparse
 from itertools import islice
+from pathlib import Path
 
 from wlb.plan import StepMetrics
 from wlb.planner import open_planner
 from wlb.spec import load
 
-STORE = "runs/stores/stdlib-bpe4096-train"
+STORE = str(next(Path("runs/stores").glob("stdlib-bpe4096-*-train.bin")).with_suffix(""))
 THRESHOLDS = ([0.2, 0.63], [0.3, 0.7], [0.4, 0.8], [0.5, 0.9])
 
 

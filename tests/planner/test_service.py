@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,3 +131,26 @@ def test_it_ends_quietly_after_its_last_client(capfd: pytest.CaptureFixture[str]
         assert made._process.wait(30) == 0
         assert not Path(made.address.path).parent.exists()
     assert capfd.readouterr().err == ""
+
+
+ORPHAN = """
+import os
+from tests.planner.test_service import planner_without_torch
+from wlb.planner.service import PlannerProcess
+
+made = PlannerProcess(planner_without_torch, (), state=None, ahead=3, num_clients=2)
+print(made._process.pid, made.address.path, flush=True)
+os._exit(0)
+"""
+
+
+def test_it_ends_when_its_parent_dies_before_anyone_connects() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True
+    )
+    pid, path = done.stdout.split()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(path).parent.exists()

@@ -153,7 +153,7 @@ def test_the_end_of_data_flushes_every_token(
 ) -> None:
     spec = small_spec(tmp_path, corpus, data={"epochs": 1}, training={"steps": 100})
     run, _ = train(spec)
-    store = TokenStore(str(corpus.parent / "stores" / "corpus-bpe320-train"))
+    store = TokenStore(start.open_stores(spec, Console(file=StringIO())).train)
     measured = [line["measured"] for line in run.steps]
     assert len(measured) < 20
     assert sum(m["num_tokens"] for m in measured) == store.num_tokens

@@ -11,12 +11,15 @@ Run by `start` as `python -m wlb.planner.service`; what it is told comes as a pi
 input, from the parent process only.
 """
 
+import os
 import pickle
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ from typing import Any
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 
+_WATCH_S = 1.0
 _DIED = "the planner process of this node has died; its own output, above, says why"
 
 
@@ -233,6 +237,8 @@ class _Server:
 
 def _main() -> None:
     job: Job = pickle.load(sys.stdin.buffer)
+    watch = threading.Thread(target=_end_with, args=(os.getppid(), job.address), daemon=True)
+    watch.start()
     with Listener(job.address.path, authkey=job.address.key) as listener:
         sys.stdout.write("listening\n")
         sys.stdout.flush()
@@ -244,6 +250,14 @@ def _main() -> None:
         except Exception:
             _report(job, listener, server, traceback.format_exc())
     shutil.rmtree(Path(job.address.path).parent, ignore_errors=True)
+
+
+def _end_with(parent: int, address: Address) -> None:
+    """End when the rank that started this process is gone: nobody may connect any more."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    shutil.rmtree(Path(address.path).parent, ignore_errors=True)
+    os._exit(1)
 
 
 def _report(job: Job, listener: Listener, server: _Server | None, text: str) -> None:

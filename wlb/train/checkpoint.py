@@ -77,8 +77,11 @@ def save(
     if is_writer:
         _write(partial / "planner.json", state.to_json())
         _write(partial / "run.json", {"step": step, "spec": spec.to_dict()})
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = directory / f"replaced-{step:08d}"
+        if final.exists():
+            final.rename(replaced)
         partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in complete(directory)[: -spec.checkpoint.keep]:
             shutil.rmtree(old)
     dist.barrier()

@@ -6,7 +6,6 @@ before a rank computes.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +16,14 @@ from wlb.corpus import TokenStore, prepare, text_documents
 from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
+from wlb.plan import digest
 from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.loop import Job, run_rank
 from wlb.train.refuse import refuse_early
 
-Progress = Callable[[str, float], None]
+SPLIT_SEED = 0
+"""Which documents are held out does not follow run.seed: runs of several seeds share them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,14 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
             vocab_size=vocab,
             note=f"{store.num_documents:,} documents, {store.num_tokens:,} tokens",
         )
-    name = spec.data.corpus if spec.data.corpus == "stdlib" else Path(spec.data.corpus).name
-    prefix = Path(spec.data.cache_dir) / f"{name}-bpe{spec.data.bpe_vocab_size}"
+    prefix = _store_prefix(spec)
     with console.status(f"token store of {spec.data.corpus}") as status:
         made = prepare(
             text_documents(spec.data.corpus),
             prefix,
             vocab_size=spec.data.bpe_vocab_size,
             heldout_fraction=spec.data.heldout_fraction,
-            seed=spec.run.seed,
+            seed=SPLIT_SEED,
             progress=lambda done, total: status.update(
                 f"token store of {spec.data.corpus}: {done} of {total} documents"
             ),
@@ -72,6 +72,16 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
     vocab = spec.model.vocab_size or made.vocab_size
     heldout = made.heldout if made.num_heldout_documents else ""
     return Stores(train=made.train, heldout=heldout, vocab_size=vocab, note=note)
+
+
+def _store_prefix(spec: RunSpec) -> Path:
+    """Where the store of data.corpus lies: one for each corpus, vocabulary and held-out share."""
+    data = spec.data
+    is_builtin = data.corpus == "stdlib"
+    corpus = data.corpus if is_builtin else str(Path(data.corpus).resolve())
+    mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
+    name = corpus if is_builtin else Path(corpus).name
+    return Path(data.cache_dir) / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
 
 
 def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
