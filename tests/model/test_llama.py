@@ -234,7 +234,7 @@ NAME = "model.layers.2.self_attn.q_proj.weight"
 def start(
     name: str = NAME, shape: tuple[int, ...] = (64, 96), spec: ModelSpec = SPEC, seed: int = 0
 ) -> Tensor:
-    return initial_weight(name, torch.Size(shape), spec, seed=seed, device="cpu")
+    return initial_weight(name, torch.Size(shape), spec, seed=seed)
 
 
 def test_initial_weights_are_a_function_of_name_and_seed() -> None:
@@ -279,6 +279,6 @@ def test_norms_start_at_one() -> None:
 def test_the_reference_holds_these_weights() -> None:
     model = build_reference(SPEC, seed=7)
     for name, parameter in model.named_parameters():
-        expected = initial_weight(name, parameter.shape, SPEC, seed=7, device="cpu")
+        expected = initial_weight(name, parameter.shape, SPEC, seed=7)
         assert torch.equal(parameter, expected), name
     assert next(build_reference(SPEC, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16

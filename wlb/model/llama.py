@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wlb.model.loss import WHOLE, Vocabulary, head_loss
 from wlb.model.rope import rotate
+from wlb.plan import digest
 from wlb.spec import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -160,31 +161,20 @@ class Llama(nn.Module):
         return loss * rows.loss_scale
 
 
-def initial_weight(
-    name: str, shape: torch.Size, spec: ModelSpec, *, seed: int, device: torch.device | str
-) -> Tensor:
-    """The whole initial value of a parameter, float32: a function of its name and the seed only.
+def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) -> Tensor:
+    """The whole initial value of a parameter, float32, on the CPU.
 
-    So every layout starts from the same model. Matrices are normal with spec.init_std, those that
-    end a residual branch scaled by 1 / sqrt(2 * num_layers) (GPT-2); norms are one.
+    A function of its name and the seed only, so that every layout, and every kind of device, starts
+    from the same model (a GPU's generator would give other numbers). Matrices are normal with
+    spec.init_std, those that end a residual branch scaled by 1 / sqrt(2 * num_layers) (GPT-2);
+    norms are one.
     """
     if len(shape) == 1:
-        return torch.ones(shape, device=device)
-    generator = torch.Generator(device=device)
-    generator.manual_seed(_name_seed(name, seed))
-    scale = (
-        (2 * spec.num_layers) ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight"))
-        else 1.0
-    )
-    out = torch.empty(shape, device=device)
-    return out.normal_(0.0, spec.init_std * scale, generator=generator)
-
-
-def _name_seed(name: str, seed: int) -> int:
-    from wlb.plan import digest
-
-    return digest(name, seed)
+        return torch.ones(shape)
+    ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
+    scale = (2 * spec.num_layers) ** -0.5 if ends_branch else 1.0
+    generator = torch.Generator().manual_seed(digest(name, seed))
+    return torch.empty(shape).normal_(0.0, spec.init_std * scale, generator=generator)
 
 
 def build_reference(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
@@ -192,5 +182,5 @@ def build_reference(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torc
     model = Llama(spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_weight(name, parameter.shape, spec, seed=seed, device="cpu"))
+            parameter.copy_(initial_weight(name, parameter.shape, spec, seed=seed))
     return model.to(dtype)

@@ -7,7 +7,7 @@ stage is ever materialised unsharded over tp) -> FSDP2 over dp x cp -> pipeline 
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.data import shard_stage
@@ -53,17 +53,12 @@ def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
 
 def _materialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:
     for name, parameter in list(stage.named_parameters()):
-        whole = initial_weight(
-            name, parameter.shape, spec.model, seed=spec.run.seed, device=mesh.device
-        )
-        owner, _, leaf = name.rpartition(".")
-        value: torch.Tensor = whole
+        value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
         if mesh.tp_size > 1:
             how = placement(name)
-            local = whole
             if isinstance(how, Shard):
-                local = whole.chunk(mesh.tp_size, how.dim)[mesh.tp_rank].contiguous()
-            value = DTensor.from_local(
-                local, mesh.tp, [how if isinstance(how, Shard) else Replicate()], run_check=False
-            )
-        setattr(stage.get_submodule(owner), leaf, nn.Parameter(value))
+                value = value.chunk(mesh.tp_size, how.dim)[mesh.tp_rank].contiguous()
+            local = value.to(mesh.device)
+            value = DTensor.from_local(local, mesh.tp, [how], run_check=False)
+        owner, _, leaf = name.rpartition(".")
+        setattr(stage.get_submodule(owner), leaf, nn.Parameter(value.to(mesh.device)))

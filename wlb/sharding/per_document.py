@@ -37,4 +37,5 @@ def per_document(lengths: IntLike, *, cp: int) -> ShardingPlan:
     sizes = base[:, None] + (served < over[:, None])
     # 3. Chunks of all documents, one after the other.
     edges = offsets_of(sizes.ravel())
-    return from_chunks(pieces, edges, np.tile(ranks, pieces.size), cp=cp, strategy=STRATEGY)
+    owners = np.tile(ranks, pieces.size)
+    return from_chunks(pieces, edges, owners, cp=cp, strategy=STRATEGY, is_aligned=True)

@@ -15,6 +15,7 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World
 from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
 from wlb.planner import with_shardings
+from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, RunSpec
 from wlb.train import checkpoint
 from wlb.train.display import Display, console, summary
@@ -24,8 +25,6 @@ from wlb.train.optimizer import Optimizers, learning_rate
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer
 from wlb.train.tally import Tally
-
-STRATEGIES = ("per_sequence", "per_document")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class Trainer:
             )
             state = checkpoint.planner_state(job.resume)
         self.feed = PlanFeed(spec, job.train_store, world, mesh, state)
-        self.reducer = StepReducer(mesh, STRATEGIES)
+        self.reducer = StepReducer(mesh, tuple(STRATEGIES))
         self.evaluator: Evaluator | None = None
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(spec, job.heldout_store, self.executor)
