@@ -3,12 +3,11 @@
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import memory_estimate, workload_for
+from wlb.cost import memory_estimate
 from wlb.parallel import mesh as meshes
 from wlb.plan import PipelinePlan, StepPlan
-from wlb.planner import open_planner
 from wlb.spec import RunSpec
-from wlb.train.refuse import refuse_early
+from wlb.train.refuse import priced_by, refuse_early
 from wlb.train.start import open_stores, ready
 
 GIB = 2**30
@@ -20,16 +19,14 @@ def show(spec: RunSpec, console: Console) -> None:
     choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
-    refuse_early(spec, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=None)
+    planner = refuse_early(
+        spec, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=None
+    )
     console.print(f"{choice.kind}: {choice.reason}")
     console.print(f"corpus: {stores.note}")
     console.print(_layout(spec))
     console.print(_memory(spec))
-    cost = workload_for(spec, choice.kind)
-    console.print(f"cost: kernel profile {cost.profile.name!r}")
-    for note in cost.notes:
-        console.print(f"  {note}")
-    planner = open_planner(spec, stores.train, choice.kind)
+    console.print(priced_by(planner))
     plan = planner.next(planner.start())
     if plan is None:
         raise ValueError("the corpus gives no step; raise data.epochs or use a larger corpus")

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from wlb.corpus import TokenStore
+from wlb.cost import ProfiledWorkload
 from wlb.kernels import select_backend
 from wlb.parallel.build import compute_dtype
-from wlb.planner import open_heldout_planner, open_planner
+from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train import checkpoint
 
@@ -29,8 +30,11 @@ _SHAPES = (
 
 def refuse_early(
     spec: RunSpec, *, train: str, heldout: str, device: str, resume: Path | None
-) -> None:
-    """ValueError for a run of `spec` on stores `train` and `heldout` that could not go far."""
+) -> Planner:
+    """ValueError for a run of `spec` on stores `train` and `heldout` that could not go far.
+
+    Returns the planner it opened, so that a caller can say what plans are priced with.
+    """
     select_backend(spec.kernels.attention, device=torch.device(device), dtype=compute_dtype(spec))
     planner = open_planner(spec, train, device)
     store = TokenStore(train)
@@ -52,6 +56,16 @@ def refuse_early(
     if resume is not None:
         _same_shapes(spec.model, resume)
         planner.next(checkpoint.planner_state(resume))
+    return planner
+
+
+def priced_by(planner: Planner) -> str:
+    """A line for the log: the kernel profile, its origin, and where it does not match the model."""
+    cost = planner.cost
+    assert isinstance(cost, ProfiledWorkload)
+    profile = cost.profile
+    line = f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind})"
+    return "; ".join([line, *cost.notes])
 
 
 def _same_shapes(model: ModelSpec, resume: Path) -> None:

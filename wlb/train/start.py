@@ -20,7 +20,7 @@ from wlb.plan import digest
 from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.loop import Job, run_rank
-from wlb.train.refuse import refuse_early
+from wlb.train.refuse import priced_by, refuse_early
 
 SPLIT_SEED = 0
 """Which documents are held out does not follow run.seed: runs of several seeds share them."""
@@ -109,7 +109,9 @@ def train(spec: RunSpec, *, resume: bool, console: Console) -> None:
     console.print(_why(checked, choice, None))
     stores = open_stores(checked, console)
     console.print(f"corpus: {stores.note}")
-    job = _job(checked, stores, world_size, choice, resume=resume, started_s=started_s)
+    job = _job(
+        checked, stores, world_size, choice, resume=resume, started_s=started_s, console=console
+    )
     claim_directory(job, console)
     if world_size == 1:
         _rank(World(), job, choice.kind)
@@ -133,10 +135,17 @@ def _given_ranks(
         try:
             stores = open_stores(checked, console)
             console.print(f"corpus: {stores.note}")
-            answer = [
-                _job(checked, stores, world.world_size, choice, resume=resume, started_s=started_s)
-            ]
-            claim_directory(answer[0], console)  # pyright: ignore[reportArgumentType]
+            made = _job(
+                checked,
+                stores,
+                world.world_size,
+                choice,
+                resume=resume,
+                started_s=started_s,
+                console=console,
+            )
+            claim_directory(made, console)
+            answer = [made]
         except ValueError as error:
             answer = [str(error)]
     dist.broadcast_object_list(answer, src=0)
@@ -164,6 +173,7 @@ def _job(
     *,
     resume: bool,
     started_s: float,
+    console: Console,
 ) -> Job:
     filled = ready(spec, stores, world_size)
     directory = Path(spec.run.output_dir) / spec.run.name
@@ -174,9 +184,10 @@ def _job(
         f"micro-batches of about {filled.data.context_window} tokens"
     )
     saved = checkpoint.latest(directory / "checkpoints") if resume else None
-    refuse_early(
+    planner = refuse_early(
         filled, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=saved
     )
+    console.print(priced_by(planner))
     return Job(
         spec=filled,
         train_store=stores.train,
