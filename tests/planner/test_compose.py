@@ -69,6 +69,15 @@ def fingerprint(made: Planner, plan: StepPlan) -> tuple[int, ...]:
     return (plan.step, plan.digest(), *shards)
 
 
+def test_a_step_plan_survives_json() -> None:
+    made = planner()
+    plan = next(made.steps())
+    again = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert fingerprint(made, again) == fingerprint(made, plan)
+    assert (again.predicted, again.baseline) == (plan.predicted, plan.baseline)
+    assert fingerprint(made, made.next(again.state)) == fingerprint(made, made.next(plan.state))
+
+
 @pytest.mark.parametrize("policy", ["var_len", "original"])
 def test_a_restart_from_any_state_gives_the_same_plans(policy: str) -> None:
     made = planner(policy=policy)

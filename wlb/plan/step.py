@@ -86,6 +86,30 @@ class StepPlan:
     def digest(self) -> int:
         return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.quantum)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "packing": self.packing.to_json(),
+            "pipelines": self.pipelines.tolist(),
+            "cp": self.cp,
+            "quantum": self.quantum,
+            "predicted": self.predicted.to_json(),
+            "baseline": None if self.baseline is None else self.baseline.to_json(),
+            "state": self.state.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "StepPlan":
+        baseline = data["baseline"]
+        return cls(
+            packing=PackingPlan.from_json(data["packing"]),
+            pipelines=np.array(data["pipelines"], np.int64),
+            cp=data["cp"],
+            quantum=data["quantum"],
+            predicted=StepMetrics.from_json(data["predicted"]),
+            baseline=None if baseline is None else StepMetrics.from_json(baseline),
+            state=PlannerState.from_json(data["state"]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelinePlan:
