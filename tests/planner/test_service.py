@@ -1,19 +1,25 @@
 """The planner process: order, several clients, resuming, the end, failures, and no torch in it."""
 
+import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Client
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.planner.test_compose import planner
+from wlb.corpus import GlobalBatches, LengthSource
+from wlb.cost import FlopsWorkload
+from wlb.packing import PackerOptions, VarLenPacker
 from wlb.plan import PlannerState
 from wlb.planner import Planner
-from wlb.planner.service import PlanClient, PlannerProcess
+from wlb.planner.service import Address, PlanClient, PlannerProcess
 
 
 def broken() -> Planner:
@@ -40,7 +46,7 @@ def process(
 def test_plans_come_in_order_and_end() -> None:
     expected = list(planner().steps())
     with process() as made:
-        client = PlanClient(made.address, 1, ahead=3)
+        client = PlanClient(made.address, 1)
         for plan in expected:
             item = client.next()
             assert item is not None
@@ -53,7 +59,7 @@ def test_plans_come_in_order_and_end() -> None:
 
 def test_peek_looks_ahead_without_taking() -> None:
     with process() as made:
-        client = PlanClient(made.address, 0, ahead=3)
+        client = PlanClient(made.address, 0)
         seen = client.peek(2)
         assert seen is not None
         assert seen[0].step == 1
@@ -63,14 +69,13 @@ def test_peek_looks_ahead_without_taking() -> None:
         client.close()
 
 
-def test_clients_may_be_far_apart() -> None:
-    """A rank that has not asked yet holds nobody up, and still gets every step."""
+def test_every_client_gets_every_step_of_its_pipeline() -> None:
     total = len(list(planner().steps()))
     with process(clients=2) as made:
         made_by: dict[int, list[int]] = {}
 
         def take(pipeline: int) -> None:
-            client = PlanClient(made.address, pipeline, ahead=3)
+            client = PlanClient(made.address, pipeline)
             made_by[pipeline] = []
             while (item := client.next()) is not None:
                 assert item[1].pipeline == pipeline
@@ -88,7 +93,7 @@ def test_clients_may_be_far_apart() -> None:
 def test_it_goes_on_from_a_state() -> None:
     plans = list(planner().steps())
     with process(state=plans[2].state) as made:
-        client = PlanClient(made.address, 0, ahead=3)
+        client = PlanClient(made.address, 0)
         item = client.next()
         assert item is not None
         assert item[0].digest() == plans[3].digest()
@@ -96,16 +101,83 @@ def test_it_goes_on_from_a_state() -> None:
 
 
 def test_a_failure_reaches_every_client_with_its_reason() -> None:
-    with process(broken) as made:
-        client = PlanClient(made.address, 0, ahead=3)
-        with pytest.raises(RuntimeError, match="no such store: /nowhere"):
-            client.next()
+    with process(broken, clients=2) as made:
+        clients = [PlanClient(made.address, d) for d in (0, 1)]
+        for client in clients:
+            with pytest.raises(RuntimeError, match="no such store: /nowhere"):
+                client.next()
+            client.close()
+
+
+def fails_at_step_three() -> Planner:
+    made = planner()
+    source = made.source.next  # type: ignore[attr-defined]
+
+    def fail(state):
+        if state["batch"] == 3:
+            raise ValueError("the store broke")
+        return source(state)
+
+    made.source.next = fail  # type: ignore[attr-defined]
+    return made
+
+
+def test_steps_planned_before_a_failure_still_run() -> None:
+    with process(fails_at_step_three) as made:
+        client = PlanClient(made.address, 0)
+        time.sleep(0.5)  # time enough to plan as far ahead as it may
+        steps = []
+        with pytest.raises(RuntimeError, match="the store broke"):  # noqa: PT012
+            while (item := client.next()) is not None:
+                steps.append(item[0].step)
+        assert steps == [0, 1, 2]
         client.close()
+
+
+def large_planner() -> Planner:
+    """A step's message is about 2 MB, ten times what a socket buffers."""
+    lengths = np.full(200_000, 7)
+    source = GlobalBatches(
+        LengthSource(name="many", lengths=lengths), tokens_per_batch=140_000, seed=0, epochs=1
+    )
+    options = PackerOptions(num_micro_batches=2, context_window=100_000, cost=FlopsWorkload())
+    packer = VarLenPacker(options=options, s_max=200_000, queue_thresholds=())
+    return Planner(source=source, packer=packer, baseline=None, cost=FlopsWorkload())
+
+
+def test_a_client_that_does_not_read_holds_nobody_up() -> None:
+    with process(large_planner, clients=2) as made:
+        quick, slow = (PlanClient(made.address, 0) for _ in range(2))
+        for client in (quick, slow):
+            first = client.next()
+            assert first is not None
+            assert len(pickle.dumps(first)) > 1_000_000
+        taken = 1
+        while quick.next() is not None:
+            taken += 1
+        assert taken == 10
+        assert sum(1 for _ in iter(slow.next, None)) == 9
+        quick.close()
+        slow.close()
+
+
+def test_a_client_that_dies_before_its_first_word_holds_nobody_up() -> None:
+    with process(clients=2) as made:
+        gone = Client(made.address.path, authkey=made.address.key)
+        gone.close()
+        client = PlanClient(made.address, 0)
+        assert client.next() is not None
+        client.close()
+
+
+def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/scratch/" + "x" * 90)
+    assert len(Address.new("a" * 32, 12).path) < 100
 
 
 def test_a_dead_planner_is_named() -> None:
     with process() as made:
-        client = PlanClient(made.address, 0, ahead=2)
+        client = PlanClient(made.address, 0)
         assert client.next() is not None
         made.close()
         with pytest.raises(RuntimeError, match="planner process of this node has died"):
@@ -118,14 +190,14 @@ def test_the_socket_is_private_and_removed() -> None:
         folder = made.address.path.rsplit("/", 1)[0]
         listing = subprocess.run(["ls", "-ld", folder], capture_output=True, text=True, check=True)
         assert listing.stdout.startswith("drwx------")
-        PlanClient(made.address, 0, ahead=2).close()
+        PlanClient(made.address, 0).close()
     gone = subprocess.run(["ls", "-ld", folder], capture_output=True, text=True, check=False)
     assert gone.returncode != 0
 
 
 def test_it_ends_quietly_after_its_last_client(capfd: pytest.CaptureFixture[str]) -> None:
     with process() as made:
-        client = PlanClient(made.address, 0, ahead=2)
+        client = PlanClient(made.address, 0)
         assert client.next() is not None
         client.close()
         assert made._process.wait(30) == 0

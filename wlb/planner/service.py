@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 
 _WATCH_S = 1.0
-_DIED = "the planner process of this node has died; its own output, above, says why"
+_LONGEST = 100
+_DIED = "the planner process of this node has died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,11 @@ class Address:
     def new(cls, token: str = "", node: int = 0) -> "Address":
         """The address for a node of the run that drew `token` (empty = draw one here)."""
         token = token or secrets.token_hex(16)
-        folder = Path(tempfile.gettempdir(), f"wlb-planner-{token[:16]}-{node}")
-        return cls(path=str(folder / "socket"), key=token.encode())
+        name = f"wlb-planner-{token[:16]}-{node}"
+        # A socket's path may have 107 bytes; a batch job's TMPDIR can be longer than that.
+        roots = (tempfile.gettempdir(), "/tmp")
+        path = min((f"{root}/{name}/socket" for root in roots), key=lambda p: len(p) > _LONGEST)
+        return cls(path=path, key=token.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,7 @@ class PlannerProcess:
         self._process.stdin.write(pickle.dumps(job))
         self._process.stdin.close()
         if self._process.stdout.readline() != b"listening\n":
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise RuntimeError(
                 f"the planner process ended with {self._process.wait()} at its start"
             )
@@ -108,52 +114,38 @@ class PlannerProcess:
 
 
 class PlanClient:
-    """One rank's connection: asks for steps in order, up to `ahead` of them at a time.
+    """One rank's connection: steps in order, with a look at those that follow.
 
-    `next()` returns the next step, or None after the last one; `peek(n)` the digest pair of the
-    step n ahead of the last returned one, if there is one.
+    A step is asked for when it is about to be received, never earlier: the single server then never
+    blocks on a rank that is not reading. It plans ahead by itself.
     """
 
-    def __init__(self, address: Address, pipeline: int, *, ahead: int) -> None:
+    def __init__(self, address: Address, pipeline: int) -> None:
         self._connection: Connection[Any, Any] = Client(address.path, authkey=address.key)
-        self._pipeline = pipeline
         self._received: list[tuple[StepPlan, PipelinePlan]] = []
-        self._pending = 0
-        self._ahead = ahead
         self._ended = False
         self._connection.send(pipeline)
-        self._ask()
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
+        """The next step, or None after the last one. RuntimeError if it could not be planned."""
         self._fill(1)
-        if not self._received:
-            return None
-        out = self._received.pop(0)
-        self._ask()
-        return out
+        return self._received.pop(0) if self._received else None
 
     def peek(self, steps_ahead: int) -> tuple[StepPlan, PipelinePlan] | None:
+        """The step `steps_ahead` after the last one `next` gave; None past the end."""
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
 
     def close(self) -> None:
         self._connection.close()
 
-    def _ask(self) -> None:
-        while not self._ended and len(self._received) + self._pending < self._ahead:
+    def _fill(self, count: int) -> None:
+        while len(self._received) < count and not self._ended:
             try:
                 self._connection.send("next")
-            except ConnectionError:
-                raise RuntimeError(_DIED) from None
-            self._pending += 1
-
-    def _fill(self, count: int) -> None:
-        while len(self._received) < count and self._pending:
-            try:
                 item = self._connection.recv()
             except (EOFError, ConnectionError):
                 raise RuntimeError(_DIED) from None
-            self._pending -= 1
             if isinstance(item, str):
                 raise RuntimeError(f"planning failed:\n{item}")
             if item is None:
@@ -163,20 +155,28 @@ class PlanClient:
 
 
 class _Server:
-    """Answers clients in order; plans one more step whenever nobody is waiting."""
+    """Answers clients; plans one more step whenever nobody asks.
 
-    def __init__(self, job: Job, planner: Planner, listener: Listener) -> None:
-        self.planner, self.ahead = planner, job.ahead
-        self.state = job.state or planner.start()
-        self.plans: list[StepPlan | None] = []
+    plans: steps that some client does not have yet, from step index `dropped` on. The last one is
+    None at the end of data, or the text of an error: what was planned before it still runs.
+    """
+
+    def __init__(self, job: Job, listener: Listener) -> None:
+        self.job = job
+        self.planner: Planner | None = None
+        self.state: PlannerState | None = job.state
+        self.plans: list[StepPlan | str | None] = []
         self.dropped = 0
         self.shards: dict[tuple[int, int], PipelinePlan] = {}
         self.clients: dict[Connection[Any, Any], int] = {}
         self.cursor: dict[Connection[Any, Any], int] = {}
         for _ in range(job.num_clients):
-            connection = listener.accept()
-            self.clients[connection] = connection.recv()
-            self.cursor[connection] = 0
+            try:
+                connection = listener.accept()
+                self.clients[connection] = connection.recv()
+                self.cursor[connection] = 0
+            except (EOFError, ConnectionError, AuthenticationError):
+                continue  # that rank is gone; its launcher ends the others
 
     def serve(self) -> None:
         while self.cursor:
@@ -193,45 +193,44 @@ class _Server:
             index = self.cursor[connection]
             while self.dropped + len(self.plans) <= index and not self._has_ended():
                 self._plan_one()
-            plan = self.plans[index - self.dropped] if not self._past_end(index) else None
-            connection.send(None if plan is None else (plan, self._shard(plan, connection)))
+            plan = self.plans[min(index - self.dropped, len(self.plans) - 1)]
+            if isinstance(plan, StepPlan):
+                pipeline = self.clients[connection]
+                connection.send((plan, self.shards[plan.step, pipeline]))
+            else:
+                connection.send(plan)
             self.cursor[connection] = index + 1
         except (EOFError, ConnectionError):
             del self.cursor[connection]
         self._forget()
 
-    def _shard(self, plan: StepPlan, connection: "Connection[Any, Any]") -> PipelinePlan:
-        place = (plan.step, self.clients[connection])
-        if place not in self.shards:
-            self.shards[place] = self.planner.shard(plan, place[1])
-        return self.shards[place]
-
     def _plan_one(self) -> None:
-        plan = self.planner.next(self.state)
-        self.plans.append(plan)
-        if plan is not None:
-            self.state = plan.state
-            for pipeline in sorted(set(self.clients.values())):
-                self.shards[plan.step, pipeline] = self.planner.shard(plan, pipeline)
+        try:
+            if self.planner is None:
+                self.planner = self.job.make(*self.job.args)
+            state = self.state or self.planner.start()
+            plan = self.planner.next(state)
+            if plan is not None:
+                self.state = plan.state
+                for pipeline in sorted(set(self.clients.values())):
+                    self.shards[plan.step, pipeline] = self.planner.shard(plan, pipeline)
+            self.plans.append(plan)
+        except Exception:
+            self.plans.append(traceback.format_exc())
 
     def _has_ended(self) -> bool:
-        return bool(self.plans) and self.plans[-1] is None
-
-    def _past_end(self, index: int) -> bool:
-        return index - self.dropped >= len(self.plans)
+        return bool(self.plans) and not isinstance(self.plans[-1], StepPlan)
 
     def _is_far_enough(self) -> bool:
         made = self.dropped + len(self.plans)
-        return self._has_ended() or made >= max(self.cursor.values()) + self.ahead
+        return self._has_ended() or made >= max(self.cursor.values()) + self.job.ahead
 
     def _forget(self) -> None:
         """Drop plans that every client has."""
-        while self.cursor and self.plans and min(self.cursor.values()) > self.dropped:
-            plan = self.plans[0]
-            if plan is None:
-                return
-            self.plans.pop(0)
+        while self.cursor and len(self.plans) > 1 and min(self.cursor.values()) > self.dropped:
+            plan = self.plans.pop(0)
             self.dropped += 1
+            assert isinstance(plan, StepPlan)
             self.shards = {k: v for k, v in self.shards.items() if k[0] != plan.step}
 
 
@@ -242,13 +241,7 @@ def _main() -> None:
     with Listener(job.address.path, authkey=job.address.key) as listener:
         sys.stdout.write("listening\n")
         sys.stdout.flush()
-        server: _Server | None = None
-        try:
-            planner = job.make(*job.args)
-            server = _Server(job, planner, listener)
-            server.serve()
-        except Exception:
-            _report(job, listener, server, traceback.format_exc())
+        _Server(job, listener).serve()
     shutil.rmtree(Path(job.address.path).parent, ignore_errors=True)
 
 
@@ -258,18 +251,6 @@ def _end_with(parent: int, address: Address) -> None:
         time.sleep(_WATCH_S)
     shutil.rmtree(Path(address.path).parent, ignore_errors=True)
     os._exit(1)
-
-
-def _report(job: Job, listener: Listener, server: _Server | None, text: str) -> None:
-    """Every client gets the traceback as its next answer."""
-    connections = list(server.cursor) if server else []
-    if server is None:
-        for _ in range(job.num_clients):
-            connection = listener.accept()
-            connection.recv()
-            connections.append(connection)
-    for connection in connections:
-        connection.send(text)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class PlanFeed:
                 address=address,
             )
         dist.barrier()
-        self._client = PlanClient(address, mesh.dp_rank, ahead=spec.planner.ahead)
+        self._client = PlanClient(address, mesh.dp_rank)
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
         return self._client.next()
