@@ -164,17 +164,28 @@ def test_no_query_rows_give_zero_gradients(backend):
 def test_auto_selects_by_device_and_dtype():
     cuda = torch.device("cuda", 0)
     auto = AttentionBackend.AUTO
-    assert select_backend(auto, device=CPU, dtype=torch.float32) == "sdpa"
-    assert select_backend(auto, device=CPU, dtype=torch.bfloat16) == "sdpa"
-    assert select_backend(auto, device=cuda, dtype=torch.float32) == "sdpa"
-    assert select_backend(auto, device=cuda, dtype=torch.bfloat16) == "torch_varlen"
-    assert select_backend(AttentionBackend.SDPA, device=cuda, dtype=torch.bfloat16) == "sdpa"
+    assert select_backend(auto, device=CPU, dtype=torch.float32, head_size=64) == "sdpa"
+    assert select_backend(auto, device=CPU, dtype=torch.bfloat16, head_size=64) == "sdpa"
+    assert select_backend(auto, device=cuda, dtype=torch.float32, head_size=64) == "sdpa"
+    assert select_backend(auto, device=cuda, dtype=torch.bfloat16, head_size=64) == "torch_varlen"
+    bf16 = torch.bfloat16
+    assert select_backend(auto, device=cuda, dtype=bf16, head_size=20) == "sdpa"
+    with pytest.raises(ValueError, match="heads of 20"):
+        select_backend(AttentionBackend.TORCH_VARLEN, device=cuda, dtype=bf16, head_size=20)
+    assert (
+        select_backend(AttentionBackend.SDPA, device=cuda, dtype=torch.bfloat16, head_size=64)
+        == "sdpa"
+    )
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
 def test_an_explicit_choice_is_refused_not_replaced(kind, dtype):
-    with pytest.raises(ValueError, match=rf"{dtype} on {kind}; set kernels\.attention = auto"):
-        select_backend(AttentionBackend.TORCH_VARLEN, device=torch.device(kind), dtype=dtype)
+    with pytest.raises(
+        ValueError, match=rf"{dtype} on {kind} with heads of 64; set kernels\.attention = auto"
+    ):
+        select_backend(
+            AttentionBackend.TORCH_VARLEN, device=torch.device(kind), dtype=dtype, head_size=64
+        )
 
 
 def test_every_backend_of_the_config_is_registered():

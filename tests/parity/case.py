@@ -46,6 +46,7 @@ class Case:
     token_quantum: int = 1
     layers: int = 4
     rope_factor: float = 1.0
+    head_dim: int = 4
 
     @property
     def world(self) -> int:
@@ -64,6 +65,7 @@ def spec_of(case: Case) -> RunSpec:
         num_layers=case.layers,
         num_heads=8,
         num_kv_heads=4,
+        head_dim=case.head_dim,
         ffn_hidden_size=48,
         init_std=0.2,
         rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),

@@ -45,7 +45,7 @@ def write_store(prefix: Path, lengths: list[int]) -> str:
     draw = np.random.default_rng(0)
     with TokenStoreWriter(prefix, vocab_size=320) as writer:
         for length in lengths:
-            writer.add(draw.integers(0, 320, length))
+            writer.add(draw.integers(0, 300, length))
     return str(prefix)
 
 

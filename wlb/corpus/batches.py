@@ -171,8 +171,13 @@ class GlobalBatches:
                     f"resume with the corpus and seed of the checkpoint, or start a new run"
                 )
         for name in _COUNTS:
-            if state[name] < 0:
-                raise ValueError(f"corpus state: {name} = {state[name]} must be at least 0")
+            if not isinstance(state[name], int) or state[name] < 0:
+                raise ValueError(f"corpus state: {name} = {state[name]!r} must be at least 0")
+        if state["position"] >= self._lengths.size:
+            raise ValueError(
+                f"corpus state: position = {state['position']} is past the corpus's "
+                f"{self._lengths.size} documents"
+            )
 
 
 def _check_lengths(lengths: IntArray) -> None:

@@ -38,6 +38,9 @@ class Scope(StrEnum):
     INTER_NODE = "inter_node"
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """Where numbers come from. residuals: held-out error of a fit, as fractions, by name."""
@@ -94,6 +97,13 @@ class AttentionTable:
                 f"heads {self.heads.tolist()} must rise and match heads_efficiency "
                 f"{self.heads_efficiency.tolist()}"
             )
+        if not self.heads.size or not np.all((self.heads_efficiency > 0) & (self.heads > 0)):
+            raise ValueError(
+                f"heads {self.heads.tolist()} and heads_efficiency "
+                f"{self.heads_efficiency.tolist()} must have entries, all above 0"
+            )
+        if not np.all(np.isfinite(self.heads_efficiency)):
+            raise ValueError(f"heads_efficiency {self.heads_efficiency.tolist()} must be finite")
         if self.tile_rows < 1 or not self.backends:
             raise ValueError(f"tile_rows = {self.tile_rows}, backends = {self.backends}")
         for axis in ("axis0", "axis1"):
@@ -208,6 +218,10 @@ class KernelProfile:
     collectives: tuple[CollectiveCost, ...]
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"ranks_per_node = {self.ranks_per_node!r} must be at least 1")
         if not self.attention:
             raise ValueError(f"profile {self.name!r} has no attention table")
         have = {(c.op, c.scope) for c in self.collectives}

@@ -55,7 +55,7 @@ def load_profile(name_or_path: str) -> KernelProfile:
         return profile_from_json(json.loads(path.read_text("utf-8")))
     except KeyError as error:
         raise ValueError(f"kernel profile {name_or_path!r} lacks the key {error}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"kernel profile {name_or_path!r}: {error}") from None
 
 
@@ -75,6 +75,8 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
 
 def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
     """The profile in `data`; ValueError for another schema version."""
+    if not isinstance(data, dict):
+        raise ValueError(f"a profile is a JSON object, this is a {type(data).__name__}")
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(

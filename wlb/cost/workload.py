@@ -24,13 +24,11 @@ import numpy as np
 
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, FloatArray, layer_matrices
 from wlb.cost.monotone import MonotoneTable
-from wlb.cost.profile import AttentionTable, Collective, KernelProfile
+from wlb.cost.profile import DTYPE_BYTES, AttentionTable, Collective, KernelProfile
 from wlb.cost.profile_file import default_profile_name, load_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 TP_GATHERS = 6
 """All-gathers of [tokens, hidden] a layer: 2 forward; backward gathers both saved inputs again and
@@ -64,6 +62,12 @@ class WorkloadModel(Protocol):
 
 
 def _ns(values: FloatArray) -> IntArray:
+    """Whole ns; ValueError for what is no time (NaN, infinite, over 292 years)."""
+    bad = np.flatnonzero(~(values < 2.0**63))
+    if bad.size:
+        raise ValueError(
+            f"the cost model gives {values[bad[0]]} ns; check the kernel profile's numbers"
+        )
     return np.rint(values).astype(np.int64)
 
 

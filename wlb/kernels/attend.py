@@ -14,7 +14,7 @@ from wlb.kernels.reference import attend_reference
 from wlb.kernels.sdpa import attend_sdpa
 from wlb.kernels.segments import Segments
 from wlb.kernels.torch_varlen import DTYPES as VARLEN_DTYPES
-from wlb.kernels.torch_varlen import attend_torch_varlen
+from wlb.kernels.torch_varlen import HEAD_DIM_STEP, MAX_HEAD_DIM, attend_torch_varlen
 from wlb.spec.run import AttentionBackend
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments], torch.Tensor]
@@ -27,16 +27,18 @@ BACKENDS: dict[str, Backend] = {
 
 
 def select_backend(
-    requested: AttentionBackend, *, device: torch.device, dtype: torch.dtype
+    requested: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> AttentionBackend:
     """The backend that will compute; an explicit choice is refused, never replaced."""
-    varlen_works = device.type == "cuda" and dtype in VARLEN_DTYPES
+    fits = head_size <= MAX_HEAD_DIM and head_size % HEAD_DIM_STEP == 0
+    varlen_works = device.type == "cuda" and dtype in VARLEN_DTYPES and fits
     if requested == AttentionBackend.AUTO:
         return AttentionBackend.TORCH_VARLEN if varlen_works else AttentionBackend.SDPA
     if requested == AttentionBackend.TORCH_VARLEN and not varlen_works:
         raise ValueError(
-            f"kernels.attention = torch_varlen computes bfloat16 and float16 on CUDA, but the run "
-            f"is {dtype} on {device.type}; set kernels.attention = auto or sdpa, or "
+            f"kernels.attention = torch_varlen computes bfloat16 and float16 on CUDA, heads up to "
+            f"{MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}, but the run is {dtype} on {device.type} "
+            f"with heads of {head_size}; set kernels.attention = auto or sdpa, or "
             "training.dtype = bfloat16 on a GPU"
         )
     return requested

@@ -15,7 +15,7 @@ from wlb.kernels.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-_HEAD_DIM_STEP = 8
+HEAD_DIM_STEP = 8
 _CAUSAL = (-1, 0)
 
 # torch 2.11 takes fewer key heads without being asked and does not know the argument.
@@ -51,8 +51,8 @@ def _check(q_THD: torch.Tensor) -> None:
             f"{q_THD.device}; use sdpa there"
         )
     head_dim = q_THD.shape[-1]
-    if head_dim > MAX_HEAD_DIM or head_dim % _HEAD_DIM_STEP:
+    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
         raise ValueError(
             f"torch_varlen takes head sizes up to {MAX_HEAD_DIM} that are multiples of "
-            f"{_HEAD_DIM_STEP}, not {head_dim}; use sdpa"
+            f"{HEAD_DIM_STEP}, not {head_dim}; use sdpa"
         )

@@ -29,6 +29,9 @@ class Packer(Protocol):
     @property
     def policy(self) -> str: ...
 
+    @property
+    def num_micro_batches(self) -> int: ...
+
     def start(self) -> Carry:
         """The carry of a run that has trained nothing."""
         ...
@@ -103,7 +106,7 @@ def build_plan(
     order = [np.array(members, np.int64) for members in rows]
     if shuffle:
         for i, members in enumerate(order):
-            key = np.array([options.seed, (step << 20) + i], np.uint64)
+            key = np.array([options.seed % 2**64, (step << 20) + i], np.uint64)
             order[i] = np.random.Generator(np.random.Philox(key=key)).permutation(members)
     index = np.concatenate([np.zeros(0, np.int64), *order])
     placed = pieces.take(index)

@@ -29,6 +29,10 @@ class OriginalPacker:
     def policy(self) -> str:
         return POLICY
 
+    @property
+    def num_micro_batches(self) -> int:
+        return self.options.num_micro_batches
+
     def start(self) -> Carry:
         return Carry.empty(POLICY)
 

@@ -60,6 +60,10 @@ class VarLenPacker:
     def policy(self) -> str:
         return POLICY
 
+    @property
+    def num_micro_batches(self) -> int:
+        return self.options.num_micro_batches
+
     def start(self) -> Carry:
         return Carry.empty(POLICY)
 
@@ -156,6 +160,8 @@ def place(
     by_work = [(0, i) for i in range(num_micro_batches)]
     by_size = [(0, i) for i in range(num_micro_batches)]
     rest: list[int] = []
+    # The shortest document from each row on: where even that fits nowhere, nothing more does.
+    shortest = np.minimum.accumulate(np.array([*lengths, s_max + 1], np.int64)[::-1])[::-1].tolist()
     for row, (length, workload) in enumerate(zip(lengths, workloads, strict=True)):
         while by_work[0][0] != work[by_work[0][1]]:
             heapq.heappop(by_work)
@@ -165,6 +171,8 @@ def place(
                 heapq.heappop(by_size)
             target = by_size[0][1]
             if size[target] + length > s_max:
+                if size[target] + shortest[row] > s_max:
+                    return rows, [*rest, *range(row, len(lengths))]
                 rest.append(row)
                 continue
         rows[target].append(row)

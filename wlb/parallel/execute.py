@@ -31,7 +31,12 @@ class Executor:
         self.spec, self.mesh = spec, mesh
         self.stages: dict[int, Llama] = build_stages(spec, mesh)
         dtype = compute_dtype(spec)
-        self.backend = select_backend(spec.kernels.attention, device=mesh.device, dtype=dtype)
+        self.backend = select_backend(
+            spec.kernels.attention,
+            device=mesh.device,
+            dtype=dtype,
+            head_size=spec.model.head_size,
+        )
         self._frequencies = inverse_frequencies(spec.model, mesh.device)
         self.pipeline: Pipeline | None = None
         if mesh.pp_size > 1:

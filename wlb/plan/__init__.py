@@ -10,7 +10,7 @@ from wlb.plan.arrays import (
     offsets_of,
 )
 from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
-from wlb.plan.metrics import StepMetrics, imbalance, predict, token_delay
+from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
 from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
@@ -39,6 +39,7 @@ __all__ = [
     "imbalance",
     "int_array",
     "local_tokens",
+    "merge",
     "offsets_of",
     "predict",
     "quantum",

@@ -1,6 +1,6 @@
 """StepMetrics: one record for a step, filled by the planner (predicted) or by ranks (measured)."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +15,9 @@ class StepMetrics:
 
     num_tokens counts real tokens only; filler is apart. imbalance is Section 7.4's degree:
     slowest micro-batch x number of micro-batches / total. Delays are in iterations per token: the
-    step that trains a token less the index of the global batch that brought it. cp_imbalance is
-    slowest rank / mean rank of predicted attention time, over the step's micro-batches.
+    step that trains a token less the step that was next when its global batch came. cp_imbalance is
+    slowest rank / mean rank of predicted attention time, and sharding_counts how often a strategy
+    was chosen, over the micro-batches of one pipeline (predicted) or of all (measured counts).
     """
 
     step: int
@@ -83,4 +84,26 @@ def predict(plan: PackingPlan, *, num_filler_tokens: int = 0) -> StepMetrics:
         mean_workload_ns=float(plan.workload_ns.mean()) if plan.workload_ns.size else 0.0,
         mean_delay=mean_delay,
         max_delay=max_delay,
+    )
+
+
+def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
+    """Two steps one after the other as one: sums of work, tokens and time to wait for."""
+    if first is None:
+        return second
+    tokens = first.num_tokens + second.num_tokens
+    slowest = first.max_workload_ns + second.max_workload_ns
+    mean = first.mean_workload_ns + second.mean_workload_ns
+    delays = first.mean_delay * first.num_tokens + second.mean_delay * second.num_tokens
+    return replace(
+        second,
+        num_documents=first.num_documents + second.num_documents,
+        num_tokens=tokens,
+        num_targets=first.num_targets + second.num_targets,
+        num_filler_tokens=first.num_filler_tokens + second.num_filler_tokens,
+        imbalance=slowest / mean if mean else 1.0,
+        max_workload_ns=slowest,
+        mean_workload_ns=mean,
+        mean_delay=delays / tokens if tokens else 0.0,
+        max_delay=max(first.max_delay, second.max_delay),
     )

@@ -16,15 +16,16 @@ from wlb.plan.sharding import ShardingPlan, local_tokens
 class PlannerState:
     """All that a planner needs to go on after a step: explicit, immutable, JSON in and out.
 
-    carry: what the packer holds. ready: plans the packer already made for later steps. corpus:
-    the source's own state. exhausted: the source had ended and the packer was flushed.
+    carry: what the packer holds. ready: plans the packer already made for later steps. baseline:
+    what the baseline packer holds; baseline_pending: metrics of the plans it made since the last
+    step. corpus: the source's own state. exhausted: the source had ended, the packer was flushed.
     """
 
     carry: Carry
     baseline: Carry
     corpus: dict[str, Any]
     ready: tuple[PackingPlan, ...] = ()
-    baseline_ready: tuple[PackingPlan, ...] = ()
+    baseline_pending: StepMetrics | None = None
     exhausted: bool = False
 
     @property
@@ -37,7 +38,7 @@ class PlannerState:
             "baseline": self.baseline.to_json(),
             "corpus": self.corpus,
             "ready": [plan.to_json() for plan in self.ready],
-            "baseline_ready": [plan.to_json() for plan in self.baseline_ready],
+            "baseline_pending": _metrics_to_json(self.baseline_pending),
             "exhausted": self.exhausted,
         }
 
@@ -48,7 +49,7 @@ class PlannerState:
             baseline=Carry.from_json(data["baseline"]),
             corpus=data["corpus"],
             ready=tuple(PackingPlan.from_json(p) for p in data["ready"]),
-            baseline_ready=tuple(PackingPlan.from_json(p) for p in data["baseline_ready"]),
+            baseline_pending=_metrics_from_json(data["baseline_pending"]),
             exhausted=data["exhausted"],
         )
 
@@ -58,7 +59,8 @@ class StepPlan:
     """One global training step.
 
     pipelines: shape [dp, N / dp], the micro-batches of each pipeline in execution order.
-    baseline: metrics of Plain-4D on the same stream, where it is asked for. state: what a
+    baseline: metrics of Plain-4D on the same stream, where it is asked for: of all its steps on the
+    documents that arrived since our last step (usually one step). state: what a
     checkpoint stores once this step has been executed.
     """
 
@@ -93,20 +95,19 @@ class StepPlan:
             "cp": self.cp,
             "quantum": self.quantum,
             "predicted": self.predicted.to_json(),
-            "baseline": None if self.baseline is None else self.baseline.to_json(),
+            "baseline": _metrics_to_json(self.baseline),
             "state": self.state.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
-        baseline = data["baseline"]
         return cls(
             packing=PackingPlan.from_json(data["packing"]),
             pipelines=np.array(data["pipelines"], np.int64),
             cp=data["cp"],
             quantum=data["quantum"],
             predicted=StepMetrics.from_json(data["predicted"]),
-            baseline=None if baseline is None else StepMetrics.from_json(baseline),
+            baseline=_metrics_from_json(data["baseline"]),
             state=PlannerState.from_json(data["state"]),
         )
 
@@ -123,3 +124,11 @@ class PipelinePlan:
 
     def digest(self) -> int:
         return digest(self.step, self.pipeline, *(s.digest() for s in self.shardings))
+
+
+def _metrics_to_json(metrics: StepMetrics | None) -> dict[str, Any] | None:
+    return None if metrics is None else metrics.to_json()
+
+
+def _metrics_from_json(data: dict[str, Any] | None) -> StepMetrics | None:
+    return None if data is None else StepMetrics.from_json(data)

@@ -13,23 +13,26 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wlb.corpus import GlobalBatches, TokenStore
+from wlb.corpus import GlobalBatches, LengthSource, TokenStore
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
 from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
 from wlb.plan import (
-    Documents,
+    Carry,
     GlobalBatch,
     IntArray,
     IntLike,
     PackingPlan,
+    Pieces,
     PipelinePlan,
     PlannerState,
     StepMetrics,
     StepPlan,
+    int_array,
     local_tokens,
+    merge,
     predict,
 )
-from wlb.sharding import shard
+from wlb.sharding import STRATEGIES, shard
 from wlb.spec import Policy, RunSpec
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
@@ -43,21 +46,6 @@ class Source(Protocol):
     def start(self) -> dict[str, Any]: ...
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneBatch:
-    """A source of one global batch: lengths that someone has in hand."""
-
-    documents: Documents
-
-    def start(self) -> dict[str, Any]:
-        return {"given": False}
-
-    def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
-        if state["given"]:
-            return None
-        return GlobalBatch(index=0, documents=self.documents), {"given": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +65,19 @@ class Planner:
     dp: int = 1
     cp: int = 1
     quantum: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "quantum"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.packer.num_micro_batches % self.dp:
+            raise ValueError(
+                f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
+                f"pipelines equally; use a multiple of {self.dp}"
+            )
+        if self.strategy not in (*STRATEGIES, "adaptive"):
+            known = ", ".join([*STRATEGIES, "adaptive"])
+            raise ValueError(f"unknown sharding strategy {self.strategy!r}; known: {known}")
 
     @classmethod
     def from_spec(cls, spec: RunSpec, source: Source, cost: WorkloadModel) -> "Planner":
@@ -121,11 +122,19 @@ class Planner:
         queue_thresholds: tuple[int, ...] = (),
         seed: int = 0,
     ) -> "Planner":
-        """A planner over documents of these lengths (tokens) and nothing else; see README.
+        """A planner over documents of these lengths (tokens), in this order; see README.
 
+        Steps take N x C tokens each, N micro-batches and C = context_window; the last ones flush.
         cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. s_max: tokens of
-        the longest micro-batch, 1.5 windows by default. The last plans of `steps()` are the flush.
+        the longest micro-batch, 1.5 windows by default.
         """
+        source = GlobalBatches(
+            LengthSource(name="given", lengths=int_array("lengths", lengths)),
+            tokens_per_batch=num_micro_batches * context_window,
+            seed=seed,
+            epochs=1,
+            shuffle=False,
+        )
         options = PackerOptions(
             num_micro_batches=num_micro_batches,
             context_window=context_window,
@@ -134,11 +143,11 @@ class Planner:
         )
         packer = VarLenPacker(
             options=options,
-            s_max=s_max or context_window * 3 // 2,
+            s_max=context_window * 3 // 2 if s_max is None else s_max,
             queue_thresholds=queue_thresholds,
         )
         return cls(
-            source=OneBatch(documents=Documents.from_lengths(lengths)),
+            source=source,
             packer=packer,
             baseline=OriginalPacker(options=options),
             cost=cost,
@@ -163,27 +172,20 @@ class Planner:
 
     def next(self, state: PlannerState) -> StepPlan | None:
         """The plan of step `state.next_step`; None after the last one."""
+        state = self._split_again(state)
         while not state.ready and not state.exhausted:
             state = self._push(state)
         if not state.ready:
             return None
-        plan, baseline = state.ready[0], state.baseline_ready[:1]
-        after = PlannerState(
-            carry=state.carry,
-            baseline=state.baseline,
-            corpus=state.corpus,
-            ready=state.ready[1:],
-            baseline_ready=state.baseline_ready[1:],
-            exhausted=state.exhausted,
-        )
+        plan, pending = state.ready[0], state.baseline_pending
         return StepPlan(
             packing=plan,
             pipelines=deal(plan.workload_ns, self.dp),
             cp=self.cp,
             quantum=self.quantum,
             predicted=predict(plan, num_filler_tokens=self._filler(plan)),
-            baseline=predict(baseline[0]) if baseline else None,
-            state=after,
+            baseline=None if pending is None else replace(pending, step=plan.step),
+            state=replace(state, ready=state.ready[1:], baseline_pending=None),
         )
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
@@ -201,20 +203,37 @@ class Planner:
             local_tokens=plan.local_tokens(pipeline),
         )
 
+    def _split_again(self, state: PlannerState) -> PlannerState:
+        """Plans made for another number of micro-batches go back to what waits, in their order."""
+        if not state.ready or state.ready[0].num_micro_batches == self.packer.num_micro_batches:
+            return state
+        planned = Pieces.concat(*(plan.pieces for plan in state.ready))
+        carry = Carry(
+            policy=state.carry.policy,
+            pieces=Pieces.concat(planned, state.carry.pieces),
+            slot=np.concatenate([np.zeros(len(planned), np.int64), state.carry.slot]),
+            next_step=state.next_step,
+        )
+        # Pushed again even if the data had ended: the flush was part of those plans.
+        return replace(state, carry=carry, ready=(), exhausted=False)
+
     def _push(self, state: PlannerState) -> PlannerState:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
         plans, carry = self.packer.push(batch, state.carry)
-        also: tuple[PackingPlan, ...] = ()
-        baseline = state.baseline
+        baseline, pending = state.baseline, state.baseline_pending
         if self.baseline is not None:
-            also, baseline = self.baseline.push(batch, state.baseline)
+            if baseline.policy != self.baseline.policy:  # it was off until now
+                baseline = replace(self.baseline.start(), next_step=state.carry.next_step)
+            also, baseline = self.baseline.push(batch, baseline)
+            for plan in also:
+                pending = merge(pending, predict(plan))
         return PlannerState(
             carry=carry,
             baseline=baseline,
             corpus=corpus,
             ready=state.ready + plans,
-            baseline_ready=state.baseline_ready + also,
+            baseline_pending=pending,
             exhausted=batch is None,
         )
 

@@ -1,7 +1,8 @@
 """What is refused before any rank starts: each message has the value and the remedy."""
 
 import math
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from wlb.spec.run import RunSpec, Schedule
@@ -20,8 +21,6 @@ def check(spec: RunSpec) -> RunSpec:
 
 def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
     """`spec` with dp filled in for `world_size` ranks; ValueError where the layout does not fit."""
-    from dataclasses import replace
-
     parallel = spec.parallel
     need = parallel.model_ranks
     layout = f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
@@ -77,6 +76,9 @@ def _check_ranges(spec: RunSpec) -> None:
     for name, (value, minimum) in at_least.items():
         if not value >= minimum:
             raise ValueError(f"{name} = {value} must be at least {minimum}")
+    if spec.run.seed >= 2**64:
+        raise ValueError(f"run.seed = {spec.run.seed} must be below 2**64")
+    _check_name(spec)
     for name in ("learning_rate", "adam_eps", "timeout_s"):
         if not getattr(spec.training, name) > 0:
             raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be above 0")
@@ -90,6 +92,19 @@ def _check_ranges(spec: RunSpec) -> None:
     if not 0 <= spec.data.heldout_fraction < 0.5:
         raise ValueError(
             f"data.heldout_fraction = {spec.data.heldout_fraction} must be in [0, 0.5)"
+        )
+
+
+def _check_name(spec: RunSpec) -> None:
+    """run.name is one folder below run.output_dir, and not the one that stores are kept in."""
+    name = spec.run.name
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"run.name = {name!r} must be the name of one folder, without slashes")
+    folder, cache = Path(spec.run.output_dir, name).absolute(), Path(spec.data.cache_dir).absolute()
+    if folder == cache or folder in cache.parents:
+        raise ValueError(
+            f"run.name = {name!r} is the folder that data.cache_dir = {spec.data.cache_dir} keeps "
+            f"token stores in; use another name"
         )
 
 

@@ -1,7 +1,7 @@
 """RunSpec: everything a run is told. One TOML file plus `--set section.key=value`.
 
 Sections say what belongs to which room. Values that would make a run fail later are refused here
-(`RunSpec.check`), before any rank starts.
+(`wlb.spec.check`), before any rank starts.
 """
 
 import math
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wlb.spec.keys import key
+from wlb.plan import quantum
+from wlb.spec.keys import key, to_dict
 
 
 class Schedule(StrEnum):
@@ -215,7 +216,9 @@ class ShardingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    ahead: int = key(3, "steps planned before they run; at least 2", unit="steps")
+    ahead: int = key(
+        3, "steps planned beyond the one that was last asked for; at least 2", unit="steps"
+    )
     baseline: bool = key(True, "also predict Plain-4D on the same documents")
 
 
@@ -289,12 +292,13 @@ class RunSpec:
     @property
     def s_max(self) -> int:
         """S_max in tokens."""
-        return int(self.packing.s_max * self.data.context_window)
+        return math.floor(round(self.packing.s_max * self.data.context_window, 6))
 
     @property
     def queue_thresholds(self) -> tuple[int, ...]:
         """L_i in tokens."""
-        return tuple(math.ceil(t * self.data.context_window) for t in self.packing.queue_thresholds)
+        window = self.data.context_window
+        return tuple(math.ceil(round(t * window, 6)) for t in self.packing.queue_thresholds)
 
     @property
     def num_stages(self) -> int:
@@ -302,9 +306,7 @@ class RunSpec:
 
     @property
     def quantum(self) -> int:
-        return math.lcm(self.parallel.tp, self.data.token_quantum)
+        return quantum(self.parallel.tp, self.data.token_quantum)
 
     def to_dict(self) -> dict[str, Any]:
-        from wlb.spec.keys import to_dict
-
         return to_dict(self)

@@ -98,6 +98,7 @@ def load(checkpoint: Path, *, stages: dict[int, Llama], optimizers: Optimizers) 
         prefixes = tuple(f"{kind}.{n}." for n in names for kind in ("state", "param_groups"))
         own = {k: v for k, v in state["optimizer"].items() if k.startswith(prefixes)}
         set_optimizer_state_dict(stage, optimizers.by_stage[index], own, options=_FLAT)
+    optimizers.configure()  # not the checkpoint's: --set on resume counts
     return int(json.loads((checkpoint / "run.json").read_text("utf-8"))["step"])
 
 

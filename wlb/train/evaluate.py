@@ -22,7 +22,7 @@ class Evaluator:
 
     def __init__(self, spec: RunSpec, store: str, executor: Executor) -> None:
         self.executor = executor
-        self.reader = StoreReader(store)
+        self.reader = StoreReader(store, spec.model.vocab_size)
         planner = open_heldout_planner(spec, store, executor.mesh.device.type)
         pipeline = executor.mesh.dp_rank
         self.plans: list[tuple[StepPlan, PipelinePlan]] = [

@@ -51,7 +51,7 @@ class Trainer:
         self.job, self.spec, self.mesh = job, spec, mesh
         self.executor = Executor(spec, mesh)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
-        self.reader = StoreReader(job.train_store)
+        self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         state: PlannerState | None = None
         self.steps_done = 0
         if job.resume is not None:

@@ -31,23 +31,15 @@ class Optimizers:
 
     def __init__(self, spec: RunSpec, stages: dict[int, nn.Module]) -> None:
         self.spec = spec
-        t = spec.training
         self.by_stage: dict[int, torch.optim.AdamW] = {}
         for index, stage in stages.items():
             parameters = list(stage.parameters())
+            matrices = [p for p in parameters if p.dim() > 1]
+            others = [p for p in parameters if p.dim() <= 1]
             self.by_stage[index] = torch.optim.AdamW(
-                [
-                    {
-                        "params": [p for p in parameters if p.dim() > 1],
-                        "weight_decay": t.weight_decay,
-                    },
-                    {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-                ],
-                lr=t.learning_rate,
-                betas=(t.beta1, t.beta2),
-                eps=t.adam_eps,
-                fused=True,
+                [{"params": matrices}, {"params": others}], fused=True
             )
+        self.configure()
         self.parameters = [p for stage in stages.values() for p in stage.parameters()]
 
     def step(self, step: int, *, norm: float) -> None:
@@ -59,6 +51,13 @@ class Optimizers:
                 group["lr"] = rate
             optimizer.step()
         self.clear()
+
+    def configure(self) -> None:
+        """Set what the spec says of AdamW; the learning rate follows at each step."""
+        t = self.spec.training
+        for optimizer in self.by_stage.values():
+            for group, decay in zip(optimizer.param_groups, (t.weight_decay, 0.0), strict=True):
+                group.update(betas=(t.beta1, t.beta2), eps=t.adam_eps, weight_decay=decay)
 
     def clear(self) -> None:
         for optimizer in self.by_stage.values():

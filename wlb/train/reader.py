@@ -4,10 +4,14 @@ from wlb.corpus import TokenArray, TokenStore
 
 
 class StoreReader:
-    """A token store as `wlb.collate.TokenReader`: ids count on from epoch to epoch."""
+    """A token store as `wlb.collate.TokenReader`: ids count on from epoch to epoch.
 
-    def __init__(self, prefix: str) -> None:
+    Refuses tokens outside the vocabulary: under tensor parallelism they would train as zeros.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int) -> None:
         self._store = TokenStore(prefix)
+        self._vocab_size = vocab_size
         self._lengths = self._store.lengths
 
     def _row(self, document: int) -> int:
@@ -17,4 +21,12 @@ class StoreReader:
         return int(self._lengths[self._row(document)])
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        return self._store.read(self._row(document), start, stop)
+        row = self._row(document)
+        tokens = self._store.read(row, start, stop)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            raise ValueError(
+                f"document {row} of the store {self._store.prefix} holds tokens {tokens.min()} to "
+                f"{tokens.max()}, outside the vocabulary of {self._vocab_size}; set "
+                f"model.vocab_size to the store's"
+            )
+        return tokens

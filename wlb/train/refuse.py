@@ -35,7 +35,12 @@ def refuse_early(
 
     Returns the planner it opened, so that a caller can say what plans are priced with.
     """
-    select_backend(spec.kernels.attention, device=torch.device(device), dtype=compute_dtype(spec))
+    select_backend(
+        spec.kernels.attention,
+        device=torch.device(device),
+        dtype=compute_dtype(spec),
+        head_size=spec.model.head_size,
+    )
     planner = open_planner(spec, train, device)
     store = TokenStore(train)
     longest = int(store.lengths.max())
@@ -44,19 +49,25 @@ def refuse_early(
             f"every document of the store {train} has one token, so there is nothing to predict; "
             f"use another data.store or data.corpus"
         )
-    window = spec.data.context_window
-    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
-        raise ValueError(
-            f"document {int(store.lengths.argmax())} of the store {train} has {longest} tokens, "
-            f"more than data.context_window = {window}; use data.long_documents = split or a "
-            f"larger window"
-        )
+    _hold_documents(spec, train)
     if spec.eval.steps and heldout:
+        _hold_documents(spec, heldout)
         open_heldout_planner(spec, heldout, device)
     if resume is not None:
         _same_shapes(spec.model, resume)
         planner.next(checkpoint.planner_state(resume))
     return planner
+
+
+def _hold_documents(spec: RunSpec, prefix: str) -> None:
+    lengths = TokenStore(prefix).lengths
+    window, longest = spec.data.context_window, int(lengths.max(initial=0))
+    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
+        raise ValueError(
+            f"document {int(lengths.argmax())} of the store {prefix} has {longest} tokens, more "
+            f"than data.context_window = {window}; use data.long_documents = split or a larger "
+            f"window"
+        )
 
 
 def priced_by(planner: Planner) -> str:

@@ -61,7 +61,7 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
             heldout_fraction=spec.data.heldout_fraction,
             seed=SPLIT_SEED,
             progress=lambda done, total: status.update(
-                f"token store of {spec.data.corpus}: {done} of {total} documents"
+                f"token store of {spec.data.corpus}: {done / max(1, total):.0%}"
             ),
         )
     left_out = ", ".join(f"{count} {why}" for why, count in made.skipped.items() if count)
