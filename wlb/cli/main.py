@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         return options.run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"wlb {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
     except (RankFailure, FloatingPointError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
+    finally:
+        screen.show_cursor()  # hidden by a live table whose rank was killed
     return 0
 
 

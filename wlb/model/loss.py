@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE = -100
+from wlb.collate import IGNORE
 
 
 class Vocabulary:

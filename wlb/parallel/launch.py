@@ -108,7 +108,7 @@ def run_local(
     if world_size < 1:
         raise ValueError(f"world_size = {world_size} must be at least 1")
     task = _pickled_task(fn, args)
-    with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _sigterm_exits():
+    with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
         jobs = [
             _Job(
                 world=_world_of(rank, world_size, folder),
@@ -159,21 +159,21 @@ def _world_of(rank: int, world_size: int, folder: str) -> mesh.World:
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Let SIGTERM unwind this process, so that ranks and temporary files go at once."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
+def _signals_exit() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process, so that ranks and temporary files go at once."""
+    is_main = threading.current_thread() is threading.main_thread()
+    kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signum)
 
-    signal.signal(signal.SIGTERM, leave)
+    for kind in kinds if is_main else ():
+        signal.signal(kind, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for kind in kinds if is_main else ():
+            signal.signal(kind, signal.SIG_DFL)
 
 
 @dataclass(slots=True)
@@ -250,7 +250,10 @@ class _Ranks:
         """The first failure in full; a rank that died goes before those that complained."""
         first, *others = sorted(failures, key=lambda failure: failure.at_s)
         lines = [f"rank {first.rank} of {len(self.jobs)} failed: {first.error}", first.details]
-        lines += [f"then rank {other.rank}: {other.error}" for other in others]
+        alike = [str(other.rank) for other in others if other.error == first.error]
+        if alike:
+            lines.append(f"the same on rank {', '.join(alike)}")
+        lines += [f"then rank {o.rank}: {o.error}" for o in others if o.error != first.error]
         message = "\n".join(line.rstrip() for line in lines if line)
         return RankFailure(message, rank=first.rank, error=first.error)
 

@@ -224,6 +224,13 @@ def _rendezvous(world: World) -> dict[str, Any]:
     return {"init_method": f"tcp://{world.master_address}:{world.master_port}"}
 
 
+def limit_collectives(timeout_s: float) -> None:
+    """From now on a collective of all ranks may take this long (it was started with more)."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+
+
 def shutdown() -> None:
     """End torch.distributed, if it was started."""
     if dist.is_initialized():

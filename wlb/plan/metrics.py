@@ -17,7 +17,7 @@ class StepMetrics:
     slowest micro-batch x number of micro-batches / total. Delays are in iterations per token: the
     step that trains a token less the step that was next when its global batch came. cp_imbalance is
     slowest rank / mean rank of predicted attention time, and sharding_counts how often a strategy
-    was chosen, over the micro-batches of one pipeline (predicted) or of all (measured counts).
+    was chosen; from packing alone they are not known yet.
     """
 
     step: int

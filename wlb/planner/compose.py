@@ -293,7 +293,7 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
 
 
 def with_shardings(metrics: StepMetrics, plan: PipelinePlan) -> StepMetrics:
-    """`metrics` with one pipeline's shardings: counts by name, slowest rank over the mean."""
+    """`metrics` with ONE pipeline's shardings: counts by name, slowest rank over the mean."""
     names = [s.strategy for s in plan.shardings]
     counts = tuple((name, names.count(name)) for name in sorted(set(names)))
     slowest = sum(int(s.latency_ns.max()) for s in plan.shardings)

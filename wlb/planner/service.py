@@ -44,9 +44,14 @@ class Address:
     key: bytes
 
     @classmethod
-    def new(cls, token: str = "", node: int = 0) -> "Address":
-        """The address for a node of the run that drew `token` (empty = draw one here)."""
+    def new(cls, token: str = "", node: int = 0, folder: str = "") -> "Address":
+        """The address for a node of the run that drew `token` (empty = draw one here).
+
+        folder: one that somebody else removes when the run is over, however it ends.
+        """
         token = token or secrets.token_hex(16)
+        if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
+            return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
         name = f"wlb-planner-{token[:16]}-{node}"
         # A socket's path may have 107 bytes; a batch job's TMPDIR can be longer than that.
         roots = (tempfile.gettempdir(), "/tmp")

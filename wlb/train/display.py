@@ -3,6 +3,7 @@
 from collections import deque
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -27,7 +28,7 @@ class Display:
     def __init__(self, console: Console, title: str, *, total_steps: int) -> None:
         self.console, self.title, self.total_steps = console, title, total_steps
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
-        self._note = ""
+        self._note = self._first_note = ""
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
@@ -56,7 +57,8 @@ class Display:
 
     def evaluation(self, step: int, loss: float) -> None:
         note = f"held-out loss {loss:.3f} after {step} steps"
-        self._note = f"{self._note}   {note}" if self._note else note
+        self._first_note = self._first_note or note
+        self._note = note if note == self._first_note else f"{self._first_note}   {note}"
         if self._live is not None:
             self._live.update(self._table())
         else:
@@ -78,7 +80,10 @@ class Display:
         )
 
     def _table(self) -> Group:
-        table = Table(title=self.title, title_justify="left", expand=False)
+        # Without vertical lines eight columns fit into 80 characters.
+        table = Table(
+            title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for heading in _HEADINGS:
             table.add_column("\n".join(heading).strip(), justify="right")
         for row in self._rows:
@@ -117,8 +122,10 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
             f"{sum(last) / len(last):.3f} nats a token",
         )
     if tally.heldout:
-        seen = ", ".join(f"{loss:.3f} after {step} steps" for step, loss in tally.heldout)
-        table.add_row("held-out loss", seen)
+        first, last = tally.heldout[0], tally.heldout[-1]
+        best = min(tally.heldout, key=lambda item: item[1])
+        shown = {f"{loss:.3f} after {step} steps": None for step, loss in (first, best, last)}
+        table.add_row("held-out loss", ", ".join(shown))
     _balance(table, tally)
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")

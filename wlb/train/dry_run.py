@@ -1,12 +1,14 @@
 """`wlb train --dry-run`: layout, memory estimate and the first plan, without starting a rank."""
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from wlb.cost import memory_estimate
 from wlb.parallel import mesh as meshes
+from wlb.parallel.pipeline import local_stages, stage_layers
 from wlb.plan import PipelinePlan, StepPlan
-from wlb.spec import RunSpec
+from wlb.spec import Device, RunSpec
 from wlb.train.refuse import priced_by, refuse_early
 from wlb.train.start import open_stores, ready
 
@@ -16,7 +18,7 @@ GIB = 2**30
 def show(spec: RunSpec, console: Console) -> None:
     """Print what a run of this spec would do on as many ranks as its layout asks for."""
     world_size = spec.parallel.world_size
-    choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
+    choice = _device(spec)
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
     planner = refuse_early(
@@ -41,15 +43,25 @@ def show(spec: RunSpec, console: Console) -> None:
     )
 
 
+def _device(spec: RunSpec) -> meshes.DeviceChoice:
+    """What ranks would compute on; how many GPUs there will be is not known here."""
+    if spec.run.device == Device.CUDA:
+        return meshes.DeviceChoice("cuda", "run.device = cuda (GPUs are not counted in a dry run)")
+    return meshes.choose_device(spec.run.device, local_ranks=1)
+
+
 def _layout(spec: RunSpec) -> Table:
     grid = meshes.rank_grid(spec.parallel)  # [pp, dp, cp, tp]
-    per = spec.model.num_layers // spec.num_stages
     table = Table(title="Layout", title_justify="left")
     for heading in ("pipeline rank", "stages", "layers", "ranks, by TP group"):
         table.add_column(heading)
     for pp_rank, ranks in enumerate(grid):
-        stages = [pp_rank + v * spec.parallel.pp for v in range(spec.pp.virtual_stages)]
-        layers = ", ".join(_range([s * per, (s + 1) * per - 1][: min(per, 2)]) for s in stages)
+        stages = local_stages(pp_rank, pp=spec.parallel.pp, virtual_stages=spec.pp.virtual_stages)
+        held = [
+            stage_layers(s, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
+            for s in stages
+        ]
+        layers = ", ".join(_range(list(h)) for h in held)
         groups = " ".join(_range(group) for pipeline in ranks for group in pipeline.tolist())
         table.add_row(str(pp_rank), ", ".join(map(str, stages)), layers, groups)
     return table
@@ -73,10 +85,14 @@ def _memory(spec: RunSpec) -> Table:
 
 
 def _plan(plan: StepPlan, pipeline: PipelinePlan) -> Table:
-    table = Table(title=f"First plan, pipeline {pipeline.pipeline}", title_justify="left")
-    for heading in ("micro-batch", "documents", "tokens", "longest", "predicted ms", "sharding"):
+    table = Table(
+        title=f"First plan, pipeline {pipeline.pipeline}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("batch", "documents", "tokens", "longest", "predicted ms", "sharding"):
         table.add_column(heading, justify="right")
-    table.add_column("rows a CP rank", justify="right")
+    table.add_column("rows a\nCP rank", justify="right")
     for batch, sharding, rows in zip(
         pipeline.micro_batches, pipeline.shardings, pipeline.local_tokens, strict=True
     ):

@@ -1,5 +1,7 @@
 """Plans for one rank: a planner process on each node, and the ranks' connections to it."""
 
+from pathlib import Path
+
 import torch.distributed as dist
 
 from wlb.parallel.mesh import Mesh, World
@@ -22,7 +24,9 @@ class PlanFeed:
         if world.rank == 0:
             token = [Address.new().key.decode()]
         dist.broadcast_object_list(token, src=0)
-        address = Address.new(token[0] or "", world.node_rank)
+        shared = world.rendezvous_file  # of local ranks: in a folder that their launcher removes
+        folder = str(Path(shared).parent) if shared else ""
+        address = Address.new(token[0] or "", world.node_rank, folder)
         self._process: PlannerProcess | None = None
         if world.local_rank == 0:
             self._process = PlannerProcess(

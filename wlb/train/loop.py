@@ -14,7 +14,6 @@ from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World
 from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
-from wlb.planner import with_shardings
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, RunSpec
 from wlb.train import checkpoint
@@ -112,11 +111,14 @@ class Trainer:
             self.optimizers.step(self.steps_done, norm=sums.gradient_norm)
             self.steps_done += 1
         self.state = plan.state
-        predicted = with_shardings(plan.predicted, pipeline)
+        predicted = replace(
+            plan.predicted,
+            cp_imbalance=sums.cp_imbalance,
+            sharding_counts=tuple(sums.shardings.items()),
+        )
         measured = replace(
             predicted,
             origin="measured",
-            sharding_counts=tuple(sums.shardings.items()),
             loss=sums.loss / (scale * plan.num_targets) if plan.num_targets else None,
             grad_norm=sums.gradient_norm if plan.num_targets else None,
             step_time_s=time.perf_counter() - begin,

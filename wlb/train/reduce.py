@@ -28,10 +28,15 @@ class PlanMismatch(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
-    """Sums over all ranks. loss: token losses times loss_scale. shardings: chosen, by name."""
+    """Sums over all ranks.
+
+    loss: token losses times loss_scale. cp_imbalance: predicted attention time of the slowest CP
+    rank over the mean rank, all micro-batches of all pipelines. shardings: chosen, by name.
+    """
 
     loss: float
     gradient_norm: float
+    cp_imbalance: float
     shardings: dict[str, int]
 
 
@@ -57,24 +62,35 @@ class StepReducer:
         the pipeline plan that was executed.
         """
         mesh = self.mesh
-        values = torch.zeros(2 + len(self.strategies), dtype=torch.float64)
+        host = [torch.tensor(self._counts(done), dtype=torch.float64), self._digests(ahead)]
+        vector = torch.cat([torch.zeros(2, dtype=torch.float64), *host]).to(mesh.device)
         if loss is not None and mesh.tp_rank == 0:  # tp ranks hold copies
-            values[0] = loss.double()
+            vector[0] = loss
         if gradient_square is not None:
-            values[1] = gradient_square
-        if done is not None and mesh.tp_rank == mesh.cp_rank == mesh.pp_rank == 0:
-            for sharding in done.shardings:
-                values[2 + self.strategies.index(sharding.strategy)] += 1
-        vector = torch.cat([values, self._digests(ahead)]).to(mesh.device)
+            vector[1] = gradient_square
         dist.all_reduce(vector)
-        total = vector.cpu()
-        self._check(total[values.numel() :], ahead)
-        counts = total[2 : values.numel()].long().tolist()
+        total = vector.tolist()  # the step's one wait for the device
+        num_values = 2 + host[0].numel()
+        self._check(torch.tensor(total[num_values:], dtype=torch.float64), ahead)
+        slowest, mean, *counts = total[2:num_values]
         return StepSums(
-            loss=float(total[0]),
-            gradient_norm=math.sqrt(float(total[1])),
-            shardings=dict(zip(self.strategies, counts, strict=True)),
+            loss=total[0],
+            gradient_norm=math.sqrt(total[1]),
+            cp_imbalance=slowest / mean if mean else 1.0,
+            shardings={n: int(c) for n, c in zip(self.strategies, counts, strict=True)},
         )
+
+    def _counts(self, done: PipelinePlan | None) -> list[float]:
+        """Slowest and mean CP rank's predicted ns, and how often each strategy was chosen."""
+        out = [0.0] * (2 + len(self.strategies))
+        mesh = self.mesh
+        if done is None or mesh.tp_rank or mesh.cp_rank or mesh.pp_rank:
+            return out  # one rank speaks for its pipeline
+        for sharding in done.shardings:
+            out[0] += float(sharding.latency_ns.max())
+            out[1] += float(sharding.latency_ns.mean())
+            out[2 + self.strategies.index(sharding.strategy)] += 1
+        return out
 
     def _digests(self, ahead: Plans) -> torch.Tensor:
         out = torch.zeros(self._slots, _CHUNKS, 2, dtype=torch.float64)

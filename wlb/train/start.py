@@ -22,6 +22,8 @@ from wlb.train import checkpoint
 from wlb.train.loop import Job, run_rank
 from wlb.train.refuse import priced_by, refuse_early
 
+PREPARE_TIMEOUT_S = 24 * 3600.0
+"""How long given ranks wait for rank 0 to make the token store."""
 SPLIT_SEED = 0
 """Which documents are held out does not follow run.seed: runs of several seeds share them."""
 
@@ -128,7 +130,8 @@ def _given_ranks(
     )
     checked = resolve_dp(spec, world.world_size)
     device = meshes.rank_device(world, choice.kind)
-    meshes.init(world, device, timeout_s=spec.training.timeout_s)
+    # Rank 0 may take hours to tokenise a corpus while the others wait for its answer.
+    meshes.init(world, device, timeout_s=max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
     answer: list[Job | str | None] = [None]
     if world.rank == 0:
         console.print(_why(checked, choice, world))
@@ -146,12 +149,13 @@ def _given_ranks(
             )
             claim_directory(made, console)
             answer = [made]
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             answer = [str(error)]
     dist.broadcast_object_list(answer, src=0)
     job = answer[0]
     if not isinstance(job, Job):
         raise ValueError(str(job))
+    meshes.limit_collectives(spec.training.timeout_s)
     run_rank(world, job, device)
     meshes.shutdown()
 
