@@ -244,3 +244,13 @@ def test_a_token_store_is_a_source(tmp_path):
     ]
     assert sorted(texts) == [[1, 2], [1, 2], [3], [3], [4, 5, 6], [4, 5, 6]]
     assert columns(batches.next(batches.start())[0], "source") == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("position", 99, "past the corpus's 2 documents"), ("epoch", "a", "epoch = 'a'")],
+)
+def test_impossible_counters_are_refused(name, value, message):
+    batches = GlobalBatches(source(2, 3), tokens_per_batch=4, seed=0)
+    with pytest.raises(ValueError, match=message):
+        batches.next({**batches.start(), name: value})

@@ -208,3 +208,26 @@ def test_wire_bytes_follow_bus_bandwidth(h100):
 def test_importing_cost_leaves_torch_out():
     code = "import sys, wlb.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: [data], "a JSON object"),
+        (lambda data: {**data, "dtype": "float16"}, "dtype 'float16'"),
+        (lambda data: {**data, "ranks_per_node": "x"}, "ranks_per_node = 'x'"),
+        (lambda data: first_table(data, heads=[], heads_efficiency=[]), "must have entries"),
+        (lambda data: first_table(data, heads=[4.0], heads_efficiency=[0.0]), "all above 0"),
+        (lambda data: first_table(data, heads=[4.0], heads_efficiency=[float("nan")]), "above 0"),
+    ],
+)
+def test_a_profile_with_wrong_content_is_refused_by_name(tmp_path, change, message):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(change(profile_to_json(load_profile("cpu")))))
+    with pytest.raises(ValueError, match=rf"mine\.json.*{message}"):
+        load_profile(str(path))
+
+
+def first_table(data, **values):
+    first, *others = data["attention"]
+    return {**data, "attention": [{**first, **values}, *others]}

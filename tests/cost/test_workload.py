@@ -208,3 +208,9 @@ def test_workload_for_takes_the_first_kernel_where_the_named_one_is_missing():
     spec = RunSpec(model=MODEL)
     sdpa = replace(spec, kernels=replace(spec.kernels, attention=AttentionBackend.SDPA))
     assert "torch_varlen" in workload_for(sdpa, "cuda").table.backends
+
+
+@pytest.mark.parametrize("quadratic", [float("inf"), 1e30])
+def test_costs_that_are_no_times_are_refused(quadratic):
+    with pytest.raises(ValueError, match="check the kernel profile's numbers"):
+        FlopsWorkload(quadratic_ns=quadratic).workload_ns([10_000])

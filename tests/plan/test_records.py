@@ -16,6 +16,7 @@ from wlb.plan import (
     imbalance,
     int_array,
     local_tokens,
+    merge,
     predict,
     quantum,
     ranges,
@@ -150,3 +151,21 @@ def test_quantum_is_the_least_common_multiple() -> None:
 def test_ranges() -> None:
     start, stop = int_array("a", [3, 0, 7]), int_array("b", [5, 1, 7])
     assert ranges(start, stop).tolist() == [3, 4, 0]
+
+
+@pytest.mark.parametrize("values", [[1e300], [float(2**63)], np.array([2**63 + 5], np.uint64)])
+def test_numbers_beyond_64_bits_are_refused(values) -> None:
+    with pytest.raises(ValueError, match="beyond 64-bit integers"):
+        int_array("n", values)
+
+
+def test_steps_merge_into_one() -> None:
+    other = PackingPlan(
+        step=4, policy="literal", pieces=plan().pieces, offsets=[0, 1, 2, 3], workload_ns=[40] * 3
+    )
+    both = merge(predict(plan()), predict(other))
+    assert merge(None, predict(plan())) == predict(plan())
+    assert (both.step, both.num_tokens, both.num_documents) == (4, 32, 6)
+    assert both.max_workload_ns == 90 + 40
+    assert both.imbalance == pytest.approx((90 + 40) / (40 + 40))
+    assert (both.mean_delay, both.max_delay) == (3.5, 4)

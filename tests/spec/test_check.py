@@ -261,3 +261,26 @@ def test_a_dp_that_is_filled_in_is_checked_too() -> None:
     assert resolve_dp(spec, 2).micro_batches_per_pipeline == 2
     with pytest.raises(ValueError, match=r"4 micro-batches a step are not a multiple of .*dp = 3"):
         resolve_dp(spec, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name=", "run.name = ''"),
+        ("run.name=../elsewhere", "without slashes"),
+        ("run.name=stores", "keeps token stores in"),
+        ("run.seed=18446744073709551616", "must be below"),
+    ],
+)
+def test_names_and_seeds_that_would_go_wrong_later(override, message):
+    with pytest.raises(ValueError, match=message):
+        load("demo", [override])
+
+
+def test_windows_round_to_the_nearest_token():
+    spec = load(
+        "demo",
+        ["data.context_window=100", "packing.s_max=1.15", "packing.queue_thresholds=[0.14, 0.29]"],
+    )
+    assert spec.s_max == 115
+    assert spec.queue_thresholds == (14, 29)

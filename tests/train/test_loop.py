@@ -21,6 +21,8 @@ from wlb.parallel.mesh import World, build_mesh
 from wlb.spec import RunSpec
 from wlb.train import start
 from wlb.train.loop import Job, Trainer
+from wlb.train.optimizer import Optimizers
+from wlb.train.reader import StoreReader
 from wlb.train.reduce import PlanMismatch
 
 pytestmark = pytest.mark.dist
@@ -376,3 +378,31 @@ def test_nodes_whose_plans_part_later_stop_two_steps_before(corpus: Path, tmp_pa
         assert "(step 5;" in message
     run = Run(small_spec(tmp_path, corpus))
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3]
+
+
+def test_resuming_honours_changed_adamw_settings(
+    straight: dict[str, Run], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[tuple[Any, ...]]] = []
+    step = Optimizers.step
+
+    def look(self: Optimizers, *arguments: Any, **options: Any) -> None:
+        groups = [g for o in self.by_stage.values() for g in o.param_groups]
+        seen.append([(g["weight_decay"], g["betas"], g["eps"]) for g in groups])
+        step(self, *arguments, **options)
+
+    monkeypatch.setattr(Optimizers, "step", look)
+    changed = {"weight_decay": 0.5, "beta2": 0.5, "adam_eps": 1e-4}
+    spec = small_spec(tmp_path, corpus, run={"name": "again"}, training=changed)
+    saved = Path("checkpoints", "step-00000003")
+    shutil.copytree(straight["one"].folder / saved, tmp_path / "runs" / "again" / saved)
+    train(spec, resume=True)
+    assert len(seen) == 3
+    assert seen[0] == [(0.5, (0.9, 0.5), 1e-4), (0.0, (0.9, 0.5), 1e-4)]
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    prefix = write_store(tmp_path / "store", [40])
+    assert StoreReader(prefix, 320).read(0, 0, 40).size == 40
+    with pytest.raises(ValueError, match=r"document 0 of the store .* outside the vocabulary of 9"):
+        StoreReader(prefix, 9).read(0, 0, 40)
