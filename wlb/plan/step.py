@@ -17,15 +17,17 @@ class PlannerState:
     """All that a planner needs to go on after a step: explicit, immutable, JSON in and out.
 
     carry: what the packer holds. ready: plans the packer already made for later steps. baseline:
-    what the baseline packer holds; baseline_pending: metrics of the plans it made since the last
-    step. corpus: the source's own state. exhausted: the source had ended, the packer was flushed.
+    what the baseline packer holds; baseline_made: metrics of its plans that no step reported yet.
+    corpus: the source's own state; num_batches: global batches it has given. exhausted: it had
+    ended and the packer was flushed.
     """
 
     carry: Carry
     baseline: Carry
     corpus: dict[str, Any]
     ready: tuple[PackingPlan, ...] = ()
-    baseline_pending: StepMetrics | None = None
+    baseline_made: tuple[StepMetrics, ...] = ()
+    num_batches: int = 0
     exhausted: bool = False
 
     @property
@@ -38,7 +40,8 @@ class PlannerState:
             "baseline": self.baseline.to_json(),
             "corpus": self.corpus,
             "ready": [plan.to_json() for plan in self.ready],
-            "baseline_pending": _metrics_to_json(self.baseline_pending),
+            "baseline_made": [metrics.to_json() for metrics in self.baseline_made],
+            "num_batches": self.num_batches,
             "exhausted": self.exhausted,
         }
 
@@ -49,7 +52,8 @@ class PlannerState:
             baseline=Carry.from_json(data["baseline"]),
             corpus=data["corpus"],
             ready=tuple(PackingPlan.from_json(p) for p in data["ready"]),
-            baseline_pending=_metrics_from_json(data["baseline_pending"]),
+            baseline_made=tuple(StepMetrics.from_json(m) for m in data["baseline_made"]),
+            num_batches=data["num_batches"],
             exhausted=data["exhausted"],
         )
 
@@ -59,9 +63,9 @@ class StepPlan:
     """One global training step.
 
     pipelines: shape [dp, N / dp], the micro-batches of each pipeline in execution order.
-    baseline: metrics of Plain-4D on the same stream, where it is asked for: of all its steps on the
-    documents that arrived since our last step (usually one step). state: what a
-    checkpoint stores once this step has been executed.
+    baseline: metrics of Plain-4D on the same stream, where it is asked for: its steps for the
+    global batches since our last step (usually one), as one. state: what a checkpoint stores once
+    this step has been executed.
     """
 
     packing: PackingPlan

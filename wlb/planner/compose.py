@@ -177,16 +177,34 @@ class Planner:
             state = self._push(state)
         if not state.ready:
             return None
-        plan, pending = state.ready[0], state.baseline_pending
+        plan = state.ready[0]
+        baseline, rest = self._baseline(state, plan.step)
         return StepPlan(
             packing=plan,
             pipelines=deal(plan.workload_ns, self.dp),
             cp=self.cp,
             quantum=self.quantum,
             predicted=predict(plan, num_filler_tokens=self._filler(plan)),
-            baseline=None if pending is None else replace(pending, step=plan.step),
-            state=replace(state, ready=state.ready[1:], baseline_pending=None),
+            baseline=baseline,
+            state=replace(state, ready=state.ready[1:], baseline_made=rest),
         )
+
+    def _baseline(
+        self, state: PlannerState, step: int
+    ) -> tuple[StepMetrics | None, tuple[StepMetrics, ...]]:
+        """What the baseline does with the batches since our last step, and what it does later.
+
+        Its step k trains the k-th N x C tokens, so it belongs to global batch k. At the end of data
+        the rest of it belongs to our last step.
+        """
+        is_last = state.exhausted and len(state.ready) == 1
+        due = [m for m in state.baseline_made if is_last or m.step < state.num_batches]
+        merged: StepMetrics | None = None
+        for metrics in due:
+            merged = merge(merged, metrics)
+        if merged is not None:
+            merged = replace(merged, step=step)
+        return merged, state.baseline_made[len(due) :]
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
         """The spans of one pipeline's micro-batches."""
@@ -221,19 +239,19 @@ class Planner:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
         plans, carry = self.packer.push(batch, state.carry)
-        baseline, pending = state.baseline, state.baseline_pending
+        baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
             if baseline.policy != self.baseline.policy:  # it was off until now
-                baseline = replace(self.baseline.start(), next_step=state.carry.next_step)
+                baseline = replace(self.baseline.start(), next_step=state.num_batches)
             also, baseline = self.baseline.push(batch, baseline)
-            for plan in also:
-                pending = merge(pending, predict(plan))
+            made += tuple(predict(plan) for plan in also)
         return PlannerState(
             carry=carry,
             baseline=baseline,
             corpus=corpus,
             ready=state.ready + plans,
-            baseline_pending=pending,
+            baseline_made=made,
+            num_batches=state.num_batches + (batch is not None),
             exhausted=batch is None,
         )
 
