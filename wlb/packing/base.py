@@ -6,7 +6,7 @@ waits, in as many plans as it takes.
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from wlb.plan import (
 class Packer(Protocol):
     """A packing policy for N micro-batches a step."""
 
-    @property
-    def policy(self) -> str: ...
+    policy: ClassVar[str]
 
     @property
     def num_micro_batches(self) -> int: ...
@@ -85,6 +84,22 @@ class PackerOptions:
             piece = pieces[int(bad[0])]
             raise ValueError(f"the cost of {piece} is {workload[bad[0]]} ns; it must be at least 0")
         return workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPacker:
+    """What policies have in common; a policy sets `policy` and writes `push`."""
+
+    options: PackerOptions
+    policy: ClassVar[str]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.options.num_micro_batches
+
+    def start(self) -> Carry:
+        """The carry of a run that has trained nothing."""
+        return Carry.empty(self.policy)
 
 
 def build_plan(

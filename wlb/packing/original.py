@@ -10,31 +10,21 @@ Cost: a few NumPy passes over the batch.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PackerOptions, build_plan
+from wlb.packing.base import PolicyPacker, build_plan
 from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
 
 POLICY = "original"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OriginalPacker:
+class OriginalPacker(PolicyPacker):
     """Plain-4D behind the packer protocol. Carry: slot 0 = what follows the last full step."""
 
-    options: PackerOptions
-
-    @property
-    def policy(self) -> str:
-        return POLICY
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.options.num_micro_batches
-
-    def start(self) -> Carry:
-        return Carry.empty(POLICY)
+    policy: ClassVar[str] = POLICY
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry

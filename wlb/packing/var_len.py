@@ -23,10 +23,11 @@ the carry. Cost: O(n log n + n log N) for n documents.
 
 import heapq
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PackerOptions, build_plan
+from wlb.packing.base import PolicyPacker, build_plan
 from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, check_minimum, int_array
 
 POLICY = "var_len"
@@ -34,14 +35,14 @@ LEFTOVER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VarLenPacker:
+class VarLenPacker(PolicyPacker):
     """Algorithm 1 behind the packer protocol. Carry: slot 0 = leftovers, slot i = queue i.
 
     s_max: longest micro-batch in tokens, at least the context window. queue_thresholds: L_1 < L_2 <
     ... in tokens; empty = no document is delayed.
     """
 
-    options: PackerOptions
+    policy: ClassVar[str] = POLICY
     s_max: int
     queue_thresholds: tuple[int, ...]
 
@@ -55,17 +56,6 @@ class VarLenPacker:
         check_minimum("queue_thresholds", thresholds, 1)
         if bool(np.any(np.diff(thresholds) <= 0)):
             raise ValueError(f"queue_thresholds {thresholds.tolist()} must increase")
-
-    @property
-    def policy(self) -> str:
-        return POLICY
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.options.num_micro_batches
-
-    def start(self) -> Carry:
-        return Carry.empty(POLICY)
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry

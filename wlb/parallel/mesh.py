@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from wlb.spec.run import Device, ParallelSpec
@@ -226,8 +227,6 @@ def _rendezvous(world: World) -> dict[str, Any]:
 
 def limit_collectives(timeout_s: float) -> None:
     """From now on a collective of all ranks may take this long (it was started with more)."""
-    from torch.distributed import distributed_c10d
-
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import Mesh, World
+from wlb.parallel.mesh import Mesh, World, build_mesh
 from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, RunSpec
@@ -233,7 +233,5 @@ class Report:
 
 def run_rank(world: World, job: Job, device: torch.device) -> Tally:
     """A rank's whole life once its process group stands."""
-    from wlb.parallel.mesh import build_mesh
-
     mesh = build_mesh(job.spec.parallel, device)
     return Trainer(job, world, mesh).run()
