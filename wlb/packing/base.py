@@ -17,6 +17,7 @@ from wlb.plan import (
     IntArray,
     PackingPlan,
     Pieces,
+    check_at_least,
     int_array,
     offsets_of,
     split_long,
@@ -57,8 +58,7 @@ class PackerOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_micro_batches", "context_window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+            check_at_least(name, getattr(self, name), 1)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
         """The batch's documents as pieces of at most a window, stamped with the step that is next.
@@ -76,14 +76,32 @@ class PackerOptions:
             )
         return replace(pieces, arrival=np.full(len(pieces), step, np.int64))
 
+    @property
+    def tokens_per_step(self) -> int:
+        """N x C, the tokens that a global batch brings on average."""
+        return self.num_micro_batches * self.context_window
+
     def workloads(self, pieces: Pieces) -> IntArray:
         """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
-        workload = int_array("workload_ns", self.cost.workload_ns(pieces.length))
-        bad = np.flatnonzero(workload < 0)
-        if bad.size:
-            piece = pieces[int(bad[0])]
-            raise ValueError(f"the cost of {piece} is {workload[bad[0]]} ns; it must be at least 0")
-        return workload
+        return _priced(pieces, self.cost.workload_ns(pieces.length))
+
+    def attention(self, pieces: Pieces) -> IntArray:
+        """W_a of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
+        return _priced(pieces, self.cost.attention_ns(pieces.length))
+
+    def loads(self, pieces: Pieces, rows: list[list[int]]) -> IntArray:
+        """W_a + W_l of `rows[j]` of `pieces` in ns, shape [len(rows)]."""
+        work = self.workloads(pieces)
+        return np.array([int(work[members].sum()) for members in rows], np.int64)
+
+
+def _priced(pieces: Pieces, cost_ns: IntArray) -> IntArray:
+    cost = int_array("cost_ns", cost_ns)
+    bad = np.flatnonzero(cost < 0)
+    if bad.size:
+        piece = pieces[int(bad[0])]
+        raise ValueError(f"the cost of {piece} is {cost[bad[0]]} ns; it must be at least 0")
+    return cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,12 @@ def int_array(name: str, values: IntLike) -> IntArray:
     return out
 
 
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """ValueError naming a number that is below `minimum`."""
+    if value < minimum:
+        raise ValueError(f"{name} = {value} must be at least {minimum}")
+
+
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:
     """ValueError naming the first entry of `array` (shape [n]) that is below `minimum`."""
     bad = np.flatnonzero(array < minimum)

@@ -1,0 +1,232 @@
+"""fixed: fixed-length greedy packing over W global batches (Section 3.2; W = 1 is Fixed-4D).
+
+Once the stream holds W * N * C tokens, exactly that many become W * N micro-batches of exactly C
+tokens (`take_tokens` says what waits of the rest). (1) Documents in descending length; (2) each
+goes to the micro-batch with the least predicted attention time that has room for it, ties to the
+lowest index; (3) one that fits nowhere is cut to fill the gaps, least attention first. The
+micro-batches are then grouped into W steps.
+
+What the paper leaves open, and what is done here:
+- The tokens of W batches fill W * N windows exactly only if documents are cut (step 3): every cut
+  is recorded in the pieces, no token and no label is lost.
+- Which micro-batches share a step is not said. Ours is by load (`StepGrouping.BY_LOAD`): sorted,
+  and N neighbours make a step, since otherwise imbalance grows with W. The steps of a window are
+  trained in a seeded random order, lest the heaviest always comes first. `IN_ORDER` takes them by
+  index.
+
+Guarantees: every micro-batch but those of the flush has exactly C tokens. A token is trained at
+most W - 1 steps later, or earlier, than by the loader's order. Cost: O(n log n + n log(W * N)).
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+from typing import ClassVar
+
+import numpy as np
+
+from wlb.packing.base import PolicyPacker, build_plan
+from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least, cut_at
+
+POLICY = "fixed"
+
+
+class StepGrouping(StrEnum):
+    """Which micro-batches of a window are trained in the same step."""
+
+    BY_LOAD = "by_load"
+    IN_ORDER = "in_order"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Micro-batches of a packing window: `rows[j]` are the `pieces` of micro-batch j."""
+
+    pieces: Pieces
+    rows: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPacker(PolicyPacker):
+    """Fixed-length packing behind the packer protocol. Carry: slot 0 = the stream not yet packed.
+
+    window_batches: W, global batches packed together.
+    """
+
+    policy: ClassVar[str] = POLICY
+    window_batches: int = 1
+    grouping: StepGrouping = StepGrouping.BY_LOAD
+
+    def __post_init__(self) -> None:
+        check_at_least("window_batches", self.window_batches, 1)
+
+    def push(
+        self, batch: GlobalBatch | None, carry: Carry
+    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        size = self.options.tokens_per_step * self.window_batches
+        due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
+        stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
+        plans: list[PackingPlan] = []
+        step = carry.next_step
+        while len(stream) and (batch is None or stream.num_tokens >= size):
+            window, stream = take_tokens(stream, size, longest_cut=self.options.context_window // 8)
+            made = self._steps(window, step, stream.num_tokens)
+            plans += made
+            step += len(made)
+        slot = np.zeros(len(stream), np.int64)
+        return tuple(plans), Carry(policy=self.policy, pieces=stream, slot=slot, next_step=step)
+
+    def pack(self, pieces: Pieces, num_micro_batches: int, seed: int) -> Window:
+        """`pieces` in windows of C tokens; a policy with another method overrides this."""
+        del seed
+        return greedy(
+            pieces,
+            self.options.attention(pieces),
+            num_micro_batches=num_micro_batches,
+            capacity=self.options.context_window,
+        )
+
+    def _steps(self, pieces: Pieces, step: int, waiting: int) -> list[PackingPlan]:
+        """A window's plans; `waiting` tokens stay in the stream after it."""
+        num = self.num_micro_batches
+        num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
+        window = self.pack(pieces, num_steps * num, step)
+        load = [int(x) for x in self.options.loads(window.pieces, window.rows)]
+        order = list(range(len(window.rows)))
+        if self.grouping == StepGrouping.BY_LOAD:
+            order.sort(key=lambda j: (-load[j], j))
+        groups = [order[i * num : (i + 1) * num] for i in range(num_steps)]
+        if self.grouping == StepGrouping.BY_LOAD:
+            groups = _shuffled(groups, self.options.seed, step)
+        tokens = [sum(int(window.pieces.length[window.rows[j]].sum()) for j in g) for g in groups]
+        held = [waiting + later for later in list(accumulate(tokens[::-1], initial=0))[-2::-1]]
+        return [
+            build_plan(
+                self.options,
+                policy=self.policy,
+                step=step + i,
+                pieces=window.pieces,
+                rows=[window.rows[j] for j in group],
+                num_held_tokens=held[i],
+            )
+            for i, group in enumerate(groups)
+        ]
+
+
+def take_tokens(stream: Pieces, size: int, *, longest_cut: int) -> tuple[Pieces, Pieces]:
+    """The first `size` tokens of `stream` (or all), and the rest; long documents stay whole.
+
+    The document that crosses the limit is taken too; the surplus it brings is held back from the
+    end of what was taken: documents that are no longer than it whole, then a part of the first one
+    of at most `longest_cut` tokens (of the shortest one that is long enough, if there is none).
+    Cutting the crossing document itself would cut one in four full-window documents at W = 1.
+    """
+    ends = np.cumsum(stream.length)
+    if not len(stream) or int(ends[-1]) <= size:
+        return stream, Pieces.empty()
+    taken = int(np.searchsorted(ends, size)) + 1
+    surplus = int(ends[taken - 1]) - size
+    held = np.arange(len(stream)) >= taken
+    row = taken - 1
+    while surplus and row >= 0:
+        length = int(stream.length[row])
+        if length <= surplus:
+            held[row] = True
+            surplus -= length
+        elif length <= longest_cut:
+            break
+        row -= 1
+    if surplus:
+        if row < 0:
+            left = np.flatnonzero(~held & (stream.length > surplus))
+            row = int(left[np.argmin(stream.length[left])])
+        stream = cut_at(stream, [int(ends[row]) - surplus])
+        held = np.insert(held, row + 1, True)
+    return stream.take(np.flatnonzero(~held)), stream.take(np.flatnonzero(held))
+
+
+def greedy(
+    pieces: Pieces, attention_ns: IntArray, *, num_micro_batches: int, capacity: int
+) -> Window:
+    """Pieces to micro-batches of `capacity` tokens by least attention (steps 1 to 3).
+
+    attention_ns: shape [num_pieces]; the part of a cut piece is taken to cost its share of the
+    piece's tokens, an upper bound. ValueError if the tokens cannot fit.
+    """
+    if pieces.num_tokens > num_micro_batches * capacity:
+        raise ValueError(
+            f"{pieces.num_tokens} tokens do not fit {num_micro_batches} micro-batches of "
+            f"{capacity} tokens; use more micro-batches or a larger window"
+        )
+    lengths, work = pieces.length.tolist(), attention_ns.tolist()
+    bins = _Bins(num_micro_batches, capacity)
+    parts: list[tuple[int, int, int]] = []  # row, first token in the row, micro-batch
+    for row in np.argsort(-pieces.length, kind="stable").tolist():
+        parts += [(row, begin, j) for begin, j in bins.add(lengths[row], work[row])]
+    return cut_into(pieces, parts, num_micro_batches=num_micro_batches)
+
+
+def cut_into(
+    pieces: Pieces, parts: list[tuple[int, int, int]], *, num_micro_batches: int
+) -> Window:
+    """Pieces cut where `parts` (row, first token of the part in its row, micro-batch) say."""
+    begins = np.cumsum(pieces.length) - pieces.length
+    parts = sorted(parts)
+    cuts = [int(begins[row]) + begin for row, begin, _ in parts if begin]
+    rows: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    for i, (_, _, j) in enumerate(parts):
+        rows[j].append(i)
+    return Window(pieces=cut_at(pieces, cuts) if cuts else pieces, rows=rows)
+
+
+class _Bins:
+    """Micro-batches by least work with room; documents must come in descending length.
+
+    A full one is parked and comes back when documents are short enough for it, so that each is
+    looked at O(1) times per placement.
+    """
+
+    def __init__(self, num: int, capacity: int) -> None:
+        self.room, self.work = [capacity] * num, [0] * num
+        self.by_work = [(0, j) for j in range(num)]
+        self.parked: list[tuple[int, int]] = []  # (-room, micro-batch)
+
+    def add(self, length: int, work: int) -> Iterator[tuple[int, int]]:
+        """(first token, micro-batch) of each part of a document: one part, if it fits somewhere."""
+        while self.parked and -self.parked[0][0] >= length:
+            j = heapq.heappop(self.parked)[1]
+            heapq.heappush(self.by_work, (self.work[j], j))
+        while self.by_work:
+            _, j = heapq.heappop(self.by_work)
+            if self.room[j] >= length:
+                self._put(j, length, work)
+                heapq.heappush(self.by_work, (self.work[j], j))
+                yield 0, j
+                return
+            heapq.heappush(self.parked, (-self.room[j], j))
+        yield from self._fill_gaps(length, work)
+
+    def _fill_gaps(self, length: int, work: int) -> Iterator[tuple[int, int]]:
+        begin = 0
+        with_room = [j for _, j in self.parked if self.room[j]]
+        for j in sorted(with_room, key=lambda j: (self.work[j], j)):
+            part = min(self.room[j], length - begin)
+            self._put(j, part, -(-work * part // length))
+            yield begin, j
+            begin += part
+            if begin == length:
+                break
+        self.parked = [(-self.room[j], j) for _, j in self.parked]
+        heapq.heapify(self.parked)
+
+    def _put(self, j: int, length: int, work: int) -> None:
+        self.room[j] -= length
+        self.work[j] += work
+
+
+def _shuffled(groups: list[list[int]], seed: int, step: int) -> list[list[int]]:
+    key = np.array([seed % 2**64, (step << 20) + (1 << 19)], np.uint64)
+    order = np.random.Generator(np.random.Philox(key=key)).permutation(len(groups))
+    return [groups[i] for i in order.tolist()]
