@@ -128,9 +128,12 @@ def build_plan(
     pieces: Pieces,
     rows: list[list[int]],
     num_held_tokens: int,
+    max_delay: int | None = None,
     shuffle: bool = True,
 ) -> PackingPlan:
     """A plan with `rows[i]` of `pieces` in micro-batch i.
+
+    max_delay: pieces delayed by more steps than that are counted as overdue.
 
     shuffle: order the pieces of a micro-batch at random, by (options.seed, step, i). Policies push
     documents in descending order; left so, per-sequence sharding would give the long documents to
@@ -152,4 +155,5 @@ def build_plan(
         offsets=offsets,
         workload_ns=running[offsets[1:]] - running[offsets[:-1]],
         num_held_tokens=num_held_tokens,
+        num_overdue=0 if max_delay is None else int((step - placed.arrival > max_delay).sum()),
     )

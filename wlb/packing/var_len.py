@@ -60,7 +60,7 @@ class VarLenPacker(PolicyPacker):
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        self._check_fits(carry)
+        check_fits(carry, self.s_max)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         leftover, new, queues = self._admit(arrived, carry, flush=batch is None)
@@ -74,17 +74,6 @@ class VarLenPacker(PolicyPacker):
         waiting = Pieces.concat(leftover, queues)
         slot = np.concatenate([np.zeros(len(leftover), np.int64), self._queue_of(queues)])
         return tuple(plans), Carry(policy=POLICY, pieces=waiting, slot=slot, next_step=step)
-
-    def _check_fits(self, carry: Carry) -> None:
-        """A piece that was cut for a larger window would wait for ever, and the flush never end."""
-        over = np.flatnonzero(carry.pieces.length > self.s_max)
-        if over.size:
-            piece = carry.pieces[int(over[0])]
-            raise ValueError(
-                f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
-                f"cut for a larger context window than this packer's: it is longer than s_max = "
-                f"{self.s_max}; go on with a larger window or s_max"
-            )
 
     def _queue_of(self, pieces: Pieces) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """0 for an ordinary piece, i where L_i <= length < L_{i+1}; shape [num_pieces]."""
@@ -136,6 +125,18 @@ class VarLenPacker(PolicyPacker):
             num_held_tokens=queued_tokens + left.num_tokens,
         )
         return plan, left
+
+
+def check_fits(carry: Carry, s_max: int) -> None:
+    """A piece that was cut for a larger window would wait for ever, and the flush never end."""
+    over = np.flatnonzero(carry.pieces.length > s_max)
+    if over.size:
+        piece = carry.pieces[int(over[0])]
+        raise ValueError(
+            f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
+            f"cut for a larger context window than this packer's: it is longer than s_max = "
+            f"{s_max}; go on with a larger window or s_max"
+        )
 
 
 def place(

@@ -27,6 +27,7 @@ class StepMetrics:
     num_targets: int
     num_filler_tokens: int = 0
     num_held_tokens: int = 0
+    num_overdue: int = 0
     imbalance: float = 1.0
     max_workload_ns: int = 0
     mean_workload_ns: float = 0.0
@@ -79,6 +80,7 @@ def predict(plan: PackingPlan, *, num_filler_tokens: int = 0) -> StepMetrics:
         num_targets=plan.num_targets,
         num_filler_tokens=num_filler_tokens,
         num_held_tokens=plan.num_held_tokens,
+        num_overdue=plan.num_overdue,
         imbalance=imbalance(plan.workload_ns),
         max_workload_ns=int(plan.workload_ns.max(initial=0)),
         mean_workload_ns=float(plan.workload_ns.mean()) if plan.workload_ns.size else 0.0,
@@ -101,6 +103,7 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
         num_tokens=tokens,
         num_targets=first.num_targets + second.num_targets,
         num_filler_tokens=first.num_filler_tokens + second.num_filler_tokens,
+        num_overdue=first.num_overdue + second.num_overdue,
         imbalance=slowest / mean if mean else 1.0,
         max_workload_ns=slowest,
         mean_workload_ns=mean,

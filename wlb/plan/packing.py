@@ -46,6 +46,7 @@ class PackingPlan:
     pieces: rows in execution order. offsets: shape [num_micro_batches + 1]; micro-batch i is the
     rows [offsets[i], offsets[i + 1]), which may be empty. workload_ns: predicted time of each
     micro-batch, shape [num_micro_batches]. num_held_tokens: tokens that wait after this step.
+    num_overdue: pieces that are trained later than the policy's maximum delay (`bounded` has one).
     """
 
     step: int
@@ -54,6 +55,7 @@ class PackingPlan:
     offsets: IntArray
     workload_ns: IntArray
     num_held_tokens: int = 0
+    num_overdue: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", int_array("PackingPlan.offsets", self.offsets))
@@ -112,6 +114,7 @@ class PackingPlan:
             "offsets": self.offsets.tolist(),
             "workload_ns": self.workload_ns.tolist(),
             "num_held_tokens": self.num_held_tokens,
+            "num_overdue": self.num_overdue,
         }
 
     @classmethod

@@ -1,0 +1,156 @@
+"""capacity: bins of at most `capacity` tokens, whole documents, as fine-tuning methods pack them.
+
+What waits and what arrives is packed into bins (`bins.py`); N bins make a step. A batch makes as
+many steps as its bins suffice for, which may be none or several; the documents of the other bins
+wait in the carry, as documents, and are packed again with the next batch. Against packing every
+batch by itself, this neither drops a tail nor trains a half-empty last bin for every batch: of the
+bins, the one that is the last to leave stays, unless it is full.
+
+Which bins leave:
+- Decreasing methods: the fullest ones (ties to the lowest index), so that the gaps wait and are
+  filled by later documents. But what was left over by an earlier packing is placed before anything
+  new, and the bins that it opens leave first. The bins that leave are dealt to the steps in a
+  seeded random order: a packing opens its bins with the longest documents, and to train them in
+  that order would repeat a curriculum from long to short in every batch.
+- Streaming methods: in the order they were opened, which is the order of their oldest documents.
+
+Guarantees: a bin never exceeds the capacity; every piece is placed exactly once or waits. Nothing
+waits for ever: at most N bins are left over. Packed again by themselves they are the same bins, as
+removing whole bins changes no other choice of these methods, so that with the decreasing methods
+and next_fit all that was left over leaves with the next packing that makes a step (with next_fit in
+its first one). best_fit may spread leftovers differently, since bins it had closed are open again;
+its oldest document leaves with the next step. (A carry of another N, capacity or method may take
+a packing more.)
+
+Work is not balanced: bins of equal tokens differ in attention work. Cost: that of `pack_bins`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.bins import BinMethod, Bins, pack_bins
+from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least
+
+POLICY = "capacity"
+LEFTOVER = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityPacker(PolicyPacker):
+    """Bin packing behind the packer protocol.
+
+    Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
+    capacity: tokens of a bin, at least the context window, which is the default. pack_batches:
+    packing waits until so many batches with documents are there. open_bins: of best_fit.
+    """
+
+    policy: ClassVar[str] = POLICY
+    method: BinMethod = BinMethod.BEST_FIT_DECREASING
+    capacity: int | None = None
+    pack_batches: int = 1
+    open_bins: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("pack_batches", "open_bins"):
+            check_at_least(name, getattr(self, name), 1)
+        if self.method not in tuple(BinMethod):
+            raise ValueError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
+        if self.bin_tokens < self.options.context_window:
+            raise ValueError(
+                f"capacity = {self.capacity} is below the context window of "
+                f"{self.options.context_window}: a piece that fills it could never be placed; "
+                f"raise the capacity or shorten the window"
+            )
+
+    @property
+    def bin_tokens(self) -> int:
+        """Most tokens of a bin."""
+        return self.options.context_window if self.capacity is None else self.capacity
+
+    def push(
+        self, batch: GlobalBatch | None, carry: Carry
+    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        self._check_fits(carry)
+        arrived = self.options.arrived(batch, carry.next_step)
+        num_batches = int(carry.slot.max(initial=LEFTOVER)) + (len(arrived) > 0)
+        pieces = Pieces.concat(carry.pieces, arrived)
+        slot = np.concatenate([carry.slot, np.full(len(arrived), num_batches, np.int64)])
+        lengths = pieces.length
+        steps: list[list[list[int]]] = []
+        if batch is None or num_batches >= self.pack_batches:
+            steps = self._steps(
+                lengths,
+                num_leftover=int((slot == LEFTOVER).sum()),
+                step=carry.next_step,
+                flush=batch is None,
+            )
+        placed = np.zeros(len(pieces), np.bool_)
+        held = pieces.num_tokens
+        plans: list[PackingPlan] = []
+        for step, rows in enumerate(steps, carry.next_step):
+            members = [row for micro_batch in rows for row in micro_batch]
+            placed[members] = True
+            held -= int(lengths[members].sum())
+            plans.append(
+                build_plan(
+                    self.options,
+                    policy=POLICY,
+                    step=step,
+                    pieces=pieces,
+                    rows=rows,
+                    num_held_tokens=held,
+                    shuffle=not self.method.is_streaming,
+                )
+            )
+        left = np.flatnonzero(~placed)
+        # A packing without steps is as if it had not been: what was new is still new next time.
+        slot = np.full(left.size, LEFTOVER) if plans else slot[left]
+        next_step = carry.next_step + len(plans)
+        rest = Carry(policy=POLICY, pieces=pieces.take(left), slot=slot, next_step=next_step)
+        return tuple(plans), rest
+
+    def _check_fits(self, carry: Carry) -> None:
+        over = np.flatnonzero(carry.pieces.length > self.bin_tokens)
+        if over.size:
+            piece = carry.pieces[int(over[0])]
+            raise ValueError(
+                f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
+                f"cut for a larger context window than this packer's: it is longer than a bin of "
+                f"{self.bin_tokens}; go on with a larger window or capacity"
+            )
+
+    def _steps(
+        self, lengths: IntArray, *, num_leftover: int, step: int, flush: bool
+    ) -> list[list[list[int]]]:
+        """The rows of each micro-batch of each step that can be made."""
+        num = self.num_micro_batches
+        bins = pack_bins(
+            lengths,
+            self.bin_tokens,
+            method=self.method,
+            window=self.open_bins,
+            num_first=num_leftover,
+        )
+        leaving = self._leaving(bins, num_leftover)
+        if not flush:
+            # A last bin with room stays for the documents to come.
+            stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
+            leaving = leaving[: (leaving.size - stays) // num * num]
+        if not self.method.is_streaming and leaving.size > num:
+            key = np.array([self.options.seed % 2**64, (step << 20) + (1 << 19)], np.uint64)
+            leaving = np.random.Generator(np.random.Philox(key=key)).permutation(leaving)
+        steps = [
+            [bins.rows(b).tolist() for b in leaving[at : at + num].tolist()]
+            for at in range(0, leaving.size, num)
+        ]
+        return [rows + [[]] * (num - len(rows)) for rows in steps]
+
+    def _leaving(self, bins: Bins, num_leftover: int) -> IntArray:
+        """Bins in the order they may leave, shape [num_bins]."""
+        if self.method.is_streaming:
+            return np.arange(bins.num_bins)
+        is_new = bins.order[bins.offsets[:-1]] >= num_leftover
+        return np.lexsort((-bins.tokens, is_new))

@@ -1,0 +1,145 @@
+"""Running a PuLP model on CBC or HiGHS: the only file that sees their untyped interfaces.
+
+A solve starts from the values its variables hold (warm start) and ends at the relative gap or the
+time limit. What PuLP does not give, and how it is had here:
+- HiGHS takes no warm start through PuLP, but keeps PuLP's hook between building and running.
+- Neither interface returns the bound on the objective: HiGHS's model has it, CBC's log prints it.
+- CBC is started by path: PuLP's class for the binary it ships warns that PuLP 4 will drop it.
+
+Time-limited, so the same model may end elsewhere on a slower machine.
+"""
+
+# PuLP and highspy ship no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUntypedBaseClass=false
+# pyright: reportMissingImports=false
+
+import importlib
+import math
+import re
+import tempfile
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_LOWER_BOUND = re.compile(r"^(?:Lower bound|best possible):?\s+(\S+)\s*$", re.MULTILINE)
+_OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
+
+
+class Solver(StrEnum):
+    """What solves the model: CBC ships with PuLP, HiGHS is the package highspy."""
+
+    CBC = "cbc"
+    HIGHS = "highs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When a solve ends. gap: relative difference of objective and bound; seed: the solver's."""
+
+    time_limit_s: float
+    gap: float
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a solve ended; values are left in the model's variables if `has_values`.
+
+    bound: no solution has a lower objective; -inf if the solver proved nothing.
+    """
+
+    has_values: bool
+    is_proven: bool
+    is_infeasible: bool
+    bound: float
+
+
+def modeller() -> Any:
+    """The module pulp; ValueError if it is not installed."""
+    return _module("pulp", "an ILP is modelled in")
+
+
+def run(problem: Any, solver: Solver, limits: Limits) -> Outcome:
+    """Minimise the PuLP `problem` from its variables' values; ValueError for a missing solver."""
+    match solver:
+        case Solver.HIGHS:
+            return _run_highs(problem, limits)
+        case Solver.CBC:
+            return _run_cbc(problem, limits)
+
+
+def _module(name: str, purpose: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{purpose} {name}, which is not installed: pip install {name}") from error
+
+
+def _run_highs(problem: Any, limits: Limits) -> Outcome:
+    highspy: Any = _module("highspy", 'solver = "highs" is')
+    api = modeller().HiGHS(
+        msg=False,
+        gapRel=limits.gap,
+        threads=limits.threads,
+        timeLimit=limits.time_limit_s,
+        random_seed=limits.seed % 2**31,
+    )
+    # The interface's own solve(), with the start put in between building and running.
+    api.createAndConfigureSolver(problem)
+    api.buildSolverModel(problem)
+    model, columns = problem.solverModel, problem.variables()
+    start = highspy.HighsSolution()
+    start.col_value = [float(column.varValue or 0) for column in columns]
+    model.setSolution(start)
+    api.callSolver(problem)
+    status, info = model.getModelStatus(), model.getInfo()
+    has_values = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    if has_values:
+        for column, value in zip(columns, model.getSolution().col_value, strict=True):
+            column.varValue = value
+    is_proven = status == highspy.HighsModelStatus.kOptimal
+    # Without a binary there is no tree: the objective of the linear program is its bound.
+    bound = info.mip_dual_bound if problem.isMIP() else info.objective_function_value
+    return Outcome(
+        has_values=has_values,
+        is_proven=is_proven,
+        is_infeasible=status == highspy.HighsModelStatus.kInfeasible,
+        bound=bound if is_proven or problem.isMIP() else -math.inf,
+    )
+
+
+def _run_cbc(problem: Any, limits: Limits) -> Outcome:
+    pulp = modeller()
+    bundled = getattr(pulp, "PULP_CBC_CMD", None)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "cbc.log"
+        api = pulp.COIN_CMD(
+            path=bundled.pulp_cbc_path if bundled else None,
+            msg=False,
+            gapRel=limits.gap,
+            threads=limits.threads,
+            timeLimit=limits.time_limit_s,
+            warmStart=True,
+            logPath=str(log),
+            options=[f"randomCbcSeed {limits.seed % 2**31}", f"randomSeed {limits.seed % 2**31}"],
+        )
+        if not api.available():
+            raise ValueError(
+                'solver = "cbc" needs the cbc program, which PuLP before version 4 ships: '
+                "pip install 'pulp<4'"
+            )
+        problem.solve(api)
+        text = log.read_text()
+    constants = pulp.constants
+    is_proven = problem.sol_status == constants.LpSolutionOptimal
+    bounds = _LOWER_BOUND.findall(text) or (_OBJECTIVE.findall(text) if is_proven else [])
+    return Outcome(
+        has_values=is_proven or problem.sol_status == constants.LpSolutionIntegerFeasible,
+        is_proven=is_proven,
+        is_infeasible=problem.sol_status == constants.LpSolutionInfeasible,
+        bound=float(bounds[-1]) if bounds else -math.inf,
+    )
