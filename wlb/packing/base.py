@@ -5,7 +5,8 @@
 waits, in as many plans as it takes.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from wlb.plan import (
     Carry,
     GlobalBatch,
     IntArray,
+    IntLike,
     PackingPlan,
     Pieces,
     check_at_least,
@@ -74,7 +76,7 @@ class PackerOptions:
             pieces = split_long(
                 batch.documents, window=self.context_window, long_documents=self.long_documents
             )
-        return replace(pieces, arrival=np.full(len(pieces), step, np.int64))
+        return pieces.stamped(step)
 
     @property
     def tokens_per_step(self) -> int:
@@ -126,7 +128,7 @@ def build_plan(
     policy: str,
     step: int,
     pieces: Pieces,
-    rows: list[list[int]],
+    rows: Sequence[IntLike],
     num_held_tokens: int,
     max_delay: int | None = None,
     shuffle: bool = True,
@@ -144,7 +146,7 @@ def build_plan(
         for i, members in enumerate(order):
             key = np.array([options.seed % 2**64, (step << 20) + i], np.uint64)
             order[i] = np.random.Generator(np.random.Philox(key=key)).permutation(members)
-    index = np.concatenate([np.zeros(0, np.int64), *order])
+    index = np.concatenate(order)
     placed = pieces.take(index)
     running = offsets_of(options.workloads(placed))
     offsets = offsets_of([len(members) for members in rows])

@@ -25,9 +25,9 @@ import numpy as np
 
 from wlb.packing.base import PolicyPacker, build_plan
 from wlb.packing.refine import refine
-from wlb.packing.release import BoolArray, Limits, choose
+from wlb.packing.release import Limits, choose
 from wlb.packing.var_len import check_fits, place
-from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, check_at_least
+from wlb.plan import BoolArray, Carry, GlobalBatch, PackingPlan, Pieces, check_at_least
 
 POLICY = "bounded"
 DELAY_PRICE = 0.13
@@ -119,7 +119,7 @@ class BoundedPacker(PolicyPacker):
             policy=POLICY,
             step=step,
             pieces=waiting,
-            rows=[order[members].tolist() for members in rows],
+            rows=[order[members] for members in rows],
             num_held_tokens=held.num_tokens,
             max_delay=self.max_delay,
         )

@@ -1,34 +1,56 @@
 """original (Plain-4D): the loader's own windows, as the paper's baseline packs them (Section 7.1).
 
-Documents are concatenated in stream order and cut into windows of exactly C tokens; N consecutive
-windows make a step. A document that crosses a window's end is cut there (the cut is recorded in its
-pieces, no token and no label is lost). Tokens beyond N windows open the next step.
+Two loaders, since the paper does not say how its own fills a window:
 
-Guarantees: every micro-batch but those of the flush has exactly C tokens. Balances nothing.
-Cost: a few NumPy passes over the batch.
+- `WindowCut.ANYWHERE` (what Megatron and torchtitan do, and our trainer's baseline): documents are
+  concatenated in stream order and cut into windows of exactly C tokens, whatever is cut.
+- `WindowCut.SHORT`: documents are cut at C tokens first; then each goes whole to the first open
+  window that has room, else opens one. Windows are filled up by cutting short documents (at most
+  C / 8 tokens), so they too end with exactly C tokens. In the paper's windows (Figure 3) documents
+  as long as the window occur, which random cuts would hardly leave; this loader reproduces Table 2.
+
+N consecutive windows make a step. A cut is recorded in the pieces: no token and no label is lost.
+Tokens beyond full windows wait. Guarantees: every micro-batch but those of the flush has exactly C
+tokens. Balances nothing. Cost: a few NumPy passes over the batch; SHORT is one loop over documents.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.fixed import cut_into
 from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
 
 POLICY = "original"
 
 
+class WindowCut(StrEnum):
+    """Which documents a loader cuts at the end of a window."""
+
+    ANYWHERE = "anywhere"
+    SHORT = "short"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalPacker(PolicyPacker):
-    """Plain-4D behind the packer protocol. Carry: slot 0 = what follows the last full step."""
+    """Plain-4D behind the packer protocol.
+
+    Carry: what follows the last full step; slot 0, or with SHORT the (i-th) open window it is in.
+    """
 
     policy: ClassVar[str] = POLICY
+    cut: WindowCut = WindowCut.ANYWHERE
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        if self.cut == WindowCut.SHORT:
+            return self._push_whole(batch, carry)
         window, num = self.options.context_window, self.options.num_micro_batches
         # 1. The stream, cut at every window's end.
         stream = Pieces.concat(
@@ -41,28 +63,97 @@ class OriginalPacker(PolicyPacker):
             steps += 1
         # 3. Pieces by window.
         window_of = (offsets_of(stream.length)[:-1]) // window
-        edges = np.searchsorted(window_of, np.arange(steps * num + 1))
-        held = stream.slice(int(edges[-1]), len(stream))
-        plans = tuple(
-            self._plan(stream, edges[i * num : (i + 1) * num + 1].tolist(), carry.next_step + i)
-            for i in range(steps)
-        )
-        rest = Carry(
-            policy=POLICY,
-            pieces=held,
-            slot=np.zeros(len(held), np.int64),
-            next_step=carry.next_step + steps,
-        )
-        return plans, rest
-
-    def _plan(self, stream: Pieces, edges: list[int], step: int) -> PackingPlan:
+        edges = np.searchsorted(window_of, np.arange(steps * num + 1)).tolist()
         rows = [list(range(a, b)) for a, b in pairwise(edges)]
-        return build_plan(
-            self.options,
-            policy=POLICY,
-            step=step,
-            pieces=stream,
-            rows=rows,
-            shuffle=False,
-            num_held_tokens=stream.num_tokens - int(stream.slice(0, edges[-1]).num_tokens),
-        )
+        plans = self._plans(stream, rows, carry.next_step)
+        held = stream.slice(edges[-1], len(stream))
+        slot = np.zeros(len(held), np.int64)
+        return plans, self._carry(held, slot, carry.next_step + steps)
+
+    def _push_whole(
+        self, batch: GlobalBatch | None, carry: Carry
+    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        num = self.options.num_micro_batches
+        arrived = self.options.arrived(batch, carry.next_step)
+        stream = Pieces.concat(carry.pieces, arrived)
+        filling = _Windows(self.options.context_window)
+        for length, window in zip(carry.pieces.length.tolist(), carry.slot.tolist(), strict=True):
+            filling.put_into(window, length)
+        parts = [(row, 0, int(window)) for row, window in enumerate(carry.slot)]
+        for row, length in enumerate(arrived.length.tolist(), len(carry.pieces)):
+            parts += [(row, begin, window) for begin, window in filling.add(length)]
+        cut = cut_into(stream, parts, num_micro_batches=len(filling.room))
+        steps = filling.num_full // num
+        if batch is None:
+            steps = -(-len(filling.room) // num)
+        rows = cut.rows + [[] for _ in range(steps * num - len(cut.rows))]
+        plans = self._plans(cut.pieces, rows[: steps * num], carry.next_step)
+        left = rows[steps * num :]
+        index = np.array([row for members in left for row in members], np.int64)
+        slot = np.repeat(np.arange(len(left)), [len(members) for members in left])
+        return plans, self._carry(cut.pieces.take(index), slot, carry.next_step + steps)
+
+    def _plans(
+        self, pieces: Pieces, rows: list[list[int]], first_step: int
+    ) -> tuple[PackingPlan, ...]:
+        """Plans of N windows each; `rows` are the pieces of each window."""
+        num = self.options.num_micro_batches
+        plans: list[PackingPlan] = []
+        held = pieces.num_tokens
+        for step in range(len(rows) // num):
+            mine = rows[step * num : (step + 1) * num]
+            held -= sum(int(pieces.length[members].sum()) for members in mine)
+            plans.append(
+                build_plan(
+                    self.options,
+                    policy=POLICY,
+                    step=first_step + step,
+                    pieces=pieces,
+                    rows=mine,
+                    shuffle=False,
+                    num_held_tokens=held,
+                )
+            )
+        return tuple(plans)
+
+    def _carry(self, pieces: Pieces, slot: np.ndarray, next_step: int) -> Carry:
+        return Carry(policy=POLICY, pieces=pieces, slot=slot, next_step=next_step)
+
+
+@dataclass(slots=True)
+class _Windows:
+    """Windows in the order they were opened; `num_full` of them, from the first on, are full."""
+
+    size: int
+    room: list[int] = field(default_factory=list[int])
+    num_full: int = 0
+
+    def put_into(self, window: int, length: int) -> None:
+        """A part that is known to be in that window (its number may be new)."""
+        self.room += [self.size] * (window + 1 - len(self.room))
+        self.room[window] -= length
+        self._close()
+
+    def add(self, length: int) -> Iterator[tuple[int, int]]:
+        """(first token, window) of each part of a document: one part unless it is cut."""
+        still_open = range(self.num_full, len(self.room))
+        for window in still_open:
+            if self.room[window] >= length:
+                self.put_into(window, length)
+                yield 0, window
+                return
+        begin = 0
+        if length <= self.size // 8:
+            for window in still_open:
+                part = min(self.room[window], length - begin)
+                if part:
+                    self.put_into(window, part)
+                    yield begin, window
+                    begin += part
+        if begin < length:
+            self.put_into(len(self.room), length - begin)
+            yield begin, len(self.room) - 1
+
+    def _close(self) -> None:
+        while self.num_full < len(self.room) and not self.room[self.num_full]:
+            self.num_full += 1

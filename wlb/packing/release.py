@@ -6,7 +6,7 @@ units of a typical micro-batch's time:
 
     x + x^2 / 0.1                          x = slowest micro-batch - mean, the time all others wait
   + price * held tokens * (1 + age)        what delay is taken to cost; the age of each document
-  + price * B^2 / (2 * (T - 1))            B = all held tokens; T - 1 of them can be caught up a step
+  + price * B^2 / (2 * (T - 1))            B = all held tokens; T - 1 can be caught up in a step
   + 2 * ((1 + age) / D)^3 * shortfall      a document taller than the mean must leave by age D: what
                                            would then be missing, in work, from the held documents
                                            and ordinary ones up to T
@@ -15,10 +15,10 @@ tokens in units of a global batch. The square makes one step of 1.10 dearer than
 last term makes tall documents collect company in time; without it a rare one leaves alone at its
 last moment (experiments/LOG.md has the figures, and the rules that were tried and lost).
 
-Steps: (1) choices are of one form: of the outliers in descending order release k from position i
+Steps: (1) choices are of one form: of the outliers in descending order, release k from position i
 and all from position j on, which has "all up to a height" and "a few of the tallest" in it; (2) all
-of them are scored at once with a lower bound on the slowest micro-batch; (3) the best few are packed
-(outliers by Algorithm 1's placement, ordinary ones as a fluid) and scored again.
+of them are scored at once with a lower bound on the slowest micro-batch; (3) the best few are
+packed (outliers by Algorithm 1's placement, ordinary ones as a fluid) and scored again.
 
 Guarantees: documents of age D and more leave, oldest first, as far as the cap T allows; never more
 than T tokens; at least one document. Whole-number inputs and single IEEE operations: equal on all
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.packing.var_len import place
-from wlb.plan import IntArray, offsets_of
+from wlb.plan import BoolArray, IntArray, offsets_of
 
 OUTLIER = 0.2
 """Work of the smallest outlier, in typical micro-batches."""
@@ -44,7 +44,6 @@ URGENCY = 2.0
 NUM_PACKED = 8
 
 FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +291,7 @@ def _pigeonhole(waiting: Waiting, choices: Choices) -> IntArray:
     return np.maximum(two, three)
 
 
-def _crowded(waiting: Waiting, choices: Choices, tokens: IntArray, work: FloatArray) -> FloatArray:
+def _crowded(waiting: Waiting, choices: Choices, tokens: IntArray, work: IntArray) -> FloatArray:
     """The first k documents have a micro-batch each; what does not fit the other N - k under S_max
     comes on top of them. With k once the tallest class, once as many as there are micro-batches."""
     num, s_max = waiting.limits.num_micro_batches, waiting.limits.s_max
@@ -382,7 +381,9 @@ def _poured(loads: list[int], sizes: list[int], tokens: int, work: int, s_max: i
     room = [(s_max - size) * density for size in sizes]
     if sum(s_max - size for size in sizes) < tokens:
         return None
-    events = sorted([(float(a), 1) for a in loads] + [(a + r, -1) for a, r in zip(loads, room)])
+    events = sorted(
+        [(float(a), 1) for a in loads] + [(a + r, -1) for a, r in zip(loads, room, strict=True)]
+    )
     level, rising, left = events[0][0], 0, float(work)
     for at, change in events:
         need = (at - level) * rising

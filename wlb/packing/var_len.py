@@ -17,8 +17,13 @@ Deviations from the paper, each because the printed algorithm loses or starves d
 - Documents are shuffled (seeded) inside a micro-batch after packing: pushed in descending order
   they would bias per-sequence sharding.
 
-Guarantees: a micro-batch never exceeds S_max tokens; every piece is placed exactly once or waits in
-the carry. Cost: O(n log n + n log N) for n documents.
+`literal = True` is the paper line by line instead, so that placements can be compared exactly: `<`,
+one release of N documents a queue and arriving batch, a step for every batch (even one that brings
+nothing), no shuffling. It differs in one thing: at the end of data everything is released. There a
+document of exactly S_max tokens would wait for ever, so S_max must be more than the window.
+
+Guarantees: a micro-batch never exceeds S_max tokens, a step never `step_tokens` (if given); every
+piece is placed exactly once or waits in the carry. Cost: O(n log n + n log N) for n documents.
 """
 
 import heapq
@@ -28,7 +33,16 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, build_plan
-from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, check_minimum, int_array
+from wlb.plan import (
+    BoolArray,
+    Carry,
+    GlobalBatch,
+    IntArray,
+    PackingPlan,
+    Pieces,
+    check_minimum,
+    int_array,
+)
 
 POLICY = "var_len"
 LEFTOVER = 0
@@ -39,18 +53,31 @@ class VarLenPacker(PolicyPacker):
     """Algorithm 1 behind the packer protocol. Carry: slot 0 = leftovers, slot i = queue i.
 
     s_max: longest micro-batch in tokens, at least the context window. queue_thresholds: L_1 < L_2 <
-    ... in tokens; empty = no document is delayed.
+    ... in tokens; empty = no document is delayed. step_tokens: most tokens of a step; the paper has
+    no such cap (None).
     """
 
     policy: ClassVar[str] = POLICY
     s_max: int
     queue_thresholds: tuple[int, ...]
+    step_tokens: int | None = None
+    literal: bool = False
 
     def __post_init__(self) -> None:
         if self.s_max < self.options.context_window:
             raise ValueError(
                 f"s_max = {self.s_max} is below the context window of "
                 f"{self.options.context_window}: a document that fills it could never be placed"
+            )
+        if self.literal and self.s_max == self.options.context_window:
+            raise ValueError(
+                f"s_max = {self.s_max} is the context window, and Algorithm 1 taken literally "
+                f"places a document only where it stays below s_max: use {self.s_max + 1} or more"
+            )
+        if self.step_tokens is not None and self.step_tokens < self.s_max:
+            raise ValueError(
+                f"step_tokens = {self.step_tokens} is below s_max = {self.s_max}: the cap of a "
+                f"step holds for all of its micro-batches together"
             )
         thresholds = int_array("queue_thresholds", self.queue_thresholds)
         check_minimum("queue_thresholds", thresholds, 1)
@@ -63,68 +90,82 @@ class VarLenPacker(PolicyPacker):
         check_fits(carry, self.s_max)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
-        leftover, new, queues = self._admit(arrived, carry, flush=batch is None)
+        pieces = Pieces.concat(carry.pieces, arrived)
+        queue = self._queue_of(pieces)
+        is_leftover = np.zeros(len(pieces), bool)
+        is_leftover[: len(carry.pieces)] = carry.slot == LEFTOVER
+        queue[is_leftover] = LEFTOVER
+        now, queued = self._admit(pieces, queue, is_leftover, flush=batch is None)
+        held_tokens = int(pieces.length[queued].sum())
         plans: list[PackingPlan] = []
-        while len(leftover) + len(new):
-            plan, leftover = self._step(leftover, new, queues.num_tokens, step)
+        while len(now) or (self.literal and batch is not None):
+            plan, now = self._step(pieces, now, held_tokens, step)
             plans.append(plan)
-            step, new = step + 1, Pieces.empty()
+            step += 1
             if batch is not None:
                 break
-        waiting = Pieces.concat(leftover, queues)
-        slot = np.concatenate([np.zeros(len(leftover), np.int64), self._queue_of(queues)])
-        return tuple(plans), Carry(policy=POLICY, pieces=waiting, slot=slot, next_step=step)
+        waiting = np.concatenate([now, queued])
+        slot = np.concatenate([np.zeros(len(now), np.int64), queue[queued]])
+        return tuple(plans), Carry(
+            policy=POLICY, pieces=pieces.take(waiting), slot=slot, next_step=step
+        )
 
-    def _queue_of(self, pieces: Pieces) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """0 for an ordinary piece, i where L_i <= length < L_{i+1}; shape [num_pieces]."""
+    def _queue_of(self, pieces: Pieces) -> IntArray:
+        """0 for an ordinary piece, i where L_i <= length < L_{i+1}; shape [num_pieces].
+
+        Queues are read off the lengths, so that a carry stays valid when thresholds change.
+        """
         thresholds = np.array(self.queue_thresholds, np.int64)
         return np.searchsorted(thresholds, pieces.length, side="right").astype(np.int64)
 
     def _admit(
-        self, arrived: Pieces, carry: Carry, *, flush: bool
-    ) -> tuple[Pieces, Pieces, Pieces]:
-        """Leftovers, pieces to pack now (sorted), and what stays in the queues (queue by queue)."""
+        self, pieces: Pieces, queue: IntArray, is_leftover: BoolArray, *, flush: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Rows to pack now (leftovers, then new ones by length), and rows that stay queued."""
         num = self.options.num_micro_batches
-        level = self._queue_of(arrived)
-        packed_now = [arrived.take(np.flatnonzero(level == 0))]
-        still_queued: list[Pieces] = []
-        # Queues are read off the lengths, so that a carry stays valid when thresholds change.
-        leftover = carry.in_slot(LEFTOVER)
-        delayed = carry.pieces.take(np.flatnonzero(carry.slot != LEFTOVER))
-        delayed_level = self._queue_of(delayed)
-        packed_now.append(delayed.take(np.flatnonzero(delayed_level == 0)))
+        # Ordinary ones in stream order: a carry's (thresholds have changed), then the batch's.
+        new = [np.flatnonzero((queue == 0) & ~is_leftover)]
+        still_queued: list[IntArray] = []
         for i in range(1, len(self.queue_thresholds) + 1):
-            queue = Pieces.concat(
-                delayed.take(np.flatnonzero(delayed_level == i)),
-                arrived.take(np.flatnonzero(level == i)),
-            )
-            released = len(queue) if flush else len(queue) // num * num
-            packed_now.append(queue.slice(0, released))
-            still_queued.append(queue.slice(released, len(queue)))
-        new = Pieces.concat(*packed_now)
-        new = new.take(np.argsort(-new.length, kind="stable"))
-        return leftover, new, Pieces.concat(*still_queued)
+            waiting = np.flatnonzero(queue == i)
+            released = len(waiting) // num * num
+            if self.literal:
+                released = min(released, num)
+            if flush:
+                released = len(waiting)
+            new.append(waiting[:released])
+            still_queued.append(waiting[released:])
+        rows = np.concatenate(new)
+        rows = rows[np.argsort(-pieces.length[rows], kind="stable")]
+        none = np.zeros(0, np.int64)
+        return (
+            np.concatenate([np.flatnonzero(is_leftover), rows]),
+            np.concatenate([none, *still_queued]),
+        )
 
     def _step(
-        self, leftover: Pieces, new: Pieces, queued_tokens: int, step: int
-    ) -> tuple[PackingPlan, Pieces]:
-        pieces = Pieces.concat(leftover, new)
+        self, pieces: Pieces, now: IntArray, queued_tokens: int, step: int
+    ) -> tuple[PackingPlan, IntArray]:
+        """The plan of the rows `now`, and those of them that are left over."""
+        length = pieces.length[now]
+        workloads = self.options.workloads(pieces.take(now))
         rows, rest = place(
-            pieces.length.tolist(),
-            self.options.workloads(pieces).tolist(),
+            length.tolist(),
+            workloads.tolist(),
             num_micro_batches=self.options.num_micro_batches,
-            s_max=self.s_max,
+            s_max=self.s_max - 1 if self.literal else self.s_max,
+            step_tokens=self.step_tokens,
         )
-        left = pieces.take(rest)
         plan = build_plan(
             self.options,
             policy=POLICY,
             step=step,
             pieces=pieces,
-            rows=rows,
-            num_held_tokens=queued_tokens + left.num_tokens,
+            rows=[now[members] for members in rows],
+            num_held_tokens=queued_tokens + int(length[rest].sum()),
+            shuffle=not self.literal,
         )
-        return plan, left
+        return plan, now[rest]
 
 
 def check_fits(carry: Carry, s_max: int) -> None:
@@ -140,10 +181,16 @@ def check_fits(carry: Carry, s_max: int) -> None:
 
 
 def place(
-    lengths: list[int], workloads: list[int], *, num_micro_batches: int, s_max: int
+    lengths: list[int],
+    workloads: list[int],
+    *,
+    num_micro_batches: int,
+    s_max: int,
+    step_tokens: int | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """Lines 22-37 of Algorithm 1: (rows of each micro-batch, rows left over), in the given order.
 
+    step_tokens: a document that would bring the sum over all micro-batches above it is left over.
     Both minima come from heaps whose stale entries are skipped, so a document costs O(log N).
     """
     rows: list[list[int]] = [[] for _ in range(num_micro_batches)]
@@ -151,9 +198,13 @@ def place(
     by_work = [(0, i) for i in range(num_micro_batches)]
     by_size = [(0, i) for i in range(num_micro_batches)]
     rest: list[int] = []
+    room = num_micro_batches * s_max if step_tokens is None else step_tokens
     # The shortest document from each row on: where even that fits nowhere, nothing more does.
     shortest = np.minimum.accumulate(np.array([*lengths, s_max + 1], np.int64)[::-1])[::-1].tolist()
     for row, (length, workload) in enumerate(zip(lengths, workloads, strict=True)):
+        if length > room:
+            rest.append(row)
+            continue
         while by_work[0][0] != work[by_work[0][1]]:
             heapq.heappop(by_work)
         target = by_work[0][1]
@@ -169,6 +220,7 @@ def place(
         rows[target].append(row)
         work[target] += workload
         size[target] += length
+        room -= length
         heapq.heappush(by_work, (work[target], target))
         heapq.heappush(by_size, (size[target], target))
     return rows, rest

@@ -2,6 +2,7 @@
 
 from wlb.plan.arrays import (
     DIGEST_BITS,
+    BoolArray,
     IntArray,
     IntLike,
     check_at_least,
@@ -18,6 +19,7 @@ from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
 
 __all__ = [
     "DIGEST_BITS",
+    "BoolArray",
     "Carry",
     "Documents",
     "GlobalBatch",

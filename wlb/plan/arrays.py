@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 IntLike = Sequence[int] | npt.NDArray[Any]
 
 DIGEST_BITS = 60

@@ -6,8 +6,9 @@ and positions; the label of its last token is the document's next token, so the 
 labels does not depend on how documents were cut.
 """
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Self
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -15,24 +16,38 @@ from wlb.plan.arrays import IntArray, IntLike, check_minimum, int_array
 
 
 class _Columns:
-    """A struct of arrays: equal-length int64 columns, selected and joined together."""
+    """A struct of arrays: equal-length int64 columns, selected and joined together.
+
+    Rows that are selected from valid ones are valid, so `take`, `slice` and `concat` do not check
+    again: a packer does a dozen of them a step.
+    """
 
     __slots__ = ()
+    _names: ClassVar[tuple[str, ...]]
 
     def _freeze(self) -> None:
         sizes: dict[str, int] = {}
-        for f in fields(self):  # pyright: ignore[reportArgumentType]
-            column = int_array(f"{type(self).__name__}.{f.name}", getattr(self, f.name))
-            object.__setattr__(self, f.name, column)
-            sizes[f.name] = column.size
+        for name in self._names:
+            column = int_array(f"{type(self).__name__}.{name}", getattr(self, name))
+            object.__setattr__(self, name, column)
+            sizes[name] = column.size
         if len(set(sizes.values())) > 1:
             raise ValueError(f"{type(self).__name__}: columns differ in length: {sizes}")
 
+    @classmethod
+    def _of_valid(cls, columns: Iterable[IntArray]) -> Self:
+        """A record of columns that are known to be valid, in the order of `_names`."""
+        record = object.__new__(cls)
+        for name, column in zip(cls._names, columns, strict=True):
+            column.flags.writeable = False
+            object.__setattr__(record, name, column)
+        return record
+
     def columns(self) -> dict[str, IntArray]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
+        return {name: getattr(self, name) for name in self._names}
 
     def __len__(self) -> int:
-        return next(iter(self.columns().values())).size
+        return getattr(self, self._names[0]).size
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
@@ -45,19 +60,17 @@ class _Columns:
     def take(self, index: IntLike) -> Self:
         """The rows at `index` (shape [m]), in that order."""
         rows = np.asarray(index, np.int64)
-        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+        return self._of_valid(getattr(self, name)[rows] for name in self._names)
 
     def slice(self, start: int, stop: int) -> Self:
-        return type(self)(**{name: column[start:stop] for name, column in self.columns().items()})
+        return self._of_valid(getattr(self, name)[start:stop] for name in self._names)
 
     @classmethod
     def concat(cls, *parts: Self) -> Self:
-        names = [f.name for f in fields(cls)]  # pyright: ignore[reportArgumentType]
-        return cls(
-            **{
-                name: np.concatenate([np.zeros(0, np.int64), *(p.columns()[name] for p in parts)])
-                for name in names
-            }
+        if not parts:
+            return cls._of_valid(np.zeros(0, np.int64) for _ in cls._names)
+        return cls._of_valid(
+            np.concatenate([getattr(part, name) for part in parts]) for name in cls._names
         )
 
     @classmethod
@@ -74,6 +87,7 @@ class Documents(_Columns):
     arrival: index of the global batch that brought the document.
     """
 
+    _names: ClassVar[tuple[str, ...]] = ("id", "length", "num_targets", "source", "arrival")
     id: IntArray
     length: IntArray
     num_targets: IntArray
@@ -130,6 +144,14 @@ class Pieces(_Columns):
     from it.
     """
 
+    _names: ClassVar[tuple[str, ...]] = (
+        "document",
+        "start",
+        "stop",
+        "num_targets",
+        "source",
+        "arrival",
+    )
     document: IntArray
     start: IntArray
     stop: IntArray
@@ -143,7 +165,7 @@ class Pieces(_Columns):
         check_minimum("Pieces.stop - start", self.stop - self.start, 1)
 
     def __getitem__(self, i: int) -> Piece:
-        return Piece(*(int(column[i]) for column in self.columns().values()))
+        return Piece(*(int(getattr(self, name)[i]) for name in self._names))
 
     @property
     def length(self) -> IntArray:
@@ -156,14 +178,15 @@ class Pieces(_Columns):
 
     @classmethod
     def whole(cls, documents: Documents) -> "Pieces":
-        return cls(
-            document=documents.id,
-            start=np.zeros(len(documents), np.int64),
-            stop=documents.length,
-            num_targets=documents.num_targets,
-            source=documents.source,
-            arrival=documents.arrival,
-        )
+        """A piece for each document, all of it."""
+        start = np.zeros(len(documents), np.int64)
+        d = documents
+        return cls._of_valid([d.id, start, d.length, d.num_targets, d.source, d.arrival])
+
+    def stamped(self, arrival: int) -> Self:
+        """The same pieces, all arrived at step `arrival`."""
+        columns = [getattr(self, name) for name in self._names[:-1]]
+        return self._of_valid([*columns, np.full(len(self), arrival, np.int64)])
 
 
 def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
