@@ -41,9 +41,19 @@ KEYS = [
     "model.rope_scaling.original_context",
     "model.rope_theta",
     "model.vocab_size",
+    "packing.bin_method",
+    "packing.delay_price",
+    "packing.grouping",
+    "packing.literal",
+    "packing.max_delay",
+    "packing.memory_gib",
+    "packing.open_bins",
     "packing.policy",
     "packing.queue_thresholds",
     "packing.s_max",
+    "packing.step_tokens",
+    "packing.window_batches",
+    "packing.window_cut",
     "parallel.cp",
     "parallel.dp",
     "parallel.pp",
@@ -90,7 +100,8 @@ def test_help_of_each_kind_of_value() -> None:
     assert shown["packing.queue_thresholds"] == ("list of float", "[0.2, 0.63]", "context windows")
     assert shown["planner.baseline"] == ("bool", "true", "")
     assert shown["data.store"] == ("str", "''", "")
-    assert shown["packing.policy"] == ("original|var_len", "'var_len'", "")
+    policies = "original|fixed|var_len|bounded|capacity"
+    assert shown["packing.policy"] == (policies, "'var_len'", "")
 
 
 def set_one(dotted: str, value: Any) -> RunSpec:
@@ -136,7 +147,7 @@ def test_names_become_enumerations_and_lists_become_tuples() -> None:
         ("packing.queue_thresholds", 0.5, "packing.queue_thresholds must be a list, got 0.5"),
         ("packing.queue_thresholds", "0.5", "packing.queue_thresholds must be a list, got '0.5'"),
         ("packing.queue_thresholds", [0.5, "x"], r"queue_thresholds\[1\] must be float, got 'x'"),
-        ("packing.policy", "best", "packing.policy = 'best': choose one of 'original', 'var_len'"),
+        ("packing.policy", "best", "packing.policy = 'best': choose one of 'original', 'fixed', 'var_len', 'bounded', 'capacity'"),
         ("packing.policy", ["original"], r"packing.policy = \['original'\]: choose one of"),
         ("parallel", 4, "test.toml: parallel is a section, got 4"),
         ("parallel.tp.size", 4, "parallel.tp must be int, got {'size': 4}"),

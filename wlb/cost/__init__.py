@@ -10,7 +10,14 @@ from wlb.cost.flops import (
     linear_flops_per_token,
     tile_pairs,
 )
-from wlb.cost.memory import MemoryEstimate, in_flight, memory_estimate, memory_of_rank
+from wlb.cost.memory import (
+    MemoryEstimate,
+    TokenCaps,
+    in_flight,
+    memory_estimate,
+    memory_of_rank,
+    token_caps,
+)
 from wlb.cost.profile import (
     AttentionTable,
     Collective,
@@ -49,6 +56,7 @@ __all__ = [
     "Provenance",
     "Scope",
     "Surface",
+    "TokenCaps",
     "WorkloadModel",
     "attention_backward_flops",
     "attention_forward_flops",
@@ -68,5 +76,6 @@ __all__ = [
     "profile_to_json",
     "save_profile",
     "tile_pairs",
+    "token_caps",
     "workload_for",
 ]

@@ -16,7 +16,7 @@ value and everything divided by tp:
 
 on S / cp tokens, plus the K and V that CP gathers for its kernel, all prefixes of a rank's two
 chunks: (1 + 1 / (2 * cp)) * S keys of 2 * kv_dim / tp values (S keys at cp = 1). S is the longest
-micro-batch (`packing.s_max`, or the window under original packing), so this is an upper bound.
+micro-batch (`packing.s_max`, or the window under packing to windows), so this is an upper bound.
 """
 
 from dataclasses import asdict, dataclass
@@ -129,9 +129,64 @@ def memory_estimate(spec: RunSpec, *, micro_batch_tokens: int | None = None) -> 
     return max(ranks, key=lambda estimate: estimate.total_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCaps:
+    """What fits a GPU: tokens of a micro-batch, and of a step over all pipelines (None: any)."""
+
+    s_max: int
+    step_tokens: int | None
+
+
+def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
+    """Caps of packing under which `memory_estimate` stays within `memory_bytes` on every rank.
+
+    A pipeline rank holds v chunks of every micro-batch that is under way. S_max is what fits when
+    one of the longest is; T is what fits with the step's other micro-batches beside it, for one
+    pipeline and then times dp (`wlb.planner.deal` keeps the tokens of pipelines close). With many
+    micro-batches in 1F1B only `in_flight` of them are under way, and if that many of S_max fit,
+    there is no T. ValueError if the weights alone do not fit.
+    """
+    s_max, step_tokens = spec.s_max, None
+    for pp_rank in range(spec.parallel.pp):
+        rank_s_max, rank_tokens = _caps_of_rank(spec, pp_rank, memory_bytes)
+        s_max = min(s_max, rank_s_max)
+        if rank_tokens is not None:
+            step_tokens = min(rank_tokens, step_tokens or rank_tokens)
+    if step_tokens is not None:
+        step_tokens *= max(1, spec.parallel.dp)
+    return TokenCaps(s_max=s_max, step_tokens=step_tokens)
+
+
+def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
+    """(longest micro-batch, tokens of a pipeline's step or None) of one pipeline rank."""
+
+    def estimate(tokens: int) -> MemoryEstimate:
+        return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
+
+    window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
+    one = estimate(window)
+    flowing = one.activations_bytes + one.boundaries_bytes
+    fixed = one.total_bytes - flowing - one.workspace_bytes
+    room = memory_bytes - fixed
+    if room <= 0:
+        raise ValueError(
+            f"pipeline rank {pp_rank} needs {fixed / 2**30:.1f} GiB for weights, gradients and "
+            f"optimiser, more than the {memory_bytes / 2**30:.1f} GiB of packing.memory_gib; use "
+            f"more ranks (parallel.tp, pp, dp)"
+        )
+    # Bytes a token: of one pass under way, and of the layer that is at work.
+    per_pass, at_work = flowing / passes / window, one.workspace_bytes / window
+    resident = min(passes, spec.pp.virtual_stages)
+    s_max = min(spec.s_max, int(room / (resident * per_pass + at_work)))
+    if passes * per_pass * s_max + at_work * s_max <= room:
+        return s_max, None
+    return s_max, int((room - at_work * s_max) / (per_pass * spec.pp.virtual_stages))
+
+
 def longest_micro_batch(spec: RunSpec) -> int:
     """Tokens of the longest micro-batch that packing may make."""
-    return spec.data.context_window if spec.packing.policy == Policy.ORIGINAL else spec.s_max
+    varies = spec.packing.policy in (Policy.VAR_LEN, Policy.BOUNDED)
+    return spec.s_max if varies else spec.data.context_window
 
 
 def _compute_bytes(spec: RunSpec) -> int:

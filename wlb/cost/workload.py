@@ -56,6 +56,10 @@ class WorkloadModel(Protocol):
         """W_l of each piece."""
         ...
 
+    def forward_latency_ns(self, lengths: IntLike) -> IntArray:
+        """The forward part of each piece's workload: what Section 7.4's imbalance is taken over."""
+        ...
+
     def segments_ns(self, q: IntLike, kv: IntLike) -> IntArray:
         """Attention kernel time of each segment (q rows over kv keys) on one rank, its layers."""
         ...
@@ -97,6 +101,7 @@ def _segments(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
 class FlopsWorkload:
     """W(d) = quadratic_ns * d * d + linear_ns_per_token * d: states a ratio literally.
 
+    Forward is taken to be the same part of both terms, so `forward_latency_ns` is the whole.
     A segment of q rows over kv keys costs quadratic_ns * q * (2 * kv - q), so that the segments of
     a piece add up to its W_a(d), however it is cut.
     """
@@ -120,6 +125,9 @@ class FlopsWorkload:
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
         return _ns(self.linear_ns_per_token * _lengths("lengths", lengths))
+
+    def forward_latency_ns(self, lengths: IntLike) -> IntArray:
+        return self.workload_ns(lengths)
 
     def segments_ns(self, q: IntLike, kv: IntLike) -> IntArray:
         rows, keys = _segments(q, kv)
@@ -181,6 +189,10 @@ class ProfiledWorkload:
     def linear_ns(self, lengths: IntLike) -> IntArray:
         d = _lengths("lengths", lengths)
         return sum((_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64))
+
+    def forward_latency_ns(self, lengths: IntLike) -> IntArray:
+        d = _lengths("lengths", lengths)
+        return self.forward_ns.at(d) + _ns(d * sum(_linear_ns_per_token(self, _FORWARD).values()))
 
     def terms(self, lengths: IntLike) -> dict[str, IntArray]:
         """The parts of W, as Figure 7 draws them; they add up to `workload_ns`."""
@@ -263,36 +275,60 @@ class ProfiledWorkload:
         return forward * self.num_layers_per_rank, backward * self.num_layers_per_rank
 
 
-def _linear_ns_per_token(work: ProfiledWorkload) -> dict[str, float]:
-    """W_l's terms for one token of a piece, in ns of a rank's layers, forward and backward."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Which passes of a layer are priced: GEMMs per forward GEMM, collectives, element-wise."""
+
+    gemms: int
+    tp_gathers: int
+    tp_scatters: int
+    cp_scatters: int
+    has_backward: bool
+
+
+_FORWARD = _Passes(gemms=1, tp_gathers=2, tp_scatters=2, cp_scatters=0, has_backward=False)
+_BOTH = _Passes(
+    gemms=1 + LINEAR_BACKWARD_FACTOR,
+    tp_gathers=TP_GATHERS,
+    tp_scatters=TP_SCATTERS,
+    cp_scatters=1,
+    has_backward=True,
+)
+
+
+def _linear_ns_per_token(work: ProfiledWorkload, passes: _Passes = _BOTH) -> dict[str, float]:
+    """W_l's terms for one token of a piece, in ns of a rank's layers."""
     model, parallel, profile = work.model, work.parallel, work.profile
     tp, cp, size = parallel.tp, parallel.cp, DTYPE_BYTES[profile.dtype]
-    elementwise_bytes = _elementwise_values(model) * size / (tp * cp)
+    values = _elementwise_values(model, has_backward=passes.has_backward)
+    elementwise_bytes = values * size / (tp * cp)
     row_bytes = model.hidden_size * size / cp
     kv_bytes = 2 * model.kv_dim / tp * size
     per_layer = {
-        "gemm": _gemm_ns(work),
+        "gemm": _gemm_ns(work, passes.gemms),
         "elementwise": elementwise_bytes / profile.elementwise.bytes_per_s * 1e9,
-        "tp_comm": _gather_scatter_ns(profile, row_bytes, tp, tp, TP_GATHERS, TP_SCATTERS),
-        "cp_comm": _gather_scatter_ns(profile, kv_bytes, cp, tp * cp, 1, 1),
+        "tp_comm": _gather_scatter_ns(
+            profile, row_bytes, tp, tp, passes.tp_gathers, passes.tp_scatters
+        ),
+        "cp_comm": _gather_scatter_ns(profile, kv_bytes, cp, tp * cp, 1, passes.cp_scatters),
     }
     return {name: ns * work.num_layers_per_rank for name, ns in per_layer.items()}
 
 
-def _gemm_ns(work: ProfiledWorkload) -> float:
-    """GEMMs of one token in one layer: 3 x forward FLOPs over throughput at the local shapes."""
+def _gemm_ns(work: ProfiledWorkload, gemms: int) -> float:
+    """GEMMs of one token in one layer, `gemms` x the forward ones: FLOPs over throughput."""
     tp, cp = work.parallel.tp, work.parallel.cp
     surface = work.profile.gemm.tflops
     tokens = np.array([max(1.0, work.micro_batch_tokens / cp)])
     total = 0.0
     for rows, columns in layer_matrices(work.model):
         width = np.array([(rows * columns / tp) ** 0.5])
-        flops = 2 * rows * columns / (tp * cp) * (1 + LINEAR_BACKWARD_FACTOR)
+        flops = 2 * rows * columns / (tp * cp) * gemms
         total += flops * 1e-3 / float(surface.at(tokens, width)[0])
     return total
 
 
-def _elementwise_values(model: ModelSpec) -> int:
+def _elementwise_values(model: ModelSpec, *, has_backward: bool) -> int:
     """Values one token reads and writes in one layer's element-wise operators.
 
     Forward: two norms (read, write), two residual additions (read two, write one), rotation of Q
@@ -304,7 +340,7 @@ def _elementwise_values(model: ModelSpec) -> int:
     rotated = model.q_dim + model.kv_dim
     forward = 4 * hidden + 6 * hidden + 2 * rotated + 3 * ffn
     backward = 6 * hidden + 6 * hidden + 2 * rotated + 5 * ffn
-    return forward + backward
+    return forward + backward * has_backward
 
 
 def _gather_scatter_ns(

@@ -5,7 +5,8 @@ from wlb.packing.bins import BinMethod, Bins, pack_bins
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
 from wlb.packing.fixed import FixedPacker, StepGrouping
-from wlb.packing.original import OriginalPacker
+from wlb.packing.original import OriginalPacker, WindowCut
+from wlb.packing.policies import baseline_for, options_for, packer_for
 from wlb.packing.var_len import VarLenPacker
 
 __all__ = [
@@ -19,5 +20,9 @@ __all__ = [
     "PackerOptions",
     "StepGrouping",
     "VarLenPacker",
+    "WindowCut",
+    "baseline_for",
+    "options_for",
     "pack_bins",
+    "packer_for",
 ]

@@ -33,28 +33,14 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
 from wlb.plan import IntArray, IntLike, check_at_least, check_minimum, int_array, offsets_of
+from wlb.spec import BinMethod
 
 Group = tuple[int, int, int]
 """Bins [start, stop) that hold the same lengths, `filled` documents each: (start, stop, filled)."""
-
-
-class BinMethod(StrEnum):
-    """Which open bin a document goes to, and in which order documents come."""
-
-    FIRST_FIT_DECREASING = "first_fit_decreasing"
-    BEST_FIT_DECREASING = "best_fit_decreasing"
-    NEXT_FIT = "next_fit"
-    BEST_FIT = "best_fit"
-
-    @property
-    def is_streaming(self) -> bool:
-        """Documents are placed in the order they came."""
-        return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

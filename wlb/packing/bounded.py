@@ -39,15 +39,15 @@ class BoundedPacker(PolicyPacker):
     """The policy behind the packer protocol. Carry: slot 0 = held documents, in arrival order.
 
     s_max: longest micro-batch, in tokens, at least the context window. step_tokens: T, most tokens
-    of a step, more than N x C. max_delay: D, in steps. delay_price: what holding a global batch for
-    a step may cost, in typical micro-batch times; more means less delay and more imbalance. None =
-    DELAY_PRICE / sqrt(N): with many micro-batches some imbalance is always on offer, and a constant
-    price would take it.
+    of a step, more than N x C; None = N x s_max. max_delay: D, in steps. delay_price: what holding
+    a global batch for a step may cost, in typical micro-batch times; more means less delay and more
+    imbalance. None = DELAY_PRICE / sqrt(N): with many micro-batches some imbalance is always on
+    offer, and a constant price would take it.
     """
 
     policy: ClassVar[str] = POLICY
     s_max: int
-    step_tokens: int
+    step_tokens: int | None = None
     max_delay: int = 10
     delay_price: float | None = None
 
@@ -58,11 +58,12 @@ class BoundedPacker(PolicyPacker):
                 f"s_max = {self.s_max} is below the context window of {options.context_window}: a "
                 f"document that fills it could never be placed"
             )
-        if self.step_tokens <= options.tokens_per_step:
+        if self.limits.step_tokens <= options.tokens_per_step:
             raise ValueError(
-                f"step_tokens = {self.step_tokens} is not more than the {options.tokens_per_step} "
-                f"tokens that a global batch brings ({options.num_micro_batches} x "
-                f"{options.context_window}): what is held back could never be caught up"
+                f"step_tokens = {self.limits.step_tokens} is not more than the "
+                f"{options.tokens_per_step} tokens that a global batch brings "
+                f"({options.num_micro_batches} x {options.context_window}), so what is held back "
+                f"could never be caught up; raise step_tokens, or s_max above the window"
             )
         check_at_least("max_delay", self.max_delay, 1)
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
@@ -71,11 +72,12 @@ class BoundedPacker(PolicyPacker):
     @property
     def limits(self) -> Limits:
         num = self.num_micro_batches
+        most = num * self.s_max
         return Limits(
             num_micro_batches=num,
             tokens_per_step=self.options.tokens_per_step,
             s_max=self.s_max,
-            step_tokens=min(self.step_tokens, num * self.s_max),
+            step_tokens=most if self.step_tokens is None else min(self.step_tokens, most),
             max_delay=self.max_delay,
             price=DELAY_PRICE / num**0.5 if self.delay_price is None else self.delay_price,
         )

@@ -21,7 +21,6 @@ most W - 1 steps later, or earlier, than by the loader's order. Cost: O(n log n 
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import accumulate
 from typing import ClassVar
 
@@ -29,15 +28,9 @@ import numpy as np
 
 from wlb.packing.base import PolicyPacker, build_plan
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least, cut_at
+from wlb.spec import StepGrouping
 
 POLICY = "fixed"
-
-
-class StepGrouping(StrEnum):
-    """Which micro-batches of a window are trained in the same step."""
-
-    BY_LOAD = "by_load"
-    IN_ORDER = "in_order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ tokens. Balances nothing. Cost: a few NumPy passes over the batch; SHORT is one 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import pairwise
 from typing import ClassVar
 
@@ -25,15 +24,9 @@ import numpy as np
 from wlb.packing.base import PolicyPacker, build_plan
 from wlb.packing.fixed import cut_into
 from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
+from wlb.spec import WindowCut
 
 POLICY = "original"
-
-
-class WindowCut(StrEnum):
-    """Which documents a loader cuts at the end of a window."""
-
-    ANYWHERE = "anywhere"
-    SHORT = "short"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

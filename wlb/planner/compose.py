@@ -15,7 +15,14 @@ import numpy as np
 
 from wlb.corpus import GlobalBatches, LengthSource, TokenStore
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
-from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
+from wlb.packing import (
+    OriginalPacker,
+    Packer,
+    PackerOptions,
+    VarLenPacker,
+    baseline_for,
+    packer_for,
+)
 from wlb.plan import (
     Carry,
     GlobalBatch,
@@ -82,23 +89,10 @@ class Planner:
     @classmethod
     def from_spec(cls, spec: RunSpec, source: Source, cost: WorkloadModel) -> "Planner":
         """The planner of a run; `spec.parallel.dp` must be filled in."""
-        options = PackerOptions(
-            num_micro_batches=spec.num_micro_batches,
-            context_window=spec.data.context_window,
-            cost=cost,
-            long_documents=str(spec.data.long_documents),
-            seed=spec.run.seed,
-        )
-        original = OriginalPacker(options=options)
-        packer: Packer = original
-        if spec.packing.policy == Policy.VAR_LEN:
-            packer = VarLenPacker(
-                options=options, s_max=spec.s_max, queue_thresholds=spec.queue_thresholds
-            )
         return cls(
             source=source,
-            packer=packer,
-            baseline=original if spec.planner.baseline else None,
+            packer=packer_for(spec, cost),
+            baseline=baseline_for(spec, cost) if spec.planner.baseline else None,
             cost=cost,
             strategy=str(spec.sharding.strategy),
             dp=max(1, spec.parallel.dp),

@@ -3,6 +3,7 @@
 from wlb.spec.check import check, resolve_dp
 from wlb.spec.keys import KeyHelp, apply, list_keys, to_dict
 from wlb.spec.load import load, presets
+from wlb.spec.packing import BinMethod, PackingSection, Policy, StepGrouping, WindowCut
 from wlb.spec.run import (
     AttentionBackend,
     Device,
@@ -11,7 +12,6 @@ from wlb.spec.run import (
     LossNormalizer,
     ModelSpec,
     ParallelSpec,
-    Policy,
     RopeScaling,
     RunSpec,
     Schedule,
@@ -20,18 +20,22 @@ from wlb.spec.run import (
 
 __all__ = [
     "AttentionBackend",
+    "BinMethod",
     "Device",
     "Dtype",
     "KeyHelp",
     "LongDocuments",
     "LossNormalizer",
     "ModelSpec",
+    "PackingSection",
     "ParallelSpec",
     "Policy",
     "RopeScaling",
     "RunSpec",
     "Schedule",
+    "StepGrouping",
     "Strategy",
+    "WindowCut",
     "apply",
     "check",
     "list_keys",

@@ -15,7 +15,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_ranges(spec)
     _check_layout(spec)
     _check_pipeline(spec)
-    _check_packing(spec)
+    spec.packing.check(spec.data.context_window)
     return spec
 
 
@@ -168,27 +168,3 @@ def _check_pipeline(spec: RunSpec) -> None:
             f"{each} micro-batches a pipeline cannot be scheduled in {rounds} equal rounds over "
             f"pp = {pp}; numbers that can: {good} (data.num_micro_batches = that x dp {dp})"
         )
-
-
-def _check_packing(spec: RunSpec) -> None:
-    window = spec.data.context_window
-    if not spec.packing.s_max >= 1.0:
-        raise ValueError(
-            f"packing.s_max = {spec.packing.s_max} context windows must be at least 1, or a "
-            f"document of {window} tokens could never be placed"
-        )
-    previous = 0.0
-    for i, threshold in enumerate(spec.packing.queue_thresholds):
-        if not previous < threshold <= 1.0:
-            raise ValueError(
-                f"packing.queue_thresholds = {list(spec.packing.queue_thresholds)}: entry {i} must "
-                f"be above {previous} and at most 1 context window"
-            )
-        previous = threshold
-    tokens = spec.queue_thresholds
-    for i in range(1, len(tokens)):
-        if tokens[i] == tokens[i - 1]:
-            raise ValueError(
-                f"packing.queue_thresholds = {list(spec.packing.queue_thresholds)}: entries "
-                f"{i - 1} and {i} are both {tokens[i]} tokens (window {window}); leave one out"
-            )

@@ -4,13 +4,13 @@ Sections say what belongs to which room. Values that would make a run fail later
 (`wlb.spec.check`), before any rank starts.
 """
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from wlb.plan import quantum
 from wlb.spec.keys import key, to_dict
+from wlb.spec.packing import PackingSection
 
 
 class Schedule(StrEnum):
@@ -22,11 +22,6 @@ class Schedule(StrEnum):
 class LongDocuments(StrEnum):
     SPLIT = "split"
     REFUSE = "refuse"
-
-
-class Policy(StrEnum):
-    ORIGINAL = "original"
-    VAR_LEN = "var_len"
 
 
 class Strategy(StrEnum):
@@ -201,15 +196,6 @@ class DataSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackingSection:
-    policy: Policy = key(Policy.VAR_LEN, "original = Plain-4D; var_len = Algorithm 1")
-    queue_thresholds: tuple[float, ...] = key(
-        (0.2, 0.63), "L_i: shortest document of each outlier queue", unit="context windows"
-    )
-    s_max: float = key(1.5, "S_max: longest micro-batch", unit="context windows")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSection:
     strategy: Strategy = key(Strategy.ADAPTIVE, "how a micro-batch is divided over CP ranks")
 
@@ -292,13 +278,17 @@ class RunSpec:
     @property
     def s_max(self) -> int:
         """S_max in tokens."""
-        return math.floor(round(self.packing.s_max * self.data.context_window, 6))
+        return self.packing.s_max_tokens(self.data.context_window)
 
     @property
     def queue_thresholds(self) -> tuple[int, ...]:
         """L_i in tokens."""
-        window = self.data.context_window
-        return tuple(math.ceil(round(t * window, 6)) for t in self.packing.queue_thresholds)
+        return self.packing.thresholds_tokens(self.data.context_window)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """N x C: tokens of a global batch."""
+        return self.num_micro_batches * self.data.context_window
 
     @property
     def num_stages(self) -> int:

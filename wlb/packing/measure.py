@@ -1,0 +1,221 @@
+"""How a policy does on a stream of global batches: balance, delay, tokens, time.
+
+Imbalance is slowest x number / total of a step's micro-batches, of three predicted times: forward
+latency (Section 7.4), attention alone (Section 3.3), and forward + backward, which is what packing
+balances. The mean of the steps' ratios flatters a policy whose slow steps are also long ones, so
+the time-weighted ratio (sum of slowest / sum of means) stands beside it. `lower_bound` is what no
+packing of the same documents into the same steps could go below: a step waits for its largest
+piece at least.
+
+Delay is counted in iterations for each token, from the step that was next when its global batch
+came; one that is trained before (policies that pack several batches together) counts as 0 in the
+delay and is reported as `mean_advance`. Tokens that are still held when the data ends are flushed:
+their steps are kept out of imbalance (they have no more documents to balance with) and reported
+apart, so that holding documents back cannot look like a gain; their delay counts.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.cost import WorkloadModel
+from wlb.packing.base import Packer
+from wlb.plan import GlobalBatch, IntArray, PackingPlan, int_array
+
+FloatArray = npt.NDArray[np.float64]
+
+DELAY_BINS = 1024
+"""Delays from here on share a bin of the histogram; the maximum is exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSummary:
+    """One row of a comparison. Delays are in iterations, tokens are real tokens, times ms.
+
+    num_steps: without the flush. tokens_cv: standard deviation / mean of tokens per step.
+    held_tokens: waiting after a step, on average. cut_documents: trained in more than one piece.
+    packing_ms: median time of a push.
+    """
+
+    label: str
+    policy: str
+    num_steps: int
+    num_documents: int
+    num_tokens: int
+    imbalance: float
+    imbalance_p95: float
+    imbalance_max: float
+    imbalance_time_weighted: float
+    imbalance_attention: float
+    imbalance_step: float
+    lower_bound: float
+    mean_delay: float
+    p99_delay: int
+    max_delay: int
+    mean_advance: float
+    num_overdue: int
+    tokens_per_step: float
+    tokens_cv: float
+    longest_micro_batch: int
+    longest_step: int
+    held_tokens: float
+    flushed_tokens: int
+    flush_steps: int
+    cut_documents: int
+    packing_ms: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackingRun:
+    """A policy's summary and what plots need.
+
+    imbalance, tokens: of each step, shape [num_steps]. delay_tokens: tokens by delay in iterations,
+    shape [max_delay + 1] (at most DELAY_BINS).
+    """
+
+    summary: PackingSummary
+    imbalance: FloatArray
+    tokens: IntArray
+    delay_tokens: IntArray
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over plans: `add` takes each plan once."""
+
+    cost: WorkloadModel
+    forward: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    attention: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    step: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    bound: list[float] = field(default_factory=list[float])
+    tokens: list[int] = field(default_factory=list[int])
+    held: list[int] = field(default_factory=list[int])
+    num_micro_batches: int = 1
+    longest_micro_batch: int = 0
+    delay: IntArray = field(default_factory=lambda: np.zeros(DELAY_BINS, np.int64))
+    advance: int = 0
+    max_delay: int = 0
+    num_overdue: int = 0
+    num_pieces: int = 0
+    num_tokens: int = 0
+    flushed_tokens: int = 0
+    flush_steps: int = 0
+    pieces_of: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+
+    def add(self, plan: PackingPlan, *, is_flush: bool) -> None:
+        pieces = plan.pieces
+        late = plan.step - pieces.arrival
+        self.advance += int(np.where(late < 0, -late, 0) @ pieces.length)
+        bins = np.clip(late, 0, DELAY_BINS - 1)
+        self.delay += np.bincount(bins, pieces.length, DELAY_BINS).astype(np.int64)
+        self.max_delay = max(self.max_delay, int(late.max(initial=0)))
+        self.num_overdue += plan.num_overdue
+        self.num_tokens += plan.num_tokens
+        self.longest_micro_batch = max(self.longest_micro_batch, int(plan.tokens.max()))
+        for key in zip(pieces.source.tolist(), pieces.document.tolist(), strict=True):
+            self.pieces_of[key] = self.pieces_of.get(key, 0) + 1
+        if is_flush:
+            self.flushed_tokens += plan.num_tokens
+            self.flush_steps += 1
+            return
+        self.num_micro_batches = plan.num_micro_batches
+        self.tokens.append(plan.num_tokens)
+        self.held.append(plan.num_held_tokens)
+        forward = self.cost.forward_latency_ns(pieces.length)
+        self.forward.append(_slowest_and_total(forward, plan.offsets))
+        attention = self.cost.attention_ns(pieces.length)
+        self.attention.append(_slowest_and_total(attention, plan.offsets))
+        self.step.append((int(plan.workload_ns.max()), int(plan.workload_ns.sum())))
+        mean = int(forward.sum()) / plan.num_micro_batches
+        self.bound.append(max(1.0, int(forward.max(initial=0)) / mean if mean else 1.0))
+
+    def ratios(self, pairs: list[tuple[int, int]]) -> FloatArray:
+        """Imbalance of each step; 1 where a step has no work."""
+        return np.array([a * self.num_micro_batches / b if b else 1.0 for a, b in pairs])
+
+    def p99_delay(self) -> int:
+        running = np.cumsum(self.delay)
+        if not running[-1]:
+            return 0
+        return int(np.searchsorted(running, 0.99 * running[-1]))
+
+
+def measure(
+    packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
+) -> PackingRun:
+    """`packer` on `batches` and the flush after them; ValueError if there is nothing to train."""
+    tally = _Tally(cost)
+    times: list[float] = []
+    carry = packer.start()
+    for batch in batches:
+        began = time.perf_counter()
+        plans, carry = packer.push(batch, carry)
+        times.append(time.perf_counter() - began)
+        for plan in plans:
+            tally.add(plan, is_flush=False)
+    for plan in packer.push(None, carry)[0]:
+        tally.add(plan, is_flush=True)
+    if not tally.num_tokens:
+        raise ValueError("there are no documents to pack; check the lengths or the corpus")
+    forward = tally.ratios(tally.forward) if tally.forward else np.ones(1)
+    return PackingRun(
+        summary=_summary(tally, forward, times, label or packer.policy, packer.policy),
+        imbalance=forward,
+        tokens=int_array("tokens", tally.tokens),
+        delay_tokens=tally.delay[: min(DELAY_BINS, tally.max_delay + 1)],
+    )
+
+
+def _summary(
+    tally: _Tally, forward: FloatArray, times: list[float], label: str, policy: str
+) -> PackingSummary:
+    tokens = np.array(tally.tokens or [0], np.float64)
+    slowest = sum(a for a, _ in tally.forward) * tally.num_micro_batches
+    total = sum(b for _, b in tally.forward)
+    mean_delay = float(np.arange(DELAY_BINS) @ tally.delay) / tally.num_tokens
+    return PackingSummary(
+        label=label,
+        policy=policy,
+        num_steps=len(tally.tokens),
+        num_documents=len(tally.pieces_of),
+        num_tokens=tally.num_tokens,
+        imbalance=float(forward.mean()),
+        imbalance_p95=float(np.percentile(forward, 95)),
+        imbalance_max=float(forward.max()),
+        imbalance_time_weighted=slowest / total if total else 1.0,
+        imbalance_attention=_mean(tally.ratios(tally.attention)),
+        imbalance_step=_mean(tally.ratios(tally.step)),
+        lower_bound=_mean(np.array(tally.bound)),
+        mean_delay=mean_delay,
+        p99_delay=tally.p99_delay(),
+        max_delay=tally.max_delay,
+        mean_advance=tally.advance / tally.num_tokens,
+        num_overdue=tally.num_overdue,
+        tokens_per_step=float(tokens.mean()),
+        tokens_cv=float(tokens.std() / tokens.mean()) if tokens.mean() else 0.0,
+        longest_micro_batch=tally.longest_micro_batch,
+        longest_step=int(tokens.max()),
+        held_tokens=float(np.mean(tally.held or [0])),
+        flushed_tokens=tally.flushed_tokens,
+        flush_steps=tally.flush_steps,
+        cut_documents=sum(count > 1 for count in tally.pieces_of.values()),
+        packing_ms=float(np.median(times)) * 1e3 if times else 0.0,
+    )
+
+
+def _mean(values: FloatArray) -> float:
+    return float(values.mean()) if values.size else 1.0
+
+
+def _slowest_and_total(work: IntArray, offsets: IntArray) -> tuple[int, int]:
+    """(most, sum) of the micro-batches' work; work: of each piece in plan order."""
+    running = np.concatenate([[0], np.cumsum(work)])
+    each = running[offsets[1:]] - running[offsets[:-1]]
+    return int(each.max()), int(each.sum())

@@ -1,0 +1,148 @@
+"""The [packing] section: policies, their options in units of windows and global batches, checks."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from wlb.spec.keys import key
+
+
+class Policy(StrEnum):
+    """Packing policies that a run can train with (`wlb.packing` has a file for each)."""
+
+    ORIGINAL = "original"
+    FIXED = "fixed"
+    VAR_LEN = "var_len"
+    BOUNDED = "bounded"
+    CAPACITY = "capacity"
+
+
+class WindowCut(StrEnum):
+    """Which documents a loader cuts at the end of a window (original)."""
+
+    ANYWHERE = "anywhere"
+    SHORT = "short"
+
+
+class StepGrouping(StrEnum):
+    """Which micro-batches of a packing window are trained in the same step (fixed)."""
+
+    BY_LOAD = "by_load"
+    IN_ORDER = "in_order"
+
+
+class BinMethod(StrEnum):
+    """How `capacity` fills its bins."""
+
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    BEST_FIT_DECREASING = "best_fit_decreasing"
+    NEXT_FIT = "next_fit"
+    BEST_FIT = "best_fit"
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether documents are placed in arrival order."""
+        return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSection:
+    policy: Policy = key(
+        Policy.VAR_LEN,
+        "original = Plain-4D; fixed = greedy windows; var_len = Algorithm 1; bounded = ours, under "
+        "caps on delay and memory; capacity = bin packing by tokens",
+    )
+    s_max: float = key(1.5, "S_max: longest micro-batch (var_len, bounded)", unit="context windows")
+    step_tokens: float = key(
+        0.0,
+        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits it",
+        unit="global batches",
+    )
+    memory_gib: float = key(
+        0.0,
+        "memory of a GPU: lowers s_max and step_tokens until the memory estimate fits (var_len, "
+        "bounded); 0 = taken as given",
+        unit="GiB",
+    )
+    queue_thresholds: tuple[float, ...] = key(
+        (0.2, 0.63),
+        "L_i: shortest document of each outlier queue (var_len)",
+        unit="context windows",
+    )
+    literal: bool = key(False, "Algorithm 1 line by line, its traps included (var_len)")
+    max_delay: int = key(10, "D: most steps a document is held back (bounded)", unit="steps")
+    delay_price: float = key(
+        0.0,
+        "what holding a global batch back for a step may cost (bounded); 0 = 0.13 / sqrt(N)",
+        unit="micro-batch times",
+    )
+    window_batches: int = key(
+        1, "W: batches packed together (fixed, capacity)", unit="global batches"
+    )
+    grouping: StepGrouping = key(
+        StepGrouping.BY_LOAD, "which micro-batches of a window share a step (fixed)"
+    )
+    window_cut: WindowCut = key(
+        WindowCut.ANYWHERE,
+        "what the loader cuts at a window's end (original, and the baseline): any document, or "
+        "only short ones",
+    )
+    bin_method: BinMethod = key(BinMethod.BEST_FIT_DECREASING, "how bins are filled (capacity)")
+    open_bins: int = key(32, "bins open at a time with best_fit (capacity)")
+
+    def check(self, window: int) -> None:
+        """ValueError for what no packer could work with; window: the context window in tokens."""
+        if not self.s_max >= 1.0:
+            raise ValueError(
+                f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
+                f"of {window} tokens could never be placed"
+            )
+        for name in ("memory_gib", "delay_price"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 0")
+        for name in ("max_delay", "window_batches", "open_bins"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 1")
+        if self.step_tokens and not self.step_tokens > 1.0:
+            raise ValueError(
+                f"packing.step_tokens = {self.step_tokens} must be above 1 global batch (or 0 for "
+                f"no cap): what is held back could never be caught up"
+            )
+        if self.policy == Policy.BOUNDED and self.s_max == 1.0:
+            raise ValueError(
+                "packing.s_max = 1.0 leaves bounded no room to catch up what it holds back; use "
+                "more than 1 context window"
+            )
+        if self.policy == Policy.VAR_LEN and self.literal and self.s_max_tokens(window) <= window:
+            raise ValueError(
+                f"packing.s_max = {self.s_max} with packing.literal: Algorithm 1 taken literally "
+                f"places a document only where it stays below S_max; use more than 1"
+            )
+        self._check_thresholds(window)
+
+    def _check_thresholds(self, window: int) -> None:
+        given, previous = list(self.queue_thresholds), 0.0
+        for i, threshold in enumerate(given):
+            if not previous < threshold <= 1.0:
+                raise ValueError(
+                    f"packing.queue_thresholds = {given}: entry {i} must be above {previous} and "
+                    f"at most 1 context window"
+                )
+            previous = threshold
+        tokens = self.thresholds_tokens(window)
+        for i in range(1, len(tokens)):
+            if tokens[i] == tokens[i - 1]:
+                raise ValueError(
+                    f"packing.queue_thresholds = {given}: entries {i - 1} and {i} are both "
+                    f"{tokens[i]} tokens (window {window}); leave one out"
+                )
+
+    def s_max_tokens(self, window: int) -> int:
+        return math.floor(round(self.s_max * window, 6))
+
+    def step_tokens_of(self, tokens_per_step: int) -> int | None:
+        """T in tokens, or None without a cap; tokens_per_step: N x C."""
+        return math.floor(round(self.step_tokens * tokens_per_step, 6)) or None
+
+    def thresholds_tokens(self, window: int) -> tuple[int, ...]:
+        return tuple(math.ceil(round(t * window, 6)) for t in self.queue_thresholds)
