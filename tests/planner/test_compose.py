@@ -49,10 +49,25 @@ def planner(
 def test_dealing_gives_equal_numbers_and_near_equal_work() -> None:
     work = int_array("w", [10, 1, 9, 2, 8, 4])
     # 10 to the first, 9 and 8 to the second, 4 and 2 to the first (now full), 1 to the second.
-    assert deal(work, 2).tolist() == [[0, 3, 5], [1, 2, 4]]
-    assert deal(work, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert deal(work, work, 2).tolist() == [[0, 3, 5], [1, 2, 4]]
+    # Heaviest first gives 10 7 2 and 8 8 7; exchanging the 7 for an 8 makes 19 and 23 20 and 22.
+    again = int_array("w", [10, 8, 8, 7, 7, 2])
+    assert again[deal(again, again, 2)].sum(1).tolist() == [20, 22]
+    assert deal(work, work, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match="6 micro-batches cannot be dealt to 4 pipelines"):
-        deal(work, 4)
+        deal(work, work, 4)
+
+
+def test_dealing_evens_out_tokens_where_work_allows_it() -> None:
+    work = int_array("w", [100, 100, 100, 100, 100, 100, 100, 100])
+    tokens = int_array("t", [10, 10, 10, 10, 20, 20, 20, 20])
+    by_tokens = deal(work, tokens, 2)
+    assert tokens[by_tokens].sum(1).tolist() == [60, 60]
+    # Work comes first: exchanging a 90 for a 110 would cost 10%.
+    work = int_array("w", [110, 90, 110, 90])
+    tokens = int_array("t", [20, 10, 20, 10])
+    dealt = deal(work, tokens, 2)
+    assert work[dealt].sum(1).tolist() == [200, 200]
 
 
 def test_every_document_token_is_planned_exactly_once() -> None:

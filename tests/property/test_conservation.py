@@ -5,13 +5,26 @@ trusts a sum that the packers made themselves.
 """
 
 import json
+from dataclasses import replace
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
-from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
+from wlb.packing import (
+    BinMethod,
+    BoundedPacker,
+    CapacityPacker,
+    FixedPacker,
+    OriginalPacker,
+    Packer,
+    PackerOptions,
+    StepGrouping,
+    VarLenPacker,
+    WindowCut,
+)
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, ranges
 
 MOST = 1000  # documents a source, and tokens a document, are fewer
@@ -48,6 +61,9 @@ def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
     return out
 
 
+POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
+
+
 @st.composite
 def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
     options = PackerOptions(
@@ -56,13 +72,37 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
         cost=FlopsWorkload(quadratic_ns=1, linear_ns_per_token=draw(st.integers(0, 40))),
         seed=draw(st.integers(0, 3)),
     )
-    if (policy or draw(st.sampled_from(["original", "var_len"]))) == "original":
-        return OriginalPacker(options=options)
+    per_step = options.tokens_per_step
+    match policy or draw(st.sampled_from(POLICIES)):
+        case "original":
+            return OriginalPacker(options=options, cut=draw(st.sampled_from(list(WindowCut))))
+        case "fixed":
+            return FixedPacker(
+                options=options,
+                window_batches=draw(st.integers(1, 3)),
+                grouping=draw(st.sampled_from(list(StepGrouping))),
+            )
+        case "capacity":
+            return CapacityPacker(
+                options=options,
+                method=draw(st.sampled_from(list(BinMethod))),
+                pack_batches=draw(st.integers(1, 3)),
+                open_bins=draw(st.integers(1, 4)),
+            )
+        case "bounded":
+            return BoundedPacker(
+                options=options,
+                s_max=draw(st.integers(window + 1, 3 * window + 1)),
+                step_tokens=draw(st.none() | st.integers(per_step + 1, 3 * per_step)),
+                max_delay=draw(st.integers(1, 8)),
+            )
     thresholds = draw(st.lists(st.integers(1, window + 2), max_size=3, unique=True).map(sorted))
+    s_max = draw(st.integers(window, 3 * window))
     return VarLenPacker(
         options=options,
-        s_max=draw(st.integers(window, 3 * window)),
+        s_max=s_max,
         queue_thresholds=tuple(thresholds),
+        step_tokens=draw(st.none() | st.integers(s_max, 3 * per_step + s_max)),
     )
 
 
@@ -127,7 +167,8 @@ class Ledger:
         # At any moment placed + waiting = arrived, between the plans of one push too.
         assert len(self.placed) + plan.num_held_tokens == len(self.arrived)
         assert plan.num_tokens == int(plan.tokens.sum()) > 0
-        assert int((plan.step - plan.pieces.arrival).min(initial=0)) >= 0
+        if plan.policy != "fixed":  # which trains some documents before they are due
+            assert int((plan.step - plan.pieces.arrival).min(initial=0)) >= 0
 
     def _check_pieces(self, pieces: Pieces) -> None:
         for i in range(len(pieces)):
@@ -135,7 +176,10 @@ class Ledger:
             length = self.length[piece.source, piece.document]
             # Every token is labelled with the document's next one, so all but the last have one.
             assert piece.num_targets == piece.stop - piece.start - (piece.stop == length)
-            assert piece.arrival == self.came_at[piece.source, piece.document]
+            came_at = self.came_at[piece.source, piece.document]
+            assert piece.arrival == came_at or (
+                self.carry.policy == "fixed" and piece.arrival > came_at
+            )
 
 
 @given(st.data())
@@ -157,7 +201,7 @@ def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
 @QUICK
 def test_nothing_is_lost_when_the_packer_changes_on_the_way(data: st.DataObject) -> None:
     """N, thresholds, S_max, cost: each push may be another packer's (a restart from its carry)."""
-    window, policy = data.draw(windows), data.draw(st.sampled_from(["original", "var_len"]))
+    window, policy = data.draw(windows), data.draw(st.sampled_from(POLICIES))
     ledger = Ledger(data.draw(packers(window, policy)).start())
     for batch in [*data.draw(batches(window)), None]:
         packer = data.draw(packers(window, policy))
@@ -191,8 +235,11 @@ def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.Dat
             assert batch is None or released % num == 0
         left = carry.in_slot(0)
         if len(left):
-            # What is left over fits no micro-batch of the step just made.
-            assert int(left.length.min()) + int(plans[-1].tokens.min()) > packer.s_max
+            # What is left over fits no micro-batch of the step just made, or not the step.
+            shortest, made = int(left.length.min()), plans[-1]
+            is_full = shortest + int(made.tokens.min()) > packer.s_max
+            cap = packer.step_tokens
+            assert is_full or (cap is not None and shortest + made.num_tokens > cap)
         assert len(left) + sum(len(carry.in_slot(i)) for i in range(1, len(edges) - 1)) == len(
             carry.pieces
         )
@@ -203,6 +250,8 @@ def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.Dat
 def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window, "original"))
+    assert isinstance(packer, OriginalPacker)
+    packer = replace(packer, cut=WindowCut.ANYWHERE)
     ledger, num = Ledger(packer.start()), packer.options.num_micro_batches
     for batch in data.draw(batches(window)):
         for plan in ledger.push(packer, batch):
@@ -220,11 +269,25 @@ def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject)
 
 @given(st.data())
 @QUICK
+def test_packing_to_windows_fills_each_of_them(data: st.DataObject) -> None:
+    """fixed, and the loader that keeps long documents whole: exactly C tokens before the flush."""
+    window = data.draw(windows)
+    packer = data.draw(packers(window, data.draw(st.sampled_from(["fixed", "original"]))))
+    ledger, num = Ledger(packer.start()), packer.num_micro_batches
+    for batch in data.draw(batches(window)):
+        for plan in ledger.push(packer, batch):
+            assert plan.tokens.tolist() == [window] * num
+    for plan in ledger.push(packer, None):
+        assert int(plan.tokens.max()) <= window
+
+
+@given(st.data())
+@QUICK
 def test_labels_do_not_depend_on_the_policy(data: st.DataObject) -> None:
     window = data.draw(windows)
     stream = data.draw(batches(window))
     expected = sum(int((b.documents.length - 1).sum()) for b in stream)
-    for policy in ("original", "var_len"):
+    for policy in POLICIES:
         packer = data.draw(packers(window, policy))
         ledger = Ledger(packer.start())
         for batch in [*stream, None]:
@@ -243,6 +306,9 @@ def test_a_carry_that_went_through_json_goes_on_identically(data: st.DataObject)
     for batch in stream[:stop]:
         _, carry = packer.push(batch, carry)
     again = Carry.from_json(json.loads(json.dumps(carry.to_json())))
+    with NamedTemporaryFile(suffix=".npz") as file:
+        carry.save(file.name)
+        assert Carry.load(file.name).to_json() == again.to_json()
     assert (again.pieces, again.next_step) == (carry.pieces, carry.next_step)
     for batch in stream[stop:]:
         plans, carry = packer.push(batch, carry)

@@ -5,6 +5,17 @@ from wlb.packing.bins import BinMethod, Bins, pack_bins
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
 from wlb.packing.fixed import FixedPacker, StepGrouping
+from wlb.packing.ilp import (
+    IlpFixedPacker,
+    IlpOptions,
+    IlpReport,
+    IlpVarLenPacker,
+    solve_fixed,
+    solve_var_len,
+)
+from wlb.packing.ilp_model import Objective
+from wlb.packing.ilp_solvers import Solver
+from wlb.packing.measure import PackingRun, PackingSummary, measure
 from wlb.packing.original import OriginalPacker, WindowCut
 from wlb.packing.policies import baseline_for, options_for, packer_for
 from wlb.packing.var_len import VarLenPacker
@@ -15,14 +26,25 @@ __all__ = [
     "BoundedPacker",
     "CapacityPacker",
     "FixedPacker",
+    "IlpFixedPacker",
+    "IlpOptions",
+    "IlpReport",
+    "IlpVarLenPacker",
+    "Objective",
     "OriginalPacker",
     "Packer",
     "PackerOptions",
+    "PackingRun",
+    "PackingSummary",
+    "Solver",
     "StepGrouping",
     "VarLenPacker",
     "WindowCut",
     "baseline_for",
+    "measure",
     "options_for",
     "pack_bins",
     "packer_for",
+    "solve_fixed",
+    "solve_var_len",
 ]

@@ -2,9 +2,12 @@
 
 Pieces of at least `divisible_below` tokens get binaries. The many shorter ones become a fluid in
 `NUM_CLASSES` classes by length, each half as long as the one before: tokens and cost are planned
-for each micro-batch, not documents. `placed` then puts the documents, longest first, where most of
-the cost planned for them is left. Only a fixed-length window cuts any, to end exactly full: a cut
-fills a gap, so it cuts at most one fewer than it has micro-batches.
+for each micro-batch, not documents. `placed` then puts the documents, longest first, where the
+slowest micro-batch of the planned step leaves most time for each token of room (for a var-len
+micro-batch, whose room need not be filled, most time). On the fitted stream that ends 0.03%, 0.09%
+and 0.14% above the bound at W = 1, 2, 4; going by the cost planned for the fluid ended 0.25%, 0.23%
+and 0.34% above. Only a fixed-length window cuts documents, to end exactly full: a cut fills a gap,
+so it cuts at most one fewer than it has micro-batches.
 
 The greedy packing is where the solver starts. Where it cuts a piece that is placed whole here, its
 parts are what the ILP places: five documents of 0.6 C do not fit into four windows otherwise.
@@ -79,13 +82,14 @@ def items_of(
     begins = np.cumsum(greedy.pieces.length) - greedy.pieces.length
     is_long = pieces.length[rows_of(pieces, greedy.pieces)] >= divisible_below
     pieces = cut_at(pieces, begins[is_long])
-    cost_ns, lengths = cost(pieces), pieces.length.tolist()
-    order = np.argsort(-pieces.length, kind="stable").tolist()
+    cost_ns = cost(pieces)
+    lengths: list[int] = pieces.length.tolist()
+    order: list[int] = np.argsort(-pieces.length, kind="stable").tolist()
     whole = [row for row in order if lengths[row] >= divisible_below]
     fluid: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
     for row in order[len(whole) :]:
-        halvings = ((divisible_below - 1) // lengths[row]).bit_length() - 1
-        fluid[min(halvings, NUM_CLASSES - 1)].append(row)
+        halvings = (divisible_below - 1) // lengths[row]
+        fluid[min(halvings.bit_length() - 1, NUM_CLASSES - 1)].append(row)
     fluid = [rows for rows in fluid if rows]
     num_tokens = shape.num_micro_batches * shape.capacity
     return Items(
@@ -140,10 +144,10 @@ def _start(
 def placed(items: Items, plan: Assignment) -> Window | None:
     """Documents where `plan` says; None if they do not fit and may not be cut."""
     shape, lengths = items.shape, items.pieces.length.tolist()
-    gaps = _Gaps(shape, [sum(costs) for costs in zip(*plan.cost_ns, strict=True)])
+    gaps = _Gaps(shape, items.problem.step_maxima_ns(plan))
     parts: list[tuple[int, int, int]] = []  # row, first token in the row, micro-batch
     for row, j in zip(items.whole, plan.bin_of, strict=True):
-        gaps.room[j] -= lengths[row]
+        gaps.put(j, lengths[row], int(items.cost_ns[row]))
         parts.append((row, 0, j))
     if min(gaps.room) < 0:
         return None
@@ -156,30 +160,34 @@ def placed(items: Items, plan: Assignment) -> Window | None:
 
 
 class _Gaps:
-    """Room of each micro-batch in tokens, and the fluid cost still planned for it in ns."""
+    """Room of each micro-batch in tokens, and how far it is below its step's maximum in ns."""
 
-    def __init__(self, shape: Shape, planned_ns: list[float]) -> None:
+    def __init__(self, shape: Shape, limits_ns: list[float]) -> None:
         self.may_cut = shape.may_cut
         self.room = [shape.capacity] * shape.num_micro_batches
-        self.planned = planned_ns or [0.0] * shape.num_micro_batches
+        self.headroom = limits_ns
 
     def add(self, length: int, cost: int) -> Iterator[tuple[int, int]]:
         """(first token, micro-batch) of each part of a piece; none if it does not fit."""
-        by_plan = sorted(range(len(self.room)), key=lambda j: (-self.planned[j], j))
-        target = next((j for j in by_plan if self.room[j] >= length), None)
+        order = sorted(range(len(self.room)), key=lambda j: (-self._rate(j), j))
+        target = next((j for j in order if self.room[j] >= length), None)
         if target is not None:
-            self._put(target, length, cost)
+            self.put(target, length, cost)
             yield 0, target
         elif self.may_cut:
             begin = 0
-            for j in (j for j in by_plan if self.room[j]):
+            for j in (j for j in order if self.room[j]):
                 part = min(self.room[j], length - begin)
-                self._put(j, part, cost * part / length)
+                self.put(j, part, cost * part / length)
                 yield begin, j
                 begin += part
                 if begin == length:
                     break
 
-    def _put(self, j: int, length: int, cost: float) -> None:
+    def put(self, j: int, length: int, cost: float) -> None:
         self.room[j] -= length
-        self.planned[j] -= cost
+        self.headroom[j] -= cost
+
+    def _rate(self, j: int) -> float:
+        """Headroom, or that for each token of room where room must be filled."""
+        return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

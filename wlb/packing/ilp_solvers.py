@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_LOWER_BOUND = re.compile(r"^(?:Lower bound|best possible):?\s+(\S+)\s*$", re.MULTILINE)
+_LOWER_BOUND = re.compile(r"^Lower bound:\s+(\S+)\s*$", re.MULTILINE)
 _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ class Outcome:
 
 def modeller() -> Any:
     """The module pulp; ValueError if it is not installed."""
-    return _module("pulp", "an ILP is modelled in")
+    return _module("pulp", "an ILP is modelled in the package")
 
 
 def run(problem: Any, solver: Solver, limits: Limits) -> Outcome:
@@ -80,7 +80,9 @@ def _module(name: str, purpose: str) -> ModuleType:
 
 
 def _run_highs(problem: Any, limits: Limits) -> Outcome:
-    highspy: Any = _module("highspy", 'solver = "highs" is')
+    highspy: Any = _module("highspy", 'solver = "highs" is the package')
+    # HiGHS keeps one pool of threads a process and refuses to run with another number of them.
+    highspy.Highs.resetGlobalScheduler(True)
     api = modeller().HiGHS(
         msg=False,
         gapRel=limits.gap,
@@ -97,17 +99,20 @@ def _run_highs(problem: Any, limits: Limits) -> Outcome:
     model.setSolution(start)
     api.callSolver(problem)
     status, info = model.getModelStatus(), model.getInfo()
+    ended = highspy.HighsModelStatus
+    if status in (ended.kNotset, ended.kLoadError, ended.kModelError, ended.kSolveError):
+        raise RuntimeError(f"HiGHS failed: {model.modelStatusToString(status)}")
     has_values = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if has_values:
         for column, value in zip(columns, model.getSolution().col_value, strict=True):
             column.varValue = value
-    is_proven = status == highspy.HighsModelStatus.kOptimal
+    is_proven = status == ended.kOptimal
     # Without a binary there is no tree: the objective of the linear program is its bound.
     bound = info.mip_dual_bound if problem.isMIP() else info.objective_function_value
     return Outcome(
         has_values=has_values,
         is_proven=is_proven,
-        is_infeasible=status == highspy.HighsModelStatus.kInfeasible,
+        is_infeasible=status == ended.kInfeasible,
         bound=bound if is_proven or problem.isMIP() else -math.inf,
     )
 
@@ -115,6 +120,7 @@ def _run_highs(problem: Any, limits: Limits) -> Outcome:
 def _run_cbc(problem: Any, limits: Limits) -> Outcome:
     pulp = modeller()
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
+    seed = 1 + limits.seed % (2**31 - 1)  # 0 would be the time of day
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cbc.log"
         api = pulp.COIN_CMD(
@@ -125,7 +131,7 @@ def _run_cbc(problem: Any, limits: Limits) -> Outcome:
             timeLimit=limits.time_limit_s,
             warmStart=True,
             logPath=str(log),
-            options=[f"randomCbcSeed {limits.seed % 2**31}", f"randomSeed {limits.seed % 2**31}"],
+            options=[f"randomCbcSeed {seed}", f"randomSeed {seed}"],
         )
         if not api.available():
             raise ValueError(
@@ -136,10 +142,12 @@ def _run_cbc(problem: Any, limits: Limits) -> Outcome:
         text = log.read_text()
     constants = pulp.constants
     is_proven = problem.sol_status == constants.LpSolutionOptimal
-    bounds = _LOWER_BOUND.findall(text) or (_OBJECTIVE.findall(text) if is_proven else [])
+    bounds = [float(bound) for bound in _LOWER_BOUND.findall(text)]
+    if is_proven and not bounds:  # searched to the end, but nodes within the gap may be cut off
+        bounds = [float(value) * (1 - limits.gap) for value in _OBJECTIVE.findall(text)]
     return Outcome(
         has_values=is_proven or problem.sol_status == constants.LpSolutionIntegerFeasible,
         is_proven=is_proven,
         is_infeasible=problem.sol_status == constants.LpSolutionInfeasible,
-        bound=float(bounds[-1]) if bounds else -math.inf,
+        bound=bounds[-1] if bounds else -math.inf,
     )

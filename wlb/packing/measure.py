@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from wlb.cost import WorkloadModel
 from wlb.packing.base import Packer
-from wlb.plan import GlobalBatch, IntArray, PackingPlan, int_array
+from wlb.plan import GlobalBatch, IntArray, PackingPlan, int_array, offsets_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -141,10 +141,9 @@ class _Tally:
         return np.array([a * self.num_micro_batches / b if b else 1.0 for a, b in pairs])
 
     def p99_delay(self) -> int:
-        running = np.cumsum(self.delay)
-        if not running[-1]:
-            return 0
-        return int(np.searchsorted(running, 0.99 * running[-1]))
+        running = offsets_of(self.delay)
+        most = 0.99 * float(running[-1])
+        return max(0, int(np.searchsorted(running, most)) - 1)
 
 
 def measure(

@@ -23,6 +23,7 @@ import numpy as np
 
 from wlb.packing.base import PolicyPacker, build_plan
 from wlb.packing.fixed import cut_into
+from wlb.packing.var_len import check_fits
 from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
@@ -67,13 +68,19 @@ class OriginalPacker(PolicyPacker):
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         num = self.options.num_micro_batches
+        check_fits(carry, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         stream = Pieces.concat(carry.pieces, arrived)
         filling = _Windows(self.options.context_window)
-        for length, window in zip(carry.pieces.length.tolist(), carry.slot.tolist(), strict=True):
-            filling.put_into(window, length)
-        parts = [(row, 0, int(window)) for row, window in enumerate(carry.slot)]
-        for row, length in enumerate(arrived.length.tolist(), len(carry.pieces)):
+        parts: list[tuple[int, int, int]] = []
+        first = 0
+        if self._is_in_windows(carry):
+            for row, window in enumerate(carry.slot.tolist()):
+                filling.put_into(window, int(carry.pieces.length[row]))
+                parts.append((row, 0, window))
+            first = len(carry.pieces)
+        for row in range(first, len(stream)):
+            length = int(stream.length[row])
             parts += [(row, begin, window) for begin, window in filling.add(length)]
         cut = cut_into(stream, parts, num_micro_batches=len(filling.room))
         steps = filling.num_full // num
@@ -85,6 +92,11 @@ class OriginalPacker(PolicyPacker):
         index = np.array([row for members in left for row in members], np.int64)
         slot = np.repeat(np.arange(len(left)), [len(members) for members in left])
         return plans, self._carry(cut.pieces.take(index), slot, carry.next_step + steps)
+
+    def _is_in_windows(self, carry: Carry) -> bool:
+        """Whether slots are open windows: not if the other loader, or one of another C, held it."""
+        tokens = np.bincount(carry.slot, carry.pieces.length)
+        return bool((tokens <= self.options.context_window).all())
 
     def _plans(
         self, pieces: Pieces, rows: list[list[int]], first_step: int

@@ -168,14 +168,14 @@ class VarLenPacker(PolicyPacker):
         return plan, now[rest]
 
 
-def check_fits(carry: Carry, s_max: int) -> None:
+def check_fits(carry: Carry, s_max: int, *, name: str = "s_max") -> None:
     """A piece that was cut for a larger window would wait for ever, and the flush never end."""
     over = np.flatnonzero(carry.pieces.length > s_max)
     if over.size:
         piece = carry.pieces[int(over[0])]
         raise ValueError(
             f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
-            f"cut for a larger context window than this packer's: it is longer than s_max = "
+            f"cut for a larger context window than this packer's: it is longer than {name} = "
             f"{s_max}; go on with a larger window or s_max"
         )
 

@@ -4,7 +4,9 @@ A plan is global and deterministic: it names no rank, device or process group.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -168,6 +170,32 @@ class Carry:
     def from_json(cls, data: dict[str, Any]) -> "Carry":
         values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
         return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write an `.npz` file: arrays only, no pickle; smaller and faster than JSON."""
+        with open(path, "wb") as file:  # numpy would add a suffix to a name
+            arrays: dict[str, Any] = {
+                "policy": np.array(self.policy),
+                "next_step": np.array(self.next_step, np.int64),
+                "slot": self.slot,
+                **self.pieces.columns(),
+            }
+            np.savez(file, allow_pickle=False, **arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Carry":
+        """What `save` wrote; ValueError naming the file for anything else."""
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                arrays = {name: data[name] for name in data.files}
+            return cls(
+                policy=str(arrays.pop("policy")),
+                next_step=int(arrays.pop("next_step")),
+                slot=arrays.pop("slot"),
+                pieces=Pieces(**arrays),
+            )
+        except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+            raise ValueError(f"{path} is not a carry that `Carry.save` wrote: {error}") from error
 
 
 def pieces_to_json(pieces: Pieces) -> dict[str, list[int]]:

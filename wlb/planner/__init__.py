@@ -3,11 +3,11 @@
 from wlb.planner.compose import (
     Planner,
     Source,
-    deal,
     open_heldout_planner,
     open_planner,
     with_shardings,
 )
+from wlb.planner.deal import deal
 
 __all__ = [
     "Planner",

