@@ -1,0 +1,72 @@
+"""Length sources that experiments share: the fitted family, the standard library, files of lengths.
+
+The cost is the ratio that reproduces the paper's tables (W_a / W_l = 1.67 at a window of 128K for
+its 7B model), so imbalance here is that of forward latency, as in Section 7.4.
+"""
+
+import subprocess
+from itertools import islice
+from pathlib import Path
+
+from wlb.corpus import (
+    GlobalBatches,
+    LengthSource,
+    TokenStore,
+    lengths_of_family,
+    lengths_of_file,
+    prepare,
+    text_documents,
+)
+from wlb.cost import FlopsWorkload
+from wlb.plan import GlobalBatch
+
+WINDOW = 131072
+RATIO = 1.67
+COST = FlopsWorkload(quadratic_ns=1000 * RATIO / WINDOW, linear_ns_per_token=1000)
+STORES = Path("runs/stores")
+
+
+def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
+    """ "wlb_paper" (as many documents as num_tokens need), "stdlib", or a file of lengths."""
+    if name == "wlb_paper":
+        mean = int(lengths_of_family(window=WINDOW, num_documents=4096, seed=seed).lengths.mean())
+        return lengths_of_family(
+            window=WINDOW, num_documents=num_tokens * 5 // 4 // mean, seed=seed
+        )
+    if name == "stdlib":
+        made = prepare(
+            text_documents("stdlib"),
+            STORES / "stdlib-bpe32000-experiments",
+            vocab_size=32000,
+            heldout_fraction=0,
+            seed=0,
+            sample_bytes=24_000_000,
+        )
+        return LengthSource(name="stdlib", lengths=TokenStore(made.train).lengths)
+    return lengths_of_file(name)
+
+
+def batches_of(
+    name: str, *, num_micro_batches: int, num_batches: int, seed: int
+) -> list[GlobalBatch]:
+    """The first `num_batches` global batches of N x 128K tokens; a short source is repeated."""
+    per_batch = num_micro_batches * WINDOW
+    source = source_of(name, num_tokens=per_batch * num_batches, seed=seed)
+    stream = GlobalBatches(source, tokens_per_batch=per_batch, seed=seed)
+    return [batch for batch, _ in islice(stream.iterate(), num_batches)]
+
+
+def title_of(name: str) -> str:
+    return {
+        "wlb_paper": "fitted distribution (wlb_paper)",
+        "stdlib": "Python standard library, 32K BPE",
+    }.get(name, Path(name).name)
+
+
+def commit() -> str:
+    """The commit that results are stamped with."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
