@@ -30,7 +30,7 @@ from wlb.packing.var_len import check_fits, place
 from wlb.plan import BoolArray, Carry, GlobalBatch, PackingPlan, Pieces, check_at_least
 
 POLICY = "bounded"
-DELAY_PRICE = 0.13
+DELAY_PRICE = 0.15
 """Price of a global batch held for a step, in micro-batch times, times sqrt(N): see LOG.md."""
 
 

@@ -73,7 +73,7 @@ class PackingSection:
     max_delay: int = key(10, "D: most steps a document is held back (bounded)", unit="steps")
     delay_price: float = key(
         0.0,
-        "what holding a global batch back for a step may cost (bounded); 0 = 0.13 / sqrt(N)",
+        "what holding a global batch back for a step may cost (bounded); 0 = 0.15 / sqrt(N)",
         unit="micro-batch times",
     )
     window_batches: int = key(
