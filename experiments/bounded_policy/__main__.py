@@ -204,8 +204,8 @@ def main() -> None:
         "# bounded: targets, and Algorithm 1 tuned",
         "",
         f"`python -m experiments.bounded_policy` at commit {commit()}: window {WINDOW}, {steps} "
-        f"steps of {PIPELINE} micro-batches (DP: {steps} / dp), seed {SEED}, W_a / W_l = {RATIO} at the "
-        f"window. Delays include the tokens that the end of data flushed.",
+        f"steps of {PIPELINE} micro-batches (DP: {steps} / dp), seed {SEED}, W_a / W_l = {RATIO} "
+        f"at the window. Delays include the tokens that the end of data flushed.",
         "",
         show(console, "1. Targets, default price", table_1(sources)),
         show(console, "2. Against Algorithm 1 tuned", table_2(sources)),

@@ -16,6 +16,7 @@ import numpy as np
 from wlb.corpus import GlobalBatches, LengthSource, TokenStore
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
 from wlb.packing import (
+    BoundedPacker,
     OriginalPacker,
     Packer,
     PackerOptions,
@@ -113,32 +114,44 @@ class Planner:
         cost: WorkloadModel = LLAMA2_7B,
         strategy: str = "adaptive",
         s_max: int | None = None,
-        queue_thresholds: tuple[int, ...] = (),
+        step_tokens: int | None = None,
+        max_delay: int = 10,
+        queue_thresholds: tuple[int, ...] | None = None,
         seed: int = 0,
     ) -> "Planner":
         """A planner over documents of these lengths (tokens), in this order; see README.
 
         Steps take N x C tokens each, N micro-batches and C = context_window; the last ones flush.
-        cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. s_max: tokens of
-        the longest micro-batch, 1.5 windows by default.
+        cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. Packing is
+        `bounded`: s_max tokens of the longest micro-batch (1.5 windows by default), step_tokens of
+        a step (N x s_max), max_delay steps. With queue_thresholds (tokens; may be empty) it is
+        Algorithm 1 with those queues, and max_delay is not used.
         """
-        source = GlobalBatches(
-            LengthSource(name="given", lengths=int_array("lengths", lengths)),
-            tokens_per_batch=num_micro_batches * context_window,
-            seed=seed,
-            epochs=1,
-            shuffle=False,
-        )
         options = PackerOptions(
             num_micro_batches=num_micro_batches,
             context_window=context_window,
             cost=cost,
             seed=seed,
         )
-        packer = VarLenPacker(
-            options=options,
-            s_max=context_window * 3 // 2 if s_max is None else s_max,
-            queue_thresholds=queue_thresholds,
+        longest = context_window * 3 // 2 if s_max is None else s_max
+        packer: Packer
+        if queue_thresholds is None:
+            packer = BoundedPacker(
+                options=options, s_max=longest, step_tokens=step_tokens, max_delay=max_delay
+            )
+        else:
+            packer = VarLenPacker(
+                options=options,
+                s_max=longest,
+                step_tokens=step_tokens,
+                queue_thresholds=queue_thresholds,
+            )
+        source = GlobalBatches(
+            LengthSource(name="given", lengths=int_array("lengths", lengths)),
+            tokens_per_batch=options.tokens_per_step,
+            seed=seed,
+            epochs=1,
+            shuffle=False,
         )
         return cls(
             source=source,
