@@ -85,7 +85,7 @@ def caps_of(spec: RunSpec) -> tuple[int, int | None]:
     if step_tokens is not None and step_tokens <= spec.tokens_per_step:
         raise ValueError(
             f"packing.memory_gib = {spec.packing.memory_gib}: a step of at most {step_tokens} "
-            f"tokens fits, no more than the {spec.tokens_per_step} that a global batch brings; use "
-            f"more ranks (parallel.tp, cp, pp), fewer micro-batches or a smaller window"
+            f"tokens fits, no more than the {spec.tokens_per_step} that a global batch brings; "
+            f"lower packing.s_max or the window, or use more ranks (parallel.tp, cp, pp)"
         )
     return s_max, step_tokens

@@ -1,0 +1,156 @@
+"""A run's [packing] section to a packer: every policy, caps as given and from memory, refusals."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from wlb.cost import FlopsWorkload, memory_estimate, memory_of_rank, token_caps
+from wlb.packing import (
+    BinMethod,
+    BoundedPacker,
+    CapacityPacker,
+    FixedPacker,
+    OriginalPacker,
+    StepGrouping,
+    VarLenPacker,
+    WindowCut,
+    baseline_for,
+    packer_for,
+)
+from wlb.packing.policies import caps_of
+from wlb.spec import ModelSpec, ParallelSpec, Policy, RunSpec, check, load
+
+GIB = 1 << 30
+COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
+
+
+def spec(**packing: Any) -> RunSpec:
+    base = RunSpec(parallel=ParallelSpec(pp=4, dp=2))
+    base = replace(base, data=replace(base.data, context_window=1000))
+    return check(replace(base, packing=replace(base.packing, **packing)))
+
+
+def test_each_policy_has_its_packer_and_options() -> None:
+    original = packer_for(spec(policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT), COST)
+    assert isinstance(original, OriginalPacker)
+    assert (original.cut, original.num_micro_batches) == (WindowCut.SHORT, 8)
+    fixed = packer_for(
+        spec(policy=Policy.FIXED, window_batches=4, grouping=StepGrouping.IN_ORDER), COST
+    )
+    assert isinstance(fixed, FixedPacker)
+    assert (fixed.window_batches, fixed.grouping) == (4, StepGrouping.IN_ORDER)
+    var_len = packer_for(
+        spec(s_max=1.25, step_tokens=1.2, queue_thresholds=(0.5,), literal=True), COST
+    )
+    assert isinstance(var_len, VarLenPacker)
+    assert (var_len.s_max, var_len.step_tokens) == (1250, 9600)
+    assert (var_len.queue_thresholds, var_len.literal) == ((500,), True)
+    bounded = packer_for(
+        spec(policy=Policy.BOUNDED, s_max=2.0, step_tokens=1.5, max_delay=7, delay_price=0.5), COST
+    )
+    assert isinstance(bounded, BoundedPacker)
+    assert (bounded.s_max, bounded.limits.step_tokens) == (2000, 12000)
+    assert (bounded.max_delay, bounded.limits.price) == (7, 0.5)
+    capacity = packer_for(
+        spec(
+            policy=Policy.CAPACITY,
+            bin_method=BinMethod.BEST_FIT,
+            window_batches=2,
+            open_bins=5,
+        ),
+        COST,
+    )
+    assert isinstance(capacity, CapacityPacker)
+    assert (capacity.method, capacity.pack_batches) == (BinMethod.BEST_FIT, 2)
+    assert (capacity.open_bins, capacity.bin_tokens) == (5, 1000)
+
+
+def test_defaults_mean_what_their_help_says() -> None:
+    var_len = packer_for(spec(), COST)
+    assert isinstance(var_len, VarLenPacker)
+    assert var_len.step_tokens is None
+    bounded = packer_for(spec(policy=Policy.BOUNDED, s_max=1.5), COST)
+    assert isinstance(bounded, BoundedPacker)
+    assert bounded.limits.step_tokens == 8 * 1500  # only S_max limits a step
+    assert bounded.limits.price == pytest.approx(0.15 / 8**0.5)
+    assert baseline_for(spec(), COST).cut == WindowCut.ANYWHERE
+
+
+@pytest.mark.parametrize(
+    ("packing", "message"),
+    [
+        ({"s_max": 0.9}, "packing.s_max = 0.9 context windows must be at least 1"),
+        ({"s_max": 1.0, "policy": Policy.BOUNDED}, "no room to catch up"),
+        ({"s_max": 1.0, "literal": True}, "use more than 1"),
+        ({"step_tokens": 1.0}, "packing.step_tokens = 1.0 must be above 1 global batch"),
+        ({"step_tokens": -2.0}, "packing.step_tokens = -2.0 must be above 1"),
+        ({"memory_gib": -1.0}, "packing.memory_gib = -1.0 must be at least 0"),
+        ({"delay_price": -0.1}, "packing.delay_price = -0.1 must be at least 0"),
+        ({"max_delay": 0}, "packing.max_delay = 0 must be at least 1"),
+        ({"window_batches": 0}, "packing.window_batches = 0 must be at least 1"),
+        ({"open_bins": 0}, "packing.open_bins = 0 must be at least 1"),
+        ({"delay_price": float("nan")}, "packing.delay_price = nan must be a finite number"),
+        ({"queue_thresholds": (0.5, 0.2)}, "entry 1 must be above 0.5"),
+    ],
+)
+def test_sections_that_cannot_work_are_refused(packing: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec(**packing)
+
+
+def seven_b(**packing: Any) -> RunSpec:
+    """LLaMA2-7B at 128K on (TP 8, CP 2, PP 4, DP 1), wide caps."""
+    base = load("7b_128k", ["parallel.dp=1", "model.vocab_size=32000"])
+    changes = {"policy": Policy.BOUNDED, "s_max": 2.0, "step_tokens": 0.0, **packing}
+    return check(replace(base, packing=replace(base.packing, **changes)))
+
+
+def test_memory_lowers_both_caps_until_the_estimate_fits() -> None:
+    run = seven_b()
+    wide, tight = (token_caps(run, memory_bytes=g * GIB) for g in (80, 60))
+    assert tight.s_max <= wide.s_max <= run.s_max
+    assert wide.step_tokens is not None
+    assert tight.step_tokens is not None
+    assert run.tokens_per_step < tight.step_tokens < wide.step_tokens
+    # The step's cap, spread over its micro-batches, is what the estimate of rank 0 allows.
+    each = tight.step_tokens // run.num_micro_batches
+    assert memory_of_rank(run, pp_rank=0, micro_batch_tokens=each).total_bytes <= 60 * GIB
+    more = memory_of_rank(run, pp_rank=0, micro_batch_tokens=int(each * 1.3)).total_bytes
+    assert more > 60 * GIB
+
+
+def test_without_a_pipeline_only_the_micro_batch_is_limited() -> None:
+    base = RunSpec(
+        model=ModelSpec(vocab_size=32000, hidden_size=1024, num_layers=8, ffn_hidden_size=4096),
+    )
+    data = replace(base.data, context_window=8192, num_micro_batches=8)
+    run = replace(base, data=data, packing=replace(base.packing, s_max=3.0))
+    full = memory_estimate(run).total_bytes
+    assert token_caps(run, memory_bytes=full + GIB // 8).step_tokens is None
+    caps = token_caps(run, memory_bytes=int(full * 0.8))
+    assert caps.s_max < run.s_max
+    assert caps.step_tokens is None  # one micro-batch is under way at a time
+    fits = memory_of_rank(run, pp_rank=0, micro_batch_tokens=caps.s_max).total_bytes
+    assert fits <= full * 0.8
+
+
+def test_caps_of_a_run() -> None:
+    assert caps_of(seven_b(s_max=1.5, step_tokens=1.2)) == (196608, int(1.2 * 4 * 131072))
+    limited = caps_of(seven_b(memory_gib=60.0))
+    by_memory = token_caps(seven_b(), memory_bytes=60 * GIB)
+    assert limited == (by_memory.s_max, by_memory.step_tokens)
+    # What is configured holds where it is lower.
+    assert caps_of(seven_b(memory_gib=80.0, step_tokens=1.1))[1] == int(1.1 * 4 * 131072)
+
+
+@pytest.mark.parametrize(
+    ("gib", "message"),
+    [
+        (2.0, "for weights, gradients and optimiser, more than the 2.0 GiB"),
+        (30.0, "packing.memory_gib = 30.0: a step of at most"),
+    ],
+)
+def test_memory_that_cannot_hold_a_step_is_refused(gib: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packer_for(seven_b(memory_gib=gib), COST)
