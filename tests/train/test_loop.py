@@ -179,6 +179,29 @@ def test_the_end_of_data_flushes_every_token(
     assert [m["step"] for m in added] == list(range(last, last + len(added)))
 
 
+@pytest.mark.parametrize(
+    ("policy", "layout"),
+    [
+        ("bounded", "cp2-pp2"),
+        ("fixed", "one"),
+        ("original", "one"),
+        ("capacity", "one"),
+    ],
+)
+def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout: str) -> None:
+    """Several plans a push, none, held documents, short windows: the executor takes them all."""
+    packing = {"policy": policy, "s_max": 2.0, "step_tokens": 1.5, "window_batches": 2}
+    lengths = [60, 64, 200, 5, 64, 30, 30, 12, 90, 1, 64, 33, 7, 48, 64, 21, 128]
+    spec = store_spec(tmp_path, lengths, window=64, packing=packing, training={"steps": 40})
+    run, _ = train(relaid(spec, layout))
+    measured = [line["measured"] for line in run.steps]
+    assert sum(m["num_tokens"] for m in measured) == sum(lengths)
+    assert sum(m["num_targets"] for m in measured) == sum(lengths) - len(lengths)
+    assert measured[-1]["num_held_tokens"] == 0
+    state = run.state(len(measured))
+    assert (state.carry.policy, state.carry.num_tokens) == (policy, 0)
+
+
 @pytest.mark.parametrize("layout", ["one", "cp2-pp2", "tp2-pp2-v2"])
 def test_fewer_documents_than_micro_batches(tmp_path: Path, layout: str) -> None:
     """Three documents in four micro-batches: one stays empty, and every layout agrees."""
