@@ -28,10 +28,12 @@ def refine(
 
     good_enough: stop once slowest / mean is at most that.
     """
-    rows = [list(members) for members in rows]
-    loads = [sum(work[d] for d in members) for members in rows]
-    sizes = [sum(lengths[d] for d in members) for members in rows]
+    loads = [sum(map(work.__getitem__, members)) for members in rows]
     mean = sum(loads) / len(loads)
+    if max(loads) <= good_enough * mean:
+        return rows
+    rows = [list(members) for members in rows]
+    sizes = [sum(map(lengths.__getitem__, members)) for members in rows]
     for _ in range(max_rounds):
         top = int(np.argmax(loads))
         if loads[top] <= good_enough * mean or len(rows[top]) < 2:

@@ -191,7 +191,8 @@ def place(
     """Lines 22-37 of Algorithm 1: (rows of each micro-batch, rows left over), in the given order.
 
     step_tokens: a document that would bring the sum over all micro-batches above it is left over.
-    Both minima come from heaps whose stale entries are skipped, so a document costs O(log N).
+    Both minima come from heaps of one entry a micro-batch, O(log N) a document: work and size only
+    grow, so an old entry is a lower bound and is brought up to date when it comes to the top.
     """
     rows: list[list[int]] = [[] for _ in range(num_micro_batches)]
     work, size = [0] * num_micro_batches, [0] * num_micro_batches
@@ -205,13 +206,11 @@ def place(
         if length > room:
             rest.append(row)
             continue
-        while by_work[0][0] != work[by_work[0][1]]:
-            heapq.heappop(by_work)
-        target = by_work[0][1]
+        while by_work[0][0] != work[target := by_work[0][1]]:
+            heapq.heapreplace(by_work, (work[target], target))
         if size[target] + length > s_max:
-            while by_size[0][0] != size[by_size[0][1]]:
-                heapq.heappop(by_size)
-            target = by_size[0][1]
+            while by_size[0][0] != size[target := by_size[0][1]]:
+                heapq.heapreplace(by_size, (size[target], target))
             if size[target] + length > s_max:
                 if size[target] + shortest[row] > s_max:
                     return rows, [*rest, *range(row, len(lengths))]
@@ -221,6 +220,4 @@ def place(
         work[target] += workload
         size[target] += length
         room -= length
-        heapq.heappush(by_work, (work[target], target))
-        heapq.heappush(by_size, (size[target], target))
     return rows, rest

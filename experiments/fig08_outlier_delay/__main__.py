@@ -1,0 +1,307 @@
+"""The paper's Figure 8 from real runs: `python -m experiments.fig08_outlier_delay [--seed 0]`
+
+A few consecutive steps of the fitted stream (4 micro-batches of 128K). Above, the outliers that
+wait when the step is planned, those that came with its own batch included, coloured by the step
+they arrived with; below, the micro-batches that the step makes of them, stacked by predicted time,
+so that equal height is balance. Once with Algorithm 1 and its two queues, once with `bounded`,
+which has no queues but decides by predicted load; both from the same documents.
+
+What it shows: a queue fills until it has an outlier for every micro-batch, and a step that releases
+one gives each micro-batch one of them, with as many ordinary documents as make up the difference.
+
+Steps shown: the first window of `--steps` steps that begins with level 2 empty and in which level 2
+releases documents of several arrivals. Needs matplotlib.
+"""
+
+import argparse
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.streams import COST, RATIO, WINDOW, batches_of, commit
+from wlb.packing import (
+    BoundedPacker,
+    OriginalPacker,
+    Packer,
+    PackerOptions,
+    VarLenPacker,
+    WindowCut,
+)
+from wlb.plan import BoolArray, Carry, GlobalBatch, PackingPlan, Pieces, imbalance
+
+try:
+    from experiments.fig08_outlier_delay.draw import Block, Column, draw
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this needs matplotlib: pip install -e '.[plot]' ({error})") from error
+
+RESULTS = Path(__file__).parent / "results"
+N = 4
+NUM_BATCHES = 64
+THRESHOLDS = (0.2, 0.63)
+S_MAX = 2.0
+STEP_TOKENS = 1.5
+OPTIONS = PackerOptions(num_micro_batches=N, context_window=WINDOW, cost=COST, seed=0)
+LEVELS = tuple(int(t * WINDOW) for t in THRESHOLDS)
+ALGORITHM_1 = VarLenPacker(options=OPTIONS, s_max=int(S_MAX * WINDOW), queue_thresholds=LEVELS)
+BOUNDED = BoundedPacker(
+    options=OPTIONS, s_max=int(S_MAX * WINDOW), step_tokens=int(STEP_TOKENS * N * WINDOW)
+)
+PLAIN = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What waited when a step was planned, and its plan.
+
+    waiting: carried pieces, then the batch's. carried: shape [len(waiting)]. slot: the carry's, -1
+    for what is new. leaves: shape [len(waiting)].
+    """
+
+    plan: PackingPlan
+    waiting: Pieces
+    slot: np.ndarray
+    leaves: BoolArray
+
+    @property
+    def level(self) -> np.ndarray:
+        """0 for an ordinary document, i for L_i <= length < L_{i+1}: shape [len(waiting)]."""
+        return np.searchsorted(LEVELS, self.waiting.length, side="right")
+
+    @property
+    def imbalance(self) -> float:
+        return imbalance(self.plan.workload_ns)
+
+
+def steps_of(packer: Packer, batches: list[GlobalBatch]) -> list[Step]:
+    carry: Carry = packer.start()
+    out: list[Step] = []
+    for batch in batches:
+        before = carry
+        plans, carry = packer.push(batch, before)
+        waiting = Pieces.concat(before.pieces, OPTIONS.arrived(batch, before.next_step))
+        new = np.full(len(waiting) - len(before.pieces), -1, np.int64)
+        # One plan a batch: these lengths bring no batch without an ordinary document.
+        (plan,) = plans
+        leaves = np.isin(waiting.document, plan.pieces.document)
+        slot = np.concatenate([before.slot, new])
+        out.append(Step(plan=plan, waiting=waiting, slot=slot, leaves=leaves))
+    return out
+
+
+def plain_of(batches: list[GlobalBatch], first: int, num: int) -> list[float]:
+    """Plain-4D's imbalance in the steps of the same numbers."""
+    carry, out = PLAIN.start(), []
+    for batch in batches:
+        plans, carry = PLAIN.push(batch, carry)
+        out += [imbalance(plan.workload_ns) for plan in plans]
+    return out[first : first + num]
+
+
+def first_window(steps: list[Step], num: int) -> int:
+    """The first step to show, by the rule in the module's docstring."""
+    for first in range(len(steps) - num + 1):
+        start = steps[first]
+        if bool(((start.slot >= 0) & (start.level == 2)).any()):
+            continue
+        for step in steps[first : first + num]:
+            released = step.leaves & (step.level == 2)
+            if len(np.unique(step.waiting.arrival[released])) > 1:
+                return first
+    raise SystemExit(f"no window of {num} steps in {len(steps)} shows level 2 fill and release")
+
+
+def block(step: Step, row: int) -> Block:
+    level = int(step.level[row])
+    return Block(
+        size=int(step.waiting.length[row]) / WINDOW,
+        arrival=int(step.waiting.arrival[row]),
+        is_outlier=level > 0,
+        leaves=bool(step.leaves[row]),
+        is_delayed=bool(step.slot[row] >= 0),
+    )
+
+
+def note(num: int, out: int) -> str:
+    """What is written above a stack of `num` outliers, `out` of which leave."""
+    verb = "leaves" if out == 1 else "leave"
+    return f"{num}" if not out else f"{out} {verb}" if out == num else f"{num}, {out} {verb}"
+
+
+def queues(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
+    """Algorithm 1's two queues, oldest at the bottom, and how full each is."""
+    waiting: dict[str, list[Block]] = {}
+    notes: dict[str, str] = {}
+    for level in (1, 2):
+        rows = np.flatnonzero((step.level == level) & (step.slot != 0)).tolist()
+        waiting[f"queue {level}"] = [block(step, row) for row in rows]
+        out = int(step.leaves[rows].sum())
+        notes[f"queue {level}"] = note(len(rows), out) if out else f"{len(rows)} of {N}"
+    return waiting, notes
+
+
+def held(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
+    """What bounded has held, ordinary documents on top, and the outliers of the new batch."""
+    was_held = step.slot >= 0
+    ordered = np.argsort(step.level == 0, kind="stable")
+    rows = {
+        "held": ordered[was_held[ordered]].tolist(),
+        "new": np.flatnonzero(~was_held & (step.level > 0)).tolist(),
+    }
+    waiting = {label: [block(step, row) for row in mine] for label, mine in rows.items()}
+    notes: dict[str, str] = {}
+    for label, mine in waiting.items():
+        num = sum(b.is_outlier for b in mine)
+        out = sum(b.is_outlier and b.leaves for b in mine)
+        notes[label] = note(num, out)
+    return waiting, notes
+
+
+def micro_batches(step: Step) -> list[list[Block]]:
+    """By predicted time, outliers at the bottom, tallest first."""
+    unit = int(COST.workload_ns([WINDOW])[0])
+    out: list[list[Block]] = []
+    for batch in step.plan.micro_batches:
+        work = COST.workload_ns(batch.lengths)
+        arrival = batch.pieces.arrival
+        blocks = [
+            Block(
+                size=int(work[row]) / unit,
+                arrival=int(arrival[row]),
+                is_outlier=bool(batch.lengths[row] >= LEVELS[0]),
+                leaves=True,
+                is_delayed=bool(arrival[row] < step.plan.step),
+            )
+            for row in np.argsort(-work, kind="stable").tolist()
+        ]
+        out.append(blocks)
+    return out
+
+
+def columns_of(steps: list[Step], plain: list[float], *, is_queued: bool) -> list[Column]:
+    out: list[Column] = []
+    for step, ratio in zip(steps, plain, strict=True):
+        waiting, notes = queues(step) if is_queued else held(step)
+        out.append(
+            Column(
+                step=step.plan.step,
+                imbalance=step.imbalance,
+                plain=ratio,
+                waiting=waiting,
+                notes=notes,
+                micro_batches=micro_batches(step),
+                windows=[int(tokens) / WINDOW for tokens in step.plan.tokens],
+            )
+        )
+    return out
+
+
+def write_csv(path: Path, runs: dict[str, list[Step]]) -> None:
+    """A row for each document placed."""
+    names = ("policy", "step", "micro_batch", "document", "length", "workload_ns", "arrival")
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, "delay"])
+        for policy, steps in runs.items():
+            for step in steps:
+                number = step.plan.step
+                for batch in step.plan.micro_batches:
+                    p = batch.pieces
+                    columns = (p.document, p.length, COST.workload_ns(p.length), p.arrival)
+                    for row in zip(*(column.tolist() for column in columns), strict=True):
+                        writer.writerow([policy, number, batch.index, *row, number - row[-1]])
+
+
+def table(columns: list[Column]) -> list[str]:
+    """What the figure shows, in numbers."""
+    labels = list(columns[0].waiting)
+    lines = [
+        f"| step | {' | '.join(labels)} | outliers that leave (came with step) | "
+        f"tokens (windows) | imbalance | Plain-4D |",
+        "|---" * (len(labels) + 5) + "|",
+    ]
+    for c in columns:
+        leaving = sorted(b.arrival for blocks in c.micro_batches for b in blocks if b.is_outlier)
+        counts = " | ".join(c.notes[label] for label in labels)
+        lines.append(
+            f"| {c.step} | {counts} | {len(leaving)} ({', '.join(map(str, leaving)) or '-'}) | "
+            f"{sum(c.windows):.2f} | {c.imbalance:.3f} | {c.plain:.3f} |"
+        )
+    mean, plain = np.mean([c.imbalance for c in columns]), np.mean([c.plain for c in columns])
+    return [*lines, "", f"Mean imbalance {mean:.3f}; Plain-4D's {plain:.3f}.", ""]
+
+
+def page(command: str, seed: int, shown: dict[str, list[Column]]) -> str:
+    """The results' README."""
+    first = next(iter(shown.values()))[0].step
+    num = len(next(iter(shown.values())))
+    parts = [
+        "# Figure 8: outliers wait until each micro-batch gets one",
+        "",
+        f"`{command}` at commit {commit()}: lengths `wlb_paper`, seed {seed}, window {WINDOW}, "
+        f"{N} micro-batches, W_a / W_l = {RATIO} at the window, S_max {S_MAX:g} windows; "
+        f"Algorithm 1 with queues from {THRESHOLDS[0]:g} and {THRESHOLDS[1]:g} windows; bounded "
+        f"with T = {STEP_TOKENS:g} global batches.",
+        "",
+        f"Steps {first} to {first + num - 1}: the first window of {num} steps that begins with "
+        f"level 2 empty and in which level 2 releases documents of several arrivals, of the "
+        f"first {NUM_BATCHES} global batches.",
+        "",
+        "An outlier is a document of at least the first queue's length. What waits is counted once "
+        "the step's own batch has come, before anything leaves. Figures above the micro-batches "
+        "are their tokens, in windows. Plain-4D is the loader that keeps long documents whole, on "
+        "the same stream, in the step of the same number. `placements.csv` has a row for each "
+        "document placed; delay in steps.",
+        "",
+    ]
+    for name, columns in shown.items():
+        parts += [f"## {name}", "", f"![{name}]({file_of(name)})", "", *table(columns)]
+    return "\n".join(parts)
+
+
+def file_of(name: str) -> str:
+    return name.lower().replace(" ", "_") + ".png"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=8, choices=range(2, 9))
+    options = parser.parse_args()
+    command = f"python -m experiments.fig08_outlier_delay --seed {options.seed}"
+    command += f" --steps {options.steps}"
+    batches = batches_of(
+        "wlb_paper", num_micro_batches=N, num_batches=NUM_BATCHES, seed=options.seed
+    )
+    steps = steps_of(ALGORITHM_1, batches)
+    first = first_window(steps, options.steps)
+    shown_of = slice(first, first + options.steps)
+    runs = {"Algorithm 1": steps[shown_of], "bounded": steps_of(BOUNDED, batches)[shown_of]}
+    plain = plain_of(batches, first, options.steps)
+    shown = {
+        name: columns_of(mine, plain, is_queued=name == "Algorithm 1")
+        for name, mine in runs.items()
+    }
+    RESULTS.mkdir(exist_ok=True)
+    draw(
+        RESULTS / file_of("Algorithm 1"),
+        shown["Algorithm 1"],
+        title="Algorithm 1: a queue of outliers releases one for each micro-batch",
+        waiting="outliers that wait\n(length in windows)",
+    )
+    draw(
+        RESULTS / file_of("bounded"),
+        shown["bounded"],
+        title="bounded: outliers leave when the step they make is balanced enough for their delay",
+        waiting="held, and new outliers\n(length in windows)",
+    )
+    write_csv(RESULTS / "placements.csv", runs)
+    (RESULTS / "README.md").write_text(page(command, options.seed, shown))
+    for name, columns in shown.items():
+        print(name, *table(columns), sep="\n")
+    print("written to experiments/fig08_outlier_delay/results")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""All policies on the same global batches: the rows of `wlb plan`.
+
+The variants are derived from a run's own [packing] section, so that its S_max, T, thresholds and
+maximum delay are what everyone is held to; the run's own policy is marked.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from wlb.cost import WorkloadModel
+from wlb.packing.base import Packer
+from wlb.packing.ilp import IlpFixedPacker, IlpOptions
+from wlb.packing.measure import PackingRun, measure
+from wlb.packing.policies import options_for, packer_for
+from wlb.plan import GlobalBatch
+from wlb.spec import BinMethod, PackingSection, Policy, RunSpec, WindowCut
+
+CONSTANT_TOKENS = 1.1
+"""T of the variant that keeps tokens per step nearly constant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A policy with its options, and its name in a table. is_own: what the run would train with."""
+
+    label: str
+    section: PackingSection
+    is_own: bool = False
+
+
+def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
+    """The comparison's rows; the run's own policy comes first and is not repeated."""
+    base = spec.packing
+    own = Variant(label=f"{base.policy} (this run)", section=base, is_own=True)
+    others = [
+        ("original", replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
+        ("original, long kept whole", _original_whole(base)),
+        *[
+            (f"fixed greedy, W = {w}", replace(base, policy=Policy.FIXED, window_batches=w))
+            for w in (1, 2, 4, 8)
+        ],
+        *[
+            (f"var_len, {_listed(levels)}", _var_len(base, levels))
+            for levels in _queue_levels(base.queue_thresholds)
+        ],
+        *_bounded(base),
+        ("capacity, best fit decr.", _capacity(base)),
+    ]
+    rest = [Variant(label=label, section=section) for label, section in others]
+    return (own, *(v for v in rest if v.section != base))
+
+
+def compare(
+    spec: RunSpec,
+    batches: Sequence[GlobalBatch],
+    cost: WorkloadModel,
+    variants: Sequence[Variant] | None = None,
+) -> Iterator[PackingRun]:
+    """What each variant does with `batches`, one after the other."""
+    for variant in variants_of(spec) if variants is None else variants:
+        packer = packer_for(replace(spec, packing=variant.section), cost)
+        yield measure(packer, batches, cost=cost, label=variant.label)
+
+
+def solver_packers(
+    spec: RunSpec, cost: WorkloadModel, *, windows: Sequence[int] = (1, 2), time_limit_s: float
+) -> tuple[tuple[str, Packer], ...]:
+    """The fixed-length solver (Eq. 1) over W batches, for rows beside the greedy ones."""
+    options = options_for(spec, cost)
+    return tuple(
+        (
+            f"fixed solver, W = {w}",
+            IlpFixedPacker(
+                options=options, window_batches=w, ilp=IlpOptions(time_limit_s=time_limit_s)
+            ),
+        )
+        for w in windows
+    )
+
+
+def _original_whole(base: PackingSection) -> PackingSection:
+    return replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
+
+
+def _var_len(base: PackingSection, levels: tuple[float, ...]) -> PackingSection:
+    return replace(base, policy=Policy.VAR_LEN, queue_thresholds=levels)
+
+
+def _capacity(base: PackingSection) -> PackingSection:
+    return replace(
+        base,
+        policy=Policy.CAPACITY,
+        bin_method=BinMethod.BEST_FIT_DECREASING,
+        window_batches=1,
+    )
+
+
+def _bounded(base: PackingSection) -> list[tuple[str, PackingSection]]:
+    """As configured, and with nearly constant tokens per step."""
+    section = replace(base, policy=Policy.BOUNDED)
+    if section.s_max <= 1.0:
+        return []  # no room to catch up what is held back
+    cap = f"T {section.step_tokens:g}" if section.step_tokens else f"S_max {section.s_max:g}"
+    out = [(f"bounded, {cap}, D {section.max_delay}", section)]
+    if (section.step_tokens or section.s_max) > CONSTANT_TOKENS:
+        label = f"bounded, T {CONSTANT_TOKENS:g}, D {section.max_delay}"
+        out.append((label, replace(section, step_tokens=CONSTANT_TOKENS)))
+    return out
+
+
+def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """One queue, the configured ones, and one more between the first two."""
+    if not levels:
+        return [()]
+    out = [levels[:1], levels]
+    if len(levels) > 1:
+        middle = round((levels[0] + levels[1]) / 2, 3)
+        out.append((levels[0], middle, *levels[1:]))
+    return list(dict.fromkeys(out))
+
+
+def _listed(levels: tuple[float, ...]) -> str:
+    return "L " + " ".join(f"{t:g}" for t in levels) if levels else "no queue"
