@@ -41,8 +41,8 @@ def test_the_recommended_point_balances_best_within_the_budget(tuning: Tuning) -
     assert tuning.is_within_budget
     within = [p for p in tuning.points if p.summary.mean_delay <= 0.5]
     assert best in within
-    lowest = min(p.summary.imbalance_time_weighted for p in within)
-    assert best.summary.imbalance_time_weighted == lowest
+    lowest = min(p.summary.step_time_weighted for p in within)
+    assert best.summary.step_time_weighted == lowest
     assert best in tuning.front
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from wlb import __version__
-from wlb.cli import train
+from wlb.cli import plan, train, tune
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,6 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"wlb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_parser(commands)
+    plan.add_parser(commands)
+    tune.add_parser(commands)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         return options.run(options)

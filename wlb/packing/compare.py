@@ -34,17 +34,17 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     own = Variant(label=f"{base.policy} (this run)", section=base, is_own=True)
     others = [
         ("original", replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
-        ("original, long kept whole", _original_whole(base)),
+        ("original, long whole", _original_whole(base)),
         *[
-            (f"fixed greedy, W = {w}", replace(base, policy=Policy.FIXED, window_batches=w))
+            (f"fixed, W = {w}", replace(base, policy=Policy.FIXED, window_batches=w))
             for w in (1, 2, 4, 8)
         ],
         *[
-            (f"var_len, {_listed(levels)}", _var_len(base, levels))
+            (f"var_len {_listed(levels)}", _var_len(base, levels))
             for levels in _queue_levels(base.queue_thresholds)
         ],
         *_bounded(base),
-        ("capacity, best fit decr.", _capacity(base)),
+        ("capacity, BFD", _capacity(base)),
     ]
     rest = [Variant(label=label, section=section) for label, section in others]
     return (own, *(v for v in rest if v.section != base))
@@ -69,7 +69,7 @@ def solver_packers(
     options = options_for(spec, cost)
     return tuple(
         (
-            f"fixed solver, W = {w}",
+            f"solver, W = {w}",
             IlpFixedPacker(
                 options=options, window_batches=w, ilp=IlpOptions(time_limit_s=time_limit_s)
             ),
@@ -101,9 +101,9 @@ def _bounded(base: PackingSection) -> list[tuple[str, PackingSection]]:
     if section.s_max <= 1.0:
         return []  # no room to catch up what is held back
     cap = f"T {section.step_tokens:g}" if section.step_tokens else f"S_max {section.s_max:g}"
-    out = [(f"bounded, {cap}, D {section.max_delay}", section)]
+    out = [(f"bounded {cap} D {section.max_delay}", section)]
     if (section.step_tokens or section.s_max) > CONSTANT_TOKENS:
-        label = f"bounded, T {CONSTANT_TOKENS:g}, D {section.max_delay}"
+        label = f"bounded T {CONSTANT_TOKENS:g} D {section.max_delay}"
         out.append((label, replace(section, step_tokens=CONSTANT_TOKENS)))
     return out
 

@@ -36,10 +36,12 @@ DELAY_BINS = 1024
 class PackingSummary:
     """One row of a comparison. Delays are in iterations, tokens are real tokens, times ms.
 
-    num_steps: without the flush. tokens_cv: standard deviation / mean of tokens per step.
-    held_tokens: waiting after a step, on average. cut_documents: trained in more than one piece.
-    packing_ms: mean time of a push,
-    so that policies which pack several batches at once pay for each of them.
+    imbalance is of forward latency: mean, 95th percentile, maximum and time-weighted over steps;
+    imbalance_step and step_time_weighted are of forward + backward, imbalance_attention is of
+    attention alone. num_steps: without the flush. tokens_cv: standard deviation / mean of tokens
+    per step. held_tokens: waiting after a step, on average. cut_documents: trained in more than one
+    piece. packing_ms: mean time of a push, so that policies which pack several batches at once pay
+    for each of them.
     """
 
     label: str
@@ -53,6 +55,7 @@ class PackingSummary:
     imbalance_time_weighted: float
     imbalance_attention: float
     imbalance_step: float
+    step_time_weighted: float
     lower_bound: float
     mean_delay: float
     p99_delay: int
@@ -177,8 +180,6 @@ def _summary(
     tally: _Tally, forward: FloatArray, times: list[float], label: str, policy: str
 ) -> PackingSummary:
     tokens = np.array(tally.tokens or [0], np.float64)
-    slowest = sum(a for a, _ in tally.forward) * tally.num_micro_batches
-    total = sum(b for _, b in tally.forward)
     mean_delay = float(np.arange(DELAY_BINS) @ tally.delay) / tally.num_tokens
     return PackingSummary(
         label=label,
@@ -189,9 +190,10 @@ def _summary(
         imbalance=float(forward.mean()),
         imbalance_p95=float(np.percentile(forward, 95)),
         imbalance_max=float(forward.max()),
-        imbalance_time_weighted=slowest / total if total else 1.0,
+        imbalance_time_weighted=_time_weighted(tally.forward, tally.num_micro_batches),
         imbalance_attention=_mean(tally.ratios(tally.attention)),
         imbalance_step=_mean(tally.ratios(tally.step)),
+        step_time_weighted=_time_weighted(tally.step, tally.num_micro_batches),
         lower_bound=_mean(np.array(tally.bound)),
         mean_delay=mean_delay,
         p99_delay=tally.p99_delay(),
@@ -208,6 +210,12 @@ def _summary(
         cut_documents=sum(count > 1 for count in tally.pieces_of.values()),
         packing_ms=float(np.mean(times)) * 1e3 if times else 0.0,
     )
+
+
+def _time_weighted(pairs: list[tuple[int, int]], num_micro_batches: int) -> float:
+    """Sum of the slowest over sum of the means."""
+    total = sum(b for _, b in pairs)
+    return sum(a for a, _ in pairs) * num_micro_batches / total if total else 1.0
 
 
 def _mean(values: FloatArray) -> float:

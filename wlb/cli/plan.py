@@ -1,0 +1,200 @@
+"""`wlb plan`: what packing and sharding would do to someone's own document lengths. No torch."""
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+from datetime import date
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from wlb import __version__
+from wlb.cli import sources
+from wlb.corpus import GlobalBatches, LengthSource
+from wlb.cost import ProfiledWorkload, workload_for
+from wlb.packing import PackingRun, measure
+from wlb.packing.compare import compare, solver_packers, variants_of
+from wlb.plan import GlobalBatch
+from wlb.planner import Planner, with_shardings
+from wlb.report import facts_of, packing_page, packing_table
+from wlb.spec import Policy, RunSpec, load
+
+SHARDED_STEPS = 8
+MOST_SOLVED = 32
+"""Global batches that solver rows are shown for: a solve takes seconds."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="compare packing policies on document lengths",
+        description="Pack the same global batches with every policy and print balance, delay, "
+        "tokens and time; the settings of NAME are what the run itself would use.",
+    )
+    sources.add_arguments(parser, steps=160)
+    parser.add_argument(
+        "--ilp",
+        action="store_true",
+        help=f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches",
+    )
+    parser.add_argument("--ilp-seconds", type=float, default=5.0, help="time limit a window")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="rows as JSON, to stdout or a file"
+    )
+    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    spec = load(options.name, options.overrides)
+    spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    source = sources.open_source(options, spec)
+    cost = workload_for(spec, options.device)
+    batches = sources.batches_of(options, spec, source)
+    own = variants_of(spec)[0].label
+    progress = Console(stderr=True)
+    with progress.status("packing") if progress.is_terminal else _Quiet():
+        runs = list(compare(spec, batches, cost))
+        if options.ilp:
+            runs += _solved(options, spec, batches, cost)
+    sharding = _sharding(spec, source, cost, in_order=options.in_order)
+    facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
+    setting = _setting(spec, cost, len(batches))
+    if options.html:
+        page = packing_page(
+            title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",
+            facts=facts,
+            lengths=source.lengths,
+            runs=runs,
+            own=own,
+            provenance=_provenance(options, setting),
+            notes=[sharding["text"]],
+        )
+        Path(options.html).write_text(page, "utf-8")
+    data = {
+        "command": _command(),
+        "version": __version__,
+        "source": facts.to_json(),
+        "setting": setting,
+        "spec": spec.to_dict(),
+        "own": own,
+        "sharding": sharding,
+        "rows": [r.summary.to_json() for r in runs],
+    }
+    if options.json == "-":
+        print(json.dumps(data, indent=1, default=str))
+        return 0
+    if options.json:
+        Path(options.json).write_text(json.dumps(data, indent=1, default=str), "utf-8")
+    _show(options, facts.lines, setting, runs, own, sharding["text"])
+    return 0
+
+
+class _Quiet:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _show(
+    options: argparse.Namespace,
+    facts: tuple[str, str],
+    setting: dict[str, Any],
+    runs: list[PackingRun],
+    own: str,
+    sharding: str,
+) -> None:
+    console = Console(highlight=False)
+    for line in facts:
+        console.print(line)
+    title = (
+        f"{setting['steps']} global batches of {setting['micro_batches']} x "
+        f"{setting['window']:,} tokens, cost: {setting['cost']}"
+    )
+    summaries = [r.summary for r in runs]
+    console.print(packing_table(summaries, title=title, width=console.width, own=own))
+    console.print(sharding)
+    for path in (options.html, options.json):
+        if path:
+            console.print(f"written: {path}")
+
+
+def _solved(
+    options: argparse.Namespace, spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload
+) -> list[PackingRun]:
+    """Solver rows, each after greedy on the same windows."""
+    some = batches[:MOST_SOLVED]
+    out: list[PackingRun] = []
+    fixed = [v for v in variants_of(spec) if v.section.policy == Policy.FIXED]
+    greedy = {v.section.window_batches: v for v in fixed}
+    solvers = solver_packers(spec, cost, time_limit_s=options.ilp_seconds)
+    for (label, packer), w in zip(solvers, (1, 2), strict=True):
+        if w in greedy:
+            beside = replace(greedy[w], label=f"{greedy[w].label}, {len(some)} batches")
+            out += compare(spec, some, cost, [beside])
+        out.append(measure(packer, some, cost=cost, label=f"{label}, {len(some)} batches"))
+    return out
+
+
+def _sharding(
+    spec: RunSpec, source: LengthSource, cost: ProfiledWorkload, *, in_order: bool
+) -> dict[str, Any]:
+    """What the run's sharding strategy does with the first steps of its own packing."""
+    cp = spec.parallel.cp
+    if cp == 1:
+        return {"text": "sharding: parallel.cp is 1, every micro-batch stays on one rank"}
+    batches = GlobalBatches(
+        source,
+        tokens_per_batch=spec.tokens_per_step,
+        seed=spec.run.seed,
+        epochs=spec.data.epochs,
+        shuffle=not in_order,
+    )
+    planner = Planner.from_spec(spec, batches, cost)
+    counts: dict[str, int] = {}
+    ratios: list[float] = []
+    for plan in islice(planner.steps(), SHARDED_STEPS):
+        for pipeline in range(planner.dp):
+            made = with_shardings(plan.predicted, planner.shard(plan, pipeline))
+            ratios.append(made.cp_imbalance)
+            for name, count in made.sharding_counts:
+                counts[name] = counts.get(name, 0) + count
+    mean = sum(ratios) / len(ratios)
+    chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    text = (
+        f"sharding ({spec.sharding.strategy}, CP {cp}), first {SHARDED_STEPS} steps: {chosen} "
+        f"micro-batches; slowest rank / mean of attention {mean:.3f}"
+    )
+    return {"text": text, "counts": counts, "cp_imbalance": mean}
+
+
+def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any]:
+    window = spec.data.context_window
+    attention, linear = (int(f([window])[0]) for f in (cost.attention_ns, cost.linear_ns))
+    return {
+        "steps": steps,
+        "micro_batches": spec.num_micro_batches,
+        "window": window,
+        "cost": f"profile {cost.profile.name}, W_a / W_l {attention / linear:.2f} at the window",
+        "seed": spec.run.seed,
+        "layout": f"tp {spec.parallel.tp} cp {spec.parallel.cp} pp {spec.parallel.pp} "
+        f"dp {spec.parallel.dp}",
+    }
+
+
+def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("command", _command()),
+        ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
+        *((name, str(value)) for name, value in setting.items()),
+        ("wlb", __version__),
+        ("date", date.today().isoformat()),
+    ]
+
+
+def _command() -> str:
+    return shlex.join(["wlb", *sys.argv[1:]])

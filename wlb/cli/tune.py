@@ -1,0 +1,114 @@
+"""`wlb tune packing`: thresholds, S_max and T on a sample of documents (Section 4.2). No torch."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from wlb.cli import sources
+from wlb.cost import workload_for
+from wlb.packing.tune import PRICES, S_MAX, STEP_TOKENS, THRESHOLDS, Grid, finish, tune_points
+from wlb.report import facts_of, tuning_table
+from wlb.report.plots import tuning_figure
+from wlb.spec import Policy, load
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="find packing settings for document lengths",
+        description="Try settings on a sample of documents and recommend one.",
+    )
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    packing = what.add_parser(
+        "packing",
+        help="queue thresholds, S_max, T and delay price",
+        description="Sweep queue thresholds (number and values), S_max and T of Algorithm 1 and "
+        "the delay price of bounded; print the Pareto front of imbalance, delay and token "
+        "variation, and the setting that balances best within a delay budget.",
+    )
+    sources.add_arguments(packing, steps=160)
+    packing.add_argument(
+        "--policies", nargs="+", default=["var_len", "bounded"], choices=("var_len", "bounded")
+    )
+    for name, default, text in (
+        ("--thresholds", THRESHOLDS, "candidates for L_i, in context windows"),
+        ("--s-max", S_MAX, "candidates for S_max, in context windows"),
+        ("--step-tokens", STEP_TOKENS, "candidates for T, in global batches; 0 = no cap"),
+        ("--prices", PRICES, "candidates for bounded's delay price, times its default"),
+    ):
+        shown = " ".join(f"{v:g}" for v in default)
+        packing.add_argument(
+            name, nargs="+", type=float, default=list(default), help=f"{text} (default: {shown})"
+        )
+    packing.add_argument("--max-queues", type=int, default=2, help="most outlier queues")
+    packing.add_argument(
+        "--delay-budget", type=float, default=0.5, help="mean delay allowed, in iterations"
+    )
+    packing.add_argument("--rows", type=int, default=20, help="rows of the front that are printed")
+    packing.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="points as JSON, to stdout or a file"
+    )
+    packing.add_argument("--plot", metavar="FILE", help="the front as .png, .svg or .pdf")
+    packing.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    spec = load(options.name, options.overrides)
+    spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    grid = Grid(
+        policies=tuple(Policy(name) for name in options.policies),
+        thresholds=tuple(options.thresholds),
+        max_queues=options.max_queues,
+        s_max=tuple(options.s_max),
+        step_tokens=tuple(options.step_tokens),
+        prices=tuple(options.prices),
+    )
+    source = sources.open_source(options, spec)
+    batches = sources.batches_of(options, spec, source)
+    cost = workload_for(spec, options.device)
+    progress = Console(stderr=True)
+    points = list(
+        track(
+            tune_points(spec, batches, cost, grid=grid),
+            total=grid.size(spec.packing, spec.num_micro_batches),
+            description="settings",
+            console=progress,
+            disable=not progress.is_terminal,
+        )
+    )
+    tuning = finish(points, delay_budget=options.delay_budget)
+    if options.plot:
+        tuning_figure(tuning).savefig(options.plot, dpi=150)
+    facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
+    data = {
+        "source": facts.to_json(),
+        "delay_budget": options.delay_budget,
+        "is_within_budget": tuning.is_within_budget,
+        "recommended": tuning.recommended.to_json(),
+        "front": [p.to_json() for p in tuning.front],
+        "points": [p.to_json() for p in tuning.points],
+    }
+    if options.json == "-":
+        print(json.dumps(data, indent=1))
+        return 0
+    if options.json:
+        Path(options.json).write_text(json.dumps(data, indent=1), "utf-8")
+    console = Console(highlight=False)
+    for line in facts.lines:
+        console.print(line)
+    console.print(tuning_table(tuning, rows=options.rows))
+    if not tuning.is_within_budget:
+        console.print(
+            f"no setting keeps the mean delay within {options.delay_budget:g} iterations; "
+            f"recommended is the one with the least delay"
+        )
+    console.print("recommended: --set " + " ".join(tuning.recommended.overrides))
+    for path in (options.plot, options.json):
+        if path:
+            console.print(f"written: {path}")
+    return 0

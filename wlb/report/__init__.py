@@ -1,0 +1,7 @@
+"""Tables, plots and self-contained HTML pages; torch-free."""
+
+from wlb.report.page import packing_page
+from wlb.report.source import SourceFacts, facts_of
+from wlb.report.tables import packing_table, tuning_table
+
+__all__ = ["SourceFacts", "facts_of", "packing_page", "packing_table", "tuning_table"]

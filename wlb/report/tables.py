@@ -1,0 +1,102 @@
+"""Comparisons as rich tables: the columns that fit the terminal, the important ones first."""
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from wlb.packing.measure import PackingSummary
+from wlb.packing.tune import TunePoint, Tuning
+
+Cell = Callable[[PackingSummary], str]
+
+COLUMNS: tuple[tuple[str, Cell, int], ...] = (
+    ("imbalance", lambda s: f"{s.imbalance:.3f}", 0),
+    ("p95", lambda s: f"{s.imbalance_p95:.3f}", 5),
+    ("time-w.", lambda s: f"{s.imbalance_time_weighted:.3f}", 3),
+    ("F+B", lambda s: f"{s.imbalance_step:.3f}", 2),
+    ("attention", lambda s: f"{s.imbalance_attention:.3f}", 10),
+    ("bound", lambda s: f"{s.lower_bound:.3f}", 11),
+    ("delay", lambda s: f"{s.mean_delay:.2f}", 0),
+    ("p99", lambda s: f"{s.p99_delay}", 6),
+    ("max", lambda s: f"{s.max_delay}", 1),
+    ("late", lambda s: f"{s.num_overdue}", 13),
+    ("tok. CV", lambda s: f"{s.tokens_cv:.2f}", 4),
+    ("longest step", lambda s: _thousands(s.longest_step), 12),
+    ("longest mb", lambda s: _thousands(s.longest_micro_batch), 9),
+    ("held", lambda s: _thousands(s.held_tokens), 8),
+    ("flushed", lambda s: _thousands(s.flushed_tokens), 14),
+    ("cut docs", lambda s: f"{s.cut_documents}", 15),
+    ("ms", lambda s: f"{s.packing_ms:.2f}", 7),
+)
+"""(heading, cell, how readily it is left out of a narrow terminal)."""
+
+CAPTION = (
+    "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
+    "of steps; time-w.: sum of slowest / sum of means; F+B: forward and backward, which is what "
+    "packing balances; delay, p99, max: iterations a token waits (the paper: 0.5 on average); tok. "
+    "CV: variation of tokens per step; held: tokens that wait after a step; ms: packing time of a "
+    "global batch"
+)
+
+
+def fitting(summaries: Sequence[PackingSummary], *, width: int) -> list[tuple[str, Cell]]:
+    """The columns that fit beside the labels, the least important left out first."""
+    room = width - max(len(s.label) for s in summaries) - 4
+    kept: set[str] = set()
+    for name, cell, _ in sorted(COLUMNS, key=lambda column: column[2]):
+        room -= 3 + max(len(name), *(len(cell(s)) for s in summaries))
+        if room < 0:
+            break
+        kept.add(name)
+    return [(name, cell) for name, cell, _ in COLUMNS if name in kept]
+
+
+def packing_table(
+    summaries: Sequence[PackingSummary], *, title: str, width: int, own: str = ""
+) -> Table:
+    """A row for each summary; the one labelled `own` in bold."""
+    table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
+    shown = fitting(summaries, width=width)
+    table.add_column("policy", overflow="fold")
+    for name, _ in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for summary in summaries:
+        style = "bold" if summary.label == own else ""
+        table.add_row(summary.label, *(cell(summary) for _, cell in shown), style=style)
+    return table
+
+
+def tuning_table(tuning: Tuning, *, rows: int) -> Table:
+    """The front by imbalance (at most `rows` of it), the recommended point marked."""
+    points = list(tuning.front[:rows])
+    if tuning.recommended not in points:
+        points.append(tuning.recommended)
+    title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("setting", overflow="fold")
+    shown: list[tuple[str, Cell]] = [
+        ("F+B time-w.", lambda s: f"{s.step_time_weighted:.4f}"),
+        ("imbalance", lambda s: f"{s.imbalance:.3f}"),
+        ("delay", lambda s: f"{s.mean_delay:.2f}"),
+        ("p99", lambda s: f"{s.p99_delay}"),
+        ("max", lambda s: f"{s.max_delay}"),
+        ("tok. CV", lambda s: f"{s.tokens_cv:.2f}"),
+    ]
+    for name, _ in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in points:
+        is_best = point == tuning.recommended
+        cells = [cell(point.summary) for _, cell in shown]
+        table.add_row(
+            "->" if is_best else "", _label(point), *cells, style="bold" if is_best else ""
+        )
+    return table
+
+
+def _label(point: TunePoint) -> str:
+    return point.summary.label
+
+
+def _thousands(tokens: float) -> str:
+    return f"{tokens / 1000:.0f}K" if tokens >= 1000 else f"{tokens:.0f}"
