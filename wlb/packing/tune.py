@@ -183,8 +183,8 @@ def pareto_front(points: Sequence[TunePoint]) -> tuple[TunePoint, ...]:
 
 
 def _label(section: PackingSection) -> str:
-    cap = f", T {section.step_tokens:g}" if section.step_tokens else ""
+    caps = f"S {section.s_max:g}" + (f" T {section.step_tokens:g}" if section.step_tokens else "")
     if section.policy == Policy.VAR_LEN:
-        queues = " ".join(f"{t:g}" for t in section.queue_thresholds) or "none"
-        return f"var_len L {queues}, S_max {section.s_max:g}{cap}"
-    return f"bounded price {section.delay_price:.3g}, S_max {section.s_max:g}{cap}"
+        queues = " ".join(f"{t:g}" for t in section.queue_thresholds) or "-"
+        return f"var_len {caps} L {queues}"
+    return f"bounded {caps} price {section.delay_price:.2g}"

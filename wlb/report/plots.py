@@ -77,9 +77,9 @@ def delay_figure(runs: Sequence[PackingRun]) -> str:
         later = (tokens[::-1].cumsum()[::-1] - tokens) / max(1, int(tokens.sum()))
         waits = np.append(later[later > 0], 0)
         axes.step(np.arange(len(waits)), waits, where="post", color=colour, label=run.summary.label)
-    axes.set(
-        yscale="log", xlabel="delay (iterations)", ylabel="share of tokens delayed by more than it"
-    )
+    axes.set(xlabel="delay (iterations)", ylabel="share of tokens delayed by more than it")
+    if any(run.delay_tokens[1:].any() for run in runs):
+        axes.set_yscale("log")
     axes.set_xlim(left=0)
     axes.legend(frameon=False)
     return _svg(figure)
@@ -129,7 +129,8 @@ def tuning_figure(tuning: Tuning) -> Any:
         axis.set(xlabel=title, yscale="log")
     axes[0].set_ylabel("wait for the slowest micro-batch (%)")
     axes[0].axvline(tuning.delay_budget, color="grey", linestyle=":", linewidth=1)
-    axes[-1].legend(frameon=False, fontsize=8, loc="lower left")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
     return figure
 
 

@@ -1,0 +1,196 @@
+"""`wlb plan` and `wlb tune packing` from the command line, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wlb.cli import main
+from wlb.corpus import TokenStoreWriter
+
+SMALL = ["--set", "data.context_window=2048", "data.num_micro_batches=4"]
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("lengths") / "lengths.npy"
+    draw = np.random.default_rng(0)
+    np.save(path, np.minimum(draw.lognormal(5, 1.5, 3000).astype(np.int64) + 1, 6000))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_table_of_all_policies(
+    lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    out = run(capsys, "plan", "--lengths", lengths, "--steps", "20", *SMALL)
+    assert "3,000 documents" in out
+    for label in ("var_len (this run)", "original", "fixed, W = 8", "bounded", "capacity, BFD"):
+        assert label in out
+    assert "W_a / W_l" in out
+    assert "sharding (adaptive, CP 2), first 8 steps: per_" in out
+
+
+def test_json_is_all_that_is_printed_and_has_every_number(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data: dict[str, Any] = json.loads(
+        run(capsys, "plan", "--lengths", lengths, "--steps", "20", "--json", *SMALL)
+    )
+    assert data["source"]["num_documents"] == 3000
+    assert data["setting"]["steps"] == 20
+    assert data["own"] == data["rows"][0]["label"]
+    for row in data["rows"]:
+        assert row["imbalance"] >= row["lower_bound"] - 1e-9 >= 1 - 1e-9
+        assert row["num_tokens"] == data["rows"][0]["num_tokens"]
+    again = json.loads(run(capsys, "plan", "--lengths", lengths, "--steps", "20", "--json", *SMALL))
+    for row in (*data["rows"], *again["rows"]):
+        del row["packing_ms"]
+    assert again["rows"] == data["rows"]
+
+
+def test_files_are_written_and_named(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, rows = tmp_path / "page.html", tmp_path / "rows.json"
+    out = run(capsys, "plan", "--lengths", lengths, "--steps", "8", "--html", str(page),
+              "--json", str(rows), *SMALL)  # fmt: skip
+    assert "written: " in out
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+    assert json.loads(rows.read_text("utf-8"))["command"].startswith("wlb ")
+
+
+def test_other_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = tmp_path / "store"
+    with TokenStoreWriter(prefix, vocab_size=100) as writer:
+        for length in (10, 200, 30, 400, 50) * 40:
+            writer.add(np.ones(length, np.int64))
+    options = ["--steps", "5", "--json", "--set", "data.context_window=512"]
+    data = json.loads(run(capsys, "plan", "--corpus", str(prefix), *options))
+    assert data["source"]["num_tokens"] == 690 * 40
+    data = json.loads(run(capsys, "plan", "--synthetic", "wlb_paper", *options))
+    assert data["source"]["longest"] == 512
+    once = json.loads(
+        run(capsys, "plan", "--corpus", str(prefix), "--in-order", *options, "data.epochs=1")
+    )
+    assert once["rows"][0]["num_tokens"] <= 690 * 40
+
+
+def test_solver_rows_stand_beside_greedy(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    solved = ["--steps", "6", "--ilp", "--ilp-seconds", "1", "--json"]
+    data = json.loads(run(capsys, "plan", "--lengths", lengths, *solved, *SMALL))
+    rows = {row["label"]: row for row in data["rows"]}
+    for w in (1, 2):
+        solver, greedy = rows[f"solver, W = {w}, 6 batches"], rows[f"fixed, W = {w}, 6 batches"]
+        assert solver["imbalance_attention"] <= greedy["imbalance_attention"] + 1e-6
+        assert solver["num_tokens"] == greedy["num_tokens"]
+
+
+def test_tuning_recommends_a_setting(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "front.png"
+    common = ["--lengths", lengths, "--steps", "15", "--s-max", "1.5", "--step-tokens", "0", "1.2",
+              "--thresholds", "0.3", "0.7", "--prices", "1", *SMALL]  # fmt: skip
+    out = run(capsys, "tune", "packing", *common, "--plot", str(plot))
+    assert "recommended: --set packing.policy=" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(run(capsys, "tune", "packing", *common, "--json"))
+    assert len(data["points"]) == 2 * (4 + 1)
+    assert data["recommended"] in data["front"]
+    assert data["recommended"]["mean_delay"] <= data["delay_budget"] == 0.5
+    # The recommendation can be used as it is printed.
+    again = ["--lengths", lengths, "--steps", "15", "--json", *SMALL, *data["recommended"]["set"]]
+    own = json.loads(run(capsys, "plan", *again))["rows"][0]
+    assert own["mean_delay"] == pytest.approx(data["recommended"]["mean_delay"], abs=0.02)
+
+
+def test_a_budget_that_nothing_keeps_is_said(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run(capsys, "tune", "packing", "--lengths", lengths, "--steps", "15", "--policies",
+              "bounded", "--s-max", "1.5", "--step-tokens", "0", "--prices", "0.1",
+              "--delay-budget", "0", *SMALL)  # fmt: skip
+    assert "no setting keeps the mean delay within 0 iterations" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[5, 0, 3]", "length 1 is 0"),
+        ("[5, -2]", "length 1 is -2"),
+        ("[5, 2.5]", "length 1 is 2.5, not a whole number"),
+        ("[5, NaN]", "length 1 is nan"),
+        ("[]", "has no lengths"),
+        ("{}", "must hold a list of lengths"),
+    ],
+)
+def test_lengths_that_are_none_are_refused_in_a_line(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content, "utf-8")
+    assert main(["plan", "--lengths", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "nowhere.npy"], "no file of lengths at nowhere.npy"),
+        (["--corpus", "nowhere"], "nowhere"),
+        (["--synthetic", "lognormal"], "no length family 'lognormal'; known are"),
+        (["--synthetic", "wlb_paper", "--steps", "0"], "--steps = 0 must be at least 1"),
+        (["nope", "--synthetic", "wlb_paper"], "neither a preset"),
+        (
+            ["--synthetic", "wlb_paper", "--set", "packing.policy=bounded", "packing.s_max=1"],
+            "no room to catch up",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan"], ["tune", "packing"]])
+def test_other_bad_input(
+    command: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_long_documents_are_refused_where_the_run_refuses_them(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--lengths", lengths, *SMALL, "data.long_documents=refuse"]
+    assert main(arguments) == 2
+    assert "more than the context window of 2048" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sources", [[], ["--lengths", "a", "--synthetic", "wlb_paper"]])
+def test_exactly_one_source(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *sources])
+    assert stop.value.code == 2
+    assert "--lengths" in capsys.readouterr().err
+
+
+def test_no_torch_is_needed() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+from wlb.cli import main
+small = ["--steps", "4", "--json", "--set", "data.context_window=512"]
+assert main(["plan", "--synthetic", "wlb_paper", *small]) == 0
+assert main(["tune", "packing", "--synthetic", "wlb_paper", "--policies", "bounded", *small]) == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

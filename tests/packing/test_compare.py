@@ -1,0 +1,74 @@
+"""The comparison's rows follow from a run's own [packing] section."""
+
+from dataclasses import replace
+
+import pytest
+
+from wlb.corpus import GlobalBatches, lengths_of_family
+from wlb.cost import FlopsWorkload
+from wlb.packing.compare import compare, solver_packers, variants_of
+from wlb.plan import GlobalBatch
+from wlb.spec import PackingSection, Policy, RunSpec, check
+
+C = 2048
+COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
+
+
+def spec(**packing: object) -> RunSpec:
+    base = RunSpec()
+    data = replace(base.data, context_window=C, num_micro_batches=4)
+    return check(replace(base, data=data, packing=PackingSection(**packing)))
+
+
+def batches(num: int) -> list[GlobalBatch]:
+    source = lengths_of_family("wlb_paper", window=C, num_documents=num * 350, seed=1)
+    stream = GlobalBatches(source, tokens_per_batch=4 * C, seed=1)
+    return [b for b, _ in zip((b for b, _ in stream.iterate()), range(num), strict=False)]
+
+
+def test_the_run_comes_first_and_once() -> None:
+    rows = variants_of(spec(s_max=2.0, step_tokens=1.5))
+    assert [r.is_own for r in rows].count(True) == 1
+    assert rows[0].label == "var_len (this run)"
+    assert [r.label for r in rows[1:]] == [
+        "original",
+        "original, long whole",
+        "fixed, W = 1",
+        "fixed, W = 2",
+        "fixed, W = 4",
+        "fixed, W = 8",
+        "var_len L 0.2",
+        "var_len L 0.2 0.415 0.63",
+        "bounded T 1.5 D 10",
+        "bounded T 1.1 D 10",
+        "capacity, BFD",
+    ]
+    assert len({r.section for r in rows}) == len(rows)
+    caps = {(r.section.s_max, r.section.step_tokens) for r in rows if "T 1.1" not in r.label}
+    assert caps == {(2.0, 1.5)}  # everyone is held to the run's own
+
+
+def test_rows_that_cannot_be_are_left_out() -> None:
+    labels = [r.label for r in variants_of(spec(s_max=1.0))]
+    assert not any(label.startswith("bounded") for label in labels)
+    labels = [r.label for r in variants_of(spec(queue_thresholds=()))]
+    assert sum("var_len" in label for label in labels) == 1
+
+
+def test_everyone_packs_the_same_documents() -> None:
+    run = spec(policy=Policy.BOUNDED, s_max=2.0, step_tokens=1.5)
+    made = [r.summary for r in compare(run, batches(24), COST)]
+    assert {(s.num_tokens, s.num_documents) for s in made} == {
+        (made[0].num_tokens, made[0].num_documents)
+    }
+    by_label = {s.label: s for s in made}
+    ours, plain = by_label["bounded (this run)"], by_label["original, long whole"]
+    assert ours.imbalance < 1.05 < 1.25 < plain.imbalance
+    assert by_label["fixed, W = 4"].mean_advance > 0
+
+
+def test_solver_rows() -> None:
+    pairs = solver_packers(spec(), COST, windows=(1,), time_limit_s=2.0)
+    assert [label for label, _ in pairs] == ["solver, W = 1"]
+    with pytest.raises(ValueError, match="time_limit_s = 0"):
+        solver_packers(spec(), COST, time_limit_s=0)

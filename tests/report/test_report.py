@@ -1,0 +1,138 @@
+"""Tables that fit, a page that needs nothing else, figures of what was measured."""
+
+import re
+from dataclasses import replace
+from io import StringIO
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from wlb.corpus import GlobalBatches, lengths_of_family
+from wlb.cost import FlopsWorkload
+from wlb.packing import PackingRun
+from wlb.packing.compare import compare, variants_of
+from wlb.packing.tune import Grid, Tuning, tune
+from wlb.plan import int_array
+from wlb.report import facts_of, packing_page, packing_table, tuning_table
+from wlb.report.plots import delay_figure, imbalance_figure, length_figure, tuning_figure
+from wlb.report.tables import COLUMNS, fitting
+from wlb.spec import RunSpec
+
+C = 2048
+COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
+SPEC = replace(RunSpec(), data=replace(RunSpec().data, context_window=C, num_micro_batches=4))
+SOURCE = lengths_of_family("wlb_paper", window=C, num_documents=6000, seed=1)
+STREAM = GlobalBatches(SOURCE, tokens_per_batch=4 * C, seed=1)
+BATCHES = [b for b, _ in zip((b for b, _ in STREAM.iterate()), range(12), strict=False)]
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[PackingRun]:
+    return list(compare(SPEC, BATCHES, COST))
+
+
+@pytest.fixture(scope="module")
+def tuning() -> Tuning:
+    return tune(SPEC, BATCHES, COST, grid=Grid(thresholds=(0.2, 0.63), s_max=(1.5,)))
+
+
+def printed(table: object, width: int) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_the_table_leaves_columns_out_rather_than_fold_them(
+    runs: list[PackingRun], width: int
+) -> None:
+    summaries = [r.summary for r in runs]
+    text = printed(packing_table(summaries, title="t", width=width, own=""), width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for summary in summaries:
+        row = re.compile(f"│ {re.escape(summary.label)} +│")
+        (line,) = [x for x in text.splitlines() if row.match(x)]
+        assert f"{summary.imbalance:.3f}" in line
+    shown = [name for name, _ in fitting(summaries, width=width)]
+    assert "imbalance" in shown
+    assert "delay" in shown
+    if width >= 200:
+        assert len(shown) == len(COLUMNS)
+
+
+def test_facts_of_lengths() -> None:
+    facts = facts_of("some", int_array("l", [10, 20, 30, 40, 300]), window=100)
+    assert (facts.num_documents, facts.num_tokens, facts.median) == (5, 400, 30)
+    assert (facts.num_long, facts.long_share) == (1, 0.75)
+    assert facts.short_share == 0.25
+    assert "75.0% of tokens) are longer than it" in facts.lines[1]
+    assert facts.to_json()["longest"] == 300
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(runs: list[PackingRun]) -> None:
+    page = packing_page(
+        title="<b>lengths</b> & more",
+        facts=facts_of("<script>", SOURCE.lengths, window=C),
+        lengths=SOURCE.lengths,
+        runs=runs,
+        own=runs[0].summary.label,
+        provenance=[("command", "wlb plan <x>")],
+        notes=["a < b"],
+    )
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "&lt;b&gt;lengths&lt;/b&gt; &amp; more" in page
+    assert "wlb plan &lt;x&gt;" in page
+    links = set(re.findall(r"(?:https?:)?//[\w.]+", page))
+    # Names of XML formats, which nothing fetches.
+    names = ("www.w3.org", "matplotlib.org", "purl.org", "creativecommons.org")
+    assert {link.rpartition("/")[2] for link in links} <= set(names)
+    assert not re.search(r"<(link|script|img|iframe)\b|\bsrc=|url\(h", page)
+    assert page.count("<svg") == page.count("</svg>") == 4
+    for run in runs:
+        assert f"<td>{run.summary.label}</td>" in page
+        assert f"<td>{run.summary.imbalance:.3f}</td>" in page
+    assert page.count('class="own"') == 1
+    assert variants_of(SPEC)[0].label == runs[0].summary.label
+
+
+def test_figures_are_svg_with_their_texts(runs: list[PackingRun]) -> None:
+    for svg, texts in (
+        (length_figure(SOURCE.lengths, window=C), ["document length (tokens)", "of tokens"]),
+        (imbalance_figure(runs), ["imbalance of the step", "var_len"]),
+        (delay_figure(runs), ["delay (iterations)"]),
+    ):
+        ElementTree.fromstring(svg)
+        assert all(text in svg for text in texts)
+
+
+def test_figures_of_the_smallest_inputs() -> None:
+    ElementTree.fromstring(length_figure(int_array("l", [1]), window=2))
+    run = PackingRun(
+        summary=next(iter(compare(SPEC, BATCHES[:1], COST))).summary,
+        imbalance=np.ones(1),
+        tokens=int_array("t", [1]),
+        delay_tokens=int_array("d", [1]),
+    )
+    for figure in (imbalance_figure([run]), delay_figure([run])):
+        ElementTree.fromstring(figure)
+
+
+def test_equal_figures_are_equal_bytes(runs: list[PackingRun]) -> None:
+    assert imbalance_figure(runs) == imbalance_figure(runs)
+
+
+def test_the_front_and_the_recommendation(tuning: Tuning, tmp_path: object) -> None:
+    text = printed(tuning_table(tuning, rows=3), 100)
+    (line,) = [x for x in text.splitlines() if "->" in x]
+    assert tuning.recommended.summary.label in line
+    assert f"of {len(tuning.points)} settings" in text
+    figure = tuning_figure(tuning)
+    labels = [axis.get_xlabel() for axis in figure.axes]
+    assert labels[0] == "mean delay (iterations)"
+    assert len(labels) == 4
+    shown = sum(len(c.get_offsets()) for c in figure.axes[0].collections)
+    assert shown == len(tuning.points) + len(tuning.front)
