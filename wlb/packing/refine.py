@@ -1,11 +1,12 @@
 """refine: single documents moved and swapped until the slowest micro-batch can not be lowered.
 
-Of the slowest micro-batch, each document is tried against each other micro-batch: moved there, or
-swapped with the document there whose work is nearest to the ideal exchange. The exchange that
-leaves the lowest maximum of the two is made, as long as it lowers it and S_max holds.
+Between the slowest micro-batch and each of the fastest ones the ideal exchange moves half of the
+difference. Tried are: moving the documents of about that work, and swapping each of the tallest
+with the document there that is nearest to ideal. The exchange that leaves the lowest maximum of the
+two is made, as long as it lowers it and S_max holds.
 
 Guarantees: the slowest micro-batch never gets slower, and no micro-batch grows beyond S_max.
-Cost: at most `max_rounds` rounds of O(documents of the slowest x N log n).
+Cost: at most `max_rounds` rounds of some 300 exchanges, 0.2 ms each.
 """
 
 from bisect import bisect_left
@@ -13,6 +14,10 @@ from bisect import bisect_left
 import numpy as np
 
 Exchange = tuple[int, int, int, int | None]
+MOST_OTHERS = 8
+MOST_SWAPPED = 16
+WORTHWHILE = 2e-4
+"""An exchange that gains less, in parts of the mean, is the last one."""
 
 
 def refine(
@@ -34,14 +39,16 @@ def refine(
         return rows
     rows = [list(members) for members in rows]
     sizes = [sum(map(lengths.__getitem__, members)) for members in rows]
-    for _ in range(max_rounds):
+    for rounds in range(max_rounds):
         top = int(np.argmax(loads))
         if loads[top] <= good_enough * mean or len(rows[top]) < 2:
             break
         found = _best_exchange(rows, loads, sizes, lengths, work, top, s_max)
         if found is None:
             break
-        d, j, _, e = found
+        d, j, highest, e = found
+        if loads[top] - highest < WORTHWHILE * mean and rounds:
+            break
         _apply(rows, loads, sizes, lengths, work, top, j, d, e)
     return rows
 
@@ -58,21 +65,24 @@ def _best_exchange(
     """(document, micro-batch, new maximum of the two, document back or None), or None."""
     best: Exchange | None = None
     lowest = loads[top]
-    order = sorted((j for j in range(len(rows)) if j != top), key=lambda j: (loads[j], j))
-    for j in order[:8]:
-        there = sorted(rows[j], key=lambda e: work[e])
+    mine = sorted(rows[top], key=work.__getitem__)
+    my_heights = [work[d] for d in mine]
+    fastest = sorted((j for j in range(len(rows)) if j != top), key=lambda j: (loads[j], j))
+    for j in fastest[:MOST_OTHERS]:
+        there = sorted(rows[j], key=work.__getitem__)
         heights = [work[e] for e in there]
-        for d in rows[top]:
-            # The best exchange moves half of the difference.
-            ideal = work[d] - (loads[top] - loads[j]) // 2
-            at = bisect_left(heights, ideal)
-            for e in (None, *there[max(0, at - 1) : at + 1]):
-                moved = work[d] - (work[e] if e is not None else 0)
+        half = (loads[top] - loads[j]) // 2
+        at = bisect_left(my_heights, half)
+        tried: list[tuple[int, int | None]] = [(d, None) for d in mine[max(0, at - 1) : at + 1]]
+        for d in mine[-MOST_SWAPPED:]:
+            at = bisect_left(heights, work[d] - half)
+            tried += [(d, e) for e in there[max(0, at - 1) : at + 1]]
+        for d, e in tried:
+            moved = work[d] - (work[e] if e is not None else 0)
+            highest = max(loads[top] - moved, loads[j] + moved)
+            if highest < lowest:
                 tokens = lengths[d] - (lengths[e] if e is not None else 0)
-                if sizes[j] + tokens > s_max or sizes[top] - tokens > s_max:
-                    continue
-                highest = max(loads[top] - moved, loads[j] + moved)
-                if highest < lowest:
+                if sizes[j] + tokens <= s_max and sizes[top] - tokens <= s_max:
                     lowest, best = highest, (d, j, highest, e)
     return best
 
