@@ -203,6 +203,12 @@ def test_lengths_are_planned_in_global_batches_in_their_order() -> None:
     assert np.mean(tokens[:-1]) == pytest.approx(2 * 2048, rel=0.02)
     first = [p.packing.pieces.document.mean() for p in plans]
     assert np.all(np.diff(first) > -40)  # documents come in the order they were given
+    queued = Planner.for_lengths(
+        lengths, context_window=2048, num_micro_batches=2, s_max=2048, queue_thresholds=(700,)
+    )
+    assert sum(p.packing.num_tokens for p in queued.steps()) == int(lengths.sum())
+    assert queued.packer.policy == "var_len"
+    assert made.packer.policy == "bounded"
     for bad, message in (([], "no document"), ([3, 0], "at least 1 token"), ([2.5], "whole")):
         with pytest.raises(ValueError, match=message):
             Planner.for_lengths(bad, context_window=8, num_micro_batches=1)

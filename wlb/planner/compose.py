@@ -140,11 +140,9 @@ class Planner:
                 options=options, s_max=longest, step_tokens=step_tokens, max_delay=max_delay
             )
         else:
+            levels = tuple(queue_thresholds)
             packer = VarLenPacker(
-                options=options,
-                s_max=longest,
-                step_tokens=step_tokens,
-                queue_thresholds=queue_thresholds,
+                options=options, s_max=longest, step_tokens=step_tokens, queue_thresholds=levels
             )
         source = GlobalBatches(
             LengthSource(name="given", lengths=int_array("lengths", lengths)),
