@@ -90,3 +90,15 @@ def test_a_carry_of_one_loader_goes_on_in_the_other() -> None:
     plans = [*plans, *whole.push(None, carry)[0]]
     assert sum(p.num_tokens for p in plans) == 80
     assert all(int(p.tokens.max()) <= 32 for p in plans)
+
+
+def test_windows_do_not_stay_open_for_ever_where_short_documents_are_rare() -> None:
+    """Documents of two thirds of a window, none to fill the gaps: some have to be cut."""
+    packer = OriginalPacker(options=WIDE, cut=WindowCut.SHORT)
+    carry, steps, most = packer.start(), 0, 0
+    for index in range(40):
+        plans, carry = packer.push(batch(index, [21, 21, 22], first_id=3 * index), carry)
+        steps += len(plans)
+        most = max(most, carry.num_tokens)
+    assert steps >= 34  # of 40
+    assert most <= (4 * 2 + 2) * 32

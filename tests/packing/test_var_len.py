@@ -1,9 +1,10 @@
 """Algorithm 1, literally: queues, releases, placements, leftovers, the flush."""
 
+import numpy as np
 import pytest
 
 from wlb.cost import FlopsWorkload
-from wlb.packing import PackerOptions, VarLenPacker
+from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker
 from wlb.packing.var_len import place
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, predict
 
@@ -132,6 +133,23 @@ def test_a_negative_cost_is_refused() -> None:
     pack = VarLenPacker(options=options, s_max=8, queue_thresholds=())
     with pytest.raises(ValueError, match="must be at least 0"):
         pack.push(batch(0, [3]), pack.start())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e30])
+def test_a_cost_that_is_none_is_refused_with_its_document(value: float) -> None:
+    class Broken(FlopsWorkload):
+        def workload_ns(self, lengths):
+            return np.where(np.asarray(lengths) == 5, value, 1.0)
+
+    options = PackerOptions(num_micro_batches=1, context_window=8, cost=Broken())
+    for pack in (
+        VarLenPacker(options=options, s_max=8, queue_thresholds=()),
+        BoundedPacker(options=options, s_max=16),
+    ):
+        with pytest.raises(
+            ValueError, match=r"cost of Piece\(document=1, .* at least 0 and finite"
+        ):
+            pack.push(batch(0, [3, 5]), pack.start())
 
 
 def test_a_carry_of_a_larger_window_is_refused_not_flushed_for_ever() -> None:

@@ -97,13 +97,18 @@ class PackerOptions:
         return np.array([int(work[members].sum()) for members in rows], np.int64)
 
 
-def _priced(pieces: Pieces, cost_ns: IntArray) -> IntArray:
-    cost = int_array("cost_ns", cost_ns)
-    bad = np.flatnonzero(cost < 0)
+def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
+    """`cost_ns` (shape [num_pieces]) as integers; ValueError naming the piece that has no cost."""
+    raw = np.asarray(cost_ns)
+    if raw.shape != (len(pieces),):
+        raise ValueError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
+    bad = np.flatnonzero(~(raw >= 0) | ~(raw < 2.0**62))
     if bad.size:
         piece = pieces[int(bad[0])]
-        raise ValueError(f"the cost of {piece} is {cost[bad[0]]} ns; it must be at least 0")
-    return cost
+        raise ValueError(
+            f"the cost of {piece} is {raw[bad[0]]} ns; it must be at least 0 and finite"
+        )
+    return int_array("cost_ns", raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ Two loaders, since the paper does not say how its own fills a window:
   concatenated in stream order and cut into windows of exactly C tokens, whatever is cut.
 - `WindowCut.SHORT`: documents are cut at C tokens first; then each goes whole to the first open
   window that has room, else opens one. Windows are filled up by cutting short documents (at most
-  C / 8 tokens), so they too end with exactly C tokens. In the paper's windows (Figure 3) documents
+  C / 8 tokens; any document once 4 N windows are open, where short ones are rare), so they too end
+  with exactly C tokens. In the paper's windows (Figure 3) documents
   as long as the window occur, which random cuts would hardly leave; this loader reproduces Table 2.
 
 N consecutive windows make a step. A cut is recorded in the pieces: no token and no label is lost.
@@ -28,6 +29,8 @@ from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
 POLICY = "original"
+MOST_OPEN = 4
+"""Windows that the second loader keeps open, times N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class OriginalPacker(PolicyPacker):
         check_fits(carry, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         stream = Pieces.concat(carry.pieces, arrived)
-        filling = _Windows(self.options.context_window)
+        filling = _Windows(self.options.context_window, MOST_OPEN * num)
         parts: list[tuple[int, int, int]] = []
         first = 0
         if self._is_in_windows(carry):
@@ -130,6 +133,7 @@ class _Windows:
     """Windows in the order they were opened; `num_full` of them, from the first on, are full."""
 
     size: int
+    most_open: int
     room: list[int] = field(default_factory=list[int])
     num_full: int = 0
 
@@ -148,7 +152,7 @@ class _Windows:
                 yield 0, window
                 return
         begin = 0
-        if length <= self.size // 8:
+        if length <= self.size // 8 or len(still_open) >= self.most_open:
             for window in still_open:
                 part = min(self.room[window], length - begin)
                 if part:
