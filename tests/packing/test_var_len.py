@@ -152,6 +152,15 @@ def test_a_cost_that_is_none_is_refused_with_its_document(value: float) -> None:
             pack.push(batch(0, [3, 5]), pack.start())
 
 
+def test_costs_whose_sum_does_not_fit_are_refused() -> None:
+    options = PackerOptions(
+        num_micro_batches=64, context_window=8, cost=FlopsWorkload(quadratic_ns=2e15)
+    )
+    pack = BoundedPacker(options=options, s_max=16)
+    with pytest.raises(ValueError, match=r"beyond 64-bit integers; the largest is 128000"):
+        pack.push(batch(0, [3, 8]), pack.start())
+
+
 def test_a_carry_of_a_larger_window_is_refused_not_flushed_for_ever() -> None:
     wide = VarLenPacker(
         options=PackerOptions(num_micro_batches=2, context_window=20, cost=FlopsWorkload()),

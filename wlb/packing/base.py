@@ -25,6 +25,8 @@ from wlb.plan import (
     split_long,
 )
 
+MOST_WORK = 2.0**62
+
 
 class Packer(Protocol):
     """A packing policy for N micro-batches a step."""
@@ -85,7 +87,16 @@ class PackerOptions:
 
     def workloads(self, pieces: Pieces) -> IntArray:
         """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
-        return _priced(pieces, self.cost.workload_ns(pieces.length))
+        work = _priced(pieces, self.cost.workload_ns(pieces.length))
+        # Sums, and N times the largest, must stay integers of 64 bits.
+        most = int(work.max(initial=0))
+        if max(work.sum(dtype=float), float(most * self.num_micro_batches)) > MOST_WORK:
+            piece = pieces[int(work.argmax())]
+            raise ValueError(
+                f"the costs of {len(pieces)} pieces add up beyond 64-bit integers; the largest is "
+                f"{most} ns for {piece}: check the cost model's units"
+            )
+        return work
 
     def attention(self, pieces: Pieces) -> IntArray:
         """W_a of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
