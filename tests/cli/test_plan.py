@@ -34,10 +34,42 @@ def test_a_table_of_all_policies(
     monkeypatch.setenv("COLUMNS", "120")
     out = run(capsys, "plan", "--lengths", lengths, "--steps", "20", *SMALL)
     assert "3,000 documents" in out
-    for label in ("var_len (this run)", "original", "fixed, W = 8", "bounded", "capacity, BFD"):
+    for label in (
+        "var_len L 0.2 0.63 (run)",
+        "original",
+        "fixed, W = 8",
+        "bounded",
+        "capacity, BFD",
+    ):
         assert label in out
     assert "W_a / W_l" in out
     assert "sharding (adaptive, CP 2), first 8 steps: per_" in out
+    assert "are cut into pieces of at most a window" in " ".join(out.split())
+    few = run(capsys, "plan", "--lengths", lengths, "--steps", "3", *SMALL)
+    assert "first 3 steps: per_" in few
+
+
+def test_a_source_that_is_short_of_the_steps_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "[odd] name.txt"
+    path.write_text("100\n" * 128, "utf-8")
+    options = ["plan", "--lengths", str(path), "--steps", "4", *SMALL]
+    out = run(capsys, *options)
+    assert "[odd] name.txt: 128 documents" in out
+    assert "packed 32,800 tokens, 2.6 passes over the source" in out
+    assert "in another order" in out
+    assert "in the same order" in run(capsys, *options, "--in-order")
+    out = run(capsys, *options, "data.epochs=1")
+    assert "packed 12,800 tokens; the data ended after 2 of 4 global batches\n" in out
+
+
+def test_a_preset_is_not_taken_for_the_json_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "demo", "--synthetic", "wlb_paper"]) == 2
+    err = capsys.readouterr().err
+    assert "--json took the preset 'demo' for its file; write NAME before it" in err
+    assert not Path("demo").exists()
 
 
 def test_json_is_all_that_is_printed_and_has_every_number(

@@ -29,7 +29,7 @@ def batches(num: int) -> list[GlobalBatch]:
 def test_the_run_comes_first_and_once() -> None:
     rows = variants_of(spec(s_max=2.0, step_tokens=1.5))
     assert [r.is_own for r in rows].count(True) == 1
-    assert rows[0].label == "var_len (this run)"
+    assert rows[0].label == "var_len L 0.2 0.63 (run)"
     assert [r.label for r in rows[1:]] == [
         "original",
         "original, long whole",
@@ -48,6 +48,23 @@ def test_the_run_comes_first_and_once() -> None:
     assert caps == {(2.0, 1.5)}  # everyone is held to the run's own
 
 
+@pytest.mark.parametrize(
+    ("packing", "label"),
+    [
+        ({"policy": Policy.ORIGINAL}, "original (run)"),
+        ({"policy": Policy.ORIGINAL, "window_cut": "short"}, "original, long whole (run)"),
+        ({"policy": Policy.FIXED, "window_batches": 4}, "fixed, W = 4 (run)"),
+        ({"policy": Policy.CAPACITY}, "capacity (run)"),
+        ({"queue_thresholds": ()}, "var_len no queue (run)"),
+        ({"policy": Policy.BOUNDED, "max_delay": 7}, "bounded S_max 1.5 D 7 (run)"),
+    ],
+)
+def test_the_run_is_named_like_the_other_rows(packing: dict[str, object], label: str) -> None:
+    labels = [r.label for r in variants_of(spec(**packing))]
+    assert labels[0] == label
+    assert label.removesuffix(" (run)") not in labels
+
+
 def test_rows_that_cannot_be_are_left_out() -> None:
     labels = [r.label for r in variants_of(spec(s_max=1.0))]
     assert not any(label.startswith("bounded") for label in labels)
@@ -62,7 +79,7 @@ def test_everyone_packs_the_same_documents() -> None:
         (made[0].num_tokens, made[0].num_documents)
     }
     by_label = {s.label: s for s in made}
-    ours, plain = by_label["bounded (this run)"], by_label["original, long whole"]
+    ours, plain = by_label["bounded T 1.5 D 10 (run)"], by_label["original, long whole"]
     assert ours.imbalance < 1.05 < 1.25 < plain.imbalance
     assert by_label["fixed, W = 4"].mean_advance > 0
 

@@ -15,8 +15,14 @@ from wlb.packing import PackingRun
 from wlb.packing.compare import compare, variants_of
 from wlb.packing.tune import Grid, Tuning, tune
 from wlb.plan import int_array
-from wlb.report import facts_of, packing_page, packing_table, tuning_table
-from wlb.report.plots import delay_figure, imbalance_figure, length_figure, tuning_figure
+from wlb.report import facts_of, packing_page, packing_table, remarks, tuning_table
+from wlb.report.plots import (
+    delay_figure,
+    imbalance_figure,
+    length_figure,
+    trade_figure,
+    tuning_figure,
+)
 from wlb.report.tables import COLUMNS, fitting
 from wlb.spec import RunSpec
 
@@ -68,7 +74,8 @@ def test_facts_of_lengths() -> None:
     assert (facts.num_documents, facts.num_tokens, facts.median) == (5, 400, 30)
     assert (facts.num_long, facts.long_share) == (1, 0.75)
     assert facts.short_share == 0.25
-    assert "75.0% of tokens) are longer than it" in facts.lines[1]
+    assert "75.0% of tokens) are longer than it and are cut into pieces" in facts.lines[1]
+    assert facts_of("some", int_array("l", [10]), window=100).lines[1].endswith("none is longer.")
     assert facts.to_json()["longest"] == 300
 
 
@@ -87,9 +94,16 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(runs: list[Pac
     assert "&lt;b&gt;lengths&lt;/b&gt; &amp; more" in page
     assert "wlb plan &lt;x&gt;" in page
     links = set(re.findall(r"(?:https?:)?//[\w.]+", page))
-    # Names of XML formats, which nothing fetches.
-    names = ("www.w3.org", "matplotlib.org", "purl.org", "creativecommons.org")
-    assert {link.rpartition("/")[2] for link in links} <= set(names)
+    assert links <= {"http://www.w3.org"}  # the name of the XML format, which nothing fetches
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert {
+        ref for pair in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page) for ref in pair
+    } <= {
+        *ids,
+        "",
+    }
+    assert "#000000" not in page  # black would vanish on a dark page
     assert not re.search(r"<(link|script|img|iframe)\b|\bsrc=|url\(h", page)
     assert page.count("<svg") == page.count("</svg>") == 4
     for run in runs:
@@ -107,6 +121,51 @@ def test_figures_are_svg_with_their_texts(runs: list[PackingRun]) -> None:
     ):
         ElementTree.fromstring(svg)
         assert all(text in svg for text in texts)
+
+
+def test_every_point_of_the_trade_is_named_and_the_run_is_among_the_lines(
+    runs: list[PackingRun],
+) -> None:
+    trade = trade_figure([r.summary for r in runs])
+    own = runs[4].summary.label
+    lines = imbalance_figure(runs, own=own)
+    for run in runs:
+        assert f">{run.summary.label}</text>" in trade
+    assert f">{own}</text>" in lines
+
+
+def test_a_row_without_a_step_is_no_perfect_balance(runs: list[PackingRun]) -> None:
+    fine = runs[1].summary
+    none = replace(
+        fine,
+        label="holds all",
+        num_steps=0,
+        imbalance=1.0,
+        step_time_weighted=1.0,
+        flushed_tokens=fine.num_tokens,
+    )
+    some = replace(fine, label="holds some", flushed_tokens=fine.num_tokens // 4)
+    (line,) = [
+        x
+        for x in printed(packing_table([fine, none], title="t", width=80), 80).splitlines()
+        if "holds all" in x
+    ]
+    assert "1.000" not in line
+    assert line.count(" - ") >= 3
+    said = remarks([fine, none, some])
+    assert [text.partition(":")[0] for text in said] == ["holds all", "holds some"]
+    assert "no step before the data ended" in said[0]
+    assert "25% of tokens were still held" in said[1]
+    page = packing_page(
+        title="t",
+        facts=facts_of("l", SOURCE.lengths, window=C),
+        lengths=SOURCE.lengths,
+        runs=[runs[1], replace(runs[1], summary=none)],
+        own="",
+        provenance=[],
+    )
+    assert f"{fine.label} balances best here" in page
+    assert ">holds all</text>" not in page
 
 
 def test_figures_of_the_smallest_inputs() -> None:

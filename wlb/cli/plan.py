@@ -20,8 +20,8 @@ from wlb.packing import PackingRun, measure
 from wlb.packing.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner, with_shardings
-from wlb.report import facts_of, packing_page, packing_table
-from wlb.spec import Policy, RunSpec, load
+from wlb.report import facts_of, packing_page, packing_table, remarks
+from wlb.spec import Policy, RunSpec, load, presets
 
 SHARDED_STEPS = 8
 MOST_SOLVED = 32
@@ -50,6 +50,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.json in presets():
+        raise ValueError(
+            f"--json took the preset {options.json!r} for its file; write NAME before it, or "
+            f"--json -"
+        )
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     source = sources.open_source(options, spec)
@@ -61,9 +66,10 @@ def run(options: argparse.Namespace) -> int:
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
-    sharding = _sharding(spec, source, cost, in_order=options.in_order)
+    sharding = _sharding(spec, source, cost, steps=options.steps, in_order=options.in_order)
     facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
     setting = _setting(spec, cost, len(batches))
+    notes = [_stream(options, source, batches), sharding["text"]]
     if options.html:
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",
@@ -72,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             runs=runs,
             own=own,
             provenance=_provenance(options, setting),
-            notes=[sharding["text"]],
+            notes=notes,
         )
         Path(options.html).write_text(page, "utf-8")
     data = {
@@ -85,12 +91,13 @@ def run(options: argparse.Namespace) -> int:
         "sharding": sharding,
         "rows": [r.summary.to_json() for r in runs],
     }
+    text = json.dumps(data, indent=1, allow_nan=False)
     if options.json == "-":
-        print(json.dumps(data, indent=1, default=str))
+        print(text)
         return 0
     if options.json:
-        Path(options.json).write_text(json.dumps(data, indent=1, default=str), "utf-8")
-    _show(options, facts.lines, setting, runs, own, sharding["text"])
+        Path(options.json).write_text(text + "\n", "utf-8")
+    _show(options, facts.lines, setting, runs, own, notes)
     return 0
 
 
@@ -106,9 +113,9 @@ def _show(
     setting: dict[str, Any],
     runs: list[PackingRun],
     own: str,
-    sharding: str,
+    notes: list[str],
 ) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # a file's name may have brackets
     for line in facts:
         console.print(line)
     title = (
@@ -117,7 +124,8 @@ def _show(
     )
     summaries = [r.summary for r in runs]
     console.print(packing_table(summaries, title=title, width=console.width, own=own))
-    console.print(sharding)
+    for line in (*notes, *remarks(summaries)):
+        console.print(line)
     for path in (options.html, options.json):
         if path:
             console.print(f"written: {path}")
@@ -140,8 +148,21 @@ def _solved(
     return out
 
 
+def _stream(options: argparse.Namespace, source: LengthSource, batches: list[GlobalBatch]) -> str:
+    """How much of the source was packed, and where it was short of what was asked for."""
+    packed = sum(batch.documents.num_tokens for batch in batches)
+    passes = packed / source.num_tokens
+    line = f"packed {packed:,} tokens"
+    if len(batches) < options.steps:
+        line += f"; the data ended after {len(batches)} of {options.steps} global batches"
+    if passes > 1.005:
+        line += f", {passes:.1f} passes over the source: its documents came again in another order"
+        line = line.replace("another", "the same") if options.in_order else line
+    return line
+
+
 def _sharding(
-    spec: RunSpec, source: LengthSource, cost: ProfiledWorkload, *, in_order: bool
+    spec: RunSpec, source: LengthSource, cost: ProfiledWorkload, *, steps: int, in_order: bool
 ) -> dict[str, Any]:
     """What the run's sharding strategy does with the first steps of its own packing."""
     cp = spec.parallel.cp
@@ -156,8 +177,10 @@ def _sharding(
     )
     planner = Planner.from_spec(spec, batches, cost)
     counts: dict[str, int] = {}
+    num_steps = 0
     ratios: list[float] = []
-    for plan in islice(planner.steps(), SHARDED_STEPS):
+    for plan in islice(planner.steps(), min(SHARDED_STEPS, steps)):
+        num_steps += 1
         for pipeline in range(planner.dp):
             made = with_shardings(plan.predicted, planner.shard(plan, pipeline))
             ratios.append(made.cp_imbalance)
@@ -166,7 +189,7 @@ def _sharding(
     mean = sum(ratios) / len(ratios)
     chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     text = (
-        f"sharding ({spec.sharding.strategy}, CP {cp}), first {SHARDED_STEPS} steps: {chosen} "
+        f"sharding ({spec.sharding.strategy}, CP {cp}), first {num_steps} steps: {chosen} "
         f"micro-batches; slowest rank / mean of attention {mean:.3f}"
     )
     return {"text": text, "counts": counts, "cp_imbalance": mean}

@@ -31,7 +31,7 @@ class Variant:
 def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     """The comparison's rows; the run's own policy comes first and is not repeated."""
     base = spec.packing
-    own = Variant(label=f"{base.policy} (this run)", section=base, is_own=True)
+    own = Variant(label=f"{_own(base)} (run)", section=base, is_own=True)
     others = [
         ("original", replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
         ("original, long whole", _original_whole(base)),
@@ -117,6 +117,21 @@ def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
         middle = round((levels[0] + levels[1]) / 2, 3)
         out.append((levels[0], middle, *levels[1:]))
     return list(dict.fromkeys(out))
+
+
+def _own(section: PackingSection) -> str:
+    """The run's policy, with the options that the other rows vary."""
+    match section.policy:
+        case Policy.FIXED:
+            return f"fixed, W = {section.window_batches}"
+        case Policy.VAR_LEN:
+            return f"var_len {_listed(section.queue_thresholds)}"
+        case Policy.BOUNDED:
+            return _bounded(section)[0][0]
+        case Policy.ORIGINAL if section.window_cut == WindowCut.SHORT:
+            return "original, long whole"
+        case policy:
+            return str(policy)
 
 
 def _listed(levels: tuple[float, ...]) -> str:

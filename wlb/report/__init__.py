@@ -2,6 +2,13 @@
 
 from wlb.report.page import packing_page
 from wlb.report.source import SourceFacts, facts_of
-from wlb.report.tables import packing_table, tuning_table
+from wlb.report.tables import packing_table, remarks, tuning_table
 
-__all__ = ["SourceFacts", "facts_of", "packing_page", "packing_table", "tuning_table"]
+__all__ = [
+    "SourceFacts",
+    "facts_of",
+    "packing_page",
+    "packing_table",
+    "remarks",
+    "tuning_table",
+]

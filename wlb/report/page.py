@@ -7,7 +7,7 @@ from wlb.packing.measure import PackingRun, PackingSummary
 from wlb.plan import IntArray
 from wlb.report.plots import delay_figure, imbalance_figure, length_figure, trade_figure
 from wlb.report.source import SourceFacts
-from wlb.report.tables import COLUMNS
+from wlb.report.tables import COLUMNS, remarks
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #f3f3f1; --line: #d8d8d4 }
@@ -22,7 +22,8 @@ th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid var(
          white-space: nowrap }
 th:first-child, td:first-child { text-align: left } tr.own { font-weight: 600 }
 thead th { background: var(--soft); position: sticky; top: 0 }
-figure { margin: 1rem 0; background: #fff; padding: .5rem; border-radius: 6px; overflow-x: auto }
+figure { margin: 1rem 0; overflow-x: auto }
+figcaption { max-width: 46rem }
 figure svg { max-width: 100%; height: auto } dt { font-weight: 600; margin-top: .5rem }
 dd { margin: 0 0 0 1rem } code { background: var(--soft); padding: .1rem .3rem }
 """
@@ -61,26 +62,13 @@ def packing_page(
 ) -> str:
     """The page as text. own: label of the run's own policy. provenance: what it was made with."""
     summaries = [run.summary for run in runs]
-    best = min(summaries, key=lambda s: s.step_time_weighted)
-    lead = (
-        f"{best.label} balances best here: a step waits {best.step_time_weighted - 1:.1%} longer "
-        f"than its mean micro-batch takes, at a mean delay of {best.mean_delay:.2f} iterations."
-    )
+    lines = [*facts.lines, *_lead(summaries), *notes, *remarks(summaries)]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in (*facts.lines, lead, *notes)),
+        *(f"<p>{escape(line)}</p>" for line in lines),
         "<h2>Policies on the same documents</h2>",
         _table(summaries, own),
-        "<h2>What balance costs in delay</h2>",
-        f"<figure>{trade_figure(summaries)}</figure>",
-        "<p>Imbalance of forward and backward together, time-weighted. Down and left is better: "
-        "less waiting for the slowest micro-batch, and documents closer to the loader's order.</p>",
-        "<h2>Imbalance of the steps</h2>",
-        f"<figure>{imbalance_figure(runs)}</figure>",
-        "<h2>Delay of tokens</h2>",
-        f"<figure>{delay_figure(runs)}</figure>",
-        "<h2>Document lengths (the paper's Figure 3)</h2>",
-        f"<figure>{length_figure(lengths, window=facts.window)}</figure>",
+        *_figures(runs, own, lengths, facts.window),
         "<h2>What the columns mean</h2><dl>",
         *(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in WORDS),
         "</dl><h2>Made with</h2><dl>",
@@ -93,6 +81,57 @@ def packing_page(
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
     )
     return head + "\n".join(parts) + "</body></html>\n"
+
+
+def _lead(summaries: Sequence[PackingSummary]) -> list[str]:
+    """Which policy balances best, of those that made a step at all."""
+    stepped = [s for s in summaries if s.num_steps]
+    if not stepped:
+        return []
+    best = min(stepped, key=lambda s: s.step_time_weighted)
+    return [
+        f"{best.label} balances best here: a step waits {best.step_time_weighted - 1:.1%} longer "
+        f"than its mean micro-batch takes, at a mean delay of {best.mean_delay:.2f} iterations."
+    ]
+
+
+def _figures(
+    runs: Sequence[PackingRun], own: str, lengths: IntArray, window: int
+) -> tuple[str, ...]:
+    """Headings and figures, each with a word on how to read it."""
+    return (
+        "<h2>What balance costs in delay</h2>",
+        _figure(
+            trade_figure([run.summary for run in runs], own=own),
+            "Imbalance of forward and backward together, time-weighted. Down and left is better: "
+            "less waiting for the slowest micro-batch, and documents closer to the loader's order. "
+            "The large mark is this run's policy.",
+        ),
+        "<h2>Imbalance of the steps</h2>",
+        _figure(
+            imbalance_figure(runs, own=own),
+            "Steps from the worst to the best: at 10% stands the imbalance that a tenth of the "
+            "steps exceed. Shown are this run's policy (thick) and the best balanced of the others "
+            "of each kind.",
+        ),
+        "<h2>Delay of tokens</h2>",
+        _figure(
+            delay_figure(runs, own=own),
+            "Share of all tokens that are trained more than so many iterations after they came, "
+            "what was flushed at the end included.",
+        ),
+        "<h2>Document lengths (the paper's Figure 3)</h2>",
+        _figure(
+            length_figure(lengths, window=window),
+            "Left: how many documents there are of each length, both axes logarithmic. Right: the "
+            "share of all tokens in documents up to a length. Long documents are few and make the "
+            "imbalance, since attention is quadratic in the length.",
+        ),
+    )
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _table(summaries: Sequence[PackingSummary], own: str) -> str:

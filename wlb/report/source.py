@@ -38,9 +38,15 @@ class SourceFacts:
         )
         second = (
             f"{self.short_share:.0%} of tokens are in documents shorter than half the window of "
-            f"{self.window:,}; {self.num_long:,} documents ({self.long_share:.1%} of tokens) are "
-            f"longer than it."
+            f"{self.window:,}; "
         )
+        if self.num_long:
+            second += (
+                f"{self.num_long:,} documents ({self.long_share:.1%} of tokens) are longer than it "
+                f"and are cut into pieces of at most a window."
+            )
+        else:
+            second += "none is longer."
         return first, second
 
 

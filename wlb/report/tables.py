@@ -9,21 +9,30 @@ from wlb.packing.tune import TunePoint, Tuning
 
 Cell = Callable[[PackingSummary], str]
 
+MOST_FLUSHED = 0.1
+"""Share of tokens left to the flush from which on a row is remarked upon."""
+
+
+def _of_steps(name: str, form: str) -> Cell:
+    """A number of the steps before the flush; a dash where there was none: 1.000 is no balance."""
+    return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
+
+
 COLUMNS: tuple[tuple[str, Cell, int], ...] = (
-    ("imbalance", lambda s: f"{s.imbalance:.3f}", 0),
-    ("p95", lambda s: f"{s.imbalance_p95:.3f}", 5),
-    ("time-w.", lambda s: f"{s.imbalance_time_weighted:.3f}", 3),
-    ("F+B", lambda s: f"{s.imbalance_step:.3f}", 2),
-    ("attention", lambda s: f"{s.imbalance_attention:.3f}", 10),
-    ("bound", lambda s: f"{s.lower_bound:.3f}", 11),
+    ("imbalance", _of_steps("imbalance", ".3f"), 0),
+    ("p95", _of_steps("imbalance_p95", ".3f"), 5),
+    ("time-w.", _of_steps("imbalance_time_weighted", ".3f"), 3),
+    ("F+B", _of_steps("imbalance_step", ".3f"), 2),
+    ("attention", _of_steps("imbalance_attention", ".3f"), 10),
+    ("bound", _of_steps("lower_bound", ".3f"), 11),
     ("delay", lambda s: f"{s.mean_delay:.2f}", 0),
     ("p99", lambda s: f"{s.p99_delay}", 6),
     ("max", lambda s: f"{s.max_delay}", 1),
     ("late", lambda s: f"{s.num_overdue}", 13),
-    ("tok. CV", lambda s: f"{s.tokens_cv:.2f}", 4),
-    ("longest step", lambda s: _thousands(s.longest_step), 12),
+    ("tok. CV", _of_steps("tokens_cv", ".2f"), 4),
+    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-", 12),
     ("longest mb", lambda s: _thousands(s.longest_micro_batch), 9),
-    ("held", lambda s: _thousands(s.held_tokens), 8),
+    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-", 8),
     ("flushed", lambda s: _thousands(s.flushed_tokens), 14),
     ("cut docs", lambda s: f"{s.cut_documents}", 15),
     ("ms", lambda s: f"{s.packing_ms:.2f}", 7),
@@ -37,6 +46,24 @@ CAPTION = (
     "CV: variation of tokens per step; held: tokens that wait after a step; ms: packing time of a "
     "global batch"
 )
+
+
+def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
+    """What a reader has to know beside the numbers: rows that left much to the flush."""
+    out: list[str] = []
+    for s in summaries:
+        share = s.flushed_tokens / s.num_tokens
+        if not s.num_steps:
+            out.append(
+                f"{s.label}: no step before the data ended, everything was still held; more steps "
+                f"would show whether it ever makes one"
+            )
+        elif share > MOST_FLUSHED:
+            out.append(
+                f"{s.label}: {share:.0%} of tokens were still held when the data ended; they count "
+                f"for delay and not for imbalance"
+            )
+    return out
 
 
 def fitting(summaries: Sequence[PackingSummary], *, width: int) -> list[tuple[str, Cell]]:
