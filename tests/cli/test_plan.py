@@ -164,6 +164,7 @@ def test_a_budget_that_nothing_keeps_is_said(
         ("[5, NaN]", "length 1 is nan"),
         ("[]", "has no lengths"),
         ("{}", "must hold a list of lengths"),
+        ("[5, 5]", "would repeat it 8,388,608 times; use fewer --steps"),
     ],
 )
 def test_lengths_that_are_none_are_refused_in_a_line(

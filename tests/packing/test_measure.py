@@ -158,3 +158,14 @@ def test_labels_and_json() -> None:
     assert (s.label, s.policy) == ("mine", "scripted")
     assert s.to_json()["label"] == "mine"
     assert s.packing_ms > 0
+
+
+def test_delays_beyond_the_histogram_count_in_full() -> None:
+    num = 1100
+    rows = tuple([((1,), ())] * (num - 1) + [((0,), (1,))])
+    batches = [batch(0, [1, 1]), *[batch(i, [1]) for i in range(1, num)]]
+    run = measure(scripted(*rows), batches, cost=COST)
+    assert run.summary.max_delay == num - 1
+    assert run.summary.mean_delay == pytest.approx((num - 1) / (num + 1))
+    assert int(run.delay_tokens.sum()) == num + 1
+    assert len(run.delay_tokens) == 1024

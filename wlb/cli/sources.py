@@ -16,6 +16,9 @@ from wlb.plan import GlobalBatch
 from wlb.spec import LongDocuments, RunSpec, presets
 
 
+MOST_PASSES = 1000
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> None:
     """The run's settings, and exactly one source."""
     parser.add_argument(
@@ -82,6 +85,13 @@ def batches_of(
     options: argparse.Namespace, spec: RunSpec, source: LengthSource
 ) -> list[GlobalBatch]:
     """At most --steps global batches; a short source is repeated unless data.epochs limits it."""
+    passes = options.steps * spec.tokens_per_step / source.num_tokens
+    if not spec.data.epochs and passes > MOST_PASSES:
+        raise ValueError(
+            f"{source.name} has {source.num_tokens:,} tokens: {options.steps} global batches of "
+            f"{spec.tokens_per_step:,} would repeat it {passes:,.0f} times; use fewer --steps, a "
+            f"smaller window, or --set data.epochs=1"
+        )
     stream = GlobalBatches(
         source,
         tokens_per_batch=spec.tokens_per_step,

@@ -104,6 +104,8 @@ class _Tally:
     num_micro_batches: int = 1
     longest_micro_batch: int = 0
     delay: IntArray = field(default_factory=lambda: np.zeros(DELAY_BINS, np.int64))
+    delay_sum: int = 0
+    longest_step: int = 0
     advance: int = 0
     max_delay: int = 0
     num_overdue: int = 0
@@ -119,6 +121,8 @@ class _Tally:
         self.advance += int(np.where(late < 0, -late, 0) @ pieces.length)
         bins = np.clip(late, 0, DELAY_BINS - 1)
         self.delay += np.bincount(bins, pieces.length, DELAY_BINS).astype(np.int64)
+        self.delay_sum += int(np.maximum(late, 0) @ pieces.length)
+        self.longest_step = max(self.longest_step, plan.num_tokens)
         self.max_delay = max(self.max_delay, int(late.max(initial=0)))
         self.num_overdue += plan.num_overdue
         self.num_tokens += plan.num_tokens
@@ -180,7 +184,6 @@ def _summary(
     tally: _Tally, forward: FloatArray, times: list[float], label: str, policy: str
 ) -> PackingSummary:
     tokens = np.array(tally.tokens or [0], np.float64)
-    mean_delay = float(np.arange(DELAY_BINS) @ tally.delay) / tally.num_tokens
     return PackingSummary(
         label=label,
         policy=policy,
@@ -195,7 +198,7 @@ def _summary(
         imbalance_step=_mean(tally.ratios(tally.step)),
         step_time_weighted=_time_weighted(tally.step, tally.num_micro_batches),
         lower_bound=_mean(np.array(tally.bound)),
-        mean_delay=mean_delay,
+        mean_delay=tally.delay_sum / tally.num_tokens,
         p99_delay=tally.p99_delay(),
         max_delay=tally.max_delay,
         mean_advance=tally.advance / tally.num_tokens,
@@ -203,7 +206,7 @@ def _summary(
         tokens_per_step=float(tokens.mean()),
         tokens_cv=float(tokens.std() / tokens.mean()) if tokens.mean() else 0.0,
         longest_micro_batch=tally.longest_micro_batch,
-        longest_step=int(tokens.max()),
+        longest_step=tally.longest_step,
         held_tokens=float(np.mean(tally.held or [0])),
         flushed_tokens=tally.flushed_tokens,
         flush_steps=tally.flush_steps,
