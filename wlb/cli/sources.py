@@ -15,7 +15,6 @@ from wlb.corpus import (
 from wlb.plan import GlobalBatch
 from wlb.spec import LongDocuments, RunSpec, presets
 
-
 MOST_PASSES = 1000
 
 
