@@ -1,6 +1,7 @@
 """bounded: literal decisions, its three bounds, the flush, determinism, refusals."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from wlb.cost import FlopsWorkload
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker
 from wlb.packing.measure import measure
 from wlb.packing.release import Limits, choose
-from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, imbalance
+from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
 
 C = 4096
 COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
@@ -283,3 +284,82 @@ def test_no_lengths_no_steps() -> None:
         ).summary.num_tokens
         == 5
     )
+
+
+def waiting_for(policy: str, lengths: list[int], arrival: list[int], step: int) -> Carry:
+    pieces = Pieces.whole(Documents.from_lengths(lengths))
+    pieces = replace(pieces, arrival=np.array(arrival))
+    slot = np.zeros(len(lengths), np.int64)
+    return Carry(policy=policy, pieces=pieces, slot=slot, next_step=step)
+
+
+def small(n: int, window: int, s_max: int, step_tokens: int, max_delay: int) -> BoundedPacker:
+    cost = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=0.6 * window)
+    options = PackerOptions(num_micro_batches=n, context_window=window, cost=cost)
+    return BoundedPacker(options=options, s_max=s_max, step_tokens=step_tokens, max_delay=max_delay)
+
+
+def test_what_is_due_leaves_even_where_s_max_is_tight() -> None:
+    pack = small(4, 1000, 1250, 5000, 5)
+    carry = waiting_for("bounded", [756, 878, 976, 517, 572, 912], [0, 2, 2, 3, 5, 5], 5)
+    documents = Documents.from_lengths([636, 914, 628, 705, 822], first_id=100)
+    (plan,), _ = pack.push(GlobalBatch(index=5, documents=documents), carry)
+    assert 0 in plan.pieces.document  # 756 tokens, 5 steps late
+    assert plan.num_overdue == 0
+
+
+def test_the_flush_takes_what_is_due_first() -> None:
+    pack = small(2, 100, 150, 220, 2)
+    carry = waiting_for("bounded", [100, 100, 20] + [20] * 11, [1, 1, 1] + [0] * 11, 2)
+    plans, _ = pack.push(None, carry)
+    assert sum(p.num_overdue for p in plans) == 0
+
+
+def test_no_nearly_empty_step_beside_a_pile() -> None:
+    pack = small(4, 1000, 2000, 6000, 10)
+    documents = Documents.from_lengths([1000, 1000, 1000, 501, 1, 501])
+    (plan,), _ = pack.push(GlobalBatch(index=0, documents=documents), pack.start())
+    assert plan.num_tokens >= 0.35 * 4000
+    draw = np.random.default_rng(1)
+    lengths = [draw.integers(1, C + 1, 2 * n).tolist() for n in [4] * 40]
+    plans, _ = run(packer(), lengths)
+    assert min(p.num_tokens for p in plans[1:]) >= 0.35 * 4 * C
+
+
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_work_that_costs_nothing(tokens: int) -> None:
+    options = PackerOptions(
+        num_micro_batches=2, context_window=100, cost=FlopsWorkload(quadratic_ns=0)
+    )
+    pack = BoundedPacker(options=options, s_max=200)
+    documents = Documents.from_lengths([tokens] * 4)
+    (plan,), carry = pack.push(GlobalBatch(index=0, documents=documents), pack.start())
+    assert plan.num_tokens + carry.num_tokens == 4 * tokens
+
+
+def test_plans_do_not_depend_on_the_unit_of_cost() -> None:
+    """Also where tokens times cost is beyond 64 bits."""
+    batches = fitted(24, 8)
+    made: list[list[int]] = []
+    for power in (0, 13, 18):
+        cost = FlopsWorkload(
+            quadratic_ns=2.0**power * 1670, linear_ns_per_token=2.0**power * 1000 * C
+        )
+        options = PackerOptions(num_micro_batches=8, context_window=C, cost=cost)
+        pack = BoundedPacker(options=options, s_max=C * 11 // 10)
+        carry, digests = pack.start(), list[int]()
+        for b in batches:
+            (plan,), carry = pack.push(b, carry)
+            digests.append(hash(tuple(plan.pieces.document.tolist())))
+        made.append(digests)
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_piece_that_no_step_can_take_is_refused_not_flushed_for_ever() -> None:
+    pack = small(1, 100, 200, 120, 5)
+    with pytest.raises(ValueError, match="longer than s_max or step_tokens = 120"):
+        pack.push(None, waiting_for("bounded", [150], [0], 0))
+    options = PackerOptions(num_micro_batches=2, context_window=100, cost=COST)
+    literal = VarLenPacker(options=options, s_max=101, queue_thresholds=(), literal=True)
+    with pytest.raises(ValueError, match="longer than s_max = 100"):
+        literal.push(None, waiting_for("var_len", [101], [0], 0))

@@ -1,7 +1,9 @@
 """Fixed-length greedy: windows of exactly C tokens over W global batches, literal placements."""
 
+import numpy as np
 import pytest
 
+from wlb.corpus import GlobalBatches, LengthSource
 from wlb.cost import FlopsWorkload
 from wlb.packing import FixedPacker, PackerOptions, StepGrouping
 from wlb.packing.fixed import greedy, take_tokens
@@ -74,22 +76,41 @@ def test_every_window_is_full_and_the_surplus_waits() -> None:
 
 
 def test_the_surplus_is_held_without_cutting_long_documents() -> None:
-    taken, held = take_tokens(pieces([10, 2, 2, 10, 3]), 20, longest_cut=4)
+    taken, held, num = take_tokens(pieces([10, 2, 2, 10, 3]), 20, longest_cut=4)
     # The last document in is the second 10; 4 too many: the two documents of 2 wait instead.
     assert taken.length.tolist() == [10, 10]
     assert held.document.tolist() == [1, 2, 4]
-    taken, held = take_tokens(pieces([10, 3, 10]), 20, longest_cut=4)
+    taken, held, num = take_tokens(pieces([10, 3, 10]), 20, longest_cut=4)
     # 3 too many: exactly the 3.
     assert (taken.length.tolist(), held.length.tolist()) == ([10, 10], [3])
-    taken, held = take_tokens(pieces([10, 4, 10]), 21, longest_cut=4)
+    taken, held, num = take_tokens(pieces([10, 4, 10]), 21, longest_cut=4)
     # 3 too many of 24: the 4 is cut, its last 3 tokens wait.
     assert (taken.length.tolist(), held.length.tolist()) == ([10, 1, 10], [3])
     assert (held.document.tolist(), held.start.tolist()) == ([1], [1])
     # Nothing short enough: the shortest that is long enough is cut, here the first.
-    taken, held = take_tokens(pieces([9, 10]), 15, longest_cut=4)
+    taken, held, num = take_tokens(pieces([9, 10]), 15, longest_cut=4)
     assert (taken.length.tolist(), held.length.tolist()) == ([5, 10], [4])
-    taken, held = take_tokens(pieces([3, 4]), 7, longest_cut=1)
-    assert (len(taken), len(held)) == (2, 0)
+    taken, held, num = take_tokens(pieces([3, 4]), 7, longest_cut=1)
+    assert (len(taken), len(held), num) == (2, 0, 0)
+    # The 2 that was held back before is taken now; the 3 waits in its place.
+    taken, held, num = take_tokens(pieces([2, 3, 9, 5]), 11, longest_cut=4, num_held=1)
+    assert (taken.length.tolist(), held.length.tolist(), num) == ([2, 9], [3, 5], 1)
+
+
+@pytest.mark.parametrize("w", [1, 2, 4])
+def test_a_short_document_is_not_held_back_again_and_again(w: int) -> None:
+    """Documents of half to a whole window among short ones: nearly every window has a surplus."""
+    draw = np.random.default_rng(0)
+    lengths = [n for _ in range(200) for n in (1, *draw.integers(50, 101, 2).tolist())]
+    source = LengthSource(name="test", lengths=np.array(lengths))
+    stream = GlobalBatches(source, tokens_per_batch=200, seed=0, epochs=1, shuffle=False)
+    pack = packer(n=2, window=100, w=w)
+    carry, late = pack.start(), 0
+    for made, _ in stream.iterate():
+        plans, carry = pack.push(made, carry)
+        for plan in plans:
+            late = max(late, int((plan.step - plan.pieces.arrival).max()))
+    assert late <= 2 * w
 
 
 def test_a_window_of_batches_is_grouped_into_steps_by_load() -> None:

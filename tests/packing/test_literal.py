@@ -115,5 +115,5 @@ def test_a_cap_on_the_tokens_of_a_step_leaves_over() -> None:
     # 8 and 5 leave one token of room: the 3 waits, the 1 does not.
     assert sorted(sorted(m.pieces.length.tolist()) for m in plan.micro_batches) == [[1, 5], [8]]
     assert carry.pieces.document.tolist() == [2]
-    with pytest.raises(ValueError, match="step_tokens = 11 is below s_max = 12"):
-        VarLenPacker(options=options, s_max=12, step_tokens=11, queue_thresholds=())
+    with pytest.raises(ValueError, match="step_tokens = 7 is below the context window of 8"):
+        VarLenPacker(options=options, s_max=12, step_tokens=7, queue_thresholds=())

@@ -67,6 +67,8 @@ def test_imbalance_in_its_three_times_and_its_three_means() -> None:
     assert s.imbalance_p95 == pytest.approx(np.percentile([1.0, 1.5], 95))
     assert s.imbalance_time_weighted == pytest.approx((200 + 600) / (200 + 400))
     assert s.imbalance_attention == pytest.approx((1.0 + 400 * 2 / 500) / 2)
+    assert s.attention_p95 == pytest.approx(np.percentile([1.0, 1.6], 95))
+    assert s.attention_time_weighted == pytest.approx((100 + 400) * 2 / (200 + 500))
     assert s.imbalance_step == s.imbalance  # this cost has one ratio of forward to backward
     assert s.step_time_weighted == s.imbalance_time_weighted
     assert s.lower_bound == pytest.approx(1.25)  # the 20 alone is 1.5 of the mean

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from wlb import __version__
 from wlb.cli import sources
-from wlb.corpus import GlobalBatches, LengthSource
+from wlb.corpus import LengthSource
 from wlb.cost import ProfiledWorkload, workload_for
 from wlb.packing import PackingRun, measure
 from wlb.packing.compare import compare, solver_packers, variants_of
@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
             f"--json took the preset {options.json!r} for its file; write NAME before it, or "
             f"--json -"
         )
+    sources.check_outputs(options.json, options.html, needs_plots=bool(options.html))
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     source = sources.open_source(options, spec)
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
-    sharding = _sharding(spec, source, cost, steps=options.steps, in_order=options.in_order)
+    sharding = _sharding(spec, batches, cost)
     facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
@@ -161,32 +162,23 @@ def _stream(options: argparse.Namespace, source: LengthSource, batches: list[Glo
     return line
 
 
-def _sharding(
-    spec: RunSpec, source: LengthSource, cost: ProfiledWorkload, *, steps: int, in_order: bool
-) -> dict[str, Any]:
+def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload) -> dict[str, Any]:
     """What the run's sharding strategy does with the first steps of its own packing."""
     cp = spec.parallel.cp
     if cp == 1:
         return {"text": "sharding: parallel.cp is 1, every micro-batch stays on one rank"}
-    batches = GlobalBatches(
-        source,
-        tokens_per_batch=spec.tokens_per_step,
-        seed=spec.run.seed,
-        epochs=spec.data.epochs,
-        shuffle=not in_order,
-    )
-    planner = Planner.from_spec(spec, batches, cost)
+    planner = Planner.from_spec(spec, sources.ListedBatches(batches), cost)
     counts: dict[str, int] = {}
     num_steps = 0
     ratios: list[float] = []
-    for plan in islice(planner.steps(), min(SHARDED_STEPS, steps)):
+    for plan in islice(planner.steps(), SHARDED_STEPS):
         num_steps += 1
         for pipeline in range(planner.dp):
             made = with_shardings(plan.predicted, planner.shard(plan, pipeline))
             ratios.append(made.cp_imbalance)
             for name, count in made.sharding_counts:
                 counts[name] = counts.get(name, 0) + count
-    mean = sum(ratios) / len(ratios)
+    mean = sum(ratios) / max(1, len(ratios))
     chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     text = (
         f"sharding ({spec.sharding.strategy}, CP {cp}), first {num_steps} steps: {chosen} "

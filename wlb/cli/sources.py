@@ -13,9 +13,12 @@ from wlb.corpus import (
     lengths_of_file,
 )
 from wlb.plan import GlobalBatch
+from wlb.report import require_matplotlib
 from wlb.spec import LongDocuments, RunSpec, presets
 
 MOST_PASSES = 1000
+MOST_TOKENS = 1 << 40
+"""Of all global batches together; a plan of more would take days."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> None:
@@ -57,6 +60,11 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     if options.steps < 1:
         raise ValueError(f"--steps = {options.steps} must be at least 1")
     window = spec.data.context_window
+    if options.steps * spec.tokens_per_step > MOST_TOKENS:
+        raise ValueError(
+            f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are more "
+            f"than can be planned at once; use fewer"
+        )
     if options.lengths:
         source = lengths_of_file(options.lengths)
     elif options.corpus:
@@ -70,6 +78,11 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
             window=window,
             num_documents=int(needed * 1.1) + 1,
             seed=spec.run.seed,
+        )
+    if int(source.lengths.max()) > MOST_TOKENS:
+        row = int(source.lengths.argmax())
+        raise ValueError(
+            f"{source.name}: document {row} has {source.lengths[row]} tokens; check the lengths"
         )
     if spec.data.long_documents == LongDocuments.REFUSE and int(source.lengths.max()) > window:
         row = int(source.lengths.argmax())
@@ -99,3 +112,30 @@ def batches_of(
         shuffle=not options.in_order,
     )
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
+
+
+def check_outputs(*paths: str | None, needs_plots: bool) -> None:
+    """ValueError before any work where a file cannot be written or plots cannot be drawn."""
+    for path in paths:
+        if (
+            path
+            and path != "-"
+            and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir())
+        ):
+            raise ValueError(f"{path} cannot be written: it is a folder, or its folder is missing")
+    if needs_plots:
+        require_matplotlib()
+
+
+class ListedBatches:
+    """Global batches that are there already, as a planner's source: it ends with them."""
+
+    def __init__(self, batches: list[GlobalBatch]) -> None:
+        self.batches = batches
+
+    def start(self) -> dict[str, int]:
+        return {"batch": 0}
+
+    def next(self, state: dict[str, int]) -> tuple[GlobalBatch, dict[str, int]] | None:
+        at = state["batch"]
+        return None if at >= len(self.batches) else (self.batches[at], {"batch": at + 1})

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    _check(options)
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     grid = Grid(
@@ -94,21 +97,31 @@ def run(options: argparse.Namespace) -> int:
         "points": [p.to_json() for p in tuning.points],
     }
     if options.json == "-":
-        print(json.dumps(data, indent=1))
+        print(json.dumps(data, indent=1, allow_nan=False))
         return 0
     if options.json:
-        Path(options.json).write_text(json.dumps(data, indent=1), "utf-8")
+        Path(options.json).write_text(json.dumps(data, indent=1, allow_nan=False), "utf-8")
     console = Console(highlight=False)
     for line in facts.lines:
-        console.print(line)
+        console.print(line, markup=False)
     console.print(tuning_table(tuning, rows=options.rows))
     if not tuning.is_within_budget:
         console.print(
             f"no setting keeps the mean delay within {options.delay_budget:g} iterations; "
             f"recommended is the one with the least delay"
         )
-    console.print("recommended: --set " + " ".join(tuning.recommended.overrides))
+    quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
+    console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)
     for path in (options.plot, options.json):
         if path:
             console.print(f"written: {path}")
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be refused before any work."""
+    if not 0 <= options.delay_budget < math.inf:
+        raise ValueError(f"--delay-budget {options.delay_budget} must be at least 0 and finite")
+    if options.rows < 1:
+        raise ValueError(f"--rows {options.rows} must be at least 1")
+    sources.check_outputs(options.json, options.plot, needs_plots=bool(options.plot))

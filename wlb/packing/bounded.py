@@ -27,7 +27,15 @@ from wlb.packing.base import PolicyPacker, build_plan
 from wlb.packing.refine import refine
 from wlb.packing.release import Limits, choose
 from wlb.packing.var_len import check_fits, place
-from wlb.plan import BoolArray, Carry, GlobalBatch, PackingPlan, Pieces, check_at_least
+from wlb.plan import (
+    BoolArray,
+    Carry,
+    GlobalBatch,
+    IntArray,
+    PackingPlan,
+    Pieces,
+    check_at_least,
+)
 
 POLICY = "bounded"
 DELAY_PRICE = 0.15
@@ -85,7 +93,8 @@ class BoundedPacker(PolicyPacker):
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        check_fits(carry, self.s_max)
+        limit = min(self.s_max, self.limits.step_tokens)
+        check_fits(carry, limit, name="s_max or step_tokens")
         step = carry.next_step
         waiting = Pieces.concat(carry.pieces, self.options.arrived(batch, step))
         plans: list[PackingPlan] = []
@@ -104,16 +113,19 @@ class BoundedPacker(PolicyPacker):
     def _step(self, waiting: Pieces, step: int, *, flush: bool) -> tuple[PackingPlan, Pieces]:
         work = self.options.workloads(waiting)
         limits = self.limits
+        age = step - waiting.arrival
+        is_due = age >= self.max_delay
         if flush:
-            taken = _tallest_first(waiting, work, limits.step_tokens)
+            taken = _tallest_first(waiting, work, is_due, limits.step_tokens)
         else:
-            taken = choose(waiting.length, work, step - waiting.arrival, limits)
+            taken = choose(waiting.length, work, age, limits)
         order = np.flatnonzero(taken)
         order = order[np.argsort(-work[order], kind="stable")]
-        lengths, loads = waiting.length[order].tolist(), work[order].tolist()
-        num = self.num_micro_batches
-        rows, rest = place(lengths, loads, num_micro_batches=num, s_max=self.s_max)
-        rows = refine(rows, lengths, loads, s_max=self.s_max)
+        rows, rest = self._place(waiting.length[order], work[order])
+        if is_due[order[rest]].any():
+            # S_max left out one that must leave: those come first then, at some cost in balance.
+            order = order[np.argsort(~is_due[order], kind="stable")]
+            rows, rest = self._place(waiting.length[order], work[order])
         taken[order[rest]] = False
         held = waiting.take(np.flatnonzero(~taken))
         plan = build_plan(
@@ -127,10 +139,19 @@ class BoundedPacker(PolicyPacker):
         )
         return plan, held
 
+    def _place(self, length: IntArray, work: IntArray) -> tuple[list[list[int]], list[int]]:
+        """Algorithm 1's placement in the given order, refined; and what S_max leaves over."""
+        lengths, loads = length.tolist(), work.tolist()
+        num = self.num_micro_batches
+        rows, rest = place(lengths, loads, num_micro_batches=num, s_max=self.s_max)
+        return refine(rows, lengths, loads, s_max=self.s_max), rest
 
-def _tallest_first(waiting: Pieces, work: np.ndarray, step_tokens: int) -> BoolArray:
-    """At the end of data: the tallest documents together, up to the token cap."""
-    order = np.argsort(-work, kind="stable")
+
+def _tallest_first(
+    waiting: Pieces, work: IntArray, is_due: BoolArray, step_tokens: int
+) -> BoolArray:
+    """At the end of data: what is due, then the tallest documents together, up to the token cap."""
+    order = np.lexsort((-work, ~is_due))
     taken = np.zeros(len(waiting), bool)
     taken[order[np.cumsum(waiting.length[order]) <= step_tokens]] = True
     return taken

@@ -74,8 +74,11 @@ class CapacityPacker(PolicyPacker):
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         self._check_fits(carry)
-        arrived = self.options.arrived(batch, carry.next_step)
-        num_batches = int(carry.slot.max(initial=LEFTOVER)) + (len(arrived) > 0)
+        # Batches that wait for their window would have been trained one a step by the loader.
+        waiting = int(carry.slot.max(initial=LEFTOVER))
+        due = carry.next_step + (waiting if self.pack_batches > 1 else 0)
+        arrived = self.options.arrived(batch, due)
+        num_batches = waiting + (len(arrived) > 0)
         pieces = Pieces.concat(carry.pieces, arrived)
         slot = np.concatenate([carry.slot, np.full(len(arrived), num_batches, np.int64)])
         lengths = pieces.length

@@ -47,7 +47,7 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
         ("capacity, BFD", _capacity(base)),
     ]
     rest = [Variant(label=label, section=section) for label, section in others]
-    return (own, *(v for v in rest if v.section != base))
+    return (own, *(v for v in rest if v.section != base and _can_catch_up(spec, v.section)))
 
 
 def compare(
@@ -95,14 +95,21 @@ def _capacity(base: PackingSection) -> PackingSection:
     )
 
 
+def _can_catch_up(spec: RunSpec, section: PackingSection) -> bool:
+    """Whether a step may take more than a batch brings; `bounded` cannot be without."""
+    if section.policy != Policy.BOUNDED:
+        return True
+    most = spec.num_micro_batches * section.s_max_tokens(spec.data.context_window)
+    cap = section.step_tokens_of(spec.tokens_per_step)
+    return min(most, cap or most) > spec.tokens_per_step
+
+
 def _bounded(base: PackingSection) -> list[tuple[str, PackingSection]]:
     """As configured, and with nearly constant tokens per step."""
     section = replace(base, policy=Policy.BOUNDED)
-    if section.s_max <= 1.0:
-        return []  # no room to catch up what is held back
     cap = f"T {section.step_tokens:g}" if section.step_tokens else f"S_max {section.s_max:g}"
     out = [(f"bounded {cap} D {section.max_delay}", section)]
-    if (section.step_tokens or section.s_max) > CONSTANT_TOKENS:
+    if min(section.step_tokens or section.s_max, section.s_max) > CONSTANT_TOKENS:
         label = f"bounded T {CONSTANT_TOKENS:g} D {section.max_delay}"
         out.append((label, replace(section, step_tokens=CONSTANT_TOKENS)))
     return out
@@ -113,7 +120,7 @@ def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
     if not levels:
         return [()]
     out = [levels[:1], levels]
-    if len(levels) > 1:
+    if len(levels) > 1 and levels[1] - levels[0] >= 0.02:
         middle = round((levels[0] + levels[1]) / 2, 3)
         out.append((levels[0], middle, *levels[1:]))
     return list(dict.fromkeys(out))

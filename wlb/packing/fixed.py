@@ -14,8 +14,10 @@ What the paper leaves open, and what is done here:
   trained in a seeded random order, lest the heaviest always comes first. `IN_ORDER` takes them by
   index.
 
-Guarantees: every micro-batch but those of the flush has exactly C tokens. A token is trained at
-most W - 1 steps later, or earlier, than by the loader's order. Cost: O(n log n + n log(W * N)).
+Guarantees: every micro-batch but those of the flush has exactly C tokens. What was held back once
+is taken by the next window, so that a token is trained within two windows, 2 W steps, of the
+loader's order (later where a document is as long as several windows).
+Cost: O(n log n + n log(W * N)).
 """
 
 import heapq
@@ -43,7 +45,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPacker(PolicyPacker):
-    """Fixed-length packing behind the packer protocol. Carry: slot 0 = the stream not yet packed.
+    """Fixed-length packing behind the packer protocol.
+
+    Carry: the stream not yet packed; slot 1 = held back by a window that was packed.
 
     window_batches: W, global batches packed together.
     """
@@ -61,14 +65,20 @@ class FixedPacker(PolicyPacker):
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
+        num_held = int((carry.slot > 0).sum())  # always first in the stream
         plans: list[PackingPlan] = []
         step = carry.next_step
         while len(stream) and (batch is None or stream.num_tokens >= size):
-            window, stream = take_tokens(stream, size, longest_cut=self.options.context_window // 8)
+            window, stream, num_held = take_tokens(
+                stream,
+                size,
+                longest_cut=self.options.context_window // 8,
+                num_held=num_held,
+            )
             made = self._steps(window, step, stream.num_tokens)
             plans += made
             step += len(made)
-        slot = np.zeros(len(stream), np.int64)
+        slot = (np.arange(len(stream)) < num_held).astype(np.int64)
         return tuple(plans), Carry(policy=self.policy, pieces=stream, slot=slot, next_step=step)
 
     def pack(self, pieces: Pieces, num_micro_batches: int, seed: int) -> Window:
@@ -108,22 +118,25 @@ class FixedPacker(PolicyPacker):
         ]
 
 
-def take_tokens(stream: Pieces, size: int, *, longest_cut: int) -> tuple[Pieces, Pieces]:
-    """The first `size` tokens of `stream` (or all), and the rest; long documents stay whole.
+def take_tokens(
+    stream: Pieces, size: int, *, longest_cut: int, num_held: int = 0
+) -> tuple[Pieces, Pieces, int]:
+    """The first `size` tokens of `stream` (or all), the rest, and how many of that were held back.
 
     The document that crosses the limit is taken too; the surplus it brings is held back from the
     end of what was taken: documents that are no longer than it whole, then a part of the first one
-    of at most `longest_cut` tokens (of the shortest one that is long enough, if there is none).
-    Cutting the crossing document itself would cut one in four full-window documents at W = 1.
+    of at most `longest_cut` tokens (of the shortest one that is long enough, if there is none). The
+    first `num_held` pieces were held back before and are not again. Cutting the crossing document
+    itself would cut one in four full-window documents at W = 1.
     """
     ends = np.cumsum(stream.length)
     if not len(stream) or int(ends[-1]) <= size:
-        return stream, Pieces.empty()
+        return stream, Pieces.empty(), 0
     taken = int(np.searchsorted(ends, size)) + 1
     surplus = int(ends[taken - 1]) - size
     held = np.arange(len(stream)) >= taken
     row = taken - 1
-    while surplus and row >= 0:
+    while surplus and row >= num_held:
         length = int(stream.length[row])
         if length <= surplus:
             held[row] = True
@@ -132,12 +145,16 @@ def take_tokens(stream: Pieces, size: int, *, longest_cut: int) -> tuple[Pieces,
             break
         row -= 1
     if surplus:
-        if row < 0:
-            left = np.flatnonzero(~held & (stream.length > surplus))
+        if row < num_held:
+            # There is always one: the document that crosses the limit.
+            is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
+            left = np.flatnonzero(~held & is_new & (stream.length > surplus))
             row = int(left[np.argmin(stream.length[left])])
         stream = cut_at(stream, [int(ends[row]) - surplus])
         held = np.insert(held, row + 1, True)
-    return stream.take(np.flatnonzero(~held)), stream.take(np.flatnonzero(held))
+        taken += 1
+    rest = np.flatnonzero(held)
+    return stream.take(np.flatnonzero(~held)), stream.take(rest), int((rest < taken).sum())
 
 
 def greedy(

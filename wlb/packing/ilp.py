@@ -3,7 +3,8 @@
 Two policies. `ilp_fixed` (Eq. 1, Section 3.2): W * N windows of exactly C tokens from the same
 tokens as `fixed`, attention balanced. `ilp_var_len` (Eq. 2, Section 4.1): the documents of W global
 batches in W * N micro-batches of at most S_max tokens, W_a + W_l balanced, no piece cut, and
-none delayed beyond the window if it fits. `solve_fixed` and `solve_var_len` pack one window.
+none delayed beyond the window if greedy can place it. `solve_fixed` and `solve_var_len` pack one
+window.
 
 (1) The greedy packing of the same pieces (`fixed`; Algorithm 1's placement for Eq. 2). (2) The ILP
 over the long documents, with the short ones as a fluid (ilp_model.py, ilp_fluid.py), from there.
@@ -281,7 +282,7 @@ class IlpVarLenPacker(PolicyPacker):
 
     Carry: slot 0 = leftovers of the last window, slot i = the i-th batch of the next one. A batch
     without documents is no batch; a step without any is left out. What greedy cannot place within
-    S_max, if the documents bring more than fits, is left over and comes first in the next window.
+    S_max, where greedy cannot place everything, is left over and comes first in the next window.
 
     s_max: longest micro-batch in tokens, at least the context window. on_report: as in
     `IlpFixedPacker`.

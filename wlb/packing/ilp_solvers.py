@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+PRINTED = 0.0005
 _LOWER_BOUND = re.compile(r"^Lower bound:\s+(\S+)\s*$", re.MULTILINE)
 _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
@@ -127,7 +128,9 @@ def _run_cbc(problem: Any, limits: Limits) -> Outcome:
             path=bundled.pulp_cbc_path if bundled else None,
             msg=False,
             gapRel=limits.gap,
-            threads=limits.threads,
+            # One thread is CBC's default; asking for it starts its threaded mode all the same,
+            # which now and then waits ten seconds for a wake-up that was lost.
+            threads=limits.threads if limits.threads > 1 else None,
             timeLimit=limits.time_limit_s,
             warmStart=True,
             logPath=str(log),
@@ -142,7 +145,8 @@ def _run_cbc(problem: Any, limits: Limits) -> Outcome:
         text = log.read_text()
     constants = pulp.constants
     is_proven = problem.sol_status == constants.LpSolutionOptimal
-    bounds = [float(bound) for bound in _LOWER_BOUND.findall(text)]
+    # The log rounds to three decimals, up as well as down.
+    bounds = [float(bound) - PRINTED for bound in _LOWER_BOUND.findall(text)]
     if is_proven and not bounds:  # searched to the end, but nodes within the gap may be cut off
         bounds = [float(value) * (1 - limits.gap) for value in _OBJECTIVE.findall(text)]
     return Outcome(

@@ -37,11 +37,11 @@ class PackingSummary:
     """One row of a comparison. Delays are in iterations, tokens are real tokens, times ms.
 
     imbalance is of forward latency: mean, 95th percentile, maximum and time-weighted over steps;
-    imbalance_step and step_time_weighted are of forward + backward, imbalance_attention is of
-    attention alone. num_steps: without the flush. tokens_cv: standard deviation / mean of tokens
-    per step. held_tokens: waiting after a step, on average. cut_documents: trained in more than one
-    piece. packing_ms: mean time of a push, so that policies which pack several batches at once pay
-    for each of them.
+    imbalance_step and step_time_weighted are of forward + backward; imbalance_attention,
+    attention_p95 and attention_time_weighted of attention alone. num_steps: without the flush.
+    tokens_cv: standard deviation / mean of tokens per step. held_tokens: waiting after a step, on
+    average. cut_documents: trained in more than one piece. packing_ms: mean time of a push, so that
+    policies which pack several batches at once pay for each of them.
     """
 
     label: str
@@ -54,6 +54,8 @@ class PackingSummary:
     imbalance_max: float
     imbalance_time_weighted: float
     imbalance_attention: float
+    attention_p95: float
+    attention_time_weighted: float
     imbalance_step: float
     step_time_weighted: float
     lower_bound: float
@@ -184,6 +186,7 @@ def _summary(
     tally: _Tally, forward: FloatArray, times: list[float], label: str, policy: str
 ) -> PackingSummary:
     tokens = np.array(tally.tokens or [0], np.float64)
+    attention = tally.ratios(tally.attention)
     return PackingSummary(
         label=label,
         policy=policy,
@@ -194,7 +197,9 @@ def _summary(
         imbalance_p95=float(np.percentile(forward, 95)),
         imbalance_max=float(forward.max()),
         imbalance_time_weighted=_time_weighted(tally.forward, tally.num_micro_batches),
-        imbalance_attention=_mean(tally.ratios(tally.attention)),
+        imbalance_attention=_mean(attention),
+        attention_p95=float(np.percentile(attention, 95)) if attention.size else 1.0,
+        attention_time_weighted=_time_weighted(tally.attention, tally.num_micro_batches),
         imbalance_step=_mean(tally.ratios(tally.step)),
         step_time_weighted=_time_weighted(tally.step, tally.num_micro_batches),
         lower_bound=_mean(np.array(tally.bound)),

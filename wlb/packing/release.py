@@ -21,8 +21,9 @@ of them are scored at once with a lower bound on the slowest micro-batch; (3) th
 packed (outliers by Algorithm 1's placement, ordinary ones as a fluid) and scored again.
 
 Guarantees: documents of age D and more leave, oldest first, as far as the cap T allows; never more
-than T tokens; at least one document. Whole-number inputs and single IEEE operations: equal on all
-hosts. Cost: O(n log n) plus some thousand choices, whatever n is.
+than T tokens; at least 0.35 global batches if a choice can, at least one document always.
+Whole-number inputs and single IEEE operations: equal on all hosts. Cost: O(n log n) plus some
+thousand choices, whatever n is.
 """
 
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ OUTLIER = 0.2
 CLASS = 0.97
 """Outliers whose work is at least this part of the tallest one of a class are taken for equal: the
 oldest of them goes first."""
+LEAST = 0.35
+"""Global batches that a step takes at least, if that much waits and fits: holding nearly everything
+back costs nothing by itself, and steps would alternate between nearly empty and full ones."""
 CURVATURE = 0.1
 URGENCY = 2.0
 NUM_PACKED = 8
@@ -210,9 +214,12 @@ def _choices(waiting: Waiting) -> Choices:
     tokens -= waiting.sum_length[j]
     extra = waiting.sum_forced_length[i] + waiting.sum_forced_length[j]
     extra -= waiting.sum_forced_length[end]
-    fits = tokens + extra + waiting.fluid.forced_tokens <= waiting.limits.step_tokens
-    some = tokens + extra + waiting.fluid.forced_tokens + waiting.fluid.tokens > 0
-    keep = fits & some
+    taken = tokens + extra + waiting.fluid.forced_tokens
+    # With the ordinary documents that may come along; what a step must take, if any choice can.
+    fits = taken <= waiting.limits.step_tokens
+    possible = np.minimum(taken + waiting.fluid.tokens, waiting.limits.step_tokens)
+    least = min(LEAST * waiting.limits.tokens_per_step, int(possible[fits].max()))
+    keep = fits & (possible >= max(1.0, least))
     return Choices(i=i[keep], end=end[keep], j=j[keep])
 
 
@@ -276,7 +283,7 @@ def _running_max_from(waiting: Waiting) -> IntArray:
     return np.maximum.accumulate(work[::-1])[::-1]
 
 
-def _pigeonhole(waiting: Waiting, choices: Choices) -> IntArray:
+def _pigeonhole(waiting: Waiting, choices: Choices) -> FloatArray:
     """Of N + 1 outliers two share a micro-batch, of 2N + 1 three do: at least the least of them."""
     num, no = waiting.limits.num_micro_batches, waiting.num_outliers
     work = np.append(waiting.work[:no], 0)
@@ -288,7 +295,8 @@ def _pigeonhole(waiting: Waiting, choices: Choices) -> IntArray:
 
     two = np.where(at(num) > 0, at(num) + at(num - 1), 0)
     three = np.where(at(2 * num) > 0, at(2 * num) + at(2 * num - 1) + at(2 * num - 2), 0)
-    return np.maximum(two, three)
+    # Inside a class age decides the order, so the least of them may be that much less.
+    return CLASS * np.maximum(two, three)
 
 
 def _crowded(waiting: Waiting, choices: Choices, tokens: IntArray, work: IntArray) -> FloatArray:
@@ -306,7 +314,8 @@ def _crowded(waiting: Waiting, choices: Choices, tokens: IntArray, work: IntArra
         top_work = waiting.sum_work[end] - waiting.sum_work[first]
         rest = tokens - (waiting.sum_length[end] - waiting.sum_length[first])
         over = np.maximum(0, rest - (num - k) * s_max)
-        on_top = over * (work - top_work) / np.maximum(1, rest)
+        # Divided first: tokens times ns would not fit 64 bits.
+        on_top = over / np.maximum(1, rest) * (work - top_work)
         is_used = (k > 0) & (k <= num)
         out = np.maximum(out, np.where(is_used, (top_work + on_top) / np.maximum(1, k), 0.0))
     return out
@@ -377,10 +386,12 @@ def _poured(loads: list[int], sizes: list[int], tokens: int, work: int, s_max: i
     highest = float(max(loads))
     if not tokens:
         return highest
-    density = work / tokens
-    room = [(s_max - size) * density for size in sizes]
     if sum(s_max - size for size in sizes) < tokens:
         return None
+    if not work:
+        return highest
+    density = work / tokens
+    room = [(s_max - size) * density for size in sizes]
     events = sorted(
         [(float(a), 1) for a in loads] + [(a + r, -1) for a, r in zip(loads, room, strict=True)]
     )

@@ -57,6 +57,9 @@ class Grid:
             raise ValueError(
                 f"policy {unknown[0]} has nothing to tune; use {Policy.VAR_LEN}, {Policy.BOUNDED}"
             )
+        none = [p for p in self.prices if not 0 < p < float("inf")]
+        if none:
+            raise ValueError(f"price {none[0]} must be above 0, relative to the default")
         bad = [t for t in self.thresholds if not 0 < t <= 1]
         if bad:
             raise ValueError(f"threshold {bad[0]} must be above 0 and at most 1 context window")
@@ -157,16 +160,22 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
     if not delay_budget >= 0:
         raise ValueError(f"delay_budget = {delay_budget} iterations must be at least 0")
     tried = tuple(points)
+    trained = [p for p in tried if p.summary.num_steps]
+    if tried and not trained:
+        raise ValueError(
+            "no setting made a step before the data ended: everything waited for the flush; give "
+            "more global batches or lower thresholds"
+        )
     if not tried:
         raise ValueError("no setting is left to try: every T is at least S_max; give smaller ones")
-    good = [p for p in tried if p.summary.mean_delay <= delay_budget]
+    good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
         best = min(good, key=lambda p: p.objectives)
     else:
-        best = min(tried, key=lambda p: (p.summary.mean_delay, p.objectives))
+        best = min(trained, key=lambda p: (p.summary.mean_delay, p.objectives))
     return Tuning(
         points=tried,
-        front=pareto_front(tried),
+        front=pareto_front(trained),
         recommended=best,
         delay_budget=delay_budget,
     )

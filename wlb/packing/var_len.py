@@ -74,10 +74,11 @@ class VarLenPacker(PolicyPacker):
                 f"s_max = {self.s_max} is the context window, and Algorithm 1 taken literally "
                 f"places a document only where it stays below s_max: use {self.s_max + 1} or more"
             )
-        if self.step_tokens is not None and self.step_tokens < self.s_max:
+        window = self.options.context_window
+        if self.step_tokens is not None and self.step_tokens < window:
             raise ValueError(
-                f"step_tokens = {self.step_tokens} is below s_max = {self.s_max}: the cap of a "
-                f"step holds for all of its micro-batches together"
+                f"step_tokens = {self.step_tokens} is below the context window of {window}: a "
+                f"document that fills it could never be placed"
             )
         thresholds = int_array("queue_thresholds", self.queue_thresholds)
         check_minimum("queue_thresholds", thresholds, 1)
@@ -87,7 +88,7 @@ class VarLenPacker(PolicyPacker):
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        check_fits(carry, self.s_max)
+        check_fits(carry, self.s_max - self.literal)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         pieces = Pieces.concat(carry.pieces, arrived)

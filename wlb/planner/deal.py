@@ -7,7 +7,7 @@ exchange micro-batches while that lowers the most work of a pipeline; (3) and th
 the most tokens of one without raising the most work by more than 0.5%. Inside a pipeline
 micro-batches keep their order. Ties go to the lowest index.
 
-Guarantees: N / dp micro-batches each; no more work than longest-processing-time dealing leaves.
+Guarantees: N / dp micro-batches each; at most 0.5% more work than longest-processing-time dealing.
 Cost: 0.5 ms for 32 micro-batches on 8 pipelines, 30 ms for 1,024 on 64.
 """
 

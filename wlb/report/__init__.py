@@ -1,6 +1,7 @@
 """Tables, plots and self-contained HTML pages; torch-free."""
 
 from wlb.report.page import packing_page
+from wlb.report.plots import require_matplotlib
 from wlb.report.source import SourceFacts, facts_of
 from wlb.report.tables import packing_table, remarks, tuning_table
 
@@ -10,5 +11,6 @@ __all__ = [
     "packing_page",
     "packing_table",
     "remarks",
+    "require_matplotlib",
     "tuning_table",
 ]

@@ -225,12 +225,19 @@ def _line(summary: PackingSummary, own: str) -> dict[str, Any]:
     return {"color": colour, "linewidth": width, "label": summary.label}
 
 
-def _figure(*, ncols: int, height: float, width: float = 9.0) -> tuple[Any, list[Any]]:
-    """A Figure without any window system, and its axes from left to right."""
+def require_matplotlib() -> None:
+    """ValueError with the remedy where it is not installed."""
     try:
-        from matplotlib.figure import Figure
+        importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError:
         raise ValueError("plots need matplotlib; pip install 'wlb-llm[plot]'") from None
+
+
+def _figure(*, ncols: int, height: float, width: float = 9.0) -> tuple[Any, list[Any]]:
+    """A Figure without any window system, and its axes from left to right."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     axes: list[Any] = [figure.add_subplot(1, ncols, i + 1) for i in range(ncols)]
     for axis in axes:
