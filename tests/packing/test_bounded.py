@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wlb.corpus import GlobalBatches, LengthSource, lengths_of_family
 from wlb.cost import FlopsWorkload
-from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker
+from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
 from wlb.packing.measure import measure
 from wlb.packing.release import Limits, choose
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
@@ -363,3 +363,40 @@ def test_a_piece_that_no_step_can_take_is_refused_not_flushed_for_ever() -> None
     literal = VarLenPacker(options=options, s_max=101, queue_thresholds=(), literal=True)
     with pytest.raises(ValueError, match="longer than s_max = 100"):
         literal.push(None, waiting_for("var_len", [101], [0], 0))
+
+
+def rare(num: int) -> list[GlobalBatch]:
+    """A full-window document every twelve batches, some of a quarter to half a window between."""
+    draw = np.random.default_rng(2)
+    out: list[GlobalBatch] = []
+    for i in range(num):
+        some = draw.integers(C // 4, C // 2, 3).tolist()
+        out.append(batch(i, [C] * (i % 12 == 5) + some + ORDINARY[: 64 - 4 * len(some)]))
+    return out
+
+
+def test_a_rare_tall_document_collects_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortfall term: without it the document leaves alone at its last moment."""
+    batches = rare(96)
+    ours = measure(packer(), batches, cost=COST).summary
+    monkeypatch.setattr(release, "URGENCY", 0.0)
+    without = measure(packer(), batches, cost=COST).summary
+    assert ours.imbalance_time_weighted < without.imbalance_time_weighted - 0.005
+    assert ours.imbalance_max < without.imbalance_max - 0.03
+
+
+def test_moves_and_swaps_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = fitted(80, 16)
+    ours = measure(packer(n=16), batches, cost=COST).summary
+    monkeypatch.setattr(bounded, "refine", lambda rows, *_, **__: rows)
+    without = measure(packer(n=16), batches, cost=COST).summary
+    assert ours.imbalance < without.imbalance - 0.001
+
+
+def test_a_backlog_costs_more_the_longer_it_takes_to_catch_up() -> None:
+    """Of two equally balanced choices the one that leaves less behind, the more so at a tight T."""
+    batches = fitted(100, 4)
+    tight = measure(packer(step_tokens=1.1, s_max=1.5, max_delay=40), batches, cost=COST).summary
+    assert tight.mean_delay < 0.6
+    assert tight.held_tokens < 0.8 * 4 * C
+    assert tight.imbalance < 1.02
