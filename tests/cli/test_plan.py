@@ -98,7 +98,7 @@ def test_files_are_written_and_named(
               "--json", str(rows), *SMALL)  # fmt: skip
     assert "written: " in out
     assert page.read_text("utf-8").startswith("<!doctype html>")
-    assert json.loads(rows.read_text("utf-8"))["command"].startswith("wlb ")
+    assert json.loads(rows.read_text("utf-8"))["command"].startswith("wlb plan --lengths ")
 
 
 def test_other_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

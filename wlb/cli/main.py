@@ -17,7 +17,9 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_parser(commands)
     plan.add_parser(commands)
     tune.add_parser(commands)
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
+    options.words = words
     try:
         return options.run(options)
     except (ValueError, OSError) as error:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-import sys
 from dataclasses import replace
 from datetime import date
 from itertools import islice
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         )
         Path(options.html).write_text(page, "utf-8")
     data = {
-        "command": _command(),
+        "command": _command(options),
         "version": __version__,
         "source": facts.to_json(),
         "setting": setting,
@@ -203,7 +202,7 @@ def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("command", _command()),
+        ("command", _command(options)),
         ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
         *((name, str(value)) for name, value in setting.items()),
         ("wlb", __version__),
@@ -211,5 +210,5 @@ def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tu
     ]
 
 
-def _command() -> str:
-    return shlex.join(["wlb", *sys.argv[1:]])
+def _command(options: argparse.Namespace) -> str:
+    return shlex.join(["wlb", *options.words])
