@@ -42,6 +42,7 @@ class Scripted(PolicyPacker):
             policy=self.policy,
             step=step,
             pieces=waiting,
+            work_ns=self.options.workloads(waiting),
             rows=[list(members) for members in rows],
             num_held_tokens=held.num_tokens,
             max_delay=1,

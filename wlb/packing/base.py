@@ -26,6 +26,8 @@ from wlb.plan import (
 )
 
 MOST_WORK = 2.0**62
+STEP_ORDER = 1 << 19
+"""Index of `permuted` for the order of steps; micro-batches have lower ones."""
 
 
 class Packer(Protocol):
@@ -102,11 +104,6 @@ class PackerOptions:
         """W_a of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
         return _priced(pieces, self.cost.attention_ns(pieces.length))
 
-    def loads(self, pieces: Pieces, rows: list[list[int]]) -> IntArray:
-        """W_a + W_l of `rows[j]` of `pieces` in ns, shape [len(rows)]."""
-        work = self.workloads(pieces)
-        return np.array([int(work[members].sum()) for members in rows], np.int64)
-
 
 def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
     """`cost_ns` (shape [num_pieces]) as integers; ValueError naming the piece that has no cost."""
@@ -138,12 +135,43 @@ class PolicyPacker:
         return Carry.empty(self.policy)
 
 
+def check_s_max(s_max: int, options: PackerOptions) -> None:
+    """ValueError for an S_max (tokens) that a document as long as the window would not fit."""
+    if s_max < options.context_window:
+        raise ValueError(
+            f"s_max = {s_max} is below the context window of {options.context_window}: a document "
+            f"that fills it could never be placed"
+        )
+
+
+def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
+    """ValueError naming a waiting piece of more than `limit` tokens.
+
+    It was cut for a larger window; no step could ever take it, and the flush would never end.
+    """
+    over = np.flatnonzero(pieces.length > limit)
+    if over.size:
+        piece = pieces[int(over[0])]
+        raise ValueError(
+            f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
+            f"cut for a larger context window than this packer's: it is longer than {name} = "
+            f"{limit}; go on with a larger window or {name}"
+        )
+
+
+def permuted(values: IntLike, options: PackerOptions, *, step: int, index: int) -> IntArray:
+    """`values` (shape [n]) in an order that (options.seed, step, index) decides on every host."""
+    key = np.array([options.seed % 2**64, (step << 20) + index], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(np.asarray(values, np.int64))
+
+
 def build_plan(
     options: PackerOptions,
     *,
     policy: str,
     step: int,
     pieces: Pieces,
+    work_ns: IntArray,
     rows: Sequence[IntLike],
     num_held_tokens: int,
     max_delay: int | None = None,
@@ -151,20 +179,17 @@ def build_plan(
 ) -> PackingPlan:
     """A plan with `rows[i]` of `pieces` in micro-batch i.
 
-    max_delay: pieces delayed by more steps than that are counted as overdue.
-
-    shuffle: order the pieces of a micro-batch at random, by (options.seed, step, i). Policies push
-    documents in descending order; left so, per-sequence sharding would give the long documents to
-    the same ranks every time.
+    work_ns: of `pieces`, shape [num_pieces]. max_delay: pieces delayed by more steps than that are
+    counted as overdue. shuffle: order the pieces of a micro-batch at random, by (options.seed,
+    step, i). Policies push documents in descending order; left so, per-sequence sharding would give
+    the long documents to the same ranks every time.
     """
     order = [np.array(members, np.int64) for members in rows]
     if shuffle:
-        for i, members in enumerate(order):
-            key = np.array([options.seed % 2**64, (step << 20) + i], np.uint64)
-            order[i] = np.random.Generator(np.random.Philox(key=key)).permutation(members)
+        order = [permuted(members, options, step=step, index=i) for i, members in enumerate(order)]
     index = np.concatenate(order)
     placed = pieces.take(index)
-    running = offsets_of(options.workloads(placed))
+    running = offsets_of(work_ns[index])
     offsets = offsets_of([len(members) for members in rows])
     return PackingPlan(
         step=step,
@@ -175,3 +200,38 @@ def build_plan(
         num_held_tokens=num_held_tokens,
         num_overdue=0 if max_delay is None else int((step - placed.arrival > max_delay).sum()),
     )
+
+
+def build_plans(
+    options: PackerOptions,
+    *,
+    policy: str,
+    first_step: int,
+    pieces: Pieces,
+    steps: Sequence[Sequence[list[int]]],
+    num_waiting_tokens: int,
+    shuffle: bool = True,
+) -> tuple[PackingPlan, ...]:
+    """Plans of consecutive steps out of the same pieces: `steps[s][i]` = rows of micro-batch i.
+
+    num_waiting_tokens: what still waits after the last of them; what later ones train is held too.
+    """
+    work, length = options.workloads(pieces), pieces.length
+    tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
+    held = num_waiting_tokens + sum(tokens)
+    plans: list[PackingPlan] = []
+    for i, rows in enumerate(steps):
+        held -= tokens[i]
+        plans.append(
+            build_plan(
+                options,
+                policy=policy,
+                step=first_step + i,
+                pieces=pieces,
+                work_ns=work,
+                rows=rows,
+                num_held_tokens=held,
+                shuffle=shuffle,
+            )
+        )
+    return tuple(plans)

@@ -23,10 +23,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.base import PolicyPacker, build_plan, check_fits, check_s_max
 from wlb.packing.refine import refine
 from wlb.packing.release import Limits, choose
-from wlb.packing.var_len import check_fits, place
+from wlb.packing.var_len import place
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -61,11 +61,7 @@ class BoundedPacker(PolicyPacker):
 
     def __post_init__(self) -> None:
         options = self.options
-        if self.s_max < options.context_window:
-            raise ValueError(
-                f"s_max = {self.s_max} is below the context window of {options.context_window}: a "
-                f"document that fills it could never be placed"
-            )
+        check_s_max(self.s_max, options)
         if self.limits.step_tokens <= options.tokens_per_step:
             raise ValueError(
                 f"step_tokens = {self.limits.step_tokens} is not more than the "
@@ -94,7 +90,7 @@ class BoundedPacker(PolicyPacker):
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         limit = min(self.s_max, self.limits.step_tokens)
-        check_fits(carry, limit, name="s_max or step_tokens")
+        check_fits(carry.pieces, limit, name="s_max or step_tokens")
         step = carry.next_step
         waiting = Pieces.concat(carry.pieces, self.options.arrived(batch, step))
         plans: list[PackingPlan] = []
@@ -133,6 +129,7 @@ class BoundedPacker(PolicyPacker):
             policy=POLICY,
             step=step,
             pieces=waiting,
+            work_ns=work,
             rows=[order[members] for members in rows],
             num_held_tokens=held.num_tokens,
             max_delay=self.max_delay,

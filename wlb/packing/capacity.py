@@ -30,7 +30,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.base import STEP_ORDER, PolicyPacker, build_plans, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least
 
@@ -73,7 +73,7 @@ class CapacityPacker(PolicyPacker):
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        self._check_fits(carry)
+        check_fits(carry.pieces, self.bin_tokens, name="capacity")
         # Batches that wait for their window would have been trained one a step by the loader.
         waiting = int(carry.slot.max(initial=LEFTOVER))
         due = carry.next_step + (waiting if self.pack_batches > 1 else 0)
@@ -90,40 +90,22 @@ class CapacityPacker(PolicyPacker):
                 step=carry.next_step,
                 flush=batch is None,
             )
-        placed = np.zeros(len(pieces), np.bool_)
-        held = pieces.num_tokens
-        plans: list[PackingPlan] = []
-        for step, rows in enumerate(steps, carry.next_step):
-            members = [row for micro_batch in rows for row in micro_batch]
-            placed[members] = True
-            held -= int(lengths[members].sum())
-            plans.append(
-                build_plan(
-                    self.options,
-                    policy=POLICY,
-                    step=step,
-                    pieces=pieces,
-                    rows=rows,
-                    num_held_tokens=held,
-                    shuffle=not self.method.is_streaming,
-                )
-            )
-        left = np.flatnonzero(~placed)
+        used = [row for rows in steps for members in rows for row in members]
+        left = np.setdiff1d(np.arange(len(pieces)), used)
+        plans = build_plans(
+            self.options,
+            policy=POLICY,
+            first_step=carry.next_step,
+            pieces=pieces,
+            steps=steps,
+            num_waiting_tokens=int(lengths[left].sum()),
+            shuffle=not self.method.is_streaming,
+        )
         # A packing without steps is as if it had not been: what was new is still new next time.
         slot = np.full(left.size, LEFTOVER) if plans else slot[left]
         next_step = carry.next_step + len(plans)
         rest = Carry(policy=POLICY, pieces=pieces.take(left), slot=slot, next_step=next_step)
-        return tuple(plans), rest
-
-    def _check_fits(self, carry: Carry) -> None:
-        over = np.flatnonzero(carry.pieces.length > self.bin_tokens)
-        if over.size:
-            piece = carry.pieces[int(over[0])]
-            raise ValueError(
-                f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
-                f"cut for a larger context window than this packer's: it is longer than a bin of "
-                f"{self.bin_tokens}; go on with a larger window or capacity"
-            )
+        return plans, rest
 
     def _steps(
         self, lengths: IntArray, *, num_leftover: int, step: int, flush: bool
@@ -143,8 +125,7 @@ class CapacityPacker(PolicyPacker):
             stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
             leaving = leaving[: (leaving.size - stays) // num * num]
         if not self.method.is_streaming and leaving.size > num:
-            key = np.array([self.options.seed % 2**64, (step << 20) + (1 << 19)], np.uint64)
-            leaving = np.random.Generator(np.random.Philox(key=key)).permutation(leaving)
+            leaving = permuted(leaving, self.options, step=step, index=STEP_ORDER)
         steps = [
             [bins.rows(b).tolist() for b in leaving[at : at + num].tolist()]
             for at in range(0, leaving.size, num)

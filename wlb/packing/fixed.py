@@ -23,12 +23,11 @@ Cost: O(n log n + n log(W * N)).
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.base import STEP_ORDER, PolicyPacker, build_plans, permuted
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least, cut_at
 from wlb.spec import StepGrouping
 
@@ -81,9 +80,8 @@ class FixedPacker(PolicyPacker):
         slot = (np.arange(len(stream)) < num_held).astype(np.int64)
         return tuple(plans), Carry(policy=self.policy, pieces=stream, slot=slot, next_step=step)
 
-    def pack(self, pieces: Pieces, num_micro_batches: int, seed: int) -> Window:
+    def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
         """`pieces` in windows of C tokens; a policy with another method overrides this."""
-        del seed
         return greedy(
             pieces,
             self.options.attention(pieces),
@@ -91,31 +89,28 @@ class FixedPacker(PolicyPacker):
             capacity=self.options.context_window,
         )
 
-    def _steps(self, pieces: Pieces, step: int, waiting: int) -> list[PackingPlan]:
+    def _steps(self, pieces: Pieces, step: int, waiting: int) -> tuple[PackingPlan, ...]:
         """A window's plans; `waiting` tokens stay in the stream after it."""
         num = self.num_micro_batches
         num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
-        window = self.pack(pieces, num_steps * num, step)
-        load = [int(x) for x in self.options.loads(window.pieces, window.rows)]
+        window = self.pack(pieces, num_steps * num)
         order = list(range(len(window.rows)))
         if self.grouping == StepGrouping.BY_LOAD:
+            work = self.options.workloads(window.pieces)
+            load = [int(work[members].sum()) for members in window.rows]
             order.sort(key=lambda j: (-load[j], j))
-        groups = [order[i * num : (i + 1) * num] for i in range(num_steps)]
+        steps = [[window.rows[j] for j in order[i : i + num]] for i in range(0, len(order), num)]
         if self.grouping == StepGrouping.BY_LOAD:
-            groups = _shuffled(groups, self.options.seed, step)
-        tokens = [sum(int(window.pieces.length[window.rows[j]].sum()) for j in g) for g in groups]
-        held = [waiting + later for later in list(accumulate(tokens[::-1], initial=0))[-2::-1]]
-        return [
-            build_plan(
-                self.options,
-                policy=self.policy,
-                step=step + i,
-                pieces=window.pieces,
-                rows=[window.rows[j] for j in group],
-                num_held_tokens=held[i],
-            )
-            for i, group in enumerate(groups)
-        ]
+            mixed = permuted(range(num_steps), self.options, step=step, index=STEP_ORDER)
+            steps = [steps[int(i)] for i in mixed]
+        return build_plans(
+            self.options,
+            policy=self.policy,
+            first_step=step,
+            pieces=window.pieces,
+            steps=steps,
+            num_waiting_tokens=waiting,
+        )
 
 
 def take_tokens(
@@ -129,7 +124,8 @@ def take_tokens(
     first `num_held` pieces were held back before and are not again. Cutting the crossing document
     itself would cut one in four full-window documents at W = 1.
     """
-    ends = np.cumsum(stream.length)
+    lengths = stream.length
+    ends = np.cumsum(lengths)
     if not len(stream) or int(ends[-1]) <= size:
         return stream, Pieces.empty(), 0
     taken = int(np.searchsorted(ends, size)) + 1
@@ -137,7 +133,7 @@ def take_tokens(
     held = np.arange(len(stream)) >= taken
     row = taken - 1
     while surplus and row >= num_held:
-        length = int(stream.length[row])
+        length = int(lengths[row])
         if length <= surplus:
             held[row] = True
             surplus -= length
@@ -148,8 +144,8 @@ def take_tokens(
         if row < num_held:
             # There is always one: the document that crosses the limit.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
-            left = np.flatnonzero(~held & is_new & (stream.length > surplus))
-            row = int(left[np.argmin(stream.length[left])])
+            left = np.flatnonzero(~held & is_new & (lengths > surplus))
+            row = int(left[np.argmin(lengths[left])])
         stream = cut_at(stream, [int(ends[row]) - surplus])
         held = np.insert(held, row + 1, True)
         taken += 1
@@ -234,9 +230,3 @@ class _Bins:
     def _put(self, j: int, length: int, work: int) -> None:
         self.room[j] -= length
         self.work[j] += work
-
-
-def _shuffled(groups: list[list[int]], seed: int, step: int) -> list[list[int]]:
-    key = np.array([seed % 2**64, (step << 20) + (1 << 19)], np.uint64)
-    order = np.random.Generator(np.random.Philox(key=key)).permutation(len(groups))
-    return [groups[i] for i in order.tolist()]

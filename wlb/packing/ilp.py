@@ -20,24 +20,31 @@ Deviations from the paper:
 Guarantees: never slower than greedy by the objective; every token placed once; capacity held;
 `IlpReport.bound_ns` is a lower bound, fluid and cuts accounted for (it says for which packings).
 
-Cost: on the fitted stream (N = 4, C = 131072, HiGHS, 10 s allowed), for W = 1, 2, 4: 0.01, 1.1 and
-3.5 s a window; mean gap 0.03%, 0.14%, 0.11% (worst 0.6%, 0.9%, 0.3%); imbalance 1.497 (greedy
-1.497), 1.141 (1.178), 1.057 (1.086). Table 2 of the paper has 1.40 (1.41), 1.18 (1.22) and 1.09
-(1.11). With one batch greedy is nearly optimal: the longest document sets the step. And a solve
-that ends by time differs from host to host: pack offline, or on one rank and broadcast the plan;
-never on each rank by itself.
+Cost: on the fitted stream (N = 4, C = 131072, HiGHS, 10 s allowed; experiments/table2_imbalance),
+for W = 1, 2, 4: 0.02, 1.4 and 4 s a window; mean gap 0.07%, 0.15%, 0.12% (worst 1.5%, 2.4%, 0.4%);
+imbalance 1.385 (greedy 1.385), 1.159 (1.194), 1.054 (1.084). Table 2 of the paper has 1.40 (1.41),
+1.18 (1.22) and 1.09 (1.11). With one batch greedy is nearly optimal: the longest document sets the
+step. And a solve that ends by time differs from host to host: pack offline, or on one rank and
+broadcast the plan; never on each rank by itself.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PackerOptions, PolicyPacker, build_plan
+from wlb.packing.base import (
+    STEP_ORDER,
+    PackerOptions,
+    PolicyPacker,
+    build_plans,
+    check_fits,
+    check_s_max,
+    permuted,
+)
 from wlb.packing.fixed import FixedPacker, Window, greedy
 from wlb.packing.ilp_fluid import Shape, items_of, placed
 from wlb.packing.ilp_model import Objective, solve
@@ -157,14 +164,6 @@ def _solve_var_len(
     return _solve(start.pieces, start, shape, options.workloads, ilp, options.context_window)
 
 
-def _check_s_max(s_max: int, options: PackerOptions) -> None:
-    if s_max < options.context_window:
-        raise ValueError(
-            f"s_max = {s_max} is below the context window of {options.context_window}: a document "
-            f"that fills it could never be placed"
-        )
-
-
 def _shape(
     options: PackerOptions, ilp: IlpOptions, num: int, *, capacity: int, may_cut: bool
 ) -> Shape:
@@ -185,14 +184,8 @@ def _greedy_var_len(
     num_leftovers: int = 0,
 ) -> tuple[Window, Pieces]:
     """Algorithm 1's placement: leftovers first, then longest first; and what fits nowhere."""
-    _check_s_max(s_max, options)
-    over = np.flatnonzero(pieces.length > s_max)
-    if over.size:
-        piece = pieces[int(over[0])]
-        raise ValueError(
-            f"document {piece.document} is a piece of {piece.stop - piece.start} tokens, longer "
-            f"than s_max = {s_max}: it was cut for a larger context window; use a larger s_max"
-        )
+    check_s_max(s_max, options)
+    check_fits(pieces, s_max)
     is_new = np.arange(len(pieces)) >= num_leftovers
     pieces = pieces.take(np.lexsort((-pieces.length, is_new)))
     rows, rest = place(
@@ -266,8 +259,7 @@ class IlpFixedPacker(FixedPacker):
     ilp: IlpOptions = field(default_factory=IlpOptions)
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
-    def pack(self, pieces: Pieces, num_micro_batches: int, seed: int) -> Window:
-        del seed
+    def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
         window, report = solve_fixed(
             pieces, options=self.options, ilp=self.ilp, num_micro_batches=num_micro_batches
         )
@@ -296,7 +288,7 @@ class IlpVarLenPacker(PolicyPacker):
 
     def __post_init__(self) -> None:
         check_at_least("window_batches", self.window_batches, 1)
-        _check_s_max(self.s_max, self.options)
+        check_s_max(self.s_max, self.options)
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry
@@ -318,7 +310,7 @@ class IlpVarLenPacker(PolicyPacker):
 
     def _steps(
         self, pieces: Pieces, num_leftovers: int, num_steps: int, step: int
-    ) -> tuple[list[PackingPlan], Pieces]:
+    ) -> tuple[tuple[PackingPlan, ...], Pieces]:
         """A window's plans, and what is left over."""
         num = self.num_micro_batches
         start, rest = _greedy_var_len(
@@ -327,24 +319,15 @@ class IlpVarLenPacker(PolicyPacker):
         window, report = _solve_var_len(start, self.options, self.ilp, self.s_max)
         if self.on_report is not None:
             self.on_report(report)
-        groups = [window.rows[i * num : (i + 1) * num] for i in range(num_steps)]
-        groups = [groups[i] for i in self._order(num_steps, step) if any(groups[i])]
-        tokens = [sum(int(window.pieces.length[row].sum()) for row in group) for group in groups]
-        held = [rest.num_tokens + later for later in list(accumulate(tokens[::-1], initial=0))]
-        plans = [
-            build_plan(
-                self.options,
-                policy=self.policy,
-                step=step + i,
-                pieces=window.pieces,
-                rows=group,
-                num_held_tokens=held[len(groups) - 1 - i],
-            )
-            for i, group in enumerate(groups)
-        ]
+        steps = [window.rows[i * num : (i + 1) * num] for i in range(num_steps)]
+        # By load, the heaviest step would always come first.
+        mixed = permuted(range(num_steps), self.options, step=step, index=STEP_ORDER)
+        plans = build_plans(
+            self.options,
+            policy=self.policy,
+            first_step=step,
+            pieces=window.pieces,
+            steps=[steps[int(i)] for i in mixed if any(steps[int(i)])],
+            num_waiting_tokens=rest.num_tokens,
+        )
         return plans, rest
-
-    def _order(self, num_steps: int, step: int) -> list[int]:
-        """Steps in random order, by (seed, step): by load, the heaviest would always come first."""
-        key = np.array([self.options.seed % 2**64, (step << 20) + (1 << 19)], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key)).permutation(num_steps).tolist()

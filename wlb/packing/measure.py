@@ -20,13 +20,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb.cost import WorkloadModel
+from wlb.cost.flops import FloatArray
 from wlb.packing.base import Packer
 from wlb.plan import GlobalBatch, IntArray, PackingPlan, int_array, offsets_of
-
-FloatArray = npt.NDArray[np.float64]
 
 DELAY_BINS = 1024
 """Delays from here on share a bin of the histogram; the maximum is exact."""
@@ -111,7 +109,6 @@ class _Tally:
     advance: int = 0
     max_delay: int = 0
     num_overdue: int = 0
-    num_pieces: int = 0
     num_tokens: int = 0
     flushed_tokens: int = 0
     flush_steps: int = 0

@@ -7,12 +7,13 @@ Two loaders, since the paper does not say how its own fills a window:
 - `WindowCut.SHORT`: documents are cut at C tokens first; then each goes whole to the first open
   window that has room, else opens one. Windows are filled up by cutting short documents (at most
   C / 8 tokens; any document once 4 N windows are open, where short ones are rare), so they too end
-  with exactly C tokens. In the paper's windows (Figure 3) documents
-  as long as the window occur, which random cuts would hardly leave; this loader reproduces Table 2.
+  with exactly C tokens. In the paper's windows (Figure 3) documents as long as the window occur,
+  which random cuts would hardly leave; this loader reproduces Table 2.
 
 N consecutive windows make a step. A cut is recorded in the pieces: no token and no label is lost.
 Tokens beyond full windows wait. Guarantees: every micro-batch but those of the flush has exactly C
-tokens. Balances nothing. Cost: a few NumPy passes over the batch; SHORT is one loop over documents.
+tokens. Balances nothing. Cost: a few NumPy passes over the batch; SHORT is a loop over documents,
+each of which looks at up to 4 N windows.
 """
 
 from collections.abc import Iterator
@@ -22,9 +23,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.base import PolicyPacker, build_plans, check_fits
 from wlb.packing.fixed import cut_into
-from wlb.packing.var_len import check_fits
 from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
@@ -62,8 +62,8 @@ class OriginalPacker(PolicyPacker):
         window_of = (offsets_of(stream.length)[:-1]) // window
         edges = np.searchsorted(window_of, np.arange(steps * num + 1)).tolist()
         rows = [list(range(a, b)) for a, b in pairwise(edges)]
-        plans = self._plans(stream, rows, carry.next_step)
         held = stream.slice(edges[-1], len(stream))
+        plans = self._plans(stream, rows, carry.next_step, held.num_tokens)
         slot = np.zeros(len(held), np.int64)
         return plans, self._carry(held, slot, carry.next_step + steps)
 
@@ -71,30 +71,31 @@ class OriginalPacker(PolicyPacker):
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         num = self.options.num_micro_batches
-        check_fits(carry, self.options.context_window, name="the context window")
+        check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         stream = Pieces.concat(carry.pieces, arrived)
         filling = _Windows(self.options.context_window, MOST_OPEN * num)
+        lengths = stream.length.tolist()
         parts: list[tuple[int, int, int]] = []
         first = 0
         if self._is_in_windows(carry):
             for row, window in enumerate(carry.slot.tolist()):
-                filling.put_into(window, int(carry.pieces.length[row]))
+                filling.put_into(window, lengths[row])
                 parts.append((row, 0, window))
             first = len(carry.pieces)
-        for row in range(first, len(stream)):
-            length = int(stream.length[row])
+        for row, length in enumerate(lengths[first:], first):
             parts += [(row, begin, window) for begin, window in filling.add(length)]
         cut = cut_into(stream, parts, num_micro_batches=len(filling.room))
         steps = filling.num_full // num
         if batch is None:
             steps = -(-len(filling.room) // num)
         rows = cut.rows + [[] for _ in range(steps * num - len(cut.rows))]
-        plans = self._plans(cut.pieces, rows[: steps * num], carry.next_step)
         left = rows[steps * num :]
         index = np.array([row for members in left for row in members], np.int64)
         slot = np.repeat(np.arange(len(left)), [len(members) for members in left])
-        return plans, self._carry(cut.pieces.take(index), slot, carry.next_step + steps)
+        held = cut.pieces.take(index)
+        plans = self._plans(cut.pieces, rows[: steps * num], carry.next_step, held.num_tokens)
+        return plans, self._carry(held, slot, carry.next_step + steps)
 
     def _is_in_windows(self, carry: Carry) -> bool:
         """Whether slots are open windows: not if the other loader, or one of another C, held it."""
@@ -102,27 +103,19 @@ class OriginalPacker(PolicyPacker):
         return bool((tokens <= self.options.context_window).all())
 
     def _plans(
-        self, pieces: Pieces, rows: list[list[int]], first_step: int
+        self, pieces: Pieces, rows: list[list[int]], first_step: int, waiting: int
     ) -> tuple[PackingPlan, ...]:
         """Plans of N windows each; `rows` are the pieces of each window."""
         num = self.options.num_micro_batches
-        plans: list[PackingPlan] = []
-        held = pieces.num_tokens
-        for step in range(len(rows) // num):
-            mine = rows[step * num : (step + 1) * num]
-            held -= sum(int(pieces.length[members].sum()) for members in mine)
-            plans.append(
-                build_plan(
-                    self.options,
-                    policy=POLICY,
-                    step=first_step + step,
-                    pieces=pieces,
-                    rows=mine,
-                    shuffle=False,
-                    num_held_tokens=held,
-                )
-            )
-        return tuple(plans)
+        return build_plans(
+            self.options,
+            policy=POLICY,
+            first_step=first_step,
+            pieces=pieces,
+            steps=[rows[i : i + num] for i in range(0, len(rows), num)],
+            num_waiting_tokens=waiting,
+            shuffle=False,
+        )
 
     def _carry(self, pieces: Pieces, slot: np.ndarray, next_step: int) -> Carry:
         return Carry(policy=POLICY, pieces=pieces, slot=slot, next_step=next_step)

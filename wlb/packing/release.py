@@ -27,11 +27,10 @@ thousand choices, whatever n is.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from wlb.cost.flops import FloatArray
 from wlb.packing.var_len import place
 from wlb.plan import BoolArray, IntArray, offsets_of
 
@@ -46,8 +45,6 @@ back costs nothing by itself, and steps would alternate between nearly empty and
 CURVATURE = 0.1
 URGENCY = 2.0
 NUM_PACKED = 8
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +98,6 @@ class Waiting:
         self.order, self.length, self.work, self.age = order, length[order], work[order], age[order]
         self.forced = self._forced()
         no = self.num_outliers
-        self.top = self.work[self.starts] if no else np.zeros(0, np.int64)
         self.sum_work = offsets_of(self.work[:no])
         self.sum_length = offsets_of(self.length[:no])
         self.sum_price = offsets_of(self.length[:no] * (self.age[:no] + 1))
@@ -121,13 +117,6 @@ class Waiting:
             forced = np.zeros(len(forced), bool)
             forced[rows[fits]] = True
         return forced
-
-    @cached_property
-    def max_age_from(self) -> IntArray:
-        """Age of the oldest outlier of the class that a position is in, from it on: [no + 1]."""
-        out = np.zeros(self.num_outliers + 1, np.int64)
-        out[:-1] = self.age[: self.num_outliers]  # a class is sorted by age already
-        return out
 
 
 class Fluid:
@@ -149,11 +138,12 @@ class Fluid:
         self.density = self.work / self.tokens if self.tokens else density
 
     def lightest(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """(tokens, work) of the documents of least work, at most `tokens`: shape [n] each."""
+        """(tokens, work) of the documents of least work, at most `tokens` (shape [n]): [n] each."""
         first = np.searchsorted(self.sum_length, self.tokens - tokens, "left")
         return self.tokens - self.sum_length[first], self.work - self.sum_work[first]
 
     def heaviest(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """(tokens, work) of the documents of most work, at most `tokens` (shape [n]): [n] each."""
         last = np.searchsorted(self.sum_length, tokens, "right") - 1
         return self.sum_length[last], self.sum_work[last]
 
@@ -343,7 +333,9 @@ def _shortfall(waiting: Waiting, choices: Choices) -> FloatArray:
     ordinary = np.minimum(limits.step_tokens - cap, limits.tokens_per_step * 6 // 5)
     reached = (company + ordinary * waiting.fluid.density) / limits.num_micro_batches
     lacking = np.maximum(0.0, height - reached) / waiting.typical
-    urgency = np.minimum(1.0, (waiting.max_age_from[first] + 1) / limits.max_delay)
+    # A class is sorted by age: its first held document is its oldest.
+    age = np.append(waiting.age[:no], 0)[first]
+    urgency = np.minimum(1.0, (age + 1) / limits.max_delay)
     is_tall = is_held & (height > 1.02 * waiting.typical)
     return np.where(is_tall, URGENCY * urgency * urgency * urgency * lacking, 0.0)
 

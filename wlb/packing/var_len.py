@@ -32,7 +32,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.base import PolicyPacker, build_plan, check_fits, check_s_max
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -64,11 +64,7 @@ class VarLenPacker(PolicyPacker):
     literal: bool = False
 
     def __post_init__(self) -> None:
-        if self.s_max < self.options.context_window:
-            raise ValueError(
-                f"s_max = {self.s_max} is below the context window of "
-                f"{self.options.context_window}: a document that fills it could never be placed"
-            )
+        check_s_max(self.s_max, self.options)
         if self.literal and self.s_max == self.options.context_window:
             raise ValueError(
                 f"s_max = {self.s_max} is the context window, and Algorithm 1 taken literally "
@@ -88,7 +84,7 @@ class VarLenPacker(PolicyPacker):
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        check_fits(carry, self.s_max - self.literal)
+        check_fits(carry.pieces, self.s_max - self.literal)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         pieces = Pieces.concat(carry.pieces, arrived)
@@ -97,10 +93,11 @@ class VarLenPacker(PolicyPacker):
         is_leftover[: len(carry.pieces)] = carry.slot == LEFTOVER
         queue[is_leftover] = LEFTOVER
         now, queued = self._admit(pieces, queue, is_leftover, flush=batch is None)
+        work = self.options.workloads(pieces)
         held_tokens = int(pieces.length[queued].sum())
         plans: list[PackingPlan] = []
         while len(now) or (self.literal and batch is not None):
-            plan, now = self._step(pieces, now, held_tokens, step)
+            plan, now = self._step(pieces, work, now, held_tokens, step)
             plans.append(plan)
             step += 1
             if batch is not None:
@@ -145,14 +142,13 @@ class VarLenPacker(PolicyPacker):
         )
 
     def _step(
-        self, pieces: Pieces, now: IntArray, queued_tokens: int, step: int
+        self, pieces: Pieces, work: IntArray, now: IntArray, queued_tokens: int, step: int
     ) -> tuple[PackingPlan, IntArray]:
         """The plan of the rows `now`, and those of them that are left over."""
         length = pieces.length[now]
-        workloads = self.options.workloads(pieces.take(now))
         rows, rest = place(
             length.tolist(),
-            workloads.tolist(),
+            work[now].tolist(),
             num_micro_batches=self.options.num_micro_batches,
             s_max=self.s_max - 1 if self.literal else self.s_max,
             step_tokens=self.step_tokens,
@@ -162,23 +158,12 @@ class VarLenPacker(PolicyPacker):
             policy=POLICY,
             step=step,
             pieces=pieces,
+            work_ns=work,
             rows=[now[members] for members in rows],
             num_held_tokens=queued_tokens + int(length[rest].sum()),
             shuffle=not self.literal,
         )
         return plan, now[rest]
-
-
-def check_fits(carry: Carry, s_max: int, *, name: str = "s_max") -> None:
-    """A piece that was cut for a larger window would wait for ever, and the flush never end."""
-    over = np.flatnonzero(carry.pieces.length > s_max)
-    if over.size:
-        piece = carry.pieces[int(over[0])]
-        raise ValueError(
-            f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
-            f"cut for a larger context window than this packer's: it is longer than {name} = "
-            f"{s_max}; go on with a larger window or s_max"
-        )
 
 
 def place(
