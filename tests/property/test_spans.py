@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wlb.cost import FlopsWorkload
 from wlb.cost.flops import causal_pairs
 from wlb.plan import IntArray, ShardingPlan, local_tokens, quantum
-from wlb.sharding import shard
+from wlb.sharding import NAMES, shard
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=3)
 QUICK = settings(deadline=None, max_examples=250)
@@ -20,7 +20,7 @@ lengths_of = st.lists(
     st.one_of(st.integers(1, 5), st.integers(1, 40), st.sampled_from([64, 97, 128])), max_size=10
 )
 cps = st.integers(1, 6)
-strategies = st.sampled_from(["per_sequence", "per_document", "adaptive"])
+strategies = st.sampled_from(NAMES)
 
 
 def made(lengths: list[int], cp: int, strategy: str) -> ShardingPlan:

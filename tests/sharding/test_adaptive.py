@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from wlb.cost import FlopsWorkload
+from wlb.cost import FlopsWorkload, attention_latency
 from wlb.plan import ShardingPlan
-from wlb.sharding import per_document, per_sequence, rank_latency_ns, shard
+from wlb.sharding import per_document, per_sequence, shard
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
 
@@ -13,9 +13,9 @@ FLOPS = FlopsWorkload(quadratic_ns=1)
 class Tiles(FlopsWorkload):
     """Every segment costs whole tiles of 128 rows."""
 
-    def segments_ns(self, q, kv):
-        rows = -(-np.asarray(q) // 128) * 128
-        return rows * np.asarray(kv)
+    def segment_times_ns(self, q, kv):
+        work = -(-np.asarray(q) // 128) * 128 * np.asarray(kv)
+        return work, 2 * work
 
 
 def pairs(plan: ShardingPlan) -> list[int]:
@@ -57,7 +57,8 @@ def test_adaptive_is_never_slower_than_either(cp: int) -> None:
     for _ in range(50):
         lengths = rng.integers(1, 2000, rng.integers(1, 20))
         chosen = shard(lengths, cp=cp, strategy="adaptive", cost=Tiles())
-        assert chosen.latency_ns.tolist() == rank_latency_ns(chosen, Tiles()).tolist()
+        latency = attention_latency(chosen, Tiles())
+        assert chosen.latency_ns.tolist() == latency.kernels_ns.tolist()
         for strategy in ("per_sequence", "per_document"):
             other = shard(lengths, cp=cp, strategy=strategy, cost=Tiles())
             assert chosen.latency_ns.max() <= other.latency_ns.max()

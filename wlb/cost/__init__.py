@@ -10,6 +10,7 @@ from wlb.cost.flops import (
     linear_flops_per_token,
     tile_pairs,
 )
+from wlb.cost.latency import AttentionLatency, attention_latency
 from wlb.cost.memory import (
     MemoryEstimate,
     TokenCaps,
@@ -43,6 +44,7 @@ from wlb.cost.workload import FlopsWorkload, ProfiledWorkload, WorkloadModel, wo
 
 __all__ = [
     "SCHEMA_VERSION",
+    "AttentionLatency",
     "AttentionTable",
     "Collective",
     "CollectiveCost",
@@ -60,6 +62,7 @@ __all__ = [
     "WorkloadModel",
     "attention_backward_flops",
     "attention_forward_flops",
+    "attention_latency",
     "causal_pairs",
     "default_profile_name",
     "document_flops",

@@ -22,7 +22,13 @@ from typing import Protocol
 
 import numpy as np
 
-from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, FloatArray, layer_matrices
+from wlb.cost.flops import (
+    BACKWARD_FLOPS_PER_PAIR,
+    FORWARD_FLOPS_PER_PAIR,
+    LINEAR_BACKWARD_FACTOR,
+    FloatArray,
+    layer_matrices,
+)
 from wlb.cost.monotone import MonotoneTable
 from wlb.cost.profile import DTYPE_BYTES, AttentionTable, Collective, KernelProfile
 from wlb.cost.profile_file import default_profile_name, load_profile
@@ -42,7 +48,10 @@ _MOST_TABLED = 1 << 18
 
 
 class WorkloadModel(Protocol):
-    """What packing and sharding know about cost. Arrays have shape [n], int64."""
+    """What packing and sharding know about cost: times of a pipeline rank's layers.
+
+    Arrays have shape [n], int64.
+    """
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         """W_a + W_l of each piece."""
@@ -60,8 +69,16 @@ class WorkloadModel(Protocol):
         """The forward part of each piece's workload: what Section 7.4's imbalance is taken over."""
         ...
 
-    def segments_ns(self, q: IntLike, kv: IntLike) -> IntArray:
-        """Attention kernel time of each segment (q rows over kv keys) on one rank, its layers."""
+    def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
+        """Forward and backward kernel time of each segment (q rows over kv keys) on one rank."""
+        ...
+
+    def attention_call_ns(self) -> tuple[int, int]:
+        """Launch cost of attention, forward and backward, whatever the calls hold."""
+        ...
+
+    def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
+        """CP's collectives of a micro-batch's keys and values, forward and backward."""
         ...
 
 
@@ -103,7 +120,8 @@ class FlopsWorkload:
 
     Forward is taken to be the same part of both terms, so `forward_latency_ns` is the whole.
     A segment of q rows over kv keys costs quadratic_ns * q * (2 * kv - q), so that the segments of
-    a piece add up to its W_a(d), however it is cut.
+    a piece add up to its W_a(d), however it is cut; two sevenths of it forward (two matrix products
+    of a flash kernel against five). Launches and CP's collectives are free.
     """
 
     quadratic_ns: float = 1.0
@@ -129,9 +147,18 @@ class FlopsWorkload:
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
         return self.workload_ns(lengths)
 
-    def segments_ns(self, q: IntLike, kv: IntLike) -> IntArray:
+    def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         rows, keys = _segments(q, kv)
-        return _ns(self.quadratic_ns * rows * (2 * keys - rows))
+        both = self.quadratic_ns * rows * (2 * keys - rows)
+        share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
+        forward = _ns(both * share)
+        return forward, _ns(both) - forward
+
+    def attention_call_ns(self) -> tuple[int, int]:
+        return 0, 0
+
+    def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
+        return 0, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +168,8 @@ class ProfiledWorkload:
     backend: attention kernel (None = the profile's first). micro_batch_tokens: tokens of a typical
     micro-batch, at which GEMM throughput is read (W_l is linear in d, a micro-batch's GEMMs run on
     all its tokens together). Attention of every length up to that (at most 2^18) is tabled at
-    construction, 0.6 us a token, so that pricing is a look-up.
+    construction, 0.6 us a token, so that pricing is a look-up. keep_gathered_kv: backward does not
+    gather keys and values again (`cp.keep_gathered_kv`).
     """
 
     model: ModelSpec
@@ -149,6 +177,7 @@ class ProfiledWorkload:
     profile: KernelProfile
     backend: str | None = None
     micro_batch_tokens: int = 131072
+    keep_gathered_kv: bool = False
     table: AttentionTable = field(init=False)
     ns_per_token: dict[str, float] = field(init=False)
     forward_ns: MonotoneTable = field(init=False, repr=False)
@@ -203,10 +232,25 @@ class ProfiledWorkload:
         }
         return attention | {name: _ns(d * ns) for name, ns in self.ns_per_token.items()}
 
-    def segments_ns(self, q: IntLike, kv: IntLike) -> IntArray:
-        rows, keys = _segments(q, kv)
-        forward, backward = self._times(rows, keys)
-        return _ns(forward) + _ns(backward)
+    def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
+        forward, backward = self._times(*_segments(q, kv))
+        return _ns(forward), _ns(backward)
+
+    def attention_call_ns(self) -> tuple[int, int]:
+        layers = self.num_layers_per_rank
+        return self.table.launch_forward_ns * layers, self.table.launch_backward_ns * layers
+
+    def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
+        """One all-gather forward; backward a reduce-scatter and, by default, the gather again."""
+        tp, cp = self.parallel.tp, self.parallel.cp
+        size = num_tokens * 2 * self.model.kv_dim / tp * DTYPE_BYTES[self.profile.dtype]
+        gather, scatter = (
+            self.profile.collective(op, span_ranks=tp * cp).time_ns(size, num_ranks=cp)
+            for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        )
+        backward = scatter + (0 if self.keep_gathered_kv else gather)
+        layers = self.num_layers_per_rank
+        return round(gather * layers), round(backward * layers)
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
         """Which pieces are priced with throughput from the edge of the profile's surface."""
@@ -224,7 +268,7 @@ class ProfiledWorkload:
         layer = self.table.launch_forward_ns + self.table.launch_backward_ns
         layer += ELEMENTWISE_CALLS * self.profile.elementwise.call_ns
         for op, tp_calls, cp_calls in (
-            (Collective.ALL_GATHER, TP_GATHERS, 1),
+            (Collective.ALL_GATHER, TP_GATHERS, 1 if self.keep_gathered_kv else 2),
             (Collective.REDUCE_SCATTER, TP_SCATTERS, 1),
         ):
             if tp > 1:
@@ -282,16 +326,14 @@ class _Passes:
     gemms: int
     tp_gathers: int
     tp_scatters: int
-    cp_scatters: int
     has_backward: bool
 
 
-_FORWARD = _Passes(gemms=1, tp_gathers=2, tp_scatters=2, cp_scatters=0, has_backward=False)
+_FORWARD = _Passes(gemms=1, tp_gathers=2, tp_scatters=2, has_backward=False)
 _BOTH = _Passes(
     gemms=1 + LINEAR_BACKWARD_FACTOR,
     tp_gathers=TP_GATHERS,
     tp_scatters=TP_SCATTERS,
-    cp_scatters=1,
     has_backward=True,
 )
 
@@ -304,13 +346,16 @@ def _linear_ns_per_token(work: ProfiledWorkload, passes: _Passes = _BOTH) -> dic
     elementwise_bytes = values * size / (tp * cp)
     row_bytes = model.hidden_size * size / cp
     kv_bytes = 2 * model.kv_dim / tp * size
+    cp_gathers = 2 if passes.has_backward and not work.keep_gathered_kv else 1
     per_layer = {
         "gemm": _gemm_ns(work, passes.gemms),
         "elementwise": elementwise_bytes / profile.elementwise.bytes_per_s * 1e9,
         "tp_comm": _gather_scatter_ns(
             profile, row_bytes, tp, tp, passes.tp_gathers, passes.tp_scatters
         ),
-        "cp_comm": _gather_scatter_ns(profile, kv_bytes, cp, tp * cp, 1, passes.cp_scatters),
+        "cp_comm": _gather_scatter_ns(
+            profile, kv_bytes, cp, tp * cp, cp_gathers, int(passes.has_backward)
+        ),
     }
     return {name: ns * work.num_layers_per_rank for name, ns in per_layer.items()}
 
@@ -373,4 +418,5 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
         profile=profile,
         backend=backend if backend in profile.backends else None,
         micro_batch_tokens=spec.data.context_window,
+        keep_gathered_kv=spec.cp.keep_gathered_kv,
     )

@@ -40,8 +40,8 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
-from wlb.sharding import STRATEGIES, shard
-from wlb.spec import Policy, RunSpec
+from wlb.sharding import NAMES, shard
+from wlb.spec import Policy, Remainder, RunSpec
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
 """FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
@@ -70,6 +70,7 @@ class Planner:
     baseline: Packer | None
     cost: WorkloadModel
     strategy: str = "adaptive"
+    remainder: Remainder = Remainder.MERGED
     dp: int = 1
     cp: int = 1
     quantum: int = 1
@@ -83,9 +84,10 @@ class Planner:
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
                 f"pipelines equally; use a multiple of {self.dp}"
             )
-        if self.strategy not in (*STRATEGIES, "adaptive"):
-            known = ", ".join([*STRATEGIES, "adaptive"])
-            raise ValueError(f"unknown sharding strategy {self.strategy!r}; known: {known}")
+        if self.strategy not in NAMES:
+            raise ValueError(
+                f"unknown sharding strategy {self.strategy!r}; known: {', '.join(NAMES)}"
+            )
 
     @classmethod
     def from_spec(cls, spec: RunSpec, source: Source, cost: WorkloadModel) -> "Planner":
@@ -96,6 +98,7 @@ class Planner:
             baseline=baseline_for(spec, cost) if spec.planner.baseline else None,
             cost=cost,
             strategy=str(spec.sharding.strategy),
+            remainder=spec.sharding.remainder,
             dp=max(1, spec.parallel.dp),
             cp=spec.parallel.cp,
             quantum=spec.quantum,
@@ -220,7 +223,13 @@ class Planner:
             pipeline=pipeline,
             micro_batches=micro_batches,
             shardings=tuple(
-                shard(m.lengths, cp=self.cp, strategy=self.strategy, cost=self.cost)
+                shard(
+                    m.lengths,
+                    cp=self.cp,
+                    strategy=self.strategy,
+                    cost=self.cost,
+                    remainder=self.remainder,
+                )
                 for m in micro_batches
             ),
             local_tokens=plan.local_tokens(pipeline),

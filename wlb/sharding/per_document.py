@@ -8,6 +8,7 @@ work. Deviations from the paper:
   make chunks one token longer, still contiguous. Which rank gets them goes round from document to
   document, so that over the micro-batch ranks differ by at most one token whatever the lengths; the
   paper's claim that their sum divides by 2*CP does not hold for variable-length micro-batches.
+  `remainder="one_by_one"` is the paper's way, to compare with.
 - A document shorter than 2*CP tokens leaves some chunks empty.
 
 Cost: NumPy passes over num_pieces x 2*CP chunks.
@@ -15,27 +16,52 @@ Cost: NumPy passes over num_pieces x 2*CP chunks.
 
 import numpy as np
 
-from wlb.plan import IntLike, ShardingPlan, int_array, offsets_of
-from wlb.sharding.per_sequence import head_tail_ranks
-from wlb.sharding.spans import check_arguments, from_chunks
+from wlb.plan import IntArray, IntLike, ShardingPlan, int_array, ranges
+from wlb.sharding.spans import check_arguments, from_spans
+from wlb.spec import Remainder
 
 STRATEGY = "per_document"
 
 
-def per_document(lengths: IntLike, *, cp: int) -> ShardingPlan:
+def per_document(
+    lengths: IntLike, *, cp: int, remainder: Remainder | str = Remainder.MERGED
+) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
     pieces = int_array("lengths", lengths)
     check_arguments(pieces, cp)
-    ranks = head_tail_ranks(cp)
-    base, over = np.divmod(pieces, 2 * cp)
-    # 1. The turn of each rank: tokens over are dealt round the ranks, going on where the document
-    #    before stopped. turn[i, r] = how many ranks are served before r in document i.
+    remainder = Remainder(remainder)
+    start, stop = document_chunks(pieces, cp, grows=remainder == Remainder.MERGED)
+    # Rank-major, then by piece: head chunk, tail chunk.
+    heads_tails = [np.stack([x[:, :cp], x[:, : cp - 1 : -1]], 2) for x in (start, stop)]
+    begin, end = (x.transpose(1, 0, 2).ravel() for x in heads_tails)
+    piece = np.tile(np.repeat(np.arange(pieces.size), 2), cp)
+    rank = np.repeat(np.arange(cp), 2 * pieces.size)
+    if remainder == Remainder.ONE_BY_ONE:
+        over = pieces % (2 * cp)
+        position = ranges(pieces - over, pieces)
+        piece = np.concatenate([piece, np.repeat(np.arange(pieces.size), over)])
+        begin, end = np.concatenate([begin, position]), np.concatenate([end, position + 1])
+        rank = np.concatenate([rank, np.arange(position.size) % cp])
+    return from_spans(
+        pieces, piece=piece, start=begin, stop=end, rank=rank, cp=cp, strategy=STRATEGY
+    )
+
+
+def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[IntArray, IntArray]:
+    """Where the 2 * cp chunks of each document begin and end, shape [num_pieces, 2 * cp] each.
+
+    grows: tokens over make chunks longer, dealt round the ranks from one document to the next; else
+    they are left out (they lie at each document's end). Chunks r and 2 * cp - 1 - r are rank r's.
+    """
+    base, over = np.divmod(lengths, 2 * cp)
+    if not grows:
+        stop = base[:, None] * np.arange(1, 2 * cp + 1)
+        return stop - base[:, None], stop
+    # The turn of each rank: the dealing goes on where the document before stopped. A rank's first
+    # token over goes to its head chunk, its second to its tail chunk.
     first = (np.cumsum(over) - over) % cp
     turn = (np.arange(cp) - first[:, None]) % cp
-    # 2. A rank's first extra token goes to its head chunk, its second to its tail chunk.
-    served = turn[:, ranks] + np.where(np.arange(2 * cp) < cp, 0, cp)
+    served = np.concatenate([turn, turn[:, ::-1] + cp], 1)
     sizes = base[:, None] + (served < over[:, None])
-    # 3. Chunks of all documents, one after the other.
-    edges = offsets_of(sizes.ravel())
-    owners = np.tile(ranks, pieces.size)
-    return from_chunks(pieces, edges, owners, cp=cp, strategy=STRATEGY, is_aligned=True)
+    stop = np.cumsum(sizes, 1)
+    return stop - sizes, stop

@@ -9,7 +9,7 @@ by at most one. Cost: a few NumPy passes over pieces.
 import numpy as np
 
 from wlb.plan import IntArray, IntLike, ShardingPlan, int_array, offsets_of
-from wlb.sharding.spans import check_arguments, from_chunks
+from wlb.sharding.spans import check_arguments, cut_sequence, from_spans
 
 STRATEGY = "per_sequence"
 
@@ -20,7 +20,10 @@ def per_sequence(lengths: IntLike, *, cp: int) -> ShardingPlan:
     check_arguments(pieces, cp)
     base, extra = divmod(int(pieces.sum()), 2 * cp)
     edges = offsets_of(base + (np.arange(2 * cp) < extra))
-    return from_chunks(pieces, edges, head_tail_ranks(cp), cp=cp, strategy=STRATEGY)
+    piece, start, stop, rank = cut_sequence(pieces, edges, head_tail_ranks(cp))
+    return from_spans(
+        pieces, piece=piece, start=start, stop=stop, rank=rank, cp=cp, strategy=STRATEGY
+    )
 
 
 def head_tail_ranks(cp: int) -> IntArray:

@@ -1,8 +1,7 @@
-"""From cut positions and their ranks to a ShardingPlan: shared by every strategy.
+"""From spans and their ranks to a ShardingPlan: shared by every strategy.
 
-A strategy only says where the packed sequence is cut and which rank takes each chunk. Here chunks
-are cut at piece boundaries, empty ones left out, neighbours on one rank merged (each span is a
-kernel segment), and spans laid out rank-major.
+A strategy only says which tokens go to which rank. Here empty spans are left out, neighbours on one
+rank merged (each span is a kernel segment), and spans laid out rank-major.
 """
 
 import numpy as np
@@ -10,46 +9,56 @@ import numpy as np
 from wlb.plan import IntArray, ShardingPlan, offsets_of
 
 
-def from_chunks(
+def from_spans(
     lengths: IntArray,
-    edges: IntArray,
-    rank: IntArray,
     *,
+    piece: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    rank: IntArray,
     cp: int,
     strategy: str,
-    is_aligned: bool = False,
 ) -> ShardingPlan:
-    """Chunk i = tokens [edges[i], edges[i + 1]) of the packed sequence, on rank[i].
+    """Span i = tokens [start[i], stop[i]) of piece[i], on rank[i]; all of shape [m].
 
-    lengths: tokens of each piece, shape [num_pieces]. edges: shape [m + 1], from 0 to the total,
-    not decreasing. rank: shape [m]. is_aligned: no chunk reaches over the end of a piece.
+    Spans of a rank keep their order; neighbours in it that join are merged.
     """
-    offsets = offsets_of(lengths)
-    if is_aligned:
-        filled = np.flatnonzero(edges[1:] > edges[:-1])
-        start, stop, owner = edges[filled], edges[filled + 1], rank[filled]
-    else:
-        cuts = np.unique(np.concatenate([edges, offsets]))
-        start, stop = cuts[:-1], cuts[1:]
-        owner = rank[np.searchsorted(edges, start, side="right") - 1]
-    piece = np.searchsorted(offsets, start, side="right") - 1
-    # int16 where it fits: NumPy sorts that by counting.
-    order = np.argsort(owner.astype(np.int16 if cp < 2**15 else np.int64), kind="stable")
-    start, stop, owner, piece = start[order], stop[order], owner[order], piece[order]
+    if rank.size > 1 and (rank[1:] < rank[:-1]).any():
+        # int16 where it fits: NumPy sorts that by counting.
+        order = np.argsort(rank.astype(np.int16 if cp < 2**15 else np.int64), kind="stable")
+        piece, start, stop, rank = piece[order], start[order], stop[order], rank[order]
+    if (filled := stop > start).sum() < start.size:
+        piece, start, stop, rank = piece[filled], start[filled], stop[filled], rank[filled]
     joins = np.zeros(start.size, bool)
-    joins[1:] = (owner[1:] == owner[:-1]) & (piece[1:] == piece[:-1]) & (start[1:] == stop[:-1])
+    joins[1:] = (start[1:] == stop[:-1]) & (piece[1:] == piece[:-1]) & (rank[1:] == rank[:-1])
     first = np.flatnonzero(~joins)
     last = np.append(first[1:], start.size) - 1
-    piece, owner = piece[first], owner[first]
+    rank = rank[first]
     return ShardingPlan(
         strategy=strategy,
         lengths=lengths,
-        piece=piece,
-        start=start[first] - offsets[piece],
-        stop=stop[last[: first.size]] - offsets[piece],
-        rank_offsets=np.searchsorted(owner, np.arange(cp + 1)),
+        piece=piece[first],
+        start=start[first],
+        stop=stop[last[: first.size]],
+        rank_offsets=np.searchsorted(rank, np.arange(cp + 1)),
         latency_ns=np.zeros(cp, np.int64),
     )
+
+
+def cut_sequence(
+    lengths: IntArray, edges: IntArray, rank: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(piece, start, stop, rank) of the spans that chunks of a packed sequence come to.
+
+    lengths: tokens of each piece in the sequence's order, shape [num_pieces]. Chunk i = tokens
+    [edges[i], edges[i + 1]) of the sequence, on rank[i]; edges go from 0 to the total, not down.
+    """
+    offsets = offsets_of(lengths)
+    cuts = np.unique(np.concatenate([edges, offsets]))
+    start, stop = cuts[:-1], cuts[1:]
+    owner = rank[np.searchsorted(edges, start, side="right") - 1]
+    piece = np.searchsorted(offsets, start, side="right") - 1
+    return piece, start - offsets[piece], stop - offsets[piece], owner
 
 
 def check_arguments(lengths: IntArray, cp: int) -> None:

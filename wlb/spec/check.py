@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.spec.run import RunSpec, Schedule
+from wlb.spec.run import Remainder, RunSpec, Schedule, Strategy
 
 
 def check(spec: RunSpec) -> RunSpec:
@@ -15,6 +15,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_ranges(spec)
     _check_layout(spec)
     _check_pipeline(spec)
+    _check_sharding(spec)
     spec.packing.check(spec.data.context_window)
     return spec
 
@@ -130,6 +131,21 @@ def _check_layout(spec: RunSpec) -> None:
     for name, value in divided.items():
         if value % parallel.tp:
             raise ValueError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+
+
+def _check_sharding(spec: RunSpec) -> None:
+    cp, window, sharding = spec.parallel.cp, spec.data.context_window, spec.sharding
+    if cp > window:
+        raise ValueError(
+            f"parallel.cp = {cp} exceeds data.context_window = {window}: some CP ranks would never "
+            f"hold a token; lower parallel.cp"
+        )
+    cuts_documents = sharding.strategy in (Strategy.PER_DOCUMENT, Strategy.ADAPTIVE)
+    if sharding.remainder != Remainder.MERGED and not cuts_documents:
+        raise ValueError(
+            f"sharding.remainder = {sharding.remainder} is for sharding.strategy = per_document or "
+            f"adaptive; {sharding.strategy} merges tokens over"
+        )
 
 
 def _check_pipeline(spec: RunSpec) -> None:

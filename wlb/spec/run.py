@@ -27,7 +27,16 @@ class LongDocuments(StrEnum):
 class Strategy(StrEnum):
     PER_SEQUENCE = "per_sequence"
     PER_DOCUMENT = "per_document"
+    HYBRID = "hybrid"
+    BALANCED = "balanced"
     ADAPTIVE = "adaptive"
+
+
+class Remainder(StrEnum):
+    """What per_document does with the d mod (2 * cp) tokens over of a document."""
+
+    MERGED = "merged"
+    ONE_BY_ONE = "one_by_one"
 
 
 class Dtype(StrEnum):
@@ -45,6 +54,9 @@ class AttentionBackend(StrEnum):
     AUTO = "auto"
     SDPA = "sdpa"
     TORCH_VARLEN = "torch_varlen"
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    FLASH_ATTENTION_3 = "flash_attention_3"
+    FLASH_ATTENTION_4 = "flash_attention_4"
 
 
 class LossNormalizer(StrEnum):
@@ -177,6 +189,13 @@ class PipelineSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpSection:
+    keep_gathered_kv: bool = key(
+        False, "keep all ranks' keys and values for backward: no second all-gather, more memory"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     store: str = key("", "prefix of a .bin/.idx token store; empty = made from data.corpus")
     heldout_store: str = key("", "prefix of the held-out store that goes with data.store")
@@ -197,7 +216,17 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSection:
-    strategy: Strategy = key(Strategy.ADAPTIVE, "how a micro-batch is divided over CP ranks")
+    strategy: Strategy = key(
+        Strategy.ADAPTIVE,
+        "how a micro-batch is divided over CP ranks: adaptive = per_sequence or per_document, "
+        "whichever is predicted faster; hybrid = long documents per document, the rest per "
+        "sequence; balanced = each document over as many ranks as its work asks for",
+    )
+    remainder: Remainder = key(
+        Remainder.MERGED,
+        "tokens over when per_document (also in adaptive) cuts a document: merged into its chunks, "
+        "or one_by_one as in the paper, each a kernel segment of its own",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +244,10 @@ class CostSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSection:
-    attention: AttentionBackend = key(AttentionBackend.AUTO, "attention kernel; auto = by device")
+    attention: AttentionBackend = key(
+        AttentionBackend.AUTO,
+        "attention kernel; auto = the fastest known for the device among those installed",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +288,7 @@ class RunSpec:
     model: ModelSpec = field(default_factory=ModelSpec)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     pp: PipelineSection = field(default_factory=PipelineSection)
+    cp: CpSection = field(default_factory=CpSection)
     data: DataSection = field(default_factory=DataSection)
     packing: PackingSection = field(default_factory=PackingSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)

@@ -1,0 +1,115 @@
+"""attention_latency: literal sums over ranks, launches, collectives and recompute."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb.cost import Collective, FlopsWorkload, ProfiledWorkload, attention_latency, load_profile
+from wlb.sharding import per_document, per_sequence
+from wlb.spec import ModelSpec, ParallelSpec
+
+MODEL = ModelSpec(
+    vocab_size=32000,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=11008,
+)
+
+
+def workload(cp: int, **options) -> ProfiledWorkload:
+    return ProfiledWorkload(
+        model=MODEL,
+        parallel=ParallelSpec(tp=8, cp=cp, pp=4),
+        profile=load_profile("h100"),
+        micro_batch_tokens=4096,
+        **options,
+    )
+
+
+def test_segments_of_each_rank_add_up_literally():
+    """Rank 0 holds [0, 2) and [6, 8), rank 1 [2, 6): q * (2 * kv - q) = 4 + 28 and 32 units."""
+    plan = per_document([8], cp=2)
+    latency = attention_latency(plan, FlopsWorkload(quadratic_ns=7))
+    assert latency.forward_ns.tolist() == [2 * (4 + 28), 2 * 32]
+    assert latency.backward_ns.tolist() == [5 * (4 + 28), 5 * 32]
+    assert latency.kernels_ns.tolist() == [7 * 32] * 2
+    assert latency.slowest_ns == latency.slowest_kernels_ns == 7 * 32
+    assert latency.imbalance == 1.0
+
+
+class Uneven(FlopsWorkload):
+    """Forward costs by rows, backward by keys: another rank is slowest in each pass."""
+
+    def segment_times_ns(self, q, kv):
+        return np.asarray(q) * 1000, np.asarray(kv)
+
+
+def test_every_pass_waits_for_its_own_slowest_rank():
+    plan = per_sequence([3, 4], cp=2)  # rank 0: [0, 2) and the last token of piece 1
+    latency = attention_latency(plan, Uneven())
+    spans = [plan.for_rank(r).spans for r in range(2)]
+    forward = [1000 * sum(s.stop - s.start for s in mine) for mine in spans]
+    backward = [sum(s.stop for s in mine) for mine in spans]
+    assert latency.forward_ns.tolist() == forward
+    assert latency.backward_ns.tolist() == backward
+    assert latency.slowest_ns == max(forward) + max(backward)
+    mean = (sum(forward) + sum(backward)) / 2
+    assert latency.imbalance == pytest.approx((max(forward) + max(backward)) / mean)
+
+
+def test_launches_are_paid_once_a_call_and_layer():
+    cost = workload(2)
+    plan = per_document([4096], cp=2)
+    forward, backward = cost.segment_times_ns(plan.stop - plan.start, plan.stop)
+    latency = attention_latency(plan, cost)
+    layers = 8
+    assert latency.forward_ns.tolist() == [
+        int(forward[:2].sum()) + layers * cost.table.launch_forward_ns,
+        int(forward[2:].sum()) + layers * cost.table.launch_forward_ns,
+    ]
+    assert latency.backward_ns[1] == int(backward[2]) + layers * cost.table.launch_backward_ns
+
+
+def test_keys_are_gathered_forward_and_again_in_backward():
+    """4,096 tokens of K and V, one KV head of 128 a tp rank, 2 bytes: 2 MiB a layer, 8 layers."""
+    plan = per_document([4096], cp=4)
+    again, kept = (attention_latency(plan, workload(4, keep_gathered_kv=k)) for k in (False, True))
+    profile = load_profile("h100")
+    gather, scatter = (
+        8 * profile.collective(op, span_ranks=32).time_ns(2 * 2**20, num_ranks=4)
+        for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
+    assert kept.gather_forward_ns == again.gather_forward_ns == round(gather)
+    assert kept.exchange_backward_ns == round(scatter)
+    assert again.exchange_backward_ns == round(gather + scatter)
+    assert again.slowest_ns - again.slowest_kernels_ns == round(gather) + round(gather + scatter)
+
+
+def test_one_rank_exchanges_nothing():
+    latency = attention_latency(per_document([4096], cp=1), workload(1))
+    assert (latency.gather_forward_ns, latency.exchange_backward_ns) == (0, 0)
+
+
+def test_recompute_runs_the_forward_pass_again():
+    plan, cost = per_document([4096, 77], cp=4), workload(4)
+    plain, again = (attention_latency(plan, cost, recompute=r) for r in (False, True))
+    assert np.array_equal(again.forward_ns, plain.forward_ns)
+    assert np.array_equal(again.backward_ns, plain.forward_ns + plain.backward_ns)
+    assert again.exchange_backward_ns == plain.exchange_backward_ns + plain.gather_forward_ns
+
+
+def test_linear_work_counts_the_second_gather():
+    """W_l's CP term is the same exchange, by its bandwidth part."""
+    again, kept = workload(4), workload(4, keep_gathered_kv=True)
+    tokens = 100_000
+    parts = [int(w.terms([tokens])["cp_comm"][0]) for w in (again, kept)]
+    collectives = replace(again).profile
+    size = tokens * 2 * 128 * 2
+    gather = 8 * collectives.collective(Collective.ALL_GATHER, span_ranks=32).wire_ns(
+        size, num_ranks=4
+    )
+    assert parts[0] - parts[1] == pytest.approx(gather, rel=1e-6)
+    assert again.per_micro_batch_ns > kept.per_micro_batch_ns

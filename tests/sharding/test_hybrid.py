@@ -1,0 +1,145 @@
+"""hybrid and balanced: literal spans, what they are never worse than, what they must reach."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.cost import FlopsWorkload, ProfiledWorkload, attention_latency, load_profile
+from wlb.plan import ShardingPlan
+from wlb.sharding import NAMES, balanced, hybrid, per_document, per_sequence, shard
+from wlb.spec import ModelSpec, ParallelSpec
+
+
+class Tiles(FlopsWorkload):
+    """Whole tiles of `tile` rows; a segment costs one tile more than it computes."""
+
+    def segment_times_ns(self, q, kv):
+        work = (-(-np.asarray(q) // 8) + 1) * 8 * np.asarray(kv)
+        return work, 2 * work
+
+
+TILES = Tiles()
+H100 = ProfiledWorkload(
+    model=ModelSpec(
+        hidden_size=4096, num_layers=4, num_heads=32, num_kv_heads=32, ffn_hidden_size=8
+    ),
+    parallel=ParallelSpec(tp=8, cp=4, pp=1),
+    profile=load_profile("h100"),
+    micro_batch_tokens=4096,
+)
+
+
+def show(plan: ShardingPlan) -> list[list[tuple[int, int, int]]]:
+    return [[tuple(s) for s in plan.for_rank(r).spans] for r in range(plan.cp)]
+
+
+def slowest(plan: ShardingPlan, cost=TILES) -> int:
+    return attention_latency(plan, cost).slowest_kernels_ns
+
+
+def test_hybrid_cuts_the_long_document_and_keeps_short_ones_together() -> None:
+    """One document of 64 tokens in chunks of 16; eight of 8 make a sequence in chunks of 16."""
+    plan = hybrid([8] * 4 + [64] + [8] * 4, cp=2, cost=TILES)
+    assert plan.strategy == "hybrid"
+    assert show(plan) == [
+        [(4, 0, 16), (4, 48, 64), (0, 0, 8), (1, 0, 8), (7, 0, 8), (8, 0, 8)],
+        [(4, 16, 48), (2, 0, 8), (3, 0, 8), (5, 0, 8), (6, 0, 8)],
+    ]
+
+
+def test_balanced_shares_a_document_by_the_ranks_it_needs() -> None:
+    """Two equal documents over four ranks, each over two of them, and a short one a rank."""
+    plan = balanced([64, 64, 8, 8, 8, 8], cp=4, cost=TILES)
+    assert show(plan) == [
+        [(0, 0, 16), (0, 48, 64), (2, 0, 8)],
+        [(0, 16, 48), (3, 0, 8)],
+        [(1, 0, 16), (1, 48, 64), (4, 0, 8)],
+        [(1, 16, 48), (5, 0, 8)],
+    ]
+
+
+def test_balanced_leaves_short_documents_whole() -> None:
+    lengths = [40] * 12 + [400]
+    spans = [s for rank in show(balanced(lengths, cp=4, cost=TILES)) for s in rank]
+    whole = [piece for piece, start, stop in spans if (start, stop) == (0, 40)]
+    assert len(whole) >= 8
+
+
+documents = st.lists(
+    st.one_of(st.integers(1, 9), st.integers(1, 300), st.sampled_from([64, 97, 1024, 2000])),
+    max_size=14,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(documents, st.integers(1, 9), st.sampled_from([TILES, H100]))
+def test_each_strategy_is_predicted_no_slower_than_what_it_extends(lengths, cp, cost) -> None:
+    plans = {name: shard(lengths, cp=cp, strategy=name, cost=cost).validate() for name in NAMES}
+    time = {name: slowest(plan, cost) for name, plan in plans.items()}
+    assert time["adaptive"] == min(time["per_sequence"], time["per_document"])
+    assert time["balanced"] <= time["hybrid"] <= time["adaptive"]
+    assert plans["adaptive"].strategy in ("per_sequence", "per_document")
+    assert all(plans[name].strategy == name for name in NAMES if name != "adaptive")
+
+
+def test_hybrid_beats_both_static_strategies_on_long_and_short_together() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.permutation(np.concatenate([rng.integers(4, 12, 600), [1000, 700]]))
+    both = min(slowest(per_sequence(lengths, cp=4)), slowest(per_document(lengths, cp=4)))
+    assert slowest(hybrid(lengths, cp=4, cost=TILES)) < 0.9 * both
+
+
+def test_balanced_beats_hybrid_where_ranks_are_many() -> None:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(30, 400, 60)
+    assert slowest(balanced(lengths, cp=16, cost=TILES)) < 0.9 * slowest(
+        hybrid(lengths, cp=16, cost=TILES)
+    )
+
+
+def test_a_window_of_many_documents_prices_few_thresholds() -> None:
+    """More distinct lengths than thresholds: still valid, still no slower than the static ones."""
+    lengths = np.arange(1, 400)
+    plan = hybrid(lengths, cp=8, cost=TILES).validate()
+    assert slowest(plan) <= slowest(per_document(lengths, cp=8))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "balanced"])
+def test_the_same_lengths_give_the_same_plan_and_one_rank_keeps_all(strategy: str) -> None:
+    lengths = [5, 300, 5, 77, 300]
+    one, two = (shard(lengths, cp=4, strategy=strategy, cost=TILES) for _ in range(2))
+    assert one.digest() == two.digest()
+    alone = shard(lengths, cp=1, strategy=strategy, cost=TILES)
+    assert show(alone) == [[(i, 0, n) for i, n in enumerate(lengths)]]
+    assert show(shard([], cp=2, strategy=strategy, cost=TILES)) == [[], []]
+
+
+def test_one_by_one_is_the_papers_remainder() -> None:
+    """7 = 4 + 3 and 6 = 4 + 2 tokens, cp 2: 3 + 2 single tokens go to ranks 0, 1, 0 and 1, 0."""
+    plan = per_document([7, 6], cp=2, remainder="one_by_one").validate()
+    assert show(plan) == [
+        [(0, 0, 1), (0, 3, 4), (1, 0, 1), (1, 3, 4), (0, 4, 5), (0, 6, 7), (1, 5, 6)],
+        [(0, 1, 3), (1, 1, 3), (0, 5, 6), (1, 4, 5)],
+    ]
+    merged = per_document([7, 6], cp=2)
+    assert merged.piece.size < plan.piece.size
+
+
+@settings(deadline=None)
+@given(documents, st.integers(1, 6))
+def test_one_by_one_places_every_token_once(lengths, cp) -> None:
+    plan = shard(lengths, cp=cp, strategy="per_document", cost=TILES, remainder="one_by_one")
+    assert plan.validate() is plan
+    base = [n - n % (2 * cp) for n in lengths]
+    for piece, start, stop in zip(plan.piece, plan.start, plan.stop, strict=True):
+        assert stop - start == 1 or start < base[piece]
+
+
+def test_adaptive_takes_the_remainder_too_and_unknown_ones_are_refused() -> None:
+    lengths = [40003, 20517]
+    plan = shard(lengths, cp=4, strategy="adaptive", cost=H100, remainder="one_by_one")
+    assert plan.strategy == "per_document"
+    assert plan.piece.size > shard(lengths, cp=4, strategy="adaptive", cost=H100).piece.size
+    with pytest.raises(ValueError, match="'dropped' is not a valid Remainder"):
+        per_document([5], cp=2, remainder="dropped")

@@ -1,0 +1,74 @@
+"""How long a sharded micro-batch's attention takes: one function for selector, simulator, reports.
+
+Section 5.3: the kernel computes whole tiles of query rows, so a segment's FLOPs are counted in
+tiles and divided by the throughput that was measured at its (query rows, keys, heads); forward and
+backward apart (`WorkloadModel.segment_times_ns`). On top of the paper's sum over segments come the
+launches and CP's collectives: K and V are gathered forward and, by default, again in backward, and
+their gradients scattered. With activation recompute the backward pass runs the forward pass again.
+
+Ranks of a CP group meet in every layer's collectives, forward as backward, so what a micro-batch
+waits for is the slowest rank of each pass, not the rank with the largest sum.
+"""
+
+from dataclasses import dataclass
+
+from wlb.cost.workload import WorkloadModel
+from wlb.plan import IntArray, ShardingPlan, offsets_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionLatency:
+    """Times of a pipeline rank's layers. forward_ns, backward_ns: each CP rank's kernels and
+    launches, shape [cp]. gather_forward_ns, exchange_backward_ns: collectives, equal on all ranks.
+    """
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    gather_forward_ns: int
+    exchange_backward_ns: int
+
+    @property
+    def kernels_ns(self) -> IntArray:
+        """Kernels and launches of each rank, both passes, shape [cp]."""
+        return self.forward_ns + self.backward_ns
+
+    @property
+    def slowest_kernels_ns(self) -> int:
+        """The slowest rank's forward plus the slowest rank's backward, collectives apart."""
+        return int(self.forward_ns.max()) + int(self.backward_ns.max())
+
+    @property
+    def slowest_ns(self) -> int:
+        """What the micro-batch's attention takes: `slowest_kernels_ns` and the collectives."""
+        return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank over the mean rank, kernels and launches of both passes."""
+        mean = float(self.forward_ns.mean() + self.backward_ns.mean())
+        return self.slowest_kernels_ns / mean if mean else 1.0
+
+
+def attention_latency(
+    plan: ShardingPlan, cost: WorkloadModel, *, recompute: bool = False
+) -> AttentionLatency:
+    """Predicted attention time of each rank of `plan`; pure, integer nanoseconds.
+
+    recompute: activations are computed again in backward, the gather of keys included.
+    """
+    forward, backward = cost.segment_times_ns(plan.stop - plan.start, plan.stop)
+    launch_forward, launch_backward = cost.attention_call_ns()
+    gather, exchange = cost.kv_exchange_ns(plan.num_tokens) if plan.cp > 1 else (0, 0)
+    forward_ns = _of_ranks(forward, plan.rank_offsets) + launch_forward
+    backward_ns = _of_ranks(backward, plan.rank_offsets) + launch_backward
+    return AttentionLatency(
+        forward_ns=forward_ns,
+        backward_ns=backward_ns + forward_ns if recompute else backward_ns,
+        gather_forward_ns=gather,
+        exchange_backward_ns=exchange + gather if recompute else exchange,
+    )
+
+
+def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:
+    running = offsets_of(times)
+    return running[rank_offsets[1:]] - running[rank_offsets[:-1]]

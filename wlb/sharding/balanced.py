@@ -1,0 +1,157 @@
+"""balanced: each document over as many ranks as its work asks for; ours, beyond the paper.
+
+Per-document sharding cuts every document into 2 * CP chunks, whatever its length: at CP 16 a
+document of 8K tokens becomes 32 segments of 256 rows. Here a document is shared by the fewest ranks
+m whose parts are at most a given share of a rank's mean work: 2 * m symmetric chunks, two a rank.
+Short ones stay whole, the longest go over all ranks. From long to short each goes to the m ranks
+with least predicted work so far, among those with room for its tokens; what fits nowhere is cut to
+fill ranks up, so that all have equally many tokens.
+
+The share is chosen for every micro-batch by predicted latency (five are tried), and hybrid's plan
+competes, so balanced is never predicted slower than hybrid, per_document or per_sequence.
+
+Choosing ranks by tokens as well as by work, or degrees that are powers of two only, was no better;
+twelve shares instead of these gained 0.1-0.4% (experiments/LOG.md).
+
+Cost: a Python loop over documents for each share.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from wlb.cost import WorkloadModel, attention_latency
+from wlb.plan import IntArray, IntLike, ShardingPlan, int_array
+from wlb.sharding.hybrid import hybrid, shares_of
+from wlb.sharding.per_document import document_chunks
+from wlb.sharding.per_sequence import head_tail_ranks
+from wlb.sharding.spans import check_arguments, from_spans
+
+STRATEGY = "balanced"
+SHARES = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+"""Most work of a document's part, in a rank's mean work."""
+
+_Span = tuple[int, int, int, int]
+"""(piece, start, stop, rank)"""
+
+
+def balanced(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
+    """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
+    pieces = int_array("lengths", lengths)
+    check_arguments(pieces, cp)
+    plans = [hybrid(pieces, cp=cp, cost=cost)]
+    if cp > 1 and pieces.size:
+        order = np.argsort(-pieces, kind="stable")
+        plans += [_dealt(pieces, order, cp, cost, share) for share in SHARES]
+    best = min(plans, key=lambda plan: attention_latency(plan, cost).slowest_kernels_ns)
+    return replace(best, strategy=STRATEGY)
+
+
+def _dealt(
+    pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float
+) -> ShardingPlan:
+    """Documents dealt in `order` (falling lengths), parts of at most `share` of the mean work."""
+    ordered = pieces[order]
+    work = _both(cost, ordered, ordered)
+    mean = max(1.0, float(work.sum()) * share / cp)
+    num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
+    # Work does not fall with length, so degrees fall: those over all ranks come first.
+    num_over_all = int(np.searchsorted(-num_ranks, -cp, side="right"))
+    deal = _Deal(ordered, cp, cost)
+    deal.over_all(num_over_all)
+    for m in range(cp - 1, 1, -1):
+        deal.over_some(np.flatnonzero(num_ranks[num_over_all:] == m) + num_over_all, m)
+    deal.whole(np.flatnonzero(num_ranks[num_over_all:] == 1) + num_over_all, work)
+    deal.fill()
+    piece, start, stop, rank = (np.array(x, np.int64) for x in zip(*deal.spans, strict=True))
+    return from_spans(
+        pieces,
+        piece=order[piece],
+        start=start,
+        stop=stop,
+        rank=rank,
+        cp=cp,
+        strategy=STRATEGY,
+    )
+
+
+def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
+    """Forward plus backward time of each segment, shape [n]."""
+    forward, backward = cost.segment_times_ns(q, kv)
+    return forward + backward
+
+
+class _Deal:
+    """Spans dealt so far; loads (predicted ns) and room (tokens) of each rank."""
+
+    def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
+        self.ordered, self.cp, self.cost = ordered, cp, cost
+        self.spans: list[_Span] = []
+        self.load = [0] * cp
+        self.room = shares_of(int(ordered.sum()), np.zeros(cp, np.int64)).tolist()
+        self.left: list[int] = []
+
+    def over_all(self, num: int) -> None:
+        """The first `num` documents per document; sets which ranks get the odd tokens."""
+        start, stop, load = self._chunks(self.ordered[:num], self.cp)
+        ranks = head_tail_ranks(self.cp)
+        for i in range(num):
+            self._add(i, start[i], stop[i], ranks.tolist())
+        held = np.zeros(self.cp, np.int64)
+        np.add.at(held, np.tile(ranks, num), (stop - start).ravel())
+        self.room = (shares_of(int(self.ordered.sum()), held) - held).tolist()
+        self.load = load.sum(0).tolist()
+
+    def over_some(self, who: IntArray, num_ranks: int) -> None:
+        """Documents `who`, each over the `num_ranks` least loaded ranks with room for a part."""
+        start, stop, load = self._chunks(self.ordered[who], num_ranks)
+        tokens = (stop - start)[:, :num_ranks] + (stop - start)[:, : num_ranks - 1 : -1]
+        for i, document in enumerate(who.tolist()):
+            most = int(tokens[i].max())
+            fits = [r for r in range(self.cp) if self.room[r] >= most]
+            if len(fits) < num_ranks:
+                self.left.append(document)
+                continue
+            chosen = sorted(fits, key=lambda r: (self.load[r], r))[:num_ranks]
+            self._add(document, start[i], stop[i], chosen + chosen[::-1])
+            for r, part, size in zip(chosen, load[i].tolist(), tokens[i].tolist(), strict=True):
+                self.load[r] += part
+                self.room[r] -= size
+
+    def whole(self, who: IntArray, work: IntArray) -> None:
+        """Documents `who`, each on the least loaded rank with room for it."""
+        load, room = self.load, self.room
+        columns = (who.tolist(), self.ordered[who].tolist(), work[who].tolist())
+        for document, size, part in zip(*columns, strict=True):
+            best = -1
+            for r in range(self.cp):
+                if room[r] >= size and (best < 0 or load[r] < load[best]):
+                    best = r
+            if best < 0:
+                self.left.append(document)
+                continue
+            self.spans.append((document, 0, size, best))
+            load[best] += part
+            room[best] -= size
+
+    def fill(self) -> None:
+        """What fitted nowhere, cut so that it fills the ranks with most room first."""
+        for document in self.left:
+            at, size = 0, int(self.ordered[document])
+            while at < size:
+                rank = max(range(self.cp), key=lambda r: self.room[r])
+                taken = min(size - at, self.room[rank])
+                self.spans.append((document, at, at + taken, rank))
+                self.room[rank] -= taken
+                at += taken
+
+    def _add(self, document: int, start: IntArray, stop: IntArray, ranks: list[int]) -> None:
+        for a, b, rank in zip(start.tolist(), stop.tolist(), ranks, strict=True):
+            self.spans.append((document, a, b, rank))
+
+    def _chunks(self, lengths: IntArray, num_ranks: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Chunks of documents over `num_ranks`, and each rank's predicted ns of each document."""
+        start, stop = document_chunks(lengths, num_ranks)
+        both = _both(self.cost, (stop - start).ravel(), stop.ravel())
+        times = both.reshape(start.shape)
+        return start, stop, times[:, :num_ranks] + times[:, : num_ranks - 1 : -1]

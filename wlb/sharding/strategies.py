@@ -1,0 +1,50 @@
+"""Strategies by name, as a run's `sharding.strategy` chooses them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from wlb.cost import WorkloadModel, attention_latency
+from wlb.plan import IntLike, ShardingPlan
+from wlb.sharding.adaptive import adaptive
+from wlb.sharding.balanced import balanced
+from wlb.sharding.hybrid import hybrid
+from wlb.sharding.per_document import per_document
+from wlb.sharding.per_sequence import per_sequence
+from wlb.spec import Remainder
+
+STRATEGIES: dict[str, Callable[..., ShardingPlan]] = {
+    "per_sequence": per_sequence,
+    "per_document": per_document,
+    "hybrid": hybrid,
+    "balanced": balanced,
+}
+"""What a plan's `strategy` can be: a plan by "adaptive" goes by the name of what it chose."""
+
+NAMES = (*STRATEGIES, "adaptive")
+
+
+def shard(
+    lengths: IntLike,
+    *,
+    cp: int,
+    strategy: str,
+    cost: WorkloadModel,
+    remainder: Remainder | str = Remainder.MERGED,
+) -> ShardingPlan:
+    """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
+
+    lengths: tokens of each piece, shape [num_pieces]. remainder: what per_document does with tokens
+    over (also as adaptive's candidate). ValueError for an unknown strategy.
+    """
+    match strategy:
+        case "per_sequence":
+            plan = per_sequence(lengths, cp=cp)
+        case "per_document":
+            plan = per_document(lengths, cp=cp, remainder=remainder)
+        case "adaptive":
+            plan = adaptive(lengths, cp=cp, cost=cost, remainder=remainder)
+        case "hybrid" | "balanced":
+            plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost)
+        case _:
+            raise ValueError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
+    return replace(plan, latency_ns=attention_latency(plan, cost).kernels_ns)
