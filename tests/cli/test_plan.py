@@ -1,6 +1,7 @@
 """`wlb plan` and `wlb tune packing` from the command line, without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def test_a_table_of_all_policies(
         assert label in out
     assert "W_a / W_l" in out
     assert "sharding (adaptive, CP 2), first 8 steps: per_" in out
+    for strategy in ("per_sequence", "per_document", "adaptive", "hybrid", "balanced"):
+        assert re.search(rf"over ideal:.* {strategy} \d\.\d{{3}}", " ".join(out.split()))
     assert "are cut into pieces of at most a window" in " ".join(out.split())
     few = run(capsys, "plan", "--lengths", lengths, "--steps", "3", *SMALL)
     assert "steps: per_" in few

@@ -27,6 +27,43 @@ def test_derived_values_are_made_once():
     assert made[0] is made[1]
 
 
+def test_tensors_lead_back_to_their_segments():
+    key_rows = np.array([3, 4, 5, 9])
+    segments = Segments.from_offsets([0, 2, 3], [0, 3, 4], device="cpu", key_rows=key_rows)
+    again = Segments.of(
+        segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_q, segments.max_k
+    )
+    assert again.host is segments.host
+    assert again.key_rows is key_rows
+
+
+def test_other_tensors_are_read():
+    """And leave alone what belongs to the tensors they are mixed with."""
+    segments = Segments.from_offsets(
+        [0, 2, 3], [0, 3, 4], device="cpu", key_rows=np.array([3, 4, 5, 9])
+    )
+    for cu_q in (segments.cu_seqlens_q, segments.cu_seqlens_q.clone()):
+        other = Segments.of(cu_q, torch.tensor([0, 3, 5], dtype=torch.int32), 2, 3)
+        assert (other.offsets_q, other.offsets_k) == ((0, 2, 3), (0, 3, 5))
+        assert other.key_rows is None
+    assert (segments.offsets_k, segments.num_segments) == ((0, 3, 4), 2)
+    again = Segments.of(segments.cu_seqlens_q, segments.cu_seqlens_k, 2, 3)
+    assert again.host is segments.host
+
+
+@pytest.mark.parametrize(
+    ("key_rows", "message"),
+    [
+        ([0, 1], r"key_rows must be 3 whole numbers, one a key, not int64 of shape \(2,\)"),
+        ([0.0, 1.0, 2.0], "not float64 of shape"),
+        ([0, -1, 2], "key_rows has a negative row: -1"),
+    ],
+)
+def test_bad_key_rows_are_refused(key_rows, message):
+    with pytest.raises(ValueError, match=message):
+        Segments.from_offsets([0, 2], [0, 3], device="cpu", key_rows=np.array(key_rows))
+
+
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [

@@ -14,6 +14,7 @@ from wlb.collate import IGNORE
 from wlb.kernels import Segments, attend
 from wlb.model import (
     Llama,
+    LocalAttend,
     Rows,
     build_reference,
     head_loss,
@@ -44,7 +45,7 @@ def rows_of(lengths: list[int], labels: Tensor | None = None, loss_scale: float 
     return Rows(
         cos=cos,
         sin=sin,
-        attend=lambda q, k, v: attend(q, k, v, segments, backend="reference"),
+        attend=LocalAttend(lambda q, k, v: attend(q, k, v, segments, backend="reference")),
         labels=labels,
         loss_scale=loss_scale,
     )
@@ -226,6 +227,35 @@ def test_the_head_is_the_chunked_loss_of_the_last_rows() -> None:
     assert torch.equal(model(tokens, rows=rows), 0.5 * expected)
     model.loss_chunk = 2
     torch.testing.assert_close(model(tokens, rows=rows), 0.5 * expected)
+
+
+class Recorded:
+    """Attention that notes when it is told what, and gives the queries back."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.moved = torch.zeros(0)
+
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        self.events.append("begin")
+        return self.moved
+
+    def __call__(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None
+    ) -> Tensor:
+        assert moving is self.moved
+        self.events.append("attend")
+        return q_THD
+
+
+def test_keys_and_values_leave_before_queries_are_computed() -> None:
+    attention = Recorded()
+    layer = build_reference(SPEC).model.layers["0"].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection = layer.get_submodule(name)
+        projection.register_forward_hook(lambda *_, name=name: attention.events.append(name))
+    layer(torch.randn(7, 24), replace(rows_of([4, 3]), attend=attention))
+    assert attention.events == ["k_proj", "v_proj", "begin", "q_proj", "attend"]
 
 
 NAME = "model.layers.2.self_attn.q_proj.weight"

@@ -108,7 +108,7 @@ def seven_b(**packing: Any) -> RunSpec:
 
 def test_memory_lowers_both_caps_until_the_estimate_fits() -> None:
     run = seven_b()
-    wide, tight = (token_caps(run, memory_bytes=g * GIB) for g in (80, 60))
+    wide, tight = (token_caps(run, memory_bytes=g * GIB) for g in (70, 60))
     assert tight.s_max <= wide.s_max <= run.s_max
     assert wide.step_tokens is not None
     assert tight.step_tokens is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wlb.collate import attention_rows, rank_labels, rank_tokens
 from wlb.kernels import Segments, attend
-from wlb.model import Llama, Rows, build_reference, inverse_frequencies, rope_tables
+from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
 from wlb.plan import PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec, Schedule, check
@@ -47,6 +47,7 @@ class Case:
     layers: int = 4
     rope_factor: float = 1.0
     head_dim: int = 4
+    keep_gathered_kv: bool = False
 
     @property
     def world(self) -> int:
@@ -75,6 +76,7 @@ def spec_of(case: Case) -> RunSpec:
             spec,
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
+            cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
             pp=replace(spec.pp, schedule=case.schedule, virtual_stages=case.v),
             data=replace(
                 spec.data,
@@ -165,7 +167,7 @@ def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: 
         rows = Rows(
             cos=cos,
             sin=sin,
-            attend=lambda q, k, v, s=segments: attend(q, k, v, s, backend="reference"),
+            attend=LocalAttend(lambda q, k, v, s=segments: attend(q, k, v, s, backend="reference")),
             labels=torch.from_numpy(rank_labels(batch, sharding, 0, num, Reader())),
             loss_scale=1.0 / plan.num_targets,
         )

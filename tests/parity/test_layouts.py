@@ -34,7 +34,7 @@ CASES = [
     Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8),
     Case(pp=2, dp=2, v=2, num_micro_batches=8, strategy="per_sequence"),
     # Three and four.
-    Case(tp=2, cp=2, pp=2, v=2, token_quantum=3),
+    Case(tp=2, cp=2, pp=2, v=2, token_quantum=3, keep_gathered_kv=True),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, strategy="per_sequence"),
     Case(tp=2, cp=2, pp=2, schedule=F1B),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, num_micro_batches=8),

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from tests.parity.body import run_step, whole
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
 from wlb.kernels import Segments, attend
-from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
+from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages
 from wlb.parallel.data import finish_gradients, gradient_square, needs_fsdp, scale_gradients
 from wlb.parallel.execute import Executor
@@ -49,7 +49,7 @@ def micro_batch(spec: RunSpec) -> tuple[Tensor, Tensor, Rows]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, segments, backend="reference")
 
-    return tokens, labels, Rows(cos=cos, sin=sin, attend=attention, labels=labels)
+    return tokens, labels, Rows(cos=cos, sin=sin, attend=LocalAttend(attention), labels=labels)
 
 
 def torch_tensor_parallel(spec: RunSpec, mesh: Any) -> Llama:

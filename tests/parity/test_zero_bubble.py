@@ -1,4 +1,4 @@
-"""Splitting the backward pass must not double it: as many matrix products and collectives."""
+"""Matrix products and collectives of a layer, and that splitting the backward pass adds none."""
 
 from collections import Counter
 
@@ -7,9 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
+from tests.parity.test_tensor import CU_SEQLENS, micro_batch
+from wlb.model import Llama
+from wlb.parallel.build import build_stages
+from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.execute import Executor
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.tensor import TensorParallelOps
 from wlb.spec import Schedule
 
 pytestmark = pytest.mark.dist
@@ -49,3 +54,36 @@ def test_zero_bubble_computes_nothing_twice() -> None:
         assert one == other
         assert one["mm"] > 0
         assert again == 2 * 2 * 4
+
+
+def layer(world: World, is_split: bool) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Calls of one decoder layer: forward, backward, and the weight gradients left for later."""
+    spec = spec_of(Case(tp=2, layers=2))
+    mesh = build_mesh(spec.parallel, torch.device("cpu"))
+    (stage,) = build_stages(spec, mesh).values()
+    assert isinstance(stage, Llama)
+    assert isinstance(stage.ops, TensorParallelOps)
+    stage.ops.queue = WeightQueue() if is_split else None
+    _, _, rows = micro_batch(spec)
+    x_SC = torch.randn(CU_SEQLENS[-1] // 2, spec.model.hidden_size, requires_grad=True)
+    with Count() as forward:
+        out = stage.model.layers["0"](x_SC, rows)
+    with Count() as backward:
+        out.sum().backward()
+    with Count() as later:
+        if stage.ops.queue is not None:
+            stage.ops.queue.take()()
+    return forward.calls, backward.calls, later.calls
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_queries_keys_and_values_share_their_collectives(is_split: bool) -> None:
+    """Though keys leave before queries are computed: two gathers and two scatters a pass, of
+    attention's and the MLP's rows; backward gathers both inputs again, now or later."""
+    for forward, backward, later in run_local(layer, 2, is_split, start_group=True, timeout_s=60.0):
+        gathers = [calls["all_gather_into_tensor"] for calls in (forward, backward, later)]
+        scatters = [calls["reduce_scatter_tensor"] for calls in (forward, backward, later)]
+        products = [calls["mm"] + calls["addmm_"] for calls in (forward, backward, later)]
+        assert gathers == ([2, 2, 4] if is_split else [2, 4, 0])
+        assert scatters == [2, 2, 0]
+        assert products == ([7, 7, 7] if is_split else [7, 14, 0])

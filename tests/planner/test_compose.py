@@ -20,7 +20,7 @@ from wlb.packing import (
     VarLenPacker,
 )
 from wlb.plan import PlannerState, StepPlan, int_array
-from wlb.planner import Planner, deal, with_shardings
+from wlb.planner import Planner, deal
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
@@ -229,9 +229,6 @@ def test_pipelines_get_their_micro_batches_and_equal_rows() -> None:
             assert sharding.lengths.tolist() == batch.lengths.tolist()
             assert rows % 2 == 0
             assert rows * 2 - max(1, batch.num_tokens) < 2 * 2
-        named = with_shardings(plan.predicted, mine)
-        assert sum(count for _, count in named.sharding_counts) == 2
-        assert named.cp_imbalance >= 1.0
 
 
 def test_queues_balance_better_than_plain_windows() -> None:

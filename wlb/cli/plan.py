@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+from collections import Counter
 from dataclasses import replace
 from datetime import date
 from itertools import islice
@@ -14,12 +15,13 @@ from rich.console import Console
 from wlb import __version__
 from wlb.cli import sources
 from wlb.corpus import LengthSource
-from wlb.cost import ProfiledWorkload, workload_for
+from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns, workload_for
 from wlb.packing import PackingRun, measure
 from wlb.packing.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
-from wlb.planner import Planner, with_shardings
+from wlb.planner import Planner
 from wlb.report import facts_of, packing_page, packing_table, remarks
+from wlb.sharding import NAMES, shard
 from wlb.spec import Policy, RunSpec, load, presets
 
 SHARDED_STEPS = 8
@@ -162,28 +164,35 @@ def _stream(options: argparse.Namespace, source: LengthSource, batches: list[Glo
 
 
 def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload) -> dict[str, Any]:
-    """What the run's sharding strategy does with the first steps of its own packing."""
-    cp = spec.parallel.cp
+    """What each sharding strategy would do with the first steps of the run's own packing.
+
+    over_ideal: time-weighted, slowest rank's attention over the uncut documents' / cp.
+    """
+    cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
         return {"text": "sharding: parallel.cp is 1, every micro-batch stays on one rank"}
     planner = Planner.from_spec(spec, sources.ListedBatches(batches), cost)
-    counts: dict[str, int] = {}
-    num_steps = 0
-    ratios: list[float] = []
-    for plan in islice(planner.steps(), SHARDED_STEPS):
-        num_steps += 1
-        for pipeline in range(planner.dp):
-            made = with_shardings(plan.predicted, planner.shard(plan, pipeline))
-            ratios.append(made.cp_imbalance)
-            for name, count in made.sharding_counts:
-                counts[name] = counts.get(name, 0) + count
-    mean = sum(ratios) / max(1, len(ratios))
+    plans = list(islice(planner.steps(), SHARDED_STEPS))
+    lengths = [b.lengths for plan in plans for b in plan.packing.micro_batches]
+    ideal = sum(ideal_kernels_ns(pieces, cost, cp=cp) for pieces in lengths)
+    counts: Counter[str] = Counter()
+    over: dict[str, float] = {}
+    for name in NAMES:
+        made = [
+            shard(pieces, cp=cp, strategy=name, cost=cost, remainder=planner.remainder)
+            for pieces in lengths
+        ]
+        slowest = sum(attention_latency(plan, cost).slowest_kernels_ns for plan in made)
+        over[name] = slowest / ideal if ideal else 1.0
+        if name == own:
+            counts.update(plan.strategy for plan in made)
     chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    listed = ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items())
     text = (
-        f"sharding ({spec.sharding.strategy}, CP {cp}), first {num_steps} steps: {chosen} "
-        f"micro-batches; slowest rank / mean of attention {mean:.3f}"
+        f"sharding ({own}, CP {cp}), first {len(plans)} steps: {chosen} micro-batches; predicted "
+        f"attention of the slowest rank over ideal: {listed}"
     )
-    return {"text": text, "counts": counts, "cp_imbalance": mean}
+    return {"text": text, "strategy": own, "counts": dict(counts), "over_ideal": over}
 
 
 def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any]:

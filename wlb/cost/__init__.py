@@ -10,7 +10,7 @@ from wlb.cost.flops import (
     linear_flops_per_token,
     tile_pairs,
 )
-from wlb.cost.latency import AttentionLatency, attention_latency
+from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns
 from wlb.cost.memory import (
     MemoryEstimate,
     TokenCaps,
@@ -67,6 +67,7 @@ __all__ = [
     "default_profile_name",
     "document_flops",
     "head_flops",
+    "ideal_kernels_ns",
     "in_flight",
     "layer_linear_flops",
     "limit_growth",

@@ -13,7 +13,7 @@ waits for is the slowest rank of each pass, not the rank with the largest sum.
 from dataclasses import dataclass
 
 from wlb.cost.workload import WorkloadModel
-from wlb.plan import IntArray, ShardingPlan, offsets_of
+from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +67,16 @@ def attention_latency(
         gather_forward_ns=gather,
         exchange_backward_ns=exchange + gather if recompute else exchange,
     )
+
+
+def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
+    """What `slowest_kernels_ns` would be if uncut documents were shared evenly by `cp` ranks.
+
+    lengths: shape [num_pieces]. A yardstick, not a bound: spans mostly cost more than the document
+    whole (tiles, short rows), sometimes a little less (few rows over many keys run well).
+    """
+    forward, backward = cost.segment_times_ns(lengths, lengths)
+    return (int(forward.sum()) + int(backward.sum())) // cp + sum(cost.attention_call_ns())
 
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:

@@ -11,12 +11,20 @@ value and everything divided by tp:
 
     b * (4 * hidden        inputs and outputs of the two norms, sequence-sharded
          + 2 * q_dim       Q after rotation, attention output
+         + 2 * kv_dim      K after rotation, V
          + 3 * ffn)        gate, up, product
     + 4 * num_heads        log-sum-exp
 
-on S / cp tokens, plus the K and V that CP gathers for its kernel, all prefixes of a rank's two
-chunks: (1 + 1 / (2 * cp)) * S keys of 2 * kv_dim / tp values (S keys at cp = 1). S is the longest
-micro-batch (`packing.s_max`, or the window under packing to windows), so this is an upper bound.
+on S / cp tokens. Backward gathers the other ranks' K and V again; with `cp.keep_gathered_kv` the
+2 * kv_dim count for all S tokens instead. S is the longest micro-batch (`packing.s_max`, or the
+window under packing to windows), so this is an upper bound.
+
+The layer at work needs the larger of two workspaces on top. MLP: gathered inputs and SwiGLU's
+gradients. Attention, in backward: at cp > 1 the gathered K and V (S rows of 2 * kv_dim / tp
+values), their copy in which every local span's prefix lies in one piece, (1 + 1 / (2 * cp)) * S
+rows, and the copy's gradients; then these gradients, one half of them once more, and the rows
+summed from them in float32. What attention kernels allocate themselves is not counted, nor that
+backends which read rows of the gathered buffer (sdpa on CPU) need no copy.
 """
 
 from dataclasses import asdict, dataclass
@@ -37,7 +45,7 @@ class MemoryEstimate:
     gradients: float32, unsharded until the last micro-batch, plus their reduced shard.
     activations: saved for backward, of all micro-batches in flight. boundaries: outputs of stages
     in flight, kept for their backward. logits: one chunk of the loss, last pipeline rank only.
-    workspace: gathered inputs and SwiGLU gradients of the layer at work.
+    workspace: what the layer at work needs beside what it keeps, MLP or attention.
     """
 
     pp_rank: int
@@ -86,10 +94,26 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     local = -(-micro_batch_tokens // cp)
     values = 4 * model.hidden_size + 2 * model.q_dim + 3 * model.ffn_hidden_size
     per_token = size * values + FLOAT32_BYTES * model.num_heads
-    keys = micro_batch_tokens
-    if cp > 1:
-        keys += -(-micro_batch_tokens // (2 * cp))
+    keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp
+
+
+def workspace_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
+    """What one layer needs in backward beside what it kept (module docstring)."""
+    model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
+    size = _compute_bytes(spec)
+    local = -(-micro_batch_tokens // cp)
+    mlp = local * size * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp)
+    q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
+    gradients = local * 2 * q_bytes  # of the output and of Q
+    if cp == 1:
+        return max(mlp, gradients + local * kv_bytes)
+    rows = cp * local
+    copied = rows + -(-rows // (2 * cp))
+    in_kernel = (rows + 2 * copied) * kv_bytes
+    in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
+    summing = copied * kv_bytes + in_float32 + (copied + rows) * kv_bytes // 2
+    return max(mlp, gradients + max(in_kernel, summing))
 
 
 def memory_of_rank(
@@ -118,7 +142,7 @@ def memory_of_rank(
         * layer_activation_bytes(spec, micro_batch_tokens=tokens),
         boundaries_bytes=passes * local * model.hidden_size * size // tp,
         logits_bytes=last * rows * (model.padded_vocab_size // tp) * (size + 2 * FLOAT32_BYTES),
-        workspace_bytes=local * size * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp),
+        workspace_bytes=workspace_bytes(spec, micro_batch_tokens=tokens),
     )
 
 

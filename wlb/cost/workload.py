@@ -44,6 +44,9 @@ TP_SCATTERS = 4
 ELEMENTWISE_CALLS = 18
 """Element-wise kernels a layer, forward and backward: norms, residuals, rotations, SwiGLU."""
 
+GRADIENT_BYTES = 4
+"""Of a value of dK and dV on its way to its rank: float32, whatever the run computes in."""
+
 _MOST_TABLED = 1 << 18
 
 
@@ -241,12 +244,18 @@ class ProfiledWorkload:
         return self.table.launch_forward_ns * layers, self.table.launch_backward_ns * layers
 
     def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
-        """One all-gather forward; backward a reduce-scatter and, by default, the gather again."""
+        """One all-gather forward; backward a reduce-scatter and, by default, the gather again.
+
+        Gradients travel in float32 (`wlb.parallel.context_op`).
+        """
         tp, cp = self.parallel.tp, self.parallel.cp
-        size = num_tokens * 2 * self.model.kv_dim / tp * DTYPE_BYTES[self.profile.dtype]
+        values = num_tokens * 2 * self.model.kv_dim / tp
         gather, scatter = (
-            self.profile.collective(op, span_ranks=tp * cp).time_ns(size, num_ranks=cp)
-            for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+            self.profile.collective(op, span_ranks=tp * cp).time_ns(values * b, num_ranks=cp)
+            for op, b in (
+                (Collective.ALL_GATHER, DTYPE_BYTES[self.profile.dtype]),
+                (Collective.REDUCE_SCATTER, GRADIENT_BYTES),
+            )
         )
         backward = scatter + (0 if self.keep_gathered_kv else gather)
         layers = self.num_layers_per_rank
@@ -353,8 +362,9 @@ def _linear_ns_per_token(work: ProfiledWorkload, passes: _Passes = _BOTH) -> dic
         "tp_comm": _gather_scatter_ns(
             profile, row_bytes, tp, tp, passes.tp_gathers, passes.tp_scatters
         ),
-        "cp_comm": _gather_scatter_ns(
-            profile, kv_bytes, cp, tp * cp, cp_gathers, int(passes.has_backward)
+        "cp_comm": _gather_scatter_ns(profile, kv_bytes, cp, tp * cp, cp_gathers, 0)
+        + _gather_scatter_ns(
+            profile, kv_bytes * GRADIENT_BYTES / size, cp, tp * cp, 0, int(passes.has_backward)
         ),
     }
     return {name: ns * work.num_layers_per_rank for name, ns in per_layer.items()}

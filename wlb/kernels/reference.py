@@ -1,35 +1,84 @@
 """Reference attention: the definition, in the dtype of its inputs. Tests run it in float64.
 
-Materialises every segment's scores: num_heads * Lq * Lk numbers.
+Materialises every segment's scores: num_heads * Lq * Lk numbers, once in forward and once in
+backward.
 
 Shapes: T query rows, S key rows, H query heads, G key/value heads, R = H / G queries a key head,
 D head size; q, k index one segment's queries and keys.
 """
 
-import torch
+from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
+from wlb.kernels.backend import empty_lse
 from wlb.kernels.segments import Segments
 
 
-def attend_reference(
-    q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, segments: Segments
-) -> torch.Tensor:
-    offsets_q, offsets_k = segments.offsets_q, segments.offsets_k
-    outputs = [
-        _segment(
-            q_THD[offsets_q[i] : offsets_q[i + 1]],
-            k_SGD[offsets_k[i] : offsets_k[i + 1]],
-            v_SGD[offsets_k[i] : offsets_k[i + 1]],
-        )
-        for i in range(segments.num_segments)
-    ]
-    return torch.cat(outputs)
+class ReferenceBackend:
+    name = "reference"
+    takes_key_rows = False
+
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        out_THD, lse_HT = torch.empty_like(q_THD), empty_lse(q_THD)
+        for rows, keys in _slices(segments):
+            v_kGD = v_SGD[keys]
+            scores_GRqk = _scores(q_THD[rows], k_SGD[keys])
+            weights_GRqk = scores_GRqk.softmax(dim=-1)
+            out_qGRD = torch.einsum("grqk,kgd->qgrd", weights_GRqk, v_kGD)
+            out_THD[rows] = out_qGRD.flatten(1, 2)
+            lse_HT[:, rows] = scores_GRqk.to(lse_HT.dtype).logsumexp(-1).flatten(0, 1)
+        return out_THD, lse_HT
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The chain rule through the definition; neither the output nor the lse is needed."""
+        del out_THD, lse_HT
+        scale, num_kv_heads = q_THD.shape[-1] ** -0.5, k_SGD.shape[1]
+        dq_THD, dk_SGD, dv_SGD = (torch.zeros_like(x) for x in (q_THD, k_SGD, v_SGD))
+        for rows, keys in _slices(segments):
+            q_qGRD, grad_qGRD = (
+                x[rows].unflatten(1, (num_kv_heads, -1)) for x in (q_THD, grad_THD)
+            )
+            weights_GRqk = _scores(q_THD[rows], k_SGD[keys]).softmax(dim=-1)
+            dv_SGD[keys] = torch.einsum("grqk,qgrd->kgd", weights_GRqk, grad_qGRD)
+            dweights_GRqk = torch.einsum("qgrd,kgd->grqk", grad_qGRD, v_SGD[keys])
+            # w * (dw - sum_k w * dw): this op adds bfloat16 up in float32, as autograd would.
+            dscores_GRqk = torch.ops.aten._softmax_backward_data(
+                dweights_GRqk, weights_GRqk, -1, weights_GRqk.dtype
+            )
+            dq_qGRD = torch.einsum("grqk,kgd->qgrd", dscores_GRqk, k_SGD[keys]) * scale
+            dq_THD[rows] = dq_qGRD.flatten(1, 2)
+            dk_SGD[keys] = torch.einsum("grqk,qgrd->kgd", dscores_GRqk, q_qGRD * scale)
+        return dq_THD, dk_SGD, dv_SGD
 
 
-def _segment(q_qHD: torch.Tensor, k_kGD: torch.Tensor, v_kGD: torch.Tensor) -> torch.Tensor:
+REFERENCE = ReferenceBackend()
+
+
+def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
+    """Query rows and key rows of each segment with queries."""
+    q, k = segments.offsets_q, segments.offsets_k
+    for i in range(segments.num_segments):
+        if q[i] < q[i + 1]:
+            yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
+
+
+def _scores(q_qHD: Tensor, k_kGD: Tensor) -> Tensor:
+    """[G, R, q, k]; minus infinity where a query does not see a key."""
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
     scores_GRqk = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD)
     seen_qk = torch.ones(scores_GRqk.shape[-2:], dtype=torch.bool, device=q_qHD.device)
     seen_qk = seen_qk.tril(k_kGD.shape[0] - q_qHD.shape[0])
-    weights_GRqk = scores_GRqk.masked_fill(~seen_qk, float("-inf")).softmax(dim=-1)
-    return torch.einsum("grqk,kgd->qgrd", weights_GRqk, v_kGD).flatten(1, 2)
+    return scores_GRqk.masked_fill(~seen_qk, float("-inf"))

@@ -4,25 +4,39 @@ Segments of similar size are computed together: 1. put every segment in a class 
 short lengths rounded up; 2. gather each class's rows into a padded batch; 3. one call a class;
 4. gather the rows back. Padding goes behind a segment's own rows, where a causal mask hides it,
 and its gradient is dropped, so results are exact. Lengths above 512 are not rounded; others grow by
-at most 41 % (or to 8). 100 documents of about 40 tokens, 4 heads of 16, one CPU core: 7 ms forward
+at most 41 % (or to 8). 100 documents of about 40 tokens, 4 heads of 16, one CPU core: 8 ms forward
 and backward, against 25 ms with a call a document.
 
 Square segments need no mask. On CPU other long ones need none either (`wlb.kernels.prefix`); the
 rest need one of Lq * Lk values, made once for all layers.
 
+Keys may be rows of a larger buffer (`Segments.key_rows`): the gather of step 2 then reads the
+buffer, and a row's gradients are added up from all its uses, by gathers too, in float32. Nothing
+is atomic, so results are the same in every run.
+
+The CPU's kernel is called directly and leaves its log-sum-exp. On CUDA there is no one kernel for
+float32, so torch chooses, and backward computes the forward pass again.
+
 Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size; in a class B
-segments of Q query and K key rows; P padded rows of all classes.
+segments of Q query and K key rows; P padded rows of all classes; N source rows of a gather.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from wlb.kernels.prefix import attend_prefixed
+from wlb.kernels.prefix import (
+    flash_backward,
+    flash_forward,
+    prefixed_backward,
+    prefixed_forward,
+)
 from wlb.kernels.segments import Segments
 
 _PADDED_BELOW = 512
@@ -30,17 +44,37 @@ _PADDED_BELOW = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rows:
-    """Rows gathered into padded batches and back.
+    """Rows gathered into padded batches, and sums brought back.
 
-    take_P: source row of each padded row; padding repeats its segment's first row, so that a NaN
-    stays in its segment. back: padded row of each source row. padding: padded rows that are
-    padding. absent: source rows in no batch.
+    take_P: source row of each padded row, None where they are the same; padding repeats its
+    segment's first row, so that a NaN stays in its segment. padding: padded rows that are padding.
+    first_N: padded row of each source row's first use. unused: source rows without one. more: for
+    the second use, the third, ...: source rows and their padded rows.
     """
 
-    take_P: torch.Tensor
-    back: torch.Tensor
-    padding: torch.Tensor
-    absent: torch.Tensor
+    take_P: Tensor | None
+    padding: Tensor
+    first_N: Tensor
+    unused: Tensor
+    more: tuple[tuple[Tensor, Tensor], ...]
+
+    def pad(self, x_N: Tensor, *, fill: float | None = None) -> Tensor:
+        """fill: what padding holds instead of its segment's first row."""
+        if self.take_P is None:
+            return x_N if x_N.stride(-1) == 1 else x_N.contiguous()
+        padded = x_N.index_select(0, self.take_P)
+        return padded if fill is None else padded.index_fill_(0, self.padding, fill)
+
+    def collect(self, y_P: Tensor) -> Tensor:
+        """For each source row the sum of its uses, in float32 at least where there are several."""
+        if self.take_P is None:
+            return y_P
+        total = y_P.index_select(0, self.first_N).index_fill_(0, self.unused, 0)
+        if self.more:
+            total = total.to(_wide(y_P))
+        for rows, where in self.more:  # no row twice, so a copy will do
+            total.index_copy_(0, rows, total.index_select(0, rows) + y_P.index_select(0, where))
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +85,7 @@ class _Class:
     num_queries: int
     num_keys: int
     is_split: bool
-    mask_B1QK: torch.Tensor | None
+    mask_B1QK: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,28 +94,128 @@ class _Classes:
     queries: _Rows
     keys: _Rows
 
+    def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
+        """[B, H, Q, D] a class."""
+        return self._batch(
+            self.queries.pad(x_THD, fill=fill), [c.num_queries for c in self.classes]
+        )
 
-def attend_sdpa(
-    q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, segments: Segments
-) -> torch.Tensor:
-    plan = segments.derive(f"sdpa {q_THD.dtype}", partial(_classify, dtype=q_THD.dtype))
-    if segments.num_segments == 1 and not plan.queries.padding.numel() + plan.keys.padding.numel():
-        return _call(q_THD, k_SGD, v_SGD, plan.classes[0])
-    queries = [c.num_segments * c.num_queries for c in plan.classes]
-    keys = [c.num_segments * c.num_keys for c in plan.classes]
-    q_PHD = _Gather.apply(q_THD, plan.queries).split(queries)
-    k_PGD = _Gather.apply(k_SGD, plan.keys).split(keys)
-    v_PGD = _Gather.apply(v_SGD, plan.keys).split(keys)
-    outputs = [_call(*x) for x in zip(q_PHD, k_PGD, v_PGD, plan.classes, strict=True)]
-    return _Ungather.apply(torch.cat(outputs), plan.queries)
+    def batch_lse(self, lse_HT: Tensor) -> list[Tensor]:
+        """[B, H, Q] a class; infinity for padding.
+
+        Padding sees keys that the log-sum-exp of its segment's first row does not count, so its
+        weights could be inf, and inf * 0 = NaN; with infinity they are exp(-inf) = 0.
+        """
+        rows = self.queries
+        if rows.take_P is not None:
+            # Along dimension 1: gathering rows of few heads out of a transposed view is slow.
+            lse_HT = lse_HT.index_select(1, rows.take_P)
+            lse_HT.index_fill_(1, rows.padding, float("inf"))
+        return self._batch(lse_HT.t(), [c.num_queries for c in self.classes])
+
+    def batch_keys(self, x_SGD: Tensor) -> list[Tensor]:
+        return self._batch(self.keys.pad(x_SGD), [c.num_keys for c in self.classes])
+
+    def _batch(self, padded: Tensor, lengths: list[int]) -> list[Tensor]:
+        sizes = [c.num_segments * n for c, n in zip(self.classes, lengths, strict=True)]
+        return [
+            part.unflatten(0, (c.num_segments, -1)).transpose(1, 2)
+            for part, c in zip(padded.split(sizes), self.classes, strict=True)
+        ]
 
 
-def _call(q_PHD: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, c: _Class) -> torch.Tensor:
-    q_BHQD, k_BGKD, v_BGKD = (
-        x.unflatten(0, (c.num_segments, -1)).transpose(1, 2) for x in (q_PHD, k_PGD, v_PGD)
-    )
+class SdpaBackend:
+    name = "sdpa"
+    takes_key_rows = True
+
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        plan = _plan(q_THD, k_SGD, segments)
+        call = _forward_on_cpu if q_THD.device.type == "cpu" else _forward_elsewhere
+        batches = (plan.batch_queries(q_THD), plan.batch_keys(k_SGD), plan.batch_keys(v_SGD))
+        results = [call(*x) for x in zip(plan.classes, *batches, strict=True)]
+        out_PHD, lse_PH = (_unbatch(list(parts)) for parts in zip(*results, strict=True))
+        return plan.queries.collect(out_PHD), plan.queries.collect(lse_PH).t()
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan = _plan(q_THD, k_SGD, segments)
+        call = _backward_on_cpu if q_THD.device.type == "cpu" else _backward_elsewhere
+        batches = (
+            plan.batch_queries(grad_THD, fill=0.0),
+            plan.batch_queries(q_THD),
+            plan.batch_keys(k_SGD),
+            plan.batch_keys(v_SGD),
+            plan.batch_queries(out_THD),
+            plan.batch_lse(lse_HT),
+        )
+        results = [call(*x) for x in zip(plan.classes, *batches, strict=True)]
+        dq_PHD, dk_PGD, dv_PGD = (_unbatch(list(parts)) for parts in zip(*results, strict=True))
+        return (
+            plan.queries.collect(dq_PHD),
+            plan.keys.collect(dk_PGD).to(k_SGD.dtype),
+            plan.keys.collect(dv_PGD).to(v_SGD.dtype),
+        )
+
+
+SDPA = SdpaBackend()
+
+
+def _forward_on_cpu(
+    c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
+) -> tuple[Tensor, Tensor]:
+    k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     if c.is_split:
-        return attend_prefixed(q_BHQD, k_BGKD, v_BGKD).transpose(1, 2).flatten(0, 1)
+        return prefixed_forward(q_BHQD, k_BHKD, v_BHKD)
+    is_causal = c.mask_B1QK is None
+    return flash_forward(q_BHQD, k_BHKD, v_BHKD, 0.0, is_causal, attn_mask=c.mask_B1QK)
+
+
+def _backward_on_cpu(
+    c: _Class,
+    grad_BHQD: Tensor,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    out_BHQD: Tensor,
+    lse_BHQ: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
+    saved = (grad_BHQD, q_BHQD, k_BHKD, v_BHKD, out_BHQD, lse_BHQ)
+    if c.is_split:
+        dq, dk, dv = prefixed_backward(*saved)
+    else:
+        is_causal = c.mask_B1QK is None
+        dq, dk, dv = flash_backward(*saved, 0.0, is_causal, attn_mask=c.mask_B1QK)
+    return dq, _sum_heads(dk, k_BGKD.shape[1]), _sum_heads(dv, k_BGKD.shape[1])
+
+
+def _repeat_heads(x_BGKD: Tensor, num_heads: int) -> Tensor:
+    """The CPU kernel takes a key head for every query head."""
+    repeats = num_heads // x_BGKD.shape[1]
+    return x_BGKD if repeats == 1 else x_BGKD.repeat_interleave(repeats, 1)
+
+
+def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
+    """Gradients of repeated heads, in float32 at least."""
+    if x_BHKD.shape[1] == num_kv_heads:
+        return x_BHKD
+    return x_BHKD.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=_wide(x_BHKD))
+
+
+def _forward_elsewhere(
+    c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Torch chooses a kernel and tells no log-sum-exp: zeros stand for it."""
     out_BHQD = F.scaled_dot_product_attention(
         q_BHQD,
         k_BGKD,
@@ -90,36 +224,48 @@ def _call(q_PHD: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, c: _Cla
         is_causal=c.mask_B1QK is None,
         enable_gqa=q_BHQD.shape[1] != k_BGKD.shape[1],
     )
-    return out_BHQD.transpose(1, 2).flatten(0, 1)
+    return out_BHQD, out_BHQD.new_zeros(out_BHQD.shape[:3], dtype=_wide(out_BHQD))
 
 
-class _Gather(torch.autograd.Function):
-    """Source rows to padded rows. A row goes to one place at most, so backward only gathers too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return x.index_select(0, rows.take_P)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].index_select(0, ctx.rows.back).index_fill_(0, ctx.rows.absent, 0), None
+def _backward_elsewhere(
+    c: _Class, grad_BHQD: Tensor, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *unused: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the padding must be zero here."""
+    leaves = [x.detach().requires_grad_() for x in (q_BHQD, k_BGKD, v_BGKD)]
+    with _autograd():
+        out_BHQD, _ = _forward_elsewhere(c, *leaves)
+        dq, dk, dv = torch.autograd.grad(out_BHQD, leaves, grad_BHQD)
+    return dq, dk, dv
 
 
-class _Ungather(torch.autograd.Function):
-    """Padded rows back to source rows; padding gets no gradient."""
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside a custom op, below which the dispatcher has switched it off."""
+    Key, Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (Key.AutogradFunctionality, Key.AutogradOther, Key.AutogradNestedTensor):
+        excluded -= Keys(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return y.index_select(0, rows.back)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].index_select(0, ctx.rows.take_P).index_fill_(0, ctx.rows.padding, 0), None
+def _unbatch(parts: list[Tensor]) -> Tensor:
+    """[B, H, rows, ...] of each class as padded rows of all."""
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _classify(segments: Segments, *, dtype: torch.dtype) -> _Classes:
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _plan(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> _Classes:
+    name = f"sdpa {q_THD.dtype} {k_SGD.shape[0]}"
+    return segments.derive(name, partial(_classify, dtype=q_THD.dtype, num_key_rows=k_SGD.shape[0]))
+
+
+def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _Classes:
     starts_q, starts_k = np.array(segments.offsets_q), np.array(segments.offsets_k)
     lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
     members: dict[tuple[bool, int, int], list[int]] = {}
@@ -150,7 +296,7 @@ def _classify(segments: Segments, *, dtype: torch.dtype) -> _Classes:
     return _Classes(
         classes=tuple(classes),
         queries=_rows(queries, segments.num_queries, device),
-        keys=_rows(keys, segments.num_keys, device),
+        keys=_rows(keys, num_key_rows, device, row_of=segments.key_rows),
     )
 
 
@@ -168,7 +314,7 @@ def _mask(
     num_keys: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """0 where query i sees key j: j <= first + i, first the segment's Lk - Lq; else -inf.
 
     Additive and in the queries' dtype, because torch would turn a bool mask into one in every call
@@ -181,9 +327,16 @@ def _mask(
 
 
 def _rows(
-    classes: list[tuple[int, np.ndarray, np.ndarray]], num_rows: int, device: torch.device
+    classes: list[tuple[int, np.ndarray, np.ndarray]],
+    num_rows: int,
+    device: torch.device,
+    *,
+    row_of: np.ndarray | None = None,
 ) -> _Rows:
-    """classes: padded length, starts and lengths of the segments of each class."""
+    """classes: padded length, starts and lengths of the segments of each class.
+
+    row_of: source row of each position, where a position is not its own source row.
+    """
     takes: list[np.ndarray] = []
     reals: list[np.ndarray] = []
     for padded, starts, lengths in classes:
@@ -192,10 +345,34 @@ def _rows(
         takes.append(np.where(real, starts[:, None] + position, starts[:, None]).ravel())
         reals.append(real.ravel())
     take, real = np.concatenate(takes), np.concatenate(reals)
-    back = np.full(num_rows, -1)
-    back[take[real]] = np.flatnonzero(real)
-    parts = (take, np.maximum(back, 0), np.flatnonzero(~real), np.flatnonzero(back < 0))
-    names = ("take_P", "back", "padding", "absent")
+    if row_of is not None:
+        take = row_of[take].astype(np.int64)
+    where = np.flatnonzero(real)
+    uses = _uses(take[where], where, is_shared=row_of is not None)
+    first = np.full(num_rows, -1)
+    first[uses[0][0]] = uses[0][1]
+    is_same = np.array_equal(take, np.arange(num_rows))
+
+    def there(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x).to(device)
+
     return _Rows(
-        **{name: torch.from_numpy(x).to(device) for name, x in zip(names, parts, strict=True)}
+        take_P=None if is_same else there(take),
+        padding=there(np.flatnonzero(~real)),
+        first_N=there(np.maximum(first, 0)),
+        unused=there(np.flatnonzero(first < 0)),
+        more=tuple((there(rows), there(padded)) for rows, padded in uses[1:]),
     )
+
+
+def _uses(
+    rows: np.ndarray, where: np.ndarray, *, is_shared: bool
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Source rows and their padded rows: first uses, then second ones, ..."""
+    if not is_shared:
+        return [(rows, where)]
+    order = np.argsort(rows, kind="stable")
+    rows, where = rows[order], where[order]
+    begins = np.flatnonzero(np.diff(rows, prepend=-1))
+    nth = np.arange(rows.size) - np.repeat(begins, np.diff(begins, append=rows.size))
+    return [(rows[nth == n], where[nth == n]) for n in range(int(nth.max()) + 1)]

@@ -3,6 +3,9 @@
 A segment has Lq queries and Lk >= Lq keys. The queries are its last Lq positions: query i sees
 keys [0, Lk - Lq + i] ("bottom-right" causal). Offsets are kept on the device for kernels that
 take them and on the host for backends that loop, so that no backend ever waits for the device.
+
+Custom ops take tensors and integers only, so inside one the host's part is found again by the
+identity of the tensors (`Segments.of`). It lives as long as cu_seqlens_q does.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +14,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HostPart:
+    """What the host knows of segments. offsets: None until somebody needs to read the device."""
+
+    cu_seqlens_k: TensorWeakRef
+    offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
+    key_rows: np.ndarray | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+
+
+# By cu_seqlens_q. A module-level cache, against the house rule, because a custom op receives
+# nothing else that could carry the host's part; weak, so that it keeps nothing alive.
+_HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,17 +39,13 @@ class Segments:
     """Boundaries of the segments of one call; make it with `Segments.from_offsets`.
 
     cu_seqlens_q, cu_seqlens_k: int32 on the device, shape [num_segments + 1].
-    offsets_q, offsets_k: the same on the host. derived: what a backend worked out from the
-    offsets, once for all layers.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_q: int
     max_k: int
-    offsets_q: tuple[int, ...]
-    offsets_k: tuple[int, ...]
-    derived: dict[str, Any] = field(default_factory=dict, repr=False)
+    host: HostPart = field(repr=False)
 
     @classmethod
     def from_offsets(
@@ -39,8 +54,13 @@ class Segments:
         cu_k: Sequence[int] | np.ndarray,
         *,
         device: torch.device | str,
+        key_rows: np.ndarray | None = None,
     ) -> "Segments":
-        """From offsets such as [0, 3, 5] (queries) and [0, 3, 9] (keys): two segments."""
+        """From offsets such as [0, 3, 5] (queries) and [0, 3, 9] (keys): two segments.
+
+        key_rows: key i of the segments, one after the other, is row key_rows[i] of a larger
+        buffer, whose rows may be used several times. For backends that take it.
+        """
         q, k = np.asarray(cu_q), np.asarray(cu_k)
         _check("cu_q", q)
         _check("cu_k", k)
@@ -54,19 +74,73 @@ class Segments:
                 f"segment {i} has {num_q[i]} queries but only {num_k[i]} keys; its keys must "
                 "include its queries' own positions"
             )
+        if key_rows is not None:
+            _check_key_rows(key_rows, int(k[-1]))
         on_device = _to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
+        cu_seqlens_q, cu_seqlens_k = on_device[0], on_device[1]
+        host = HostPart(
+            cu_seqlens_k=TensorWeakRef(cu_seqlens_k),
+            offsets=(tuple(q.tolist()), tuple(k.tolist())),
+            key_rows=key_rows,
+        )
+        _HOST_PARTS[cu_seqlens_q] = host
         return cls(
-            cu_seqlens_q=on_device[0],
-            cu_seqlens_k=on_device[1],
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             max_q=int(num_q.max(initial=0)),
             max_k=int(num_k.max(initial=0)),
-            offsets_q=tuple(q.tolist()),
-            offsets_k=tuple(k.tolist()),
+            host=host,
+        )
+
+    @classmethod
+    def of(
+        cls, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_q: int, max_k: int
+    ) -> "Segments":
+        """The segments that these two tensors came from.
+
+        Of other tensors (copies, say) the offsets are read when a backend asks for them, which on
+        CUDA waits for the device; key_rows cannot be read, so they are None.
+        """
+        host = _HOST_PARTS.get(cu_seqlens_q)
+        if host is None or host.cu_seqlens_k() is not cu_seqlens_k:
+            is_new = host is None
+            host = HostPart(cu_seqlens_k=TensorWeakRef(cu_seqlens_k), offsets=None)
+            if is_new:  # else it belongs to the segments that cu_seqlens_q was made for
+                _HOST_PARTS[cu_seqlens_q] = host
+        return cls(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_q=max_q,
+            max_k=max_k,
+            host=host,
         )
 
     @property
+    def offsets_q(self) -> tuple[int, ...]:
+        """cu_seqlens_q on the host."""
+        return self._offsets[0]
+
+    @property
+    def offsets_k(self) -> tuple[int, ...]:
+        """cu_seqlens_k on the host."""
+        return self._offsets[1]
+
+    @property
+    def _offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self.host.offsets is None:
+            self.host.offsets = (
+                tuple(self.cu_seqlens_q.tolist()),
+                tuple(self.cu_seqlens_k.tolist()),
+            )
+        return self.host.offsets
+
+    @property
+    def key_rows(self) -> np.ndarray | None:
+        return self.host.key_rows
+
+    @property
     def num_segments(self) -> int:
-        return len(self.offsets_q) - 1
+        return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def num_queries(self) -> int:
@@ -77,10 +151,11 @@ class Segments:
         return self.offsets_k[-1]
 
     def derive(self, name: str, make: Callable[["Segments"], T]) -> T:
-        """make(self), worked out at the first call with this name."""
-        if name not in self.derived:
-            self.derived[name] = make(self)
-        return self.derived[name]
+        """make(self), worked out at the first call with this name, for all layers."""
+        derived = self.host.derived
+        if name not in derived:
+            derived[name] = make(self)
+        return derived[name]
 
 
 def _check(name: str, offsets: np.ndarray) -> None:
@@ -97,6 +172,16 @@ def _check(name: str, offsets: np.ndarray) -> None:
         raise ValueError(f"{name} falls from {offsets[i]} to {offsets[i + 1]} at segment {i}")
     if offsets[-1] > np.iinfo(np.int32).max:
         raise ValueError(f"{name} ends at {offsets[-1]}; kernels count rows in 32 bits")
+
+
+def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
+    if key_rows.shape != (num_keys,) or key_rows.dtype.kind not in "iu":
+        raise ValueError(
+            f"key_rows must be {num_keys} whole numbers, one a key, not {key_rows.dtype} of shape "
+            f"{key_rows.shape}"
+        )
+    if key_rows.min(initial=0) < 0:
+        raise ValueError(f"key_rows has a negative row: {key_rows.min()}")
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,50 +1,101 @@
 """Attention by torch's own variable-length kernel (FlashAttention-2 inside torch), CUDA only.
 
-One kernel for all segments, forward and backward; float16 and bfloat16. Nothing is padded.
+One kernel for all segments, forward and backward; float16 and bfloat16. Nothing is padded. Calls
+the two operators below torch.nn.attention.varlen.varlen_attn, which offers no backward without
+autograd. Their first ten arguments are the same in torch 2.11 to 2.13; fewer key heads need no
+flag there. Backward adds in a fixed order, as the other backends do.
 
 Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
 """
 
-import inspect
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
+import torch.nn.attention.varlen  # registers the operators
+from torch import Tensor
 
 from wlb.kernels.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
-_CAUSAL = (-1, 0)
-
-# torch 2.11 takes fewer key heads without being asked and does not know the argument.
-_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_CAUSAL = [-1, 0]
 
 
-def attend_torch_varlen(
-    q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, segments: Segments
-) -> torch.Tensor:
-    _check(q_THD)
-    options: dict[str, Any] = {}
-    if _KNOWS_GQA:
-        options["enable_gqa"] = q_THD.shape[1] != k_SGD.shape[1]
-    out = varlen_attn(
-        q_THD,
-        k_SGD,
-        v_SGD,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_q,
-        segments.max_k,
-        window_size=_CAUSAL,
-        **options,
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
+class TorchVarlenBackend:
+    name = "torch_varlen"
+    takes_key_rows = False
+
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        _check(q_THD)
+        out_THD, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
+            q_THD,
+            k_SGD,
+            v_SGD,
+            segments.cu_seqlens_q,
+            segments.cu_seqlens_k,
+            segments.max_q,
+            segments.max_k,
+            True,
+            None,
+            _CAUSAL,
+        )
+        return out_THD, lse_HT
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The state of dropout's random numbers; forward returns the same zeros, without dropout.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+        with _deterministic():
+            dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(
+                grad_THD,
+                q_THD,
+                k_SGD,
+                v_SGD,
+                out_THD,
+                lse_HT,
+                segments.cu_seqlens_q,
+                segments.cu_seqlens_k,
+                segments.max_q,
+                segments.max_k,
+                True,
+                rng_state,
+                None,
+                _CAUSAL,
+            )
+        return dq_THD, dk_SGD, dv_SGD
 
 
-def _check(q_THD: torch.Tensor) -> None:
+TORCH_VARLEN = TorchVarlenBackend()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The operator has no argument for it and looks at the process's setting.
+
+    Not by torch.use_deterministic_algorithms, which changes settings of the compiler too.
+    """
+    is_on = torch._C._get_deterministic_algorithms()
+    is_warn_only = torch._C._get_deterministic_algorithms_warn_only()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(is_on, warn_only=is_warn_only)
+
+
+def _check(q_THD: Tensor) -> None:
     if q_THD.device.type != "cuda" or q_THD.dtype not in DTYPES:
         raise ValueError(
             f"torch_varlen computes bfloat16 and float16 on CUDA, not {q_THD.dtype} on "

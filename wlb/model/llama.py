@@ -5,8 +5,9 @@ segments, labels) comes in as a `Rows` record. What tensor parallelism would cha
 of layers that hold weights) goes through an `Ops` object; `Ops` itself just calls the modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,44 @@ from wlb.model.rope import rotate
 from wlb.plan import digest
 from wlb.spec import ModelSpec
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Attend(Protocol):
+    """Attention of a micro-batch's rows; keys and values may have to come from other ranks first.
+
+    A layer calls `begin` as soon as it has k and v, computes q while they travel, and hands what
+    `begin` gave to the call.
+    """
+
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None: ...
+
+    def __call__(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None
+    ) -> Tensor:
+        """Shape [T, H, D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttend:
+    """Attention whose keys are all here: call(q_THD, k_TGD, v_TGD) -> [T, H, D]; nothing moves."""
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        return None
+
+    def __call__(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None = None
+    ) -> Tensor:
+        return self.call(q_THD, k_TGD, v_TGD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """What a forward pass needs to know about its rows.
 
-    cos, sin: [T, 1, D / 2]. attend(q_THD, k_TGD, v_TGD) -> [T, H, D]. labels: [T], needed by the
-    last stage only. loss_scale: the stage returns the summed loss times this.
+    cos, sin: [T, 1, D / 2]. labels: [T], needed by the last stage only. loss_scale: the stage
+    returns the summed loss times this.
     """
 
     cos: Tensor
@@ -45,9 +75,12 @@ class Ops:
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
         return norm(x_TC)
 
-    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Several linear layers of the same rows (column-parallel under TP)."""
-        return tuple(linear(x_TC) for linear in linears)
+    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
+        """Several linear layers of the same rows (column-parallel under TP), in this order.
+
+        Each is computed when it is asked for, so that a caller can start something in between.
+        """
+        return (linear(x_TC) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
         """A linear layer that ends a residual branch (row-parallel under TP)."""
@@ -68,10 +101,21 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
-        projected = self.ops.fan_out(x_TC, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p.unflatten(-1, (-1, self.head_size)) for p in projected)
-        q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
-        return self.ops.fan_in(rows.attend(q, k, v).flatten(1), self.o_proj)
+        # As arguments, projections and what moves live no longer than the call.
+        out_THD = rows.attend(*self._project(x_TC, rows))
+        return self.ops.fan_in(out_THD.flatten(1), self.o_proj)
+
+    def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v and what moves: keys and values leave while queries are computed."""
+        projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
+        k_TGD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
+        v_TGD = self._heads(next(projected))
+        moving = rows.attend.begin(k_TGD, v_TGD)
+        q_THD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
+        return q_THD, k_TGD, v_TGD, moving
+
+    def _heads(self, x_TF: Tensor) -> Tensor:
+        return x_TF.unflatten(-1, (-1, self.head_size))
 
 
 class Mlp(nn.Module):

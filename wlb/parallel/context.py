@@ -1,17 +1,25 @@
 """Context parallelism by all-gather (Section 2.1; Llama 3's way), for any sharding's spans.
 
 Forward: one all-gather of K and V together, one gather that lays the keys of every local span out
-one after the other, one varlen attention call. Backward: the keys' gradients are brought back by
-inverse gathers (each gathered row is used at most once a layer of the inverse, so nothing is
-atomic and the sum is deterministic), added in float32, and one reduce-scatter returns them to their
-ranks. With one rank the local rows are the keys: no gather, no copy.
+one after the other (none for backends that read rows of a buffer), one varlen attention call.
+Backward: K and V are gathered again, so that nothing larger than the local rows is kept (or kept
+gathered, `keep_gathered_kv`); the keys' gradients are brought back by inverse gathers, without
+atomics, and one reduce-scatter returns them to their ranks, all added in float32. With one rank the
+local rows are the keys: no collective, no gather. No layer loops over documents, makes an index
+or waits for the device. Bytes kept and bytes at work: `wlb.parallel.context_op`.
 
-The copy of keys holds (1 + 1 / (2 * cp)) * S rows per layer for S tokens of a micro-batch.
+The all-gather starts in `begin`, as soon as a layer has K and V, and runs under what is computed
+before the call (the queries' projection and rotation). Backward has nothing to run under: its
+gather comes first.
 
-Shapes: T local rows, K keys of all segments, G key/value heads and H query heads of this tp rank,
-D head size.
+`ContextAttention.from_plan` is for users of the library; it compares the ranks' arguments. The
+executor uses `from_rows`: its plans' digests were compared two steps before they run.
+
+Shapes: T local rows, S tokens of the packed sequence, G key/value heads and H query heads of this
+tp rank, D head size.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,88 +28,261 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.collate import AttentionRows
-from wlb.kernels import Segments, attend
-from wlb.parallel.collectives import all_gather, reduce_scatter
+from wlb.collate import AttentionRows, attention_rows
+from wlb.kernels import BACKENDS, Segments, attend, select_backend
+from wlb.parallel.agreement import agree
+from wlb.parallel.context_op import context_attend, gather_kv
+from wlb.plan import ShardingPlan, local_tokens
+from wlb.spec import AttentionBackend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class _Keys(torch.autograd.Function):
-    """Local K and V -> K and V of every local segment."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What every call's tensors are: q [T, num_heads, head_dim], k and v [T, num_kv_heads, ...]."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        index_K: Tensor,
-        inverse: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.group = group
-        ctx.save_for_backward(inverse)
-        gathered = all_gather(torch.stack([k_TGD, v_TGD], 1), group)
-        keys = gathered.index_select(0, index_K)
-        return keys[:, 0], keys[:, 1]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dk_KGD, dv_KGD = grads
-        (inverse,) = ctx.saved_tensors
-        # One more row, of zeros: what unused rows read.
-        used = dk_KGD.new_zeros((dk_KGD.shape[0] + 1, 2, *dk_KGD.shape[1:]))
-        used[:-1, 0], used[:-1, 1] = dk_KGD, dv_KGD
-        total = used.index_select(0, inverse[0])
-        if inverse.shape[0] > 1:
-            total = total.float()
-            for layer in inverse[1:]:
-                total += used.index_select(0, layer)
-        local = reduce_scatter(total.to(used.dtype), ctx.group)
-        return None, local[:, 0], local[:, 1], None, None
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r} must be a whole number of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
+                f"{self.num_kv_heads}"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype = {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextAttention:
     """Attention of one rank's rows of one micro-batch; call it with q, k, v of every layer.
 
-    index: [K] and inverse: [U, cp * T], or None with one CP rank.
+    index: [K] and inverse: [U, cp * T] (`AttentionRows`), or None with one CP rank.
     """
 
     segments: Segments
+    num_rows: int
+    heads: HeadShape
     backend: str
-    group: dist.ProcessGroup | None
+    cp: int
+    group_name: str
     index: Tensor | None
     inverse: Tensor | None
+    keep_gathered_kv: bool
 
-    def __call__(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        if self.group is not None:
-            keys = _Keys.apply(self.group, k_TGD, v_TGD, self.index, self.inverse)
-            k_TGD, v_TGD = keys  # pyright: ignore[reportAssignmentType]
-        return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend)
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None:
+        """Start the all-gather; give what this returns to the call that has the same k and v."""
+        self._check_keys(k_TGD, v_TGD)
+        if self.cp == 1:
+            return None
+        return gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
+
+    def __call__(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None = None
+    ) -> Tensor:
+        """Output [T, H, D]. ValueError, before any collective, for tensors of another shape."""
+        self._check("q", q_THD, self.heads.num_heads)
+        self._check_keys(k_TGD, v_TGD)
+        if self.index is None or self.inverse is None:
+            return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend)
+        if moving is None:
+            moving = gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
+        out_THD, _ = context_attend(
+            q_THD,
+            k_TGD,
+            v_TGD,
+            moving,
+            self.index,
+            self.inverse,
+            self.segments.cu_seqlens_q,
+            self.segments.cu_seqlens_k,
+            self.segments.max_q,
+            self.segments.max_k,
+            self.backend,
+            self.cp,
+            self.group_name,
+            self.keep_gathered_kv,
+        )
+        return out_THD
+
+    def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        self._check("k", k_TGD, self.heads.num_kv_heads)
+        self._check("v", v_TGD, self.heads.num_kv_heads)
+
+    def _check(self, name: str, x: Tensor, num_heads: int) -> None:
+        shape = (self.num_rows, num_heads, self.heads.head_dim)
+        device = self.segments.cu_seqlens_q.device
+        if x.shape != shape or x.dtype != self.heads.dtype or x.device.type != device.type:
+            raise ValueError(
+                f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}, but this attention was "
+                f"made for {shape}, {self.heads.dtype} on {device}"
+            )
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: AttentionRows,
+        *,
+        group: dist.ProcessGroup | None,
+        heads: HeadShape,
+        backend: str,
+        device: torch.device,
+        keep_gathered_kv: bool = False,
+        moved: Mapping[str, Tensor] | None = None,
+    ) -> "ContextAttention":
+        """Without any check across ranks. moved: arrays of `index_arrays` that are on `device`."""
+        arrays = index_arrays(rows)
+        if moved is None:
+            moved = to_device(arrays, device)
+        reads_buffer = bool(arrays) and BACKENDS[backend].takes_key_rows
+        return cls(
+            segments=Segments.from_offsets(
+                rows.cu_seqlens_q,
+                rows.cu_seqlens_k,
+                device=device,
+                key_rows=rows.kv_index if reads_buffer else None,
+            ),
+            num_rows=rows.positions.size,
+            heads=heads,
+            backend=backend,
+            cp=1 if group is None or not arrays else group.size(),
+            group_name="" if group is None else group.group_name,
+            index=moved.get("kv_index"),
+            inverse=moved.get("inverse"),
+            keep_gathered_kv=keep_gathered_kv,
+        )
+
+    @classmethod
+    def from_plan(
+        cls,
+        sharding_plan: ShardingPlan,
+        *,
+        group: dist.ProcessGroup | None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: str = "auto",
+        quantum: int = 1,
+        keep_gathered_kv: bool = False,
+    ) -> "ContextAttention":
+        """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
+
+        A collective call: ranks compare their arguments in one small all-gather, so that a rank
+        with other arguments, or with bad ones, is a ValueError with the values on every rank and
+        not a hang. It waits for the device, so make one for each micro-batch, not for each layer.
+
+        quantum: the T rows of a rank are a multiple of it; those past its tokens are filler.
+        """
+        device = torch.device(device)
+        made: dict[str, Any] = {"plan digest": -1, "rows": -1}
+        problem: Exception | None = None
+        try:
+            made |= _checked(
+                sharding_plan,
+                num_ranks=1 if group is None else group.size(),
+                quantum=quantum,
+                backend=backend,
+                device=device,
+                heads=dict(
+                    num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+                ),
+            )
+        except Exception as error:
+            # Whatever it is, the other ranks are about to wait for this one.
+            problem = error
+        declared = {
+            "plan digest": made["plan digest"],
+            "rows": made["rows"],
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "dtype": dtype,
+            "backend": made.get("backend", backend),
+            "keep_gathered_kv": keep_gathered_kv,
+        }
+        agree(declared, problem, group=group, device=device)
+        rank = 0 if group is None else dist.get_rank(group)
+        return cls.from_rows(
+            attention_rows(sharding_plan, rank, made["rows"]),
+            group=group,
+            heads=made["heads"],
+            backend=made["backend"],
+            device=device,
+            keep_gathered_kv=keep_gathered_kv,
+        )
 
 
-def to_device(arrays: list[np.ndarray[Any, Any]], device: torch.device) -> list[Tensor]:
-    """int64 arrays as tensors on `device`, moved in one (pinned, asynchronous) transfer."""
-    flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([a.size for a in arrays])
-    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
-
-
-def context_attention(
-    rows: AttentionRows,
+def _checked(
+    plan: ShardingPlan,
     *,
-    group: dist.ProcessGroup | None,
+    num_ranks: int,
+    quantum: int,
     backend: str,
     device: torch.device,
-    index: Tensor | None,
-    inverse: Tensor | None,
-) -> ContextAttention:
-    """The attention of `rows`; index and inverse are rows.kv_index and rows.inverse on `device`."""
-    return ContextAttention(
-        segments=Segments.from_offsets(rows.cu_seqlens_q, rows.cu_seqlens_k, device=device),
-        backend=backend,
-        group=group if index is not None else None,
-        index=index,
-        inverse=inverse,
-    )
+    heads: dict[str, Any],
+) -> dict[str, Any]:
+    """Digest, rows, HeadShape and backend of from_plan's arguments; ValueError for bad ones."""
+    if plan.cp != num_ranks:
+        raise ValueError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
+    if plan.num_tokens < plan.cp:
+        raise ValueError(f"cp = {plan.cp} ranks are more than the {plan.num_tokens} tokens")
+    plan.validate()
+    shape = HeadShape(**heads)
+    if backend in {str(b) for b in AttentionBackend}:
+        backend = select_backend(
+            AttentionBackend(backend), device=device, dtype=shape.dtype, head_size=shape.head_dim
+        )
+    elif backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
+    return {
+        "plan digest": plan.digest(),
+        "rows": local_tokens(plan.num_tokens, cp=plan.cp, quantum=quantum),
+        "heads": shape,
+        "backend": str(backend),
+    }
+
+
+def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays that attention needs on the device; none with one CP rank."""
+    if rows.kv_index is None or rows.inverse is None:
+        return {}
+    return {"kv_index": rows.kv_index, "inverse": rows.inverse}
+
+
+def to_device(
+    arrays: Mapping[str, np.ndarray[Any, Any]], device: torch.device
+) -> dict[str, Tensor]:
+    """int64 arrays as tensors on `device`, moved in one (pinned, asynchronous) transfer."""
+    if not arrays:
+        return {}
+    flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays.values()]))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([a.size for a in arrays.values()])
+    return {name: part.view(a.shape) for part, (name, a) in zip(parts, arrays.items(), strict=True)}
+
+
+def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -> Tensor:
+    """The T = num_rows rows of a rank from a packed [S, ...] tensor; filler is zero."""
+    index = torch.from_numpy(plan.for_rank(rank).token_index).to(packed.device)
+    out = packed.new_zeros((num_rows, *packed.shape[1:]))
+    return out.index_copy(0, torch.arange(index.numel(), device=packed.device), packed[index])
+
+
+def put_rows(parts: Sequence[Tensor], plan: ShardingPlan) -> Tensor:
+    """The packed [S, ...] tensor from every rank's rows (all-gather them first); filler is left."""
+    out = parts[0].new_empty((plan.num_tokens, *parts[0].shape[1:]))
+    for rank, part in enumerate(parts):
+        index = torch.from_numpy(plan.for_rank(rank).token_index).to(part.device)
+        out[index] = part[: index.numel()]
+    return out

@@ -10,7 +10,7 @@ Python autograd functions and adds the gradients of a node's several outputs tog
 version it runs such functions whole twice. Norms, embedding and head stay in the first pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,29 +54,23 @@ def _add(parameter: nn.Parameter, grad: Tensor) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-class _Linears(torch.autograd.Function):
-    """x_TC times each weight_FC; the weights' gradients go to the queue."""
+class _Linear(torch.autograd.Function):
+    """x_TC times weight_FC; the weight's gradient goes to the queue."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        queue: WeightQueue,
-        parameters: Sequence[nn.Parameter],
-        x_TC: Tensor,
-        *weights_FC: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.queue, ctx.parameters = queue, parameters
-        ctx.save_for_backward(x_TC, *weights_FC)
-        return tuple(x_TC @ weight.t() for weight in weights_FC)
+        ctx: Any, queue: WeightQueue, parameter: nn.Parameter, x_TC: Tensor, weight_FC: Tensor
+    ) -> Tensor:
+        ctx.queue, ctx.parameter = queue, parameter
+        ctx.save_for_backward(x_TC, weight_FC)
+        return x_TC @ weight_FC.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, *weights = ctx.saved_tensors
-        ctx.queue.push(ctx.parameters, lambda: [grad.t() @ x_TC for grad in grads_TF])
-        dx_TC = grads_TF[0] @ weights[0]
-        for grad, weight in zip(grads_TF[1:], weights[1:], strict=True):
-            dx_TC.addmm_(grad, weight)
-        return None, None, dx_TC, *([None] * len(weights))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, weight_FC = ctx.saved_tensors
+        (grad_TF,) = grads
+        ctx.queue.push([ctx.parameter], lambda: [grad_TF.t() @ x_TC])
+        return None, None, grad_TF @ weight_FC, None
 
 
 class DeferringOps(Ops):
@@ -85,10 +79,10 @@ class DeferringOps(Ops):
     def __init__(self) -> None:
         self.queue = WeightQueue()
 
-    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        weights = [linear.weight for linear in linears]
-        out: tuple[Tensor, ...] = _Linears.apply(self.queue, weights, x_TC, *weights)  # pyright: ignore[reportAssignmentType]
-        return out
+    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
+        return (self.fan_in(x_TC, linear) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        return self.fan_out(x_TC, linear)[0]
+        weight = linear.weight
+        out: Tensor = _Linear.apply(self.queue, weight, x_TC, weight)  # pyright: ignore[reportAssignmentType]
+        return out

@@ -12,7 +12,7 @@ from wlb.collate import TokenReader, attention_rows, rank_labels, rank_tokens
 from wlb.kernels import select_backend
 from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype
-from wlb.parallel.context import context_attention, to_device
+from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.pipeline import Pipeline, VarLenStage
@@ -36,6 +36,12 @@ class Executor:
             device=mesh.device,
             dtype=dtype,
             head_size=spec.model.head_size,
+        )
+        self._heads = HeadShape(
+            num_heads=spec.model.num_heads // mesh.tp_size,
+            num_kv_heads=spec.model.num_kv_heads // mesh.tp_size,
+            head_dim=spec.model.head_size,
+            dtype=dtype,
         )
         self._frequencies = inverse_frequencies(spec.model, mesh.device)
         self.pipeline: Pipeline | None = None
@@ -131,22 +137,21 @@ class Executor:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self.mesh.cp_rank
         index = attention_rows(sharding, cp_rank, local)
-        arrays = {"positions": index.positions}
-        if index.kv_index is not None and index.inverse is not None:
-            arrays |= {"kv_index": index.kv_index, "inverse": index.inverse}
+        arrays = {"positions": index.positions, **index_arrays(index)}
         if self.is_first:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)
         if self.is_last:
             arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
-        moved = dict(zip(arrays, to_device(list(arrays.values()), self.mesh.device), strict=True))
+        moved = to_device(arrays, self.mesh.device)
         cos, sin = rope_tables(moved["positions"], self._frequencies)
-        attention = context_attention(
+        attention = ContextAttention.from_rows(
             index,
             group=self.mesh.cp_group if self.mesh.cp_size > 1 else None,
+            heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,
-            index=moved.get("kv_index"),
-            inverse=moved.get("inverse"),
+            keep_gathered_kv=self.spec.cp.keep_gathered_kv,
+            moved=moved,
         )
         made = Rows(
             cos=cos,

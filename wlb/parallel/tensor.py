@@ -12,7 +12,7 @@ Megatron does: keeping gathered inputs costs 1.5-2.4x the activation memory at t
 Shapes: T rows of the CP rank, S = T / tp rows of this rank, C width, F columns of this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,26 +43,34 @@ def placement(name: str) -> Placement:
     return Shard(1) if module in ROW else Replicate()
 
 
-class _GatherLinears(torch.autograd.Function):
-    """x_SC -> gathered rows times each weight_FC; backward gathers x_SC again."""
+class _GatherRows(torch.autograd.Function):
+    """x_SC -> gathered rows for linear layers of weight_FC each; backward gathers x_SC again.
+
+    The layers (`_Project`) run one after the other, with other work in between, but their backward
+    passes are one: each leaves its output's gradient in `grads`, and this node, which autograd runs
+    after all of them, has one gather, one reduce-scatter of the summed dx, and the collectives hide
+    behind matrix products.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         ops: "TensorParallelOps",
         parameters: Sequence[nn.Parameter],
+        grads: dict[int, Tensor],
         x_SC: Tensor,
         *weights_FC: Tensor,
-    ) -> tuple[Tensor, ...]:
-        x_TC = all_gather(x_SC, ops.group)
-        ctx.ops, ctx.parameters = ops, parameters
+    ) -> Tensor:
+        ctx.ops, ctx.parameters, ctx.grads = ops, parameters, grads
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_SC, *weights_FC)
-        return tuple(x_TC @ weight.t() for weight in weights_FC)
+        return all_gather(x_SC, ops.group)
 
     @staticmethod
-    def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         x_SC, *weights = ctx.saved_tensors
         group, queue = ctx.ops.group, ctx.ops.queue
+        grads_TF = [ctx.grads.pop(i) for i in range(len(weights))]
         gathering = start_all_gather(x_SC, group) if queue is None else None
         dx_TC = grads_TF[0] @ weights[0]
         for grad, weight in zip(grads_TF[1:], weights[1:], strict=True):
@@ -79,7 +87,23 @@ class _GatherLinears(torch.autograd.Function):
                 return [grad.t() @ x_TC for grad in grads_TF]
 
             queue.push(ctx.parameters, later)
-        return None, None, wait(scattering), *dweights
+        return None, None, None, wait(scattering), *dweights
+
+
+class _Project(torch.autograd.Function):
+    """Gathered x_TC times weight_FC; backward only leaves its gradient to `_GatherRows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grads: dict[int, Tensor], i: int, x_TC: Tensor, weight_FC: Tensor
+    ) -> Tensor:
+        ctx.grads, ctx.i = grads, i
+        return x_TC @ weight_FC.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.grads[ctx.i] = grads[0]
+        return None, None, None, None
 
 
 class _LinearScatter(torch.autograd.Function):
@@ -173,11 +197,13 @@ class TensorParallelOps(Ops):
         weight = norm.weight.to_local(grad_placements=[Partial()])
         return nn.functional.rms_norm(x_TC, norm.normalized_shape, weight, norm.eps)
 
-    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
         parameters = [linear.weight for linear in linears]
         weights = [_local(parameter) for parameter in parameters]
-        out: tuple[Tensor, ...] = _GatherLinears.apply(self, parameters, x_TC, *weights)  # pyright: ignore[reportAssignmentType]
-        return out
+        grads: dict[int, Tensor] = {}
+        gathered = _GatherRows.apply(self, parameters, grads, x_TC, *weights)
+        for i, weight in enumerate(weights):
+            yield _Project.apply(grads, i, gathered, weight.detach())  # pyright: ignore[reportReturnType]
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
         out: Tensor = _LinearScatter.apply(self, linear.weight, x_TC, _local(linear.weight))  # pyright: ignore[reportAssignmentType]

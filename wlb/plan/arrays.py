@@ -33,7 +33,8 @@ def int_array(name: str, values: IntLike) -> IntArray:
             raise ValueError(f"{name}[{i}] = {array[i]} is not a whole number")
     elif array.dtype.kind not in "iu":
         raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
-    if array.dtype != np.int64 and array.size and not -(2.0**63) <= float(array.min()) <= float(array.max()) < 2.0**63:
+    may_overflow = array.dtype != np.int64 and array.size > 0
+    if may_overflow and not -(2.0**63) <= float(array.min()) <= float(array.max()) < 2.0**63:
         raise ValueError(f"{name} holds {array.min()} to {array.max()}, beyond 64-bit integers")
     out = array.astype(np.int64)
     out.flags.writeable = False

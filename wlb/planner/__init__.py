@@ -5,7 +5,6 @@ from wlb.planner.compose import (
     Source,
     open_heldout_planner,
     open_planner,
-    with_shardings,
 )
 from wlb.planner.deal import deal
 
@@ -15,5 +14,4 @@ __all__ = [
     "deal",
     "open_heldout_planner",
     "open_planner",
-    "with_shardings",
 ]

@@ -303,12 +303,3 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
     packing = replace(spec.packing, policy=Policy.ORIGINAL)
     plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
     return Planner.from_spec(plain, source, workload_for(spec, device))
-
-
-def with_shardings(metrics: StepMetrics, plan: PipelinePlan) -> StepMetrics:
-    """`metrics` with ONE pipeline's shardings: counts by name, slowest rank over the mean."""
-    names = [s.strategy for s in plan.shardings]
-    counts = tuple((name, names.count(name)) for name in sorted(set(names)))
-    slowest = sum(int(s.latency_ns.max()) for s in plan.shardings)
-    mean = sum(float(s.latency_ns.mean()) for s in plan.shardings)
-    return replace(metrics, sharding_counts=counts, cp_imbalance=slowest / mean if mean else 1.0)

@@ -13,7 +13,7 @@ from wlb.plan import StepMetrics
 from wlb.train.tally import Tally
 
 _ROWS = 14
-_SHORT = {"per_sequence": "seq", "per_document": "doc"}
+_SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
 
 
 def console() -> Console:

@@ -9,7 +9,7 @@ from wlb.parallel import mesh as meshes
 from wlb.parallel.pipeline import local_stages, stage_layers
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
-from wlb.train.refuse import priced_by, refuse_early
+from wlb.train.refuse import computed_by, priced_by, refuse_early
 from wlb.train.start import open_stores, ready
 
 GIB = 2**30
@@ -28,6 +28,7 @@ def show(spec: RunSpec, console: Console) -> None:
     console.print(f"corpus: {stores.note}")
     console.print(_layout(spec))
     console.print(_memory(spec))
+    console.print(computed_by(spec, choice.kind))
     console.print(priced_by(planner))
     plan = planner.next(planner.start())
     if plan is None:

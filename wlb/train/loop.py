@@ -9,7 +9,9 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
+from wlb.parallel.agreement import agree
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
@@ -49,6 +51,13 @@ class Trainer:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
         self.executor = Executor(spec, mesh)
+        # `auto` follows what is installed, which may differ from node to node.
+        agree(
+            {"attention kernel": self.executor.backend},
+            None,
+            group=dist.group.WORLD if world.world_size > 1 else None,
+            device=mesh.device,
+        )
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         state: PlannerState | None = None

@@ -11,7 +11,7 @@ import torch
 
 from wlb.corpus import TokenStore
 from wlb.cost import ProfiledWorkload
-from wlb.kernels import select_backend
+from wlb.kernels import explain_backend
 from wlb.parallel.build import compute_dtype
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
@@ -35,12 +35,7 @@ def refuse_early(
 
     Returns the planner it opened, so that a caller can say what plans are priced with.
     """
-    select_backend(
-        spec.kernels.attention,
-        device=torch.device(device),
-        dtype=compute_dtype(spec),
-        head_size=spec.model.head_size,
-    )
+    computed_by(spec, device)
     planner = open_planner(spec, train, device)
     store = TokenStore(train)
     longest = int(store.lengths.max())
@@ -68,6 +63,16 @@ def _hold_documents(spec: RunSpec, prefix: str) -> None:
             f"than data.context_window = {window}; use data.long_documents = split or a larger "
             f"window"
         )
+
+
+def computed_by(spec: RunSpec, device: str) -> str:
+    """A line for the log: the attention kernel and why; ValueError for one that cannot compute."""
+    return explain_backend(
+        spec.kernels.attention,
+        device=torch.device(device),
+        dtype=compute_dtype(spec),
+        head_size=spec.model.head_size,
+    )
 
 
 def priced_by(planner: Planner) -> str:

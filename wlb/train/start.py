@@ -20,7 +20,7 @@ from wlb.plan import digest
 from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.loop import Job, run_rank
-from wlb.train.refuse import priced_by, refuse_early
+from wlb.train.refuse import computed_by, priced_by, refuse_early
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""
@@ -191,6 +191,7 @@ def _job(
     planner = refuse_early(
         filled, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=saved
     )
+    console.print(computed_by(filled, choice.kind))
     console.print(priced_by(planner))
     return Job(
         spec=filled,

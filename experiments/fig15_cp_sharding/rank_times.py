@@ -1,0 +1,102 @@
+"""Attention kernels of every rank of a plan, timed in turn on one device.
+
+A rank's call is what it runs inside context parallelism: its queries, a copy of the keys of all its
+spans, one `attend` forward and its gradient. Collectives, and the copying of keys, are not in it.
+On CUDA times are between events on the stream; on CPU they are the calling thread's own time (torch
+runs one thread), which leaves out being preempted. What a backend works out from the offsets once
+for all layers happens before the first timed call.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from wlb.kernels import Segments, attend
+from wlb.plan import RankSpans, ShardingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What the kernels compute on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    backend: str
+
+
+class RankCall:
+    """One rank's attention call: random tensors of the right shapes, and its segments."""
+
+    def __init__(self, spans: RankSpans, layout: Layout) -> None:
+        cu_q, cu_k = spans.cu_seqlens_q, spans.cu_seqlens_k
+        self.segments = Segments.from_offsets(cu_q, cu_k, device=layout.device)
+        self.backend = layout.backend
+        options = {"dtype": layout.dtype, "device": layout.device}
+        shapes = (
+            (int(cu_q[-1]), layout.num_heads),
+            (int(cu_k[-1]), layout.num_kv_heads),
+            (int(cu_k[-1]), layout.num_kv_heads),
+        )
+        self.inputs = [
+            torch.randn(*s, layout.head_dim, **options, requires_grad=True) for s in shapes
+        ]
+        self.gradient = torch.randn(*shapes[0], layout.head_dim, **options)
+
+    def forward(self) -> torch.Tensor:
+        return attend(*self.inputs, self.segments, backend=self.backend)
+
+    def backward(self, out: torch.Tensor) -> None:
+        torch.autograd.grad(out, self.inputs, self.gradient)
+
+    def time_ns(self) -> tuple[float, float]:
+        """Forward and backward."""
+        return self._on_cuda() if self.gradient.is_cuda else self._on_cpu()
+
+    def _on_cpu(self) -> tuple[float, float]:
+        begin = time.thread_time_ns()
+        out = self.forward()
+        middle = time.thread_time_ns()
+        self.backward(out)
+        return middle - begin, time.thread_time_ns() - middle
+
+    def _on_cuda(self) -> tuple[float, float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        out = self.forward()
+        marks[1].record()
+        self.backward(out)
+        marks[2].record()
+        marks[2].synchronize()
+        return marks[0].elapsed_time(marks[1]) * 1e6, marks[1].elapsed_time(marks[2]) * 1e6
+
+
+def times_ns(
+    plans: Sequence[ShardingPlan], layout: Layout, *, rounds: int, warm_up: int = 1
+) -> np.ndarray:
+    """Forward and backward time of every rank of every plan, shape [rounds, plans, 2, cp].
+
+    A round times every rank of every plan once; each begins with another plan, so that plans are
+    compared at the same moments of the machine and none has a fixed place.
+    """
+    num, cp = len(plans), plans[0].cp
+    calls = [[RankCall(plan.for_rank(rank), layout) for rank in range(cp)] for plan in plans]
+    out = np.zeros((rounds, num, 2, cp))
+    for i in range(-warm_up, rounds):
+        for j in range(num):
+            plan = (i + j) % num
+            for rank, call in enumerate(calls[plan]):
+                took = call.time_ns()
+                if i >= 0:
+                    out[i, plan, :, rank] = took
+    return out
+
+
+def slowest_ns(times: np.ndarray) -> np.ndarray:
+    """Forward and backward of the slowest rank, from medians over rounds: shape [plans, 2]."""
+    return np.median(times, axis=0).max(axis=-1)

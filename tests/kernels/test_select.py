@@ -1,0 +1,156 @@
+"""Which backend is chosen on which machine. GPUs and packages are made up."""
+
+import pytest
+import torch
+
+from wlb.kernels.flash2 import FLASH2
+from wlb.kernels.flash3 import FLASH3
+from wlb.kernels.flash4 import FLASH4
+from wlb.kernels.flash_package import FlashPackage
+from wlb.kernels.op import BACKENDS
+from wlb.kernels.select import AUTO_ORDER, choose_backend, explain_backend, select_backend
+from wlb.spec.run import AttentionBackend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+AUTO = AttentionBackend.AUTO
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FLASH = {2: FLASH2, 3: FLASH3, 4: FLASH4}
+ALL = (2, 3, 4)
+
+
+def machine(monkeypatch, capability: tuple[int, int] | None, installed: tuple[int, ...]) -> None:
+    """A machine with this GPU (None: without) and these FlashAttention packages."""
+    distributions = {FLASH[i].package.distribution for i in installed}
+
+    def missing(package: FlashPackage) -> str | None:
+        name = package.distribution
+        return None if name in distributions else f"package {name} is not installed"
+
+    monkeypatch.setattr(FlashPackage, "missing", missing)
+    monkeypatch.setattr(FlashPackage, "problem", missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+CHOICES = [
+    (HOPPER, ALL, BF16, 128, "flash_attention_3"),
+    (HOPPER, ALL, FP16, 128, "flash_attention_3"),
+    (HOPPER, (2, 4), BF16, 128, "flash_attention_4"),
+    (HOPPER, (2,), BF16, 128, "torch_varlen"),
+    (HOPPER, (), BF16, 128, "torch_varlen"),
+    (HOPPER, ALL, BF16, 256, "flash_attention_4"),
+    (HOPPER, ALL, BF16, 20, "sdpa"),
+    (HOPPER, ALL, FP32, 128, "sdpa"),
+    (BLACKWELL, ALL, BF16, 128, "flash_attention_4"),
+    (BLACKWELL, ALL, BF16, 192, "torch_varlen"),
+    (BLACKWELL, (2, 3), BF16, 128, "torch_varlen"),
+    (AMPERE, ALL, BF16, 128, "torch_varlen"),
+    ((12, 0), ALL, BF16, 128, "torch_varlen"),
+    (None, ALL, BF16, 128, "torch_varlen"),
+]
+
+
+@pytest.mark.parametrize(("capability", "installed", "dtype", "head_size", "expected"), CHOICES)
+def test_auto_on_cuda(monkeypatch, capability, installed, dtype, head_size, expected):
+    machine(monkeypatch, capability, installed)
+    assert select_backend(AUTO, device=CUDA, dtype=dtype, head_size=head_size) == expected
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+def test_auto_on_cpu_is_sdpa_and_asks_no_gpu(monkeypatch, dtype):
+    machine(monkeypatch, HOPPER, ALL)
+
+    def asked(*_):
+        raise AssertionError("a CPU run must not start CUDA or import packages")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    monkeypatch.setattr(FlashPackage, "problem", asked)
+    assert select_backend(AUTO, device=CPU, dtype=dtype, head_size=64) == "sdpa"
+
+
+def test_cuda_is_not_started_where_no_package_is_installed(monkeypatch):
+    """The launcher selects too, and must not start CUDA before its ranks do."""
+    machine(monkeypatch, HOPPER, ())
+
+    def asked(_):
+        raise AssertionError("asked the device")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == "torch_varlen"
+
+
+@pytest.mark.parametrize("requested", AUTO_ORDER)
+def test_an_explicit_choice_is_kept(monkeypatch, requested):
+    machine(monkeypatch, HOPPER, ALL)
+    assert select_backend(requested, device=CUDA, dtype=BF16, head_size=128) == requested
+
+
+@pytest.mark.parametrize("requested", AUTO_ORDER[:-1])
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, BF16), (CUDA, FP32)])
+def test_an_explicit_choice_is_refused_not_replaced(monkeypatch, requested, device, dtype):
+    machine(monkeypatch, HOPPER, ALL)
+    with pytest.raises(
+        ValueError,
+        match=rf"kernels\.attention = {requested} can't compute this run: bfloat16 and float16 on "
+        rf"CUDA only, but the run is {dtype} on {device.type} with heads of 64; set "
+        r"kernels\.attention = auto or sdpa, or training\.dtype = bfloat16 on a GPU$",
+    ):
+        select_backend(requested, device=device, dtype=dtype, head_size=64)
+
+
+REFUSALS = [
+    ("torch_varlen", HOPPER, ALL, 20, r"in steps of 8 only, not 20, .*auto or sdpa$"),
+    ("flash_attention_3", AMPERE, ALL, 64, r"9\.x \(Hopper\) only, not 8\.0, .*auto or sdpa$"),
+    ("flash_attention_4", BLACKWELL, ALL, 192, r"heads up to 128 .*, not 192, .*auto or sdpa$"),
+    ("flash_attention_2", None, ALL, 64, r"no GPU here .*auto or sdpa$"),
+    (
+        "flash_attention_3",
+        HOPPER,
+        (2, 4),
+        64,
+        r"flash-attn-3 is not installed, .*auto or sdpa, or install flash-attn-3 3\.0\.0 \(built",
+    ),
+    ("flash_attention_4", HOPPER, (), 64, r"install flash-attn-4 4\.0\.0b36 \(pip install --pre"),
+    ("flash_attention_2", HOPPER, (), 64, r"install flash-attn 2\.8\.3 \(pip install"),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "installed", "head_size", "words"), REFUSALS)
+def test_refusals_name_reason_and_remedy(
+    monkeypatch, name, capability, installed, head_size, words
+):
+    machine(monkeypatch, capability, installed)
+    with pytest.raises(ValueError, match=words):
+        select_backend(AttentionBackend(name), device=CUDA, dtype=BF16, head_size=head_size)
+
+
+def test_the_log_line_on_a_gpu(monkeypatch):
+    machine(monkeypatch, BLACKWELL, (3,))
+    assert explain_backend(AUTO, device=CUDA, dtype=BF16, head_size=128) == (
+        "attention kernel torch_varlen (auto; torch.bfloat16 on cuda with heads of 128; not "
+        "flash_attention_3: compute capability 9.x (Hopper) only, not 10.0; not "
+        "flash_attention_4: package flash-attn-4 is not installed)"
+    )
+
+
+def test_the_log_line_on_cpu_gathers_equal_reasons():
+    assert explain_backend(AUTO, device=CPU, dtype=FP32, head_size=64) == (
+        "attention kernel sdpa (auto; torch.float32 on cpu with heads of 64; not "
+        "flash_attention_3, flash_attention_4, torch_varlen, flash_attention_2: bfloat16 and "
+        "float16 on CUDA only)"
+    )
+
+
+def test_the_log_line_of_an_explicit_choice():
+    choice = choose_backend(AttentionBackend.SDPA, device=CPU, dtype=FP32, head_size=64)
+    assert choice.backend == "sdpa"
+    assert choice.reason == "asked for; torch.float32 on cpu with heads of 64"
+
+
+def test_the_order_has_every_backend_once():
+    assert sorted(AUTO_ORDER) == sorted(set(AttentionBackend) - {AUTO})
+
+
+def test_every_backend_of_the_config_is_registered():
+    assert set(AttentionBackend) - {AUTO} <= set(BACKENDS)

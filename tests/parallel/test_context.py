@@ -1,0 +1,404 @@
+"""Context-parallel attention: what one process computes, what it keeps, what it refuses.
+
+Most cases of a CP degree run in one launch, so ranks return numbers that the tests then check.
+
+Shapes: T local rows, C their width, H query heads, G key/value heads, D head size.
+"""
+
+import functools
+import gc
+import itertools
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from wlb.collate import attention_rows
+from wlb.cost import FlopsWorkload
+from wlb.kernels import Segments, attend
+from wlb.parallel import context_op
+from wlb.parallel.context import ContextAttention, HeadShape, put_rows, take_rows
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World
+from wlb.plan import ShardingPlan, local_tokens, offsets_of
+from wlb.sharding import NAMES, per_document, per_sequence, shard
+
+pytestmark = pytest.mark.dist
+
+COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
+CPU = torch.device("cpu")
+HEADS = [(4, 4), (4, 2), (4, 1)]
+D = 8
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    lengths: tuple[int, ...]
+    strategy: str
+    heads: tuple[int, int]
+    quantum: int = 1
+
+    @functools.cache  # noqa: B019 (a few dozen cases a process)
+    def plan(self, cp: int) -> ShardingPlan:
+        return shard(self.lengths, cp=cp, strategy=self.strategy, cost=COST)
+
+    def qkvg(self, dtype: torch.dtype) -> Tensors:
+        """q, k, v and the output's gradient of the packed sequence; values that bf16 holds too."""
+        generator = torch.Generator().manual_seed(sum(self.lengths) + len(self.lengths))
+        rows, (h, g) = sum(self.lengths), self.heads
+        made = [torch.randn(rows, n, D, generator=generator) for n in (h, g, g, h)]
+        return tuple(x.bfloat16().to(dtype) for x in made)
+
+
+def cases(cp: int) -> list[Case]:
+    lengths = [
+        (),
+        (1,),
+        (2 * cp - 1,),
+        (2 * cp + 1,),
+        (13, 1, 31, 7, 2, 17),
+        (64,),
+        (2 * cp, 3, 1, 1, 40),
+    ]
+    heads = itertools.cycle(HEADS)
+    quanta = itertools.cycle([1, 4])
+    return [
+        Case(lengths=some, strategy=name, heads=next(heads), quantum=next(quanta))
+        for some, name in itertools.product(lengths, NAMES)
+    ]
+
+
+def one_process(case: Case, dtype: torch.dtype, backend: str) -> Tensors:
+    """Output and gradients of the packed sequence."""
+    q, k, v, grad = case.qkvg(dtype)
+    offsets = offsets_of(case.lengths)
+    segments = Segments.from_offsets(offsets, offsets, device="cpu")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs, segments, backend=backend)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+
+def made(
+    case: Case, world: World, dtype: torch.dtype, backend: str, *, keep: bool = False
+) -> ContextAttention:
+    """As the executor makes it."""
+    plan, cp = case.plan(world.world_size), world.world_size
+    rows = local_tokens(plan.num_tokens, cp=cp, quantum=case.quantum)
+    return ContextAttention.from_rows(
+        attention_rows(plan, world.rank, rows),
+        group=dist.group.WORLD if cp > 1 else None,
+        heads=HeadShape(
+            num_heads=case.heads[0], num_kv_heads=case.heads[1], head_dim=D, dtype=dtype
+        ),
+        backend=backend,
+        device=CPU,
+        keep_gathered_kv=keep,
+    )
+
+
+def local_inputs(case: Case, world: World, attention: ContextAttention) -> Tensors:
+    plan = case.plan(world.world_size)
+    return tuple(
+        take_rows(x, plan, rank=world.rank, num_rows=attention.num_rows)
+        for x in case.qkvg(attention.heads.dtype)
+    )
+
+
+def run(case: Case, world: World, attention: ContextAttention) -> Tensors:
+    """Output and gradients of the rank's rows, without filler."""
+    q, k, v, grad = local_inputs(case, world, attention)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs, attention.begin(k, v))
+    num = case.plan(world.world_size).for_rank(world.rank).num_tokens
+    return tuple(x[:num] for x in (out.detach(), *torch.autograd.grad(out, inputs, grad)))
+
+
+def of_rank(case: Case, world: World, whole: Tensors) -> Tensors:
+    index = torch.from_numpy(case.plan(world.world_size).for_rank(world.rank).token_index)
+    return tuple(x[index] for x in whole)
+
+
+def worst_error(got: Tensor, expected: Tensor) -> float:
+    """max|diff| / max|expected|, of small numbers max|diff|: a lone token's dq and dk are 0."""
+    if not got.numel():
+        return 0.0
+    return (got.double() - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+
+
+def square_errors(got: Tensors, expected: Tensors) -> list[float]:
+    return [(g.double() - e).square().sum().item() for g, e in zip(got, expected, strict=True)]
+
+
+def float32(world: World) -> dict[str, Any]:
+    """Worst error by backend, and cases whose bits depend on what they should not."""
+    worst = {"sdpa": 0.0, "reference": 0.0}
+    other_bits: list[str] = []
+    for case in cases(world.world_size):
+        expected = of_rank(case, world, one_process(case, torch.float64, "reference"))
+        for backend in worst:
+            got = run(case, world, made(case, world, torch.float32, backend))
+            found = [worst_error(*pair) for pair in zip(got, expected, strict=True)]
+            worst[backend] = max(worst[backend], *found)
+            # The bits of a second time, and of gathered rows that were kept.
+            keep = case.heads == HEADS[0]
+            again = run(case, world, made(case, world, torch.float32, backend, keep=keep))
+            if not all(map(torch.equal, got, again)):
+                other_bits.append(f"{backend} keep={keep} {case}")
+    return {"worst": worst, "other_bits": other_bits}
+
+
+def bfloat16(world: World) -> list[tuple[str, list[float], list[float]]]:
+    """(case, square errors of this rank's rows, those of one process in bfloat16)."""
+    out: list[tuple[str, list[float], list[float]]] = []
+    for case, backend in itertools.product(cases(world.world_size), ("sdpa", "reference")):
+        if sum(case.lengths) > 2 * world.world_size + 1:
+            expected = one_process(case, torch.float64, "reference")
+            got = run(case, world, made(case, world, torch.bfloat16, backend))
+            found = square_errors(got, of_rank(case, world, expected))
+            alone = square_errors(one_process(case, torch.bfloat16, backend), expected)
+            out.append((f"{backend} {case}", found, alone))
+    return out
+
+
+def both(world: World) -> tuple[dict[str, Any], list[tuple[str, list[float], list[float]]]]:
+    return float32(world), bfloat16(world)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+def test_it_is_what_one_process_computes(cp: int) -> None:
+    """Every strategy and length; also the same bits twice, and with gathered rows kept."""
+    results = run_local(both, cp, start_group=True, timeout_s=120.0)
+    for single, _ in results:
+        assert max(single["worst"].values()) < 2e-6
+        assert single["other_bits"] == []
+    for ranks in zip(*(half for _, half in results), strict=True):
+        name, _, alone = ranks[0]
+        for i, what in enumerate(("out", "dq", "dk", "dv")):
+            assert sum(found[i] for _, found, _ in ranks) <= 2**2 * alone[i], (name, what)
+
+
+def compiled(world: World) -> tuple[list[bool], int]:
+    """Whether each micro-batch has the eager bits, forward and backward, and graphs compiled."""
+
+    def layer(x_TC: Tensor, attention: ContextAttention) -> Tensor:
+        q, k, v = x_TC.unflatten(1, (-1, D)).split([4, 2, 2], 1)
+        k = k * 0.5
+        moving = attention.begin(k, v)
+        return attention(q.sin(), k, v, moving).flatten(1) * 2
+
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    same: list[bool] = []
+    lengths = [(5, 11), (40,), (3, 3, 3, 3, 9), (7,), (13, 1, 17)]
+    for some, backend in itertools.product(lengths, ("sdpa", "reference")):
+        case = Case(lengths=some, strategy="per_document", heads=(4, 2))
+        attention = made(case, world, torch.float32, backend)
+        q, k, v, grad = local_inputs(case, world, attention)
+        x = torch.cat([q, k, v], 1).flatten(1).requires_grad_()
+        results = [(f(x, attention), x) for f in (layer, traced)]
+        bits = [(out, torch.autograd.grad(out, x, grad.flatten(1))[0]) for out, x in results]
+        same.append(all(map(torch.equal, *bits)))
+    return same, counters["stats"]["unique_graphs"]
+
+
+def test_compiled_code_computes_the_same_for_micro_batches_of_any_lengths() -> None:
+    for same, num_graphs in run_local(compiled, 2, start_group=True, timeout_s=120.0):
+        assert all(same), same
+        assert num_graphs <= 2 * 2  # of each backend one for the first shapes and one for any
+
+
+def kept(attention: ContextAttention, inputs: Tensors) -> tuple[int, list[int]]:
+    """Bytes that a call keeps for backward beside its indices, and rows of what it keeps."""
+    segments = attention.segments
+    indices = [attention.index, attention.inverse, segments.cu_seqlens_q, segments.cu_seqlens_k]
+    shared = {x.untyped_storage().data_ptr() for x in indices if x is not None}
+    found: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if (address := x.untyped_storage().data_ptr()) not in shared:
+            found[address] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention(*inputs)
+    assert out.requires_grad
+    return sum(x.untyped_storage().nbytes() for x in found.values()), [
+        x.shape[0] for x in found.values() if x.dim() == 4
+    ]
+
+
+def gathered_alive(attention: ContextAttention, inputs: Tensors) -> int:
+    """How many results of the all-gather outlive the call, while its output does not."""
+    seen: list[weakref.ref[Tensor]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_op, "_collectives", Recorder(seen))
+        out = attention(*inputs)
+    gc.collect()
+    assert out.requires_grad
+    return sum(x() is not None for x in seen)
+
+
+class Recorder:
+    """Collectives as they are; refers weakly to what all-gathers give, and counts all."""
+
+    def __init__(self, gathered: list[weakref.ref[Tensor]]) -> None:
+        self.gathered, self.calls = gathered, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Tensor:
+            self.calls[name] += 1
+            made = getattr(torch.ops._c10d_functional, name)(*args)
+            if name == "all_gather_into_tensor":
+                self.gathered.append(weakref.ref(made))
+            return made
+
+        return call
+
+
+def memory(world: World) -> dict[tuple[str, bool], Any]:
+    case = Case(lengths=(50, 14), strategy="per_document", heads=(4, 2))
+    out: dict[tuple[str, bool], Any] = {}
+    for backend, keep in itertools.product(("sdpa", "reference"), (False, True)):
+        attention = made(case, world, torch.bfloat16, backend, keep=keep)
+        q, k, v, grad = local_inputs(case, world, attention)
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
+        with pytest.MonkeyPatch.context() as patch:
+            recorder = Recorder([])
+            patch.setattr(context_op, "_collectives", recorder)
+            attention(*inputs).backward(grad)
+        alive = gathered_alive(attention, inputs)
+        out[backend, keep] = (*kept(attention, inputs), alive, dict(recorder.calls))
+    return out
+
+
+def test_only_local_rows_are_kept_and_one_gather_more_is_made() -> None:
+    """64 tokens on 2 ranks: 32 local rows, 4 and 2 heads of 8 numbers, 2 bytes a number."""
+    queries = 2 * 32 * 4 * 8 * 2 + 4 * 4 * 32  # q and output, and a float32 log-sum-exp a head
+    local, everywhere = 2 * 32 * 2 * 8 * 2, 2 * 64 * 2 * 8 * 2
+    for found in run_local(memory, 2, start_group=True, timeout_s=60.0):
+        for backend in ("sdpa", "reference"):
+            num_bytes, rows, alive, calls = found[backend, False]
+            assert (num_bytes, rows, alive) == (queries + local, [], 0)
+            assert calls["all_gather_into_tensor"] == 2
+            assert calls["reduce_scatter_tensor"] == 1
+            num_bytes, rows, alive, calls = found[backend, True]
+            assert (num_bytes, rows, alive) == (queries + everywhere, [64], 1)
+            assert calls["all_gather_into_tensor"] == calls["reduce_scatter_tensor"] == 1
+
+
+ARGUMENTS: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": D,
+    "dtype": torch.float32,
+    "device": "cpu",
+}
+
+
+def refusal(world: World, lengths: tuple[int, ...] = (20, 3), **changed: Any) -> str:
+    """What from_plan says on this rank; the empty string if it makes an attention."""
+    plan = per_document(lengths, cp=changed.pop("cp", world.world_size))
+    try:
+        ContextAttention.from_plan(plan, group=dist.group.WORLD, **ARGUMENTS | changed)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusals(world: World) -> dict[str, str]:
+    """Ranks 0 and 2 agree, rank 1 does something else; then all do the same wrong thing."""
+    odd = world.rank == 1
+    return {
+        "plan": refusal(world, (20, 3) if not odd else (19, 4)),
+        "rows": refusal(world, quantum=5 if odd else 1),
+        "dtype": refusal(world, dtype=torch.bfloat16 if odd else torch.float32),
+        "heads": refusal(world, num_heads=8 if odd else 4),
+        "keep": refusal(world, keep_gathered_kv=odd),
+        "one rank's heads": refusal(world, num_kv_heads=3 if odd else 2),
+        "one rank's type": refusal(world, quantum="4" if odd else 1),
+        "cp": refusal(world, cp=2),
+        "tokens": refusal(world, (1, 1)),
+        "int": refusal(world, dtype=torch.int64),
+        "backend": refusal(world, backend="cutlass"),
+        "fine": refusal(world),
+    }
+
+
+def test_ranks_that_disagree_all_say_so() -> None:
+    first, *others = run_local(refusals, 3, start_group=True, timeout_s=60.0)
+    assert all(first == other for other in others)
+    digests = [per_document(x, cp=3).digest() for x in ((20, 3), (19, 4))]
+    start = "ranks have different arguments. "
+    assert first["plan"] == (
+        f"{start}plan digest: rank 0 {digests[0]}, rank 1 {digests[1]}, rank 2 {digests[0]}"
+    )
+    assert first["rows"] == f"{start}rows: rank 0 8, rank 1 10, rank 2 8"
+    assert first["dtype"] == (
+        f"{start}dtype: rank 0 torch.float32, rank 1 torch.bfloat16, rank 2 torch.float32"
+    )
+    assert first["heads"] == f"{start}num_heads: rank 0 4, rank 1 8, rank 2 4"
+    assert first["keep"] == f"{start}keep_gathered_kv: rank 0 False, rank 1 True, rank 2 False"
+    assert first["one rank's heads"] == (
+        "rank 1: num_heads = 4 is not a multiple of num_kv_heads = 3"
+    )
+    assert first["one rank's type"].startswith("rank 1: TypeError")
+    for name, message in {
+        "cp": "the plan is for cp = 2 ranks, the group has 3",
+        "tokens": "cp = 3 ranks are more than the 2 tokens",
+        "int": "dtype = torch.int64 is not one of torch.float32, ",
+        "backend": "backend = 'cutlass' is not one of auto, sdpa, ",
+    }.items():
+        assert all(f"rank {rank}: {message}" in first[name] for rank in range(3)), first[name]
+    assert first["fine"] == ""
+
+
+def front_door(world: World) -> tuple[bool, list[str]]:
+    """Whether rows go there and back with the right output; what bad tensors are told."""
+    case = Case(lengths=(20, 3, 18), strategy="per_document", heads=(4, 2), quantum=4)
+    plan = case.plan(world.world_size)
+    attention = ContextAttention.from_plan(
+        plan, group=dist.group.WORLD, quantum=case.quantum, **ARGUMENTS
+    )
+    q, k, v, _ = local_inputs(case, world, attention)
+    out = attention(q, k, v)
+    parts = [torch.empty_like(out) for _ in range(world.world_size)]
+    dist.all_gather(parts, out)
+    expected, *_ = one_process(case, torch.float32, "sdpa")
+    told: list[str] = []
+    for bad in ((q[1:], k, v), (q, k.bfloat16(), v), (q[:, :3], k, v), (q, k, v[:, :1])):
+        with pytest.raises(ValueError, match="but this attention was made for") as caught:
+            attention(*bad)
+        told.append(str(caught.value))
+    return torch.allclose(put_rows(parts, plan), expected, atol=1e-6), told
+
+
+def test_the_front_door() -> None:
+    for same, told in run_local(front_door, 2, start_group=True, timeout_s=60.0):
+        assert same
+        assert told == [
+            f"{name}, but this attention was made for {shape}, torch.float32 on cpu"
+            for name, shape in (
+                ("q is (23, 4, 8), torch.float32 on cpu", (24, 4, 8)),
+                ("k is (24, 2, 8), torch.bfloat16 on cpu", (24, 2, 8)),
+                ("q is (24, 3, 8), torch.float32 on cpu", (24, 4, 8)),
+                ("v is (24, 1, 8), torch.float32 on cpu", (24, 2, 8)),
+            )
+        ]
+
+
+def test_one_rank_needs_no_group() -> None:
+    plan = per_sequence([5, 3], cp=1)
+    attention = ContextAttention.from_plan(plan, group=None, **ARGUMENTS)
+    q, k, v = (torch.randn(8, n, D) for n in (4, 2, 2))
+    assert attention.begin(k, v) is None
+    segments = Segments.from_offsets([0, 5, 8], [0, 5, 8], device="cpu")
+    assert torch.equal(attention(q, k, v), attend(q, k, v, segments, backend="sdpa"))
+    with pytest.raises(ValueError, match="the plan is for cp = 2 ranks, the group has 1"):
+        ContextAttention.from_plan(per_sequence([5, 3], cp=2), group=None, **ARGUMENTS)

@@ -1,0 +1,61 @@
+"""Backend: how one kernel computes the attention of all segments, forward and backward.
+
+Forward and backward are separate calls, without autograd, so that whoever calls them chooses what
+is kept in between: `wlb.kernels.op` keeps its inputs, context parallelism only its local rows.
+
+Shapes: T query rows, S key rows (or R rows of a buffer), H query heads, G key/value heads, D head
+size.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wlb.kernels.segments import Segments
+
+
+class Backend(Protocol):
+    """One attention kernel. Called with T > 0 (see `wlb.kernels.op.forward`), without gradients.
+
+    takes_key_rows: the backend reads the keys of segments with `key_rows` from the buffer
+    themselves, and returns the gradients of the buffer's rows. Other backends never see key_rows:
+    the caller gathers the keys, and brings their gradients back. FlashAttention's varlen kernels
+    are such others, because they write dK and dV of a segment plainly, without adding: segments
+    sharing keys (the head and the tail of a document) would overwrite each other's gradients. And
+    rows gathered from several ranks lie in rank order, where a document is not contiguous.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def takes_key_rows(self) -> bool: ...
+
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """Output [T, H, D], and what backward needs besides: a tensor like `empty_lse(q_THD)`.
+
+        Its values are the backend's own affair (the log-sum-exp of each row, usually).
+        """
+        ...
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in their dtype."""
+        ...
+
+
+def empty_lse(q_THD: Tensor) -> Tensor:
+    """[H, T], float32 (float64 for float64 inputs): 4 * H * T bytes kept for backward."""
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    return q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=dtype)

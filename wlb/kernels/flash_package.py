@@ -1,0 +1,160 @@
+"""What the optional FlashAttention packages have in common: found, checked and imported late.
+
+Nothing is imported before a package is asked for, so that wlb runs without any of them. The
+functions below the packages' public ones are called, because only these offer a forward and a
+backward apart from autograd; they are not promised to stay as they are. So their parameters are
+compared with what is passed, once, and a package that differs is refused by name and version.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata, util
+from typing import Any
+
+import torch
+
+Kernels = dict[str, Callable[..., Any]]
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZE_STEP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashPackage:
+    """A package and how it is called.
+
+    passed: by function, the names of all arguments it is given. supported: the version in whose
+    source these were read. install: how to get it.
+    """
+
+    distribution: str
+    module: str
+    supported: str
+    install: str
+    passed: Mapping[str, Collection[str]]
+
+    @property
+    def installed(self) -> str:
+        try:
+            return f"{self.distribution} {metadata.version(self.distribution)}"
+        except metadata.PackageNotFoundError:
+            return f"{self.module} (of no known version)"
+
+    def missing(self) -> str | None:
+        """Why it is surely not here, without importing it (which takes seconds)."""
+        root = self.module.partition(".")[0]
+        if root in sys.modules or util.find_spec(root) is not None:
+            return None
+        return self._not_installed()
+
+    def problem(self) -> str | None:
+        """Why its functions can't be called, in words; None where they can."""
+        try:
+            self.load()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def load(self) -> Kernels:
+        """The functions by name; ValueError where the package is missing, broken or different."""
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            # One package may bring the parent module of another, so this one is still missing.
+            if error.name and (self.module + ".").startswith(error.name + "."):
+                raise ValueError(self._not_installed()) from error
+            raise ValueError(self._broken(error)) from error
+        except (ImportError, OSError, AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError(self._broken(error)) from error
+        kernels: Kernels = {}
+        for name, passed in self.passed.items():
+            function = getattr(module, name, None)
+            difference = "is missing" if function is None else _difference(function, passed)
+            if function is None or difference:
+                raise ValueError(
+                    f"{self.installed} is not supported: {self.module}.{name} {difference}; "
+                    f"supported is {self.supported}"
+                )
+            kernels[name] = function
+        return kernels
+
+    def _not_installed(self) -> str:
+        return f"package {self.distribution} is not installed"
+
+    def _broken(self, error: Exception) -> str:
+        words = " ".join(str(error).split())
+        return f"{self.installed} can't be imported: {type(error).__name__}: {words}"
+
+
+class FlashBackend:
+    """What the backends of the three packages share; a subclass adds forward and backward.
+
+    deterministic: backward adds in a fixed order, so that a step can be repeated bit by bit; slower
+    and with more memory.
+    """
+
+    name: str
+    package: FlashPackage
+    takes_key_rows: bool = False
+
+    def __init__(self, *, deterministic: bool = True) -> None:
+        self.deterministic = deterministic
+
+    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        """Why it can't compute this, in words; None where it can.
+
+        The cheapest answer comes first: the device is asked only where the package is installed.
+        """
+        if reason := wrong_tensors(device, dtype) or self.package.missing():
+            return reason
+        if not torch.cuda.is_available():
+            return "torch sees no GPU here whose compute capability it could ask for"
+        major, minor = torch.cuda.get_device_capability(device)
+        return self.wrong_device(major, minor, head_size) or self.package.problem()
+
+    def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
+        raise NotImplementedError
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The package's functions, loaded and checked once; ValueError says what is wrong."""
+        return self.package.load()
+
+
+def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cuda" and dtype in DTYPES:
+        return None
+    return "bfloat16 and float16 on CUDA only"
+
+
+def wrong_head_size(head_size: int, largest: int) -> str | None:
+    if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
+        return None
+    return f"heads up to {largest} in steps of {HEAD_SIZE_STEP} only, not {head_size}"
+
+
+def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
+    """How the function's parameters differ from what it is passed; empty if they don't."""
+    required = _parameters(function)
+    unknown = [name for name in passed if name not in required]
+    lacking = [name for name, is_required in required.items() if is_required and name not in passed]
+    words = ["does not take " + ", ".join(unknown)] if unknown else []
+    words += ["asks for " + ", ".join(lacking)] if lacking else []
+    return " and ".join(words)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """By name, whether a parameter must be given."""
+    # The Python signature of a torch custom op is (*args, **kwargs); its schema knows the names.
+    op = getattr(function, "_opoverload", None)
+    if op is not None:
+        return {a.name: not a.has_default_value() for a in op._schema.arguments}
+    return {
+        p.name: p.default is p.empty
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }

@@ -1,0 +1,136 @@
+"""The custom ops wlb::attend and wlb::attend_backward, and the registry of backends behind them.
+
+torch.compile sees tensors and integers only, and never looks into a backend: micro-batches of any
+lengths run in one compiled graph. Their host-side offsets are found again by `Segments.of`.
+
+Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wlb.kernels.backend import Backend, empty_lse
+from wlb.kernels.flash2 import FLASH2
+from wlb.kernels.flash3 import FLASH3
+from wlb.kernels.flash4 import FLASH4
+from wlb.kernels.reference import REFERENCE
+from wlb.kernels.sdpa import SDPA
+from wlb.kernels.segments import Segments
+from wlb.kernels.torch_varlen import TORCH_VARLEN
+
+_ALL: tuple[Backend, ...] = (SDPA, TORCH_VARLEN, FLASH2, FLASH3, FLASH4, REFERENCE)
+BACKENDS = {backend.name: backend for backend in _ALL}
+
+
+def forward(
+    backend: str, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
+) -> tuple[Tensor, Tensor]:
+    """Backend.forward, for any number of queries."""
+    if q_THD.shape[0] == 0:
+        return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
+    return BACKENDS[backend].forward(q_THD, k_SGD, v_SGD, segments)
+
+
+def backward(
+    backend: str,
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    segments: Segments,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backend.backward, for any number of queries: without any, the gradients are zero."""
+    if q_THD.shape[0] == 0:
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q_THD, k_SGD, v_SGD))
+        return dq, dk, dv
+    # The gradient of a sum is one number for all rows; kernels want rows.
+    grad_THD = grad_THD.contiguous()
+    return BACKENDS[backend].backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
+
+
+@torch.library.custom_op("wlb::attend", mutates_args=())
+def attend_op(
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and the backend's log-sum-exp [H, T]; only the output has a gradient."""
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    _check_rows(q_THD, k_SGD, segments)
+    out_THD, lse_HT = forward(backend, q_THD, k_SGD, v_SGD, segments)
+    return out_THD.contiguous(), lse_HT.contiguous()
+
+
+@torch.library.custom_op("wlb::attend_backward", mutates_args=())
+def attend_backward_op(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    dq, dk, dv = backward(backend, grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@attend_op.register_fake
+def _(q_THD: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
+
+
+@attend_backward_op.register_fake
+def _(
+    grad_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_THD, k_SGD, v_SGD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, backend = inputs
+    ctx.save_for_backward(q_THD, k_SGD, v_SGD, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.static = (max_q, max_k, backend)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_THD, _ = grads
+    if grad_THD is None:  # somebody differentiated the log-sum-exp alone
+        return (None,) * 8
+    dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)
+    return (*dq_dk_dv, None, None, None, None, None)
+
+
+attend_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
+    """Kernels would read beyond the end. Not where checking would wait for the device."""
+    if segments.key_rows is not None:
+        raise ValueError(
+            "attend takes the keys of each segment; segments with key_rows are for Backend.forward"
+        )
+    if segments.host.offsets is None and q_THD.device.type != "cpu":
+        return
+    rows = (segments.num_queries, segments.num_keys)
+    if rows != (q_THD.shape[0], k_SGD.shape[0]):
+        raise ValueError(
+            f"segments have {rows[0]} queries and {rows[1]} keys, but q {tuple(q_THD.shape)}, "
+            f"k {tuple(k_SGD.shape)}"
+        )
