@@ -126,6 +126,14 @@ def sample_of(
     )
 
 
+def owners(plan: ShardingPlan) -> IntArray:
+    """Rank of each token of the packed sequence, shape [num_tokens]."""
+    out = np.empty(plan.num_tokens, np.int64)
+    for rank in range(plan.cp):
+        out[plan.for_rank(rank).token_index] = rank
+    return out
+
+
 def of_torch(name: str, lengths: IntArray, cp: int, cost: ProfiledWorkload) -> Sample:
     balancer = TORCH[name]
     try:
@@ -136,10 +144,7 @@ def of_torch(name: str, lengths: IntArray, cp: int, cost: ProfiledWorkload) -> S
     equals_ours = None
     if balancer.ours:
         mine = shard(shuffled.lengths, cp=cp, strategy=balancer.ours, cost=cost)
-        equals_ours = all(
-            np.array_equal(np.sort(a.token_index), np.sort(b.token_index))
-            for a, b in ((plan.for_rank(r), mine.for_rank(r)) for r in range(cp))
-        )
+        equals_ours = np.array_equal(owners(plan), owners(mine))
     return sample_of(
         plan,
         lengths,
@@ -153,7 +158,8 @@ def of_torch(name: str, lengths: IntArray, cp: int, cost: ProfiledWorkload) -> S
 def of_ours(name: str, lengths: IntArray, cp: int, cost: ProfiledWorkload) -> Sample:
     plan = shard(lengths, cp=cp, strategy=name, cost=cost)
     index = np.concatenate([plan.for_rank(r).token_index for r in range(cp)])
-    restore = np.argsort(index)
+    restore = np.empty(index.size, np.int64)
+    restore[index] = np.arange(index.size)
     shuffled = Shuffled(lengths=plan.lengths, index=index, restore=restore)
     return sample_of(plan, lengths, cost, is_accepted=True, is_round_trip=shuffled.is_round_trip)
 

@@ -34,9 +34,8 @@ class Shuffled:
     @property
     def is_round_trip(self) -> bool:
         tokens = np.arange(self.index.size)
-        return np.array_equal(self.index[self.restore], tokens) and np.array_equal(
-            np.sort(self.index), tokens
-        )
+        is_restored = np.array_equal(self.index[self.restore], tokens)
+        return is_restored and np.array_equal(self.restore[self.index], tokens)
 
 
 def padded_sequence(lengths: IntArray, multiple: int) -> IntArray:

@@ -1,0 +1,206 @@
+"""Figure 15: attention of a layer under each CP sharding, and what a choice per micro-batch gains.
+
+    python -m experiments.fig15_cp_sharding                    # one GPU if there is one, else none
+    python -m experiments.fig15_cp_sharding --device none      # predicted with the h100 profile
+    python -m experiments.fig15_cp_sharding --device cpu       # SDPA on one thread, lengths x 1/16
+
+One layer of the 7B model, CP 4, windows of 64K and 128K, micro-batches of Plain-4D's loader on the
+fitted stream. Times are sums over micro-batches of the slowest rank's forward plus the slowest
+rank's backward, kernels alone:
+
+- none: nothing is measured; `attention_latency` with the h100 profile (published numbers).
+- cuda: bf16 kernels of one rank after another on one GPU; medians over rounds.
+- cpu: the same with float32, 4 heads of 16; lengths scaled, the choice by the cpu profile.
+
+adaptive, hybrid and balanced choose by prediction. "optimal" is the better of the two static
+strategies for each micro-batch in hindsight, as in the paper; "optimal of all" likewise of all
+five. Measured, hindsight also profits from noise. The whole operation, with collectives:
+`torchrun -m experiments.fig15_cp_sharding.ranks`.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from experiments.fig15_cp_sharding.case import (
+    STATIC,
+    STRATEGIES,
+    distinct,
+    layer_cost,
+    micro_batches,
+    plans_of,
+)
+from experiments.fig15_cp_sharding.layer import CPU_SCALE, Case, describe, scale_of
+from experiments.fig15_cp_sharding.rank_times import slowest_ns, times_ns
+from experiments.fig15_cp_sharding.report import (
+    ALL,
+    OPTIMAL,
+    RESULTS,
+    console_table,
+    mean_line,
+    note_of,
+    write,
+)
+from experiments.streams import WINDOW, commit
+from wlb.cost import ProfiledWorkload, attention_latency
+from wlb.plan import IntArray, ShardingPlan
+
+Measure = Callable[[Sequence[ShardingPlan]], np.ndarray]
+"""Plans of one micro-batch -> forward and backward ns of the slowest rank, shape [plans, 2]."""
+
+
+def predicted(cost: ProfiledWorkload) -> Measure:
+    def measure(plans: Sequence[ShardingPlan]) -> np.ndarray:
+        found = [attention_latency(plan, cost) for plan in plans]
+        return np.array([(x.forward_ns.max(), x.backward_ns.max()) for x in found], float)
+
+    return measure
+
+
+def measured(case: Case, rounds: int) -> Measure:
+    layout = case.layout()
+    return lambda plans: slowest_ns(times_ns(plans, layout, rounds=rounds))
+
+
+def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, float]:
+    """What the layer does besides, predicted: collectives of keys and values, linear layers."""
+    exchange = np.sum([cost.kv_exchange_ns(int(p.sum())) for p in pieces], axis=0)
+    apart = {"attention_forward", "attention_backward", "cp_comm"}
+    terms = [cost.terms(p) for p in pieces]
+    linear = sum(int(ns.sum()) for of in terms for name, ns in of.items() if name not in apart)
+    return {
+        "gather_ms": float(exchange[0]) / 1e6,
+        "exchange_ms": float(exchange[1]) / 1e6,
+        "linear_ms": linear / 1e6,
+    }
+
+
+def run_window(case: Case | None, window: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of each row of the table; case None = predicted."""
+    pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
+    cost = layer_cost(window=window, cp=options.cp) if case is None else case.cost()
+    measure = predicted(cost) if case is None else measured(case, options.rounds)
+    times: dict[str, list[np.ndarray]] = {name: [] for name in STRATEGIES}
+    expected: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    chosen: list[str] = []
+    for lengths in pieces:
+        scaled = lengths if case is None else case.lengths(lengths)
+        plans = plans_of(scaled, cp=options.cp, cost=cost)
+        chosen.append(plans["adaptive"].strategy)
+        unique, index = distinct(plans)
+        found = measure(unique) / 1e6
+        guess = predicted(cost)(unique).sum(axis=1) / 1e6
+        for name in STRATEGIES:
+            expected[name].append(guess[index[name]])
+            times[name].append(found[index[name]])
+    arrays = {name: np.array(rows) for name, rows in times.items()}
+    for name, among in ((OPTIMAL, STATIC), (ALL, STRATEGIES)):
+        stacked = np.stack([arrays[other] for other in among])
+        best = stacked.sum(axis=2).argmin(axis=0)
+        arrays[name] = stacked[best, np.arange(len(pieces))]
+    foreseen = None
+    if case is not None:
+        foreseen = {name: float(np.sum(ms)) for name, ms in expected.items()}
+    return {
+        "ms": {name: rows.sum(axis=0).tolist() for name, rows in arrays.items()},
+        "micro_batches": len(pieces),
+        "chose_per_document": chosen.count("per_document"),
+        "predicted_ms": foreseen,
+        "rest": rest_ns(pieces, cost) if case is None else None,
+    }
+
+
+def device_of(requested: str) -> torch.device | None:
+    """None = predict."""
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "none"
+    return None if requested == "none" else torch.device(requested)
+
+
+def heading(case: Case | None, rounds: int) -> tuple[str, str]:
+    """Title of a table and a sentence about how the times came about."""
+    if case is None:
+        return (
+            "predicted, h100 profile, collectives apart",
+            "Nothing was measured: `wlb.cost.attention_latency` with `kernels_profile/h100.json`.",
+        )
+    layout = describe(case.layout())
+    if case.device.type == "cuda":
+        machine = torch.cuda.get_device_name(case.device)
+        clock = "CUDA events"
+    else:
+        machine = f"one thread of {os.cpu_count()} CPU cores, {platform.machine()}"
+        clock = "the thread's own time"
+    return (
+        f"measured kernels, {case.device.type}, no collectives",
+        f"Each rank's kernels in turn on {machine}, torch {torch.__version__}: {layout}, lengths x "
+        f"{case.scale}, {clock}, medians of {rounds} rounds.",
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu", "none"), default="auto")
+    parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
+    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--count", type=int, default=64, help="micro-batches of each window")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each rank is timed")
+    parser.add_argument("--scale", type=scale_of, help="of all lengths: 1 on CUDA, 1/16 on CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="8 micro-batches, printed only")
+    options = parser.parse_args()
+    if options.quick:
+        options.count = min(options.count, 8)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    console = Console(width=134)
+    device = device_of(options.device)
+    windows: dict[str, Any] = {}
+    title = note = ""
+    for window in options.windows:
+        case = None
+        if device is not None:
+            if device.type == "cpu":
+                torch.set_num_threads(1)
+            scale = options.scale or (CPU_SCALE if device.type == "cpu" else Fraction(1))
+            case = Case(window=window, cp=options.cp, device=device, scale=scale)
+        title, note = heading(case, options.rounds)
+        found = windows[str(window)] = run_window(case, window, options)
+        console.print(console_table(title, window, found))
+        console.print(note_of(found))
+    console.print(mean_line(windows))
+    if options.quick:
+        return
+    write(
+        "predicted" if device is None else device.type,
+        {
+            "title": title,
+            "note": note,
+            "command": shlex.join(["python", "-m", "experiments.fig15_cp_sharding", *sys.argv[1:]]),
+            "commit": commit(),
+            "date": datetime.date.today().isoformat(),
+            "cp": options.cp,
+            "seed": options.seed,
+            "windows": windows,
+        },
+    )
+    console.print(f"written to {os.path.relpath(RESULTS)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a device computes in this study: heads, dtype, kernel, scale of the lengths, cost model."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from experiments.fig15_cp_sharding.case import MODEL, TP, layer_cost
+from experiments.fig15_cp_sharding.rank_times import Layout
+from experiments.streams import WINDOW
+from wlb.cost import ProfiledWorkload, load_profile
+from wlb.kernels import select_backend
+from wlb.plan import IntArray
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
+
+CPU_SCALE = Fraction(1, 16)
+CPU_MODEL = ModelSpec(hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4)
+"""4 heads of 16, a shape that the cpu profile has curves of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A window on a device. scale: of its documents' lengths and of the window."""
+
+    window: int
+    cp: int
+    device: torch.device
+    scale: Fraction
+
+    def lengths(self, pieces: IntArray) -> IntArray:
+        """Scaled lengths, each at least one token."""
+        top, bottom = self.scale.numerator, self.scale.denominator
+        return -(-pieces * top // bottom)
+
+    def cost(self) -> ProfiledWorkload:
+        """What adaptive, hybrid and balanced choose by."""
+        if self.device.type == "cuda":
+            return layer_cost(window=self.window, cp=self.cp)
+        return ProfiledWorkload(
+            model=CPU_MODEL,
+            parallel=ParallelSpec(tp=1, cp=self.cp, pp=1, dp=1),
+            profile=load_profile("cpu"),
+            micro_batch_tokens=max(1, int(self.window * self.scale)),
+        )
+
+    def layout(self) -> Layout:
+        """Full size in bf16 on CUDA, CPU_MODEL in float32 on CPU."""
+        is_cuda = self.device.type == "cuda"
+        dtype = torch.bfloat16 if is_cuda else torch.float32
+        model = MODEL if is_cuda else CPU_MODEL
+        tp = TP.get(self.window, TP[WINDOW]) if is_cuda else 1
+        backend = select_backend(
+            AttentionBackend.AUTO, device=self.device, dtype=dtype, head_size=model.head_size
+        )
+        return Layout(
+            num_heads=model.num_heads // tp,
+            num_kv_heads=model.num_kv_heads // tp,
+            head_dim=model.head_size,
+            dtype=dtype,
+            device=self.device,
+            backend=str(backend),
+        )
+
+
+def scale_of(text: str) -> Fraction:
+    """An argument: 1/16 or 0.0625."""
+    scale = Fraction(text)
+    if not 0 < scale <= 1:
+        raise ValueError(f"scale = {text} must be above 0 and at most 1")
+    return scale
+
+
+def describe(layout: Layout) -> str:
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return f"{layout.num_heads} heads of {layout.head_dim}, {dtype}, {layout.backend}"

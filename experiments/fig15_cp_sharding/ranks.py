@@ -1,0 +1,116 @@
+"""Figure 15 with real collectives: the whole CP operation, all ranks as one CP group.
+
+    torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks            # time it
+    torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks --check    # compare it
+
+NCCL with bf16 and whole windows if every rank has a GPU, else Gloo with float32 and lengths scaled
+by 1/16. --check compares output and gradients of q, k, v of every strategy with one process and
+exits with 1 if one differs by more than the tolerance; without it forward and backward are timed:
+barrier, CUDA events or wall clock, medians over rounds, maximum over ranks.
+"""
+
+import argparse
+import sys
+from fractions import Fraction
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from experiments.fig15_cp_sharding.case import STRATEGIES, distinct, micro_batches, plans_of
+from experiments.fig15_cp_sharding.layer import CPU_SCALE, Case, describe, scale_of
+from experiments.fig15_cp_sharding.whole_op import TOLERANCE, benchmark, check
+from experiments.streams import WINDOW
+from wlb.parallel import mesh
+from wlb.plan import ShardingPlan
+from wlb.spec import Device
+
+TIMEOUT_S = 600
+Plans = list[dict[str, ShardingPlan]]
+
+
+def check_all(case: Case, plans: Plans, console: Console) -> bool:
+    """Whether every strategy agrees with one process on every micro-batch."""
+    layout = case.layout()
+    tolerance = TOLERANCE[layout.dtype]
+    table = Table(title=f"{case.window}: largest relative error, tolerance {tolerance:g}")
+    for column in ("strategy", "output", "dq", "dk", "dv", ""):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    agrees = True
+    for name in STRATEGIES:
+        errors = np.max([check(of[name], layout) for of in plans], axis=0)
+        is_good = bool((errors <= tolerance).all())
+        agrees &= is_good
+        table.add_row(name, *(f"{e:.1e}" for e in errors), "ok" if is_good else "WRONG")
+    console.print(table)
+    return agrees
+
+
+def time_all(case: Case, plans: Plans, console: Console, *, rounds: int) -> None:
+    layout = case.layout()
+    times: dict[str, list[np.ndarray]] = {name: [] for name in STRATEGIES}
+    for of in plans:
+        unique, index = distinct(of)
+        found = benchmark(unique, layout, rounds=rounds)
+        for name in STRATEGIES:
+            times[name].append(found[index[name]] / 1e6)
+    sums = {name: np.sum(rows, axis=0) for name, rows in times.items()}
+    table = Table(title=f"{case.window}: whole operation with collectives, {len(plans)} batches")
+    for column in ("strategy", "forward ms", "backward ms", "total ms", "over per_sequence"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for name, (forward, backward) in sums.items():
+        total = forward + backward
+        gain = sums["per_sequence"].sum() / total
+        table.add_row(name, f"{forward:.2f}", f"{backward:.2f}", f"{total:.2f}", f"{gain:.3f}")
+    console.print(table)
+
+
+def run(options: argparse.Namespace, world: mesh.World, device: torch.device) -> bool:
+    console = Console(width=110, quiet=world.rank != 0)
+    scale = options.scale or (Fraction(1) if device.type == "cuda" else CPU_SCALE)
+    count = options.count or (4 if options.check else 16)
+    agrees = True
+    for window in options.windows:
+        case = Case(window=window, cp=world.world_size, device=device, scale=scale)
+        cost = case.cost()
+        pieces = micro_batches("original", window=window, count=count, seed=options.seed)
+        plans = [plans_of(case.lengths(p), cp=case.cp, cost=cost) for p in pieces]
+        kind = "NCCL" if device.type == "cuda" else "Gloo"
+        console.print(f"CP {case.cp}, {kind}, {describe(case.layout())}, lengths x {scale}")
+        if options.check:
+            agrees &= check_all(case, plans, console)
+        else:
+            time_all(case, plans, console, rounds=options.rounds)
+    return agrees
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with one process, no times")
+    parser.add_argument("--device", choices=[str(d) for d in Device], default="auto")
+    parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
+    parser.add_argument("--count", type=int, help="micro-batches: 16, with --check 4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=scale_of, help="of all lengths: 1 on CUDA, 1/16 on CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    world = mesh.discover()
+    if world is None:
+        parser.error("start it with torchrun --nproc-per-node N -m ...")
+    choice = mesh.choose_device(
+        Device(options.device), local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
+    )
+    device = mesh.rank_device(world, choice.kind)
+    if device.type == "cpu":
+        torch.set_num_threads(mesh.threads_per_rank(world.local_world_size))
+    mesh.init(world, device, timeout_s=TIMEOUT_S)
+    try:
+        agrees = run(options, world, device)
+    finally:
+        mesh.shutdown()
+    sys.exit(0 if agrees else 1)
+
+
+if __name__ == "__main__":
+    main()

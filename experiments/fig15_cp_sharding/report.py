@@ -1,0 +1,235 @@
+"""Tables, page and chart of Figure 15's study.
+
+Every run leaves a JSON file by its device; the page shows all that there are, so that a run on
+another device adds its tables and takes none away.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from experiments.fig15_cp_sharding.case import STATIC, STRATEGIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RESULTS = Path(__file__).parent / "results"
+OPTIMAL, ALL = "optimal", "optimal of all"
+ROWS = (*STRATEGIES, OPTIMAL, ALL)
+KINDS = ("predicted", "cuda", "cpu")
+PAPER = {65536: 1.01, 131072: 1.07}
+"""Figure 15: per-document over per-sequence."""
+PAPER_ADAPTIVE = (1.075, 1.034)
+"""Adaptive over per-sequence and over per-document, mean of both windows."""
+COLUMNS = (
+    "forward ms",
+    "backward ms",
+    "total ms",
+    "over per_sequence",
+    "over per_document",
+    "layer, over per_sequence",
+    "paper, over per_sequence",
+)
+COLORS = {
+    "per_document": "#56B4E9",
+    "adaptive": "#0072B2",
+    "hybrid": "#E69F00",
+    "balanced": "#D55E00",
+    OPTIMAL: "#999999",
+    ALL: "#444444",
+}
+
+Found = Mapping[str, Any]
+"""What a run found for one window, as its JSON file has it."""
+
+
+def totals(found: Found) -> dict[str, float]:
+    return {name: sum(ms) for name, ms in found["ms"].items()}
+
+
+def rest_of(found: Found) -> float | None:
+    """Predicted ms of the layer besides attention kernels; None where the kernels are measured."""
+    return None if found["rest"] is None else sum(found["rest"].values())
+
+
+def rows_of(window: int, found: Found) -> list[list[str]]:
+    total = totals(found)
+    per_sequence, per_document = (total[name] for name in STATIC)
+    rest = rest_of(found)
+    rows = []
+    for name in ROWS:
+        layer = "" if rest is None else f"{(per_sequence + rest) / (total[name] + rest):.3f}"
+        forward, backward = found["ms"][name]
+        paper = ""
+        if name == "per_document" and window in PAPER:
+            paper = f"{PAPER[window]:.2f}"
+        if name == "adaptive":
+            paper = f"{PAPER_ADAPTIVE[0]} (mean)"
+        rows.append(
+            [
+                name,
+                *(f"{ms:.1f}" for ms in (forward, backward, total[name])),
+                f"{per_sequence / total[name]:.3f}",
+                f"{per_document / total[name]:.3f}",
+                layer,
+                paper,
+            ]
+        )
+    return rows
+
+
+def console_table(title: str, window: int, found: Found) -> Table:
+    table = Table(title=f"window {window}: {title}")
+    table.add_column("strategy")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for row in rows_of(window, found):
+        table.add_row(*row)
+    return table
+
+
+def markdown(window: int, found: Found) -> list[str]:
+    return [
+        "| " + " | ".join(("strategy", *COLUMNS)) + " |",
+        "|---|" + "---:|" * len(COLUMNS),
+        *("| " + " | ".join(row) + " |" for row in rows_of(window, found)),
+    ]
+
+
+def note_of(found: Found) -> str:
+    """What adaptive took; the rest of the layer if predicted, what was predicted if measured."""
+    num = found["micro_batches"]
+    text = f"{num} micro-batches; adaptive took per_document for {found['chose_per_document']}."
+    rest = found["rest"]
+    if rest is None:
+        guess = found["predicted_ms"]
+        gains = ", ".join(f"{n} {guess['per_sequence'] / guess[n]:.3f}" for n in STRATEGIES[1:])
+        return (
+            f"{text} Predicted by the profile that chose: per_sequence "
+            f"{guess['per_sequence']:.1f} ms, speed-up over it: {gains}."
+        )
+    return (
+        f"{text} Predicted besides, equal for all: all-gather forward {rest['gather_ms']:.1f} ms, "
+        f"gather and reduce-scatter backward {rest['exchange_ms']:.1f} ms, the rest of the layer "
+        f"{rest['linear_ms']:.1f} ms; the layer column counts all of it."
+    )
+
+
+def mean_line(windows: Mapping[str, Found]) -> str:
+    """Adaptive against both static strategies, as the paper's text has it."""
+    gains = []
+    for base in STATIC:
+        ratios = [totals(f)[base] / totals(f)["adaptive"] for f in windows.values()]
+        gains.append(f"{np.mean(ratios):.3f} over {base}")
+    text = " and ".join(gains)
+    if all(rest_of(found) is not None for found in windows.values()):
+        layers = []
+        for base in STATIC:
+            ratios = [
+                (totals(f)[base] + rest_of(f)) / (totals(f)["adaptive"] + rest_of(f))
+                for f in windows.values()
+            ]
+            layers.append(f"{np.mean(ratios):.3f}")
+        text += f", of the whole layer {' and '.join(layers)}"
+    return f"adaptive, mean of windows: {text} (paper: {' and '.join(map(str, PAPER_ADAPTIVE))})"
+
+
+def write(kind: str, run: Mapping[str, Any]) -> None:
+    """The run's JSON, its chart, and the page of all runs."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{kind}.json").write_text(json.dumps(run, indent=1) + "\n")
+    draw(RESULTS / f"{kind}.png", run)
+    files = [RESULTS / f"{k}.json" for k in KINDS]
+    runs = {f.stem: json.loads(f.read_text()) for f in files if f.exists()}
+    (RESULTS / "README.md").write_text(page(runs))
+
+
+def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = [
+        "# Figure 15: CP sharding of one attention layer",
+        "",
+        "One layer of the 7B model, Plain-4D's micro-batches of the fitted stream `wlb_paper`. "
+        "Milliseconds are sums over micro-batches of the slowest rank's forward and the slowest "
+        f"rank's backward. `{OPTIMAL}`: the better static strategy for each micro-batch, in "
+        f'hindsight, as in the paper; `{ALL}`: the best of all five. "Layer" (predictions only) '
+        "adds the collectives and the linear layers, in case the paper's figures are of those too.",
+        "",
+        "The paper's figures: per_document over per_sequence 1.01 at 64K and 1.07 at 128K; its "
+        "WLB-LLM, here adaptive, 1.075 over per_sequence and 1.034 over per_document, both means "
+        "of the two windows.",
+    ]
+    for kind, run in runs.items():
+        title = run["title"][0].upper() + run["title"][1:]
+        stamp = f"`{run['command']}` at commit {run['commit']}, {run['date']}"
+        lines += ["", f"## {title}", "", f"{stamp}; CP {run['cp']}, seed {run['seed']}."]
+        lines += ["", run["note"], "", f"![{run['title']}]({kind}.png)"]
+        for window, found in run["windows"].items():
+            lines += ["", f"### Window {window}", "", *markdown(int(window), found)]
+            lines += ["", note_of(found)]
+        line = mean_line(run["windows"])
+        lines += ["", line[0].upper() + line[1:] + "."]
+    lines += [
+        "",
+        "The whole operation with its collectives: `torchrun --nproc-per-node 4 -m "
+        "experiments.fig15_cp_sharding.ranks [--check]`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, run: Mapping[str, Any]) -> bool:
+    """Speed-up over per_sequence by window, the paper's beside ours; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    mean = PAPER_ADAPTIVE[0]
+    gains = [1.0, mean]
+    for i, (window, found) in enumerate(run["windows"].items()):
+        gains += _bars(axes, i, int(window), found)
+    low, top = min(0.8, *(gain - 0.05 for gain in gains)), max(gains)
+    axes.axhline(1, color="#222222", linewidth=0.9)
+    label = f"paper: adaptive, mean of windows ({mean:g})"
+    axes.axhline(mean, color="#0072B2", linewidth=1.3, linestyle="--", label=label, zorder=3)
+    axes.set(ylim=(low, top + 0.06), ylabel=f"speed-up over per_sequence (axis from {low:.2f})")
+    axes.set_xticks(range(len(run["windows"])), [f"{int(w) // 1024}K" for w in run["windows"]])
+    axes.set(xlabel="window", title=f"One layer's attention, CP {run['cp']}: {run['title']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _bars(axes: "Axes", i: int, window: int, found: Found) -> list[float]:
+    """The bars of one window, side by side about x = i: their heights."""
+    total, rest = totals(found), rest_of(found)
+    base = total["per_sequence"]
+    bars = [(name, base / total[name], {"color": color}) for name, color in COLORS.items()]
+    if window in PAPER:
+        hatched = {"color": "white", "edgecolor": "#222222", "hatch": "///"}
+        bars.insert(0, ("paper: per_document", PAPER[window], hatched))
+    width = 0.8 / (len(COLORS) + 1)
+    for j, (name, gain, style) in enumerate(bars):
+        x = i + (j - (len(bars) - 1) / 2) * width
+        axes.bar(x, gain, 0.92 * width, label=None if i else name, **style)
+        axes.annotate(
+            f"{gain:.2f}",
+            (x, gain),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+        if rest is not None and name in total:
+            layer = (base + rest) / (total[name] + rest)
+            sign = {"color": "white", "markeredgecolor": "black", "markersize": 7, "zorder": 4}
+            label = "whole layer, predicted" if i == 0 and j == len(bars) - 1 else None
+            axes.plot([x], [layer], "D", linestyle="none", label=label, **sign)
+    return [gain for _, gain, _ in bars]

@@ -1,0 +1,142 @@
+"""The whole context-parallel operation with real collectives, on the ranks that torchrun started.
+
+`benchmark` times every plan's forward (all-gather of K and V, attention) and backward (gather,
+attention, reduce-scatter); `check` compares outputs and gradients with one process that attends to
+the packed sequence whole.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from experiments.fig15_cp_sharding.rank_times import Layout
+from wlb.kernels import Segments, attend
+from wlb.parallel.context import ContextAttention, take_rows
+from wlb.plan import IntArray, ShardingPlan, offsets_of
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest difference from one process, of the reference's largest value."""
+
+
+def attention_of(plan: ShardingPlan, layout: Layout) -> ContextAttention:
+    return ContextAttention.from_plan(
+        plan,
+        group=dist.group.WORLD,
+        num_heads=layout.num_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        device=layout.device,
+        backend=layout.backend,
+    )
+
+
+def packed(lengths: IntArray, layout: Layout, *, seed: int) -> list[torch.Tensor]:
+    """q, k, v and the output's gradient of the whole packed sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (layout.num_heads, layout.num_kv_heads, layout.num_kv_heads, layout.num_heads)
+    rows = int(lengths.sum())
+    return [
+        torch.randn(rows, n, layout.head_dim, generator=generator).to(layout.device, layout.dtype)
+        for n in heads
+    ]
+
+
+class RankOp:
+    """One plan's operation on this rank: its rows of the packed tensors, and the attention."""
+
+    def __init__(self, plan: ShardingPlan, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        self.attention = attention_of(plan, layout)
+        self.plan = plan
+        self.q, self.k, self.v, self.gradient = self.mine(tensors)
+        self.inputs = [x.requires_grad_() for x in (self.q, self.k, self.v)]
+
+    def mine(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of packed tensors; filler is zero."""
+        rank, rows = dist.get_rank(), self.attention.num_rows
+        return [take_rows(x, self.plan, rank=rank, num_rows=rows) for x in tensors]
+
+    def forward(self) -> torch.Tensor:
+        moving = self.attention.begin(self.k, self.v)
+        return self.attention(self.q, self.k, self.v, moving)
+
+    def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, self.inputs, self.gradient)
+
+    def time_ns(self) -> tuple[float, float]:
+        """Forward and backward, all ranks starting together."""
+        on_cuda = self.gradient.is_cuda
+        if on_cuda:
+            torch.cuda.synchronize()
+        dist.all_reduce(torch.zeros(1))  # a barrier, by Gloo also where the tensors are on GPUs
+        return self._on_cuda() if on_cuda else self._on_cpu()
+
+    def _on_cpu(self) -> tuple[float, float]:
+        begin = time.perf_counter_ns()
+        out = self.forward()
+        middle = time.perf_counter_ns()
+        self.backward(out)
+        return middle - begin, time.perf_counter_ns() - middle
+
+    def _on_cuda(self) -> tuple[float, float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        out = self.forward()
+        marks[1].record()
+        self.backward(out)
+        marks[2].record()
+        marks[2].synchronize()
+        return marks[0].elapsed_time(marks[1]) * 1e6, marks[1].elapsed_time(marks[2]) * 1e6
+
+
+def benchmark(
+    plans: Sequence[ShardingPlan], layout: Layout, *, rounds: int, warm_up: int = 1
+) -> np.ndarray:
+    """Forward and backward ns, medians over rounds, of the slowest rank: shape [plans, 2].
+
+    A round runs every plan once, and each begins with another plan. The same on all ranks.
+    """
+    tensors = packed(plans[0].lengths, layout, seed=0)
+    ops = [RankOp(plan, layout, tensors) for plan in plans]
+    out = np.zeros((rounds, len(ops), 2))
+    for i in range(-warm_up, rounds):
+        for j in range(len(ops)):
+            at = (i + j) % len(ops)
+            took = ops[at].time_ns()
+            if i >= 0:
+                out[i, at] = took
+    slowest = torch.from_numpy(np.median(out, axis=0))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.numpy()
+
+
+def check(plan: ShardingPlan, layout: Layout) -> list[float]:
+    """Largest error of output, dq, dk, dv against one process, of the reference's largest value.
+
+    Every rank computes the reference, in float64 where the operation is in float32 (else in
+    float32), and compares its own rows; the maximum is over ranks.
+    """
+    tensors = packed(plan.lengths, layout, seed=1)
+    op = RankOp(plan, layout, tensors)
+    out = op.forward()
+    found = [out.detach(), *op.backward(out)]
+    exact = torch.float64 if layout.dtype == torch.float32 else torch.float32
+    *inputs, gradient = (x.to(exact) for x in tensors)
+    inputs = [x.requires_grad_() for x in inputs]
+    offsets = offsets_of(plan.lengths)
+    segments = Segments.from_offsets(offsets, offsets, device=layout.device)
+    whole = attend(*inputs, segments, backend="sdpa")
+    expected = [whole.detach(), *torch.autograd.grad(whole, inputs, gradient)]
+    rows = plan.for_rank(dist.get_rank()).num_tokens
+    errors = [
+        float((a[:rows] - b[:rows]).abs().max() / full.abs().max())
+        for a, b, full in zip(found, op.mine(expected), expected, strict=True)
+    ]
+    worst = torch.tensor(errors, dtype=torch.float64)
+    # NaN would pass a comparison of maxima.
+    worst = worst.nan_to_num(nan=torch.inf)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
