@@ -81,15 +81,16 @@ def times_ns(
 ) -> np.ndarray:
     """Forward and backward time of every rank of every plan, shape [rounds, plans, 2, cp].
 
-    A round times every rank of every plan once; each begins with another plan, so that plans are
-    compared at the same moments of the machine and none has a fixed place.
+    A round times every rank of every plan once; every second one begins with another plan, so that
+    plans are compared at the same moments of the machine, and over 2 * plans rounds each of them
+    has every place once in the even and once in the odd rounds.
     """
     num, cp = len(plans), plans[0].cp
     calls = [[RankCall(plan.for_rank(rank), layout) for rank in range(cp)] for plan in plans]
     out = np.zeros((rounds, num, 2, cp))
     for i in range(-warm_up, rounds):
         for j in range(num):
-            plan = (i + j) % num
+            plan = (i // 2 + j) % num
             for rank, call in enumerate(calls[plan]):
                 took = call.time_ns()
                 if i >= 0:

@@ -300,6 +300,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="micro-batches of each packer")
     parser.add_argument("--quick", action="store_true", help="a smaller run, printed only")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # argsort of two threads waits for the other on a busy machine
     count = 10 if options.quick else options.count
     parts = {p: micro_batches(p, window=WINDOW, count=count, seed=options.seed) for p in PACKERS}
     console = Console(width=150)

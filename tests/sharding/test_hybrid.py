@@ -1,5 +1,7 @@
 """hybrid and balanced: literal spans, what they are never worse than, what they must reach."""
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,8 @@ class Tiles(FlopsWorkload):
     """Whole tiles of `tile` rows; a segment costs one tile more than it computes."""
 
     def segment_times_ns(self, q, kv):
-        work = (-(-np.asarray(q) // 8) + 1) * 8 * np.asarray(kv)
+        rows = np.asarray(q)
+        work = np.where(rows > 0, (-(-rows // 8) + 1) * 8 * np.asarray(kv), 0)
         return work, 2 * work
 
 
@@ -143,3 +146,53 @@ def test_adaptive_takes_the_remainder_too_and_unknown_ones_are_refused() -> None
     assert plan.piece.size > shard(lengths, cp=4, strategy="adaptive", cost=H100).piece.size
     with pytest.raises(ValueError, match="'dropped' is not a valid Remainder"):
         per_document([5], cp=2, remainder="dropped")
+
+
+H100_CP2 = ProfiledWorkload(
+    model=ModelSpec(
+        hidden_size=4096, num_layers=1, num_heads=32, num_kv_heads=32, ffn_hidden_size=11008
+    ),
+    parallel=ParallelSpec(tp=8, cp=2, pp=1),
+    profile=load_profile("h100"),
+    micro_batch_tokens=4096,
+)
+near_a_dip = st.lists(st.integers(990, 1024), min_size=3, max_size=16)
+
+
+@settings(deadline=None)
+@given(near_a_dip, st.integers(2, 4))
+def test_documents_whose_predicted_times_dip_are_not_lost(lengths, cp) -> None:
+    """A segment of 1,024 tokens is priced below one of 1,020: degrees must not follow that."""
+    for plan in (balanced(lengths, cp=cp, cost=H100_CP2), hybrid(lengths, cp=cp, cost=H100_CP2)):
+        plan.validate()
+
+
+def test_a_known_case_of_a_dip() -> None:
+    lengths = [1000, 1012, 1012, 1017, 1004, 1023, 1001, 1021]
+    assert balanced(lengths, cp=2, cost=H100_CP2).validate().tokens.tolist() == [4045, 4045]
+
+
+@settings(deadline=None)
+@given(documents.filter(len), st.integers(2, 8), st.sampled_from([TILES, H100]))
+def test_hybrid_prices_its_thresholds_as_the_plans_they_make(lengths, cp, cost) -> None:
+    """What it chooses by is what the plan costs, launches apart."""
+    module = importlib.import_module("wlb.sharding.hybrid")
+    pieces = np.array(lengths)
+    priced: list[int] = []
+    original = module._slowest
+    try:
+        module._slowest = lambda *args: priced.append(int((out := original(*args)).min())) or out
+        plan = module._best_threshold(pieces, cp, cost)
+    finally:
+        module._slowest = original
+    assert priced == [slowest(plan, cost) - sum(cost.attention_call_ns())]
+
+
+def test_a_remainder_that_a_strategy_does_not_have_is_refused() -> None:
+    for strategy in ("per_sequence", "hybrid", "balanced"):
+        with pytest.raises(ValueError, match=f"{strategy} merges tokens over"):
+            shard([5, 6], cp=2, strategy=strategy, cost=TILES, remainder="one_by_one")
+    for strategy in NAMES:
+        with pytest.raises(ValueError, match="'garbage' is not a valid Remainder"):
+            shard([5, 6], cp=2, strategy=strategy, cost=TILES, remainder="garbage")
+    assert per_document([5, 5], cp=1, remainder="one_by_one").piece.size == 2

@@ -12,6 +12,8 @@ waits for is the slowest rank of each pass, not the rank with the largest sum.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from wlb.cost.workload import WorkloadModel
 from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
 
@@ -58,7 +60,7 @@ def attention_latency(
     """
     forward, backward = cost.segment_times_ns(plan.stop - plan.start, plan.stop)
     launch_forward, launch_backward = cost.attention_call_ns()
-    gather, exchange = cost.kv_exchange_ns(plan.num_tokens) if plan.cp > 1 else (0, 0)
+    gather, exchange = cost.kv_exchange_ns(plan.num_tokens, cp=plan.cp)
     forward_ns = _of_ranks(forward, plan.rank_offsets) + launch_forward
     backward_ns = _of_ranks(backward, plan.rank_offsets) + launch_backward
     return AttentionLatency(
@@ -80,5 +82,7 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
 
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:
+    if float(times.sum(dtype=np.float64)) >= 2.0**63:
+        raise ValueError("the cost model's times of a micro-batch add up to over 292 years")
     running = offsets_of(times)
     return running[rank_offsets[1:]] - running[rank_offsets[:-1]]

@@ -73,15 +73,18 @@ class WorkloadModel(Protocol):
         ...
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Forward and backward kernel time of each segment (q rows over kv keys) on one rank."""
+        """Forward and backward kernel time of each segment (q rows over kv keys) on one rank.
+
+        Segments without rows are free.
+        """
         ...
 
     def attention_call_ns(self) -> tuple[int, int]:
         """Launch cost of attention, forward and backward, whatever the calls hold."""
         ...
 
-    def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
-        """CP's collectives of a micro-batch's keys and values, forward and backward."""
+    def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
+        """Collectives of a micro-batch's keys and values over `cp` ranks, forward and backward."""
         ...
 
 
@@ -160,7 +163,7 @@ class FlopsWorkload:
     def attention_call_ns(self) -> tuple[int, int]:
         return 0, 0
 
-    def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
+    def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return 0, 0
 
 
@@ -243,12 +246,12 @@ class ProfiledWorkload:
         layers = self.num_layers_per_rank
         return self.table.launch_forward_ns * layers, self.table.launch_backward_ns * layers
 
-    def kv_exchange_ns(self, num_tokens: int) -> tuple[int, int]:
+    def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """One all-gather forward; backward a reduce-scatter and, by default, the gather again.
 
         Gradients travel in float32 (`wlb.parallel.context_op`).
         """
-        tp, cp = self.parallel.tp, self.parallel.cp
+        tp = self.parallel.tp
         values = num_tokens * 2 * self.model.kv_dim / tp
         gather, scatter = (
             self.profile.collective(op, span_ranks=tp * cp).time_ns(values * b, num_ranks=cp)

@@ -20,6 +20,7 @@ def adaptive(
 
     The plan's `strategy` is the one that was chosen.
     """
+    remainder = Remainder(remainder)
     plans = [per_sequence(lengths, cp=cp)]
     if cp > 1 and len(lengths):  # otherwise both give the same spans
         plans.append(per_document(lengths, cp=cp, remainder=remainder))

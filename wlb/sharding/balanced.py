@@ -52,10 +52,11 @@ def _dealt(
 ) -> ShardingPlan:
     """Documents dealt in `order` (falling lengths), parts of at most `share` of the mean work."""
     ordered = pieces[order]
-    work = _both(cost, ordered, ordered)
+    # Predicted time may dip by a percent where a length meets a new cell of the kernel's table. As
+    # work of a longer document it must not: documents over all ranks have to be the first ones.
+    work = np.maximum.accumulate(_both(cost, ordered, ordered)[::-1])[::-1]
     mean = max(1.0, float(work.sum()) * share / cp)
     num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
-    # Work does not fall with length, so degrees fall: those over all ranks come first.
     num_over_all = int(np.searchsorted(-num_ranks, -cp, side="right"))
     deal = _Deal(ordered, cp, cost)
     deal.over_all(num_over_all)

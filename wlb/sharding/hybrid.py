@@ -101,8 +101,10 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> _Spans:
     cp = held.size
     rest = shares_of(int(ordered.sum()), held) - held
     head = (rest + 1) // 2
-    edges = offsets_of(np.concatenate([head, (rest - head)[::-1]]))
-    piece, start, stop, rank = cut_sequence(ordered[num_long:], edges, head_tail_ranks(cp))
+    # The last rank's two chunks are neighbours, one chunk.
+    edges = np.delete(offsets_of(np.concatenate([head, (rest - head)[::-1]])), cp)
+    ranks = np.delete(head_tail_ranks(cp), cp)
+    piece, start, stop, rank = cut_sequence(ordered[num_long:], edges, ranks)
     return _Spans(piece=piece + num_long, start=start, stop=stop, rank=rank)
 
 
@@ -137,7 +139,7 @@ def _slowest(times: IntArray, parts: list[_Spans], cost: WorkloadModel) -> IntAr
     rank = np.concatenate([p.rank + i * cp for i, p in enumerate(parts)])
     total = times.copy()
     for i, priced in enumerate(cost.segment_times_ns(stop - start, stop)):
-        # Sums of whole ns below 2^53, so exact in float64.
+        # Exact in float64 below 2^53 ns (104 days); beyond it only the choice may differ.
         sums = np.bincount(rank, weights=priced, minlength=len(parts) * cp)
         total[i] += sums.astype(np.int64).reshape(-1, cp)
     return total.max(2).sum(0)

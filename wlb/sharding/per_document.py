@@ -29,7 +29,8 @@ def per_document(
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
     pieces = int_array("lengths", lengths)
     check_arguments(pieces, cp)
-    remainder = Remainder(remainder)
+    # With one rank there is nobody to deal to.
+    remainder = Remainder(remainder) if cp > 1 else Remainder.MERGED
     start, stop = document_chunks(pieces, cp, grows=remainder == Remainder.MERGED)
     # Rank-major, then by piece: head chunk, tail chunk.
     heads_tails = [np.stack([x[:, :cp], x[:, : cp - 1 : -1]], 2) for x in (start, stop)]

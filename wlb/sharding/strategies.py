@@ -34,8 +34,11 @@ def shard(
     """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
 
     lengths: tokens of each piece, shape [num_pieces]. remainder: what per_document does with tokens
-    over (also as adaptive's candidate). ValueError for an unknown strategy.
+    over (also as adaptive's candidate). ValueError for an unknown strategy, for a remainder that
+    the strategy does not have, and for a plan that would lose or repeat a token.
     """
+    if Remainder(remainder) != Remainder.MERGED and strategy not in ("per_document", "adaptive"):
+        raise ValueError(f"{strategy} merges tokens over; it has no remainder {remainder!r}")
     match strategy:
         case "per_sequence":
             plan = per_sequence(lengths, cp=cp)
@@ -47,4 +50,4 @@ def shard(
             plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost)
         case _:
             raise ValueError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
-    return replace(plan, latency_ns=attention_latency(plan, cost).kernels_ns)
+    return replace(plan.validate(), latency_ns=attention_latency(plan, cost).kernels_ns)
