@@ -11,7 +11,7 @@ The share is chosen for every micro-batch by predicted latency (five are tried),
 competes, so balanced is never predicted slower than hybrid, per_document or per_sequence.
 
 Choosing ranks by tokens as well as by work, or degrees that are powers of two only, was no better;
-twelve shares instead of these gained 0.1-0.4% (experiments/LOG.md).
+twelve shares instead of these gained 0.2-0.5% (experiments/LOG.md).
 
 Cost: a Python loop over documents for each share.
 """
