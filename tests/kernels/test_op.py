@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from wlb.kernels import Segments, attend
+from wlb.kernels import Segments, attend, sdpa
 from wlb.kernels.op import attend_backward_op, attend_op
 from wlb.kernels.segments import _HOST_PARTS
 
@@ -72,6 +72,24 @@ def test_few_graphs_serve_micro_batches_of_any_lengths(dynamic):
         for x, y in zip(results(compiled, segments), results(block, segments), strict=True):
             assert torch.equal(x, y), lengths
     assert counter.frame_count <= 3
+
+
+def test_compiled_layers_work_out_the_hosts_part_once(monkeypatch):
+    """Forward and backward of all: what compiled code saves for backward leads back to it too."""
+    calls = []
+    classify = sdpa._classify
+    monkeypatch.setattr(sdpa, "_classify", lambda s, **k: calls.append(s) or classify(s, **k))
+
+    def layers(q, k, v, segments):
+        for _ in range(3):
+            q = attend(q.sin(), k, v, segments, backend="sdpa")
+        return q
+
+    torch.compiler.reset()
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    for count, lengths in enumerate(LENGTHS[:3], 1):
+        results(compiled, segments_of(lengths))
+        assert len(calls) == count
 
 
 def test_the_hosts_part_outlives_segments_until_backward():

@@ -1,5 +1,7 @@
 """Segments: literal offsets, and what is refused."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,21 @@ def test_other_tensors_are_read():
     assert (segments.offsets_k, segments.num_segments) == ((0, 3, 4), 2)
     again = Segments.of(segments.cu_seqlens_q, segments.cu_seqlens_k, 2, 3)
     assert again.host is segments.host
+
+
+@pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_tensors_that_were_changed_are_read_again(which):
+    segments = Segments.from_offsets([0, 2, 4], [0, 3, 6], device="cpu")
+    getattr(segments, which)[1] -= 1
+    where = (segments.cu_seqlens_q, segments.cu_seqlens_k)
+    again = Segments.of(*where, 3, 4)
+    assert (again.offsets_q, again.offsets_k) == tuple(tuple(x.tolist()) for x in where)
+    assert Segments.of(*where, 3, 4).host is again.host or which == "cu_seqlens_k"
+
+
+def test_copies_of_segments_are_themselves():
+    segments = Segments.from_offsets([0, 3], [0, 3], device="cpu")
+    assert copy.deepcopy([segments])[0] is segments
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from wlb.collate import attention_rows
 from wlb.cost import FlopsWorkload
 from wlb.kernels import Segments, attend
 from wlb.parallel import context_op
+from wlb.parallel.agreement import agree
 from wlb.parallel.context import ContextAttention, HeadShape, put_rows, take_rows
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World
@@ -323,6 +324,8 @@ def refusals(world: World) -> dict[str, str]:
         "keep": refusal(world, keep_gathered_kv=odd),
         "one rank's heads": refusal(world, num_kv_heads=3 if odd else 2),
         "one rank's type": refusal(world, quantum="4" if odd else 1),
+        "one rank's device": refusal(world, device="gpu" if odd else "cpu"),
+        "device": refusal(world, device="meta" if odd else "cpu"),
         "cp": refusal(world, cp=2),
         "tokens": refusal(world, (1, 1)),
         "int": refusal(world, dtype=torch.int64),
@@ -349,6 +352,9 @@ def test_ranks_that_disagree_all_say_so() -> None:
         "rank 1: num_heads = 4 is not a multiple of num_kv_heads = 3"
     )
     assert first["one rank's type"].startswith("rank 1: TypeError")
+    assert first["one rank's device"].startswith("rank 1: RuntimeError")
+    assert "Expected one of cpu, cuda" in first["one rank's device"]
+    assert first["device"] == f"{start}device: rank 0 cpu, rank 1 meta, rank 2 cpu"
     for name, message in {
         "cp": "the plan is for cp = 2 ranks, the group has 3",
         "tokens": "cp = 3 ranks are more than the 2 tokens",
@@ -357,6 +363,19 @@ def test_ranks_that_disagree_all_say_so() -> None:
     }.items():
         assert all(f"rank {rank}: {message}" in first[name] for rank in range(3)), first[name]
     assert first["fine"] == ""
+
+
+def long_values(world: World) -> str:
+    """What ranks say of values whose first 64 characters are the same."""
+    with pytest.raises(ValueError, match="different") as caught:
+        agree({"long": "x" * 64 + str(world.rank), "same": "y" * 99}, None, group=dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_values_are_compared_to_their_end() -> None:
+    values = ", ".join(f"rank {rank} {'x' * 64}" for rank in range(2))
+    expected = f"ranks have different arguments. long: {values}"
+    assert run_local(long_values, 2, start_group=True, timeout_s=60.0) == [expected] * 2
 
 
 def front_door(world: World) -> tuple[bool, list[str]]:

@@ -76,6 +76,28 @@ def layer(world: World, is_split: bool) -> tuple[Counter[str], Counter[str], Cou
     return forward.calls, backward.calls, later.calls
 
 
+def frozen(world: World) -> dict[str, bool]:
+    """Which parameters of a decoder layer have a gradient once the queue is empty."""
+    spec = spec_of(Case(tp=world.world_size, layers=2))
+    (stage,) = build_stages(spec, build_mesh(spec.parallel, torch.device("cpu"))).values()
+    assert isinstance(stage, Llama)
+    stage.ops.queue = queue = WeightQueue()
+    layer = stage.model.layers["0"]
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_("q_proj" not in name and "down_proj" not in name)
+    _, _, rows = micro_batch(spec)
+    x_SC = torch.randn(CU_SEQLENS[-1] // world.world_size, spec.model.hidden_size)
+    layer(x_SC.requires_grad_(), rows).sum().backward()
+    queue.take()()
+    return {name: p.grad is not None for name, p in layer.named_parameters()}
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    for found in run_local(frozen, 2, start_group=True, timeout_s=60.0):
+        assert all(found[n] == ("q_proj" not in n and "down_proj" not in n) for n in found)
+        assert sum(found.values()) == len(found) - 2
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 def test_queries_keys_and_values_share_their_collectives(is_split: bool) -> None:
     """Though keys leave before queries are computed: two gathers and two scatters a pass, of

@@ -18,7 +18,7 @@ from wlb.corpus import TokenStore
 from wlb.parallel import mesh
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
-from wlb.spec import RunSpec
+from wlb.spec import AttentionBackend, RunSpec
 from wlb.train import start
 from wlb.train.loop import Job, Trainer
 from wlb.train.optimizer import Optimizers
@@ -333,7 +333,11 @@ def on_separate_nodes(world: World, *jobs: Job) -> str:
     job = jobs[world.rank]
     mesh.init(world, torch.device("cpu"), timeout_s=60.0)
     layout = build_mesh(job.spec.parallel, torch.device("cpu"))
-    trainer = Trainer(job, world, layout)
+    try:
+        trainer = Trainer(job, world, layout)
+    except ValueError as error:
+        mesh.shutdown()
+        return f"not started: {error}"
     try:
         trainer.run()
     except PlanMismatch as error:
@@ -344,7 +348,13 @@ def on_separate_nodes(world: World, *jobs: Job) -> str:
 
 
 def separate(
-    corpus: Path, folder: Path, *, epochs: int = 0, seed: int = 0, heldout: int = 1
+    corpus: Path,
+    folder: Path,
+    *,
+    epochs: int = 0,
+    seed: int = 0,
+    heldout: int = 1,
+    attention: AttentionBackend = AttentionBackend.AUTO,
 ) -> list[str]:
     """How two nodes end: node 0 with the small run, node 1 with other settings.
 
@@ -366,6 +376,7 @@ def separate(
             job.spec,
             data=replace(job.spec.data, epochs=epochs),
             run=replace(job.spec.run, seed=seed),
+            kernels=replace(job.spec.kernels, attention=attention),
         ),
         heldout_store=write_store(folder / "heldout-1", [40] * heldout),
     )
@@ -392,6 +403,13 @@ def test_nodes_with_other_held_out_data_stop_before_they_evaluate(
     for message in separate(corpus, tmp_path, heldout=2):
         assert message.startswith("after 0 steps: ranks planned the packing of the coming steps")
     assert Run(small_spec(tmp_path, corpus)).evaluations == []
+
+
+def test_a_node_without_the_kernel_of_the_others_stops_all(corpus: Path, tmp_path: Path) -> None:
+    for message in separate(corpus, tmp_path, attention=AttentionBackend.TORCH_VARLEN):
+        assert message.startswith(
+            "not started: rank 1: kernels.attention = torch_varlen can't compute this run: "
+        )
 
 
 def test_nodes_whose_plans_part_later_stop_two_steps_before(corpus: Path, tmp_path: Path) -> None:

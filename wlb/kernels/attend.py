@@ -41,6 +41,10 @@ def _check(
     q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, segments: Segments
 ) -> None:
     """What is known without the offsets; `wlb.kernels.op` compares the numbers of rows."""
+    if segments.key_rows is not None:
+        raise ValueError(
+            "attend takes the keys of each segment; segments with key_rows are for Backend.forward"
+        )
     tensors = (q_THD, k_SGD, v_SGD)
     if any(tensor.dim() != 3 for tensor in tensors) or k_SGD.shape != v_SGD.shape:
         raise ValueError(f"attend takes q [T, H, D] and k, v [S, G, D], not {_shapes(*tensors)}")

@@ -122,10 +122,6 @@ attend_op.register_autograd(_differentiate, setup_context=_keep)
 
 def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
     """Kernels would read beyond the end. Not where checking would wait for the device."""
-    if segments.key_rows is not None:
-        raise ValueError(
-            "attend takes the keys of each segment; segments with key_rows are for Backend.forward"
-        )
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
     rows = (segments.num_queries, segments.num_keys)

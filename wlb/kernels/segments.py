@@ -21,9 +21,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
-    """What the host knows of segments. offsets: None until somebody needs to read the device."""
+    """What the host knows of segments. offsets: None until somebody needs to read the device.
+
+    versions: of both tensors when it was made; they count changes in place.
+    """
 
     cu_seqlens_k: TensorWeakRef
+    versions: tuple[int, int]
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
     key_rows: np.ndarray | None = None
     derived: dict[str, Any] = field(default_factory=dict)
@@ -77,9 +81,11 @@ class Segments:
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
         on_device = _to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
-        cu_seqlens_q, cu_seqlens_k = on_device[0], on_device[1]
+        # Not views: of those, compiled code saves others for backward, which `of` does not know.
+        cu_seqlens_q, cu_seqlens_k = on_device[0].clone(), on_device[1].clone()
         host = HostPart(
             cu_seqlens_k=TensorWeakRef(cu_seqlens_k),
+            versions=_versions(cu_seqlens_q, cu_seqlens_k),
             offsets=(tuple(q.tolist()), tuple(k.tolist())),
             key_rows=key_rows,
         )
@@ -98,13 +104,17 @@ class Segments:
     ) -> "Segments":
         """The segments that these two tensors came from.
 
-        Of other tensors (copies, say) the offsets are read when a backend asks for them, which on
-        CUDA waits for the device; key_rows cannot be read, so they are None.
+        Of other tensors (copies, say, or changed ones) the offsets are read when a backend asks for
+        them, which on CUDA waits for the device; key_rows cannot be read, so they are None.
         """
         host = _HOST_PARTS.get(cu_seqlens_q)
-        if host is None or host.cu_seqlens_k() is not cu_seqlens_k:
-            is_new = host is None
-            host = HostPart(cu_seqlens_k=TensorWeakRef(cu_seqlens_k), offsets=None)
+        versions = _versions(cu_seqlens_q, cu_seqlens_k)
+        is_changed = host is not None and host.versions[0] != versions[0]
+        if host is None or host.cu_seqlens_k() is not cu_seqlens_k or host.versions != versions:
+            is_new = host is None or is_changed
+            host = HostPart(
+                cu_seqlens_k=TensorWeakRef(cu_seqlens_k), versions=versions, offsets=None
+            )
             if is_new:  # else it belongs to the segments that cu_seqlens_q was made for
                 _HOST_PARTS[cu_seqlens_q] = host
         return cls(
@@ -114,6 +124,10 @@ class Segments:
             max_k=max_k,
             host=host,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
+        """Itself: immutable, and copies of its tensors would be other segments to `of`."""
+        return self
 
     @property
     def offsets_q(self) -> tuple[int, ...]:
@@ -156,6 +170,12 @@ class Segments:
         if name not in derived:
             derived[name] = make(self)
         return derived[name]
+
+
+def _versions(*tensors: torch.Tensor) -> tuple[int, int]:
+    """How often both were changed in place; 0 for inference tensors, which do not count."""
+    q, k = (0 if x.is_inference() else x._version for x in tensors)
+    return q, k
 
 
 def _check(name: str, offsets: np.ndarray) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from wlb.collate import AttentionRows, attention_rows
 from wlb.kernels import BACKENDS, Segments, attend, select_backend
 from wlb.parallel.agreement import agree
+from wlb.parallel.collectives import wait
 from wlb.parallel.context_op import context_attend, gather_kv
 from wlb.plan import ShardingPlan, local_tokens
 from wlb.spec import AttentionBackend
@@ -79,7 +80,10 @@ class ContextAttention:
     keep_gathered_kv: bool
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None:
-        """Start the all-gather; give what this returns to the call that has the same k and v."""
+        """Start the all-gather; give what this returns to the call that has the same k and v.
+
+        Each has to reach its call: what nobody waits for, torch keeps.
+        """
         self._check_keys(k_TGD, v_TGD)
         if self.cp == 1:
             return None
@@ -88,9 +92,17 @@ class ContextAttention:
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None = None
     ) -> Tensor:
-        """Output [T, H, D]. ValueError, before any collective, for tensors of another shape."""
-        self._check("q", q_THD, self.heads.num_heads)
-        self._check_keys(k_TGD, v_TGD)
+        """Output [T, H, D]. ValueError for tensors of another shape, dtype or device.
+
+        Before any collective, but for the one that `begin` started.
+        """
+        try:
+            self._check("q", q_THD, self.heads.num_heads)
+            self._check_keys(k_TGD, v_TGD)
+        except ValueError:
+            if moving is not None:
+                wait(moving)
+            raise
         if self.index is None or self.inverse is None:
             return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend)
         if moving is None:
@@ -183,16 +195,15 @@ class ContextAttention:
 
         quantum: the T rows of a rank are a multiple of it; those past its tokens are filler.
         """
-        device = torch.device(device)
-        made: dict[str, Any] = {"plan digest": -1, "rows": -1}
+        made: dict[str, Any] = {}
         problem: Exception | None = None
         try:
-            made |= _checked(
+            made = _checked(
                 sharding_plan,
                 num_ranks=1 if group is None else group.size(),
                 quantum=quantum,
                 backend=backend,
-                device=device,
+                device=torch.device(device),
                 heads=dict(
                     num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
                 ),
@@ -201,23 +212,24 @@ class ContextAttention:
             # Whatever it is, the other ranks are about to wait for this one.
             problem = error
         declared = {
-            "plan digest": made["plan digest"],
-            "rows": made["rows"],
+            "plan digest": made.get("plan digest"),
+            "rows": made.get("rows"),
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "dtype": dtype,
+            "device": made.get("device"),
             "backend": made.get("backend", backend),
             "keep_gathered_kv": keep_gathered_kv,
         }
-        agree(declared, problem, group=group, device=device)
+        agree(declared, problem, group=group)
         rank = 0 if group is None else dist.get_rank(group)
         return cls.from_rows(
             attention_rows(sharding_plan, rank, made["rows"]),
             group=group,
             heads=made["heads"],
             backend=made["backend"],
-            device=device,
+            device=torch.device(device),
             keep_gathered_kv=keep_gathered_kv,
         )
 
@@ -231,7 +243,7 @@ def _checked(
     device: torch.device,
     heads: dict[str, Any],
 ) -> dict[str, Any]:
-    """Digest, rows, HeadShape and backend of from_plan's arguments; ValueError for bad ones."""
+    """What from_plan's arguments come to; ValueError for bad ones."""
     if plan.cp != num_ranks:
         raise ValueError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
     if plan.num_tokens < plan.cp:
@@ -248,6 +260,7 @@ def _checked(
         "plan digest": plan.digest(),
         "rows": local_tokens(plan.num_tokens, cp=plan.cp, quantum=quantum),
         "heads": shape,
+        "device": device.type,
         "backend": str(backend),
     }
 

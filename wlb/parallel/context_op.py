@@ -177,7 +177,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    assert grad_THD is not None
+    if grad_THD is None:  # somebody differentiated the log-sum-exp alone
+        return (None,) * 14
     dq_THD, dkv_T2GD = context_attend_backward(grad_THD, *ctx.saved_tensors, *ctx.static)
     return dq_THD, dkv_T2GD[:, 0], dkv_T2GD[:, 1], *([None] * 11)
 

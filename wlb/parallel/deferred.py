@@ -30,7 +30,8 @@ class WeightQueue:
 
     def push(self, parameters: Sequence[nn.Parameter], compute: Compute) -> None:
         """compute() gives the local gradient of each of `parameters`, in order."""
-        self._waiting.append((parameters, compute))
+        if any(parameter.requires_grad for parameter in parameters):
+            self._waiting.append((parameters, compute))
 
     def take(self) -> Callable[[], None]:
         """A function that computes and adds all that waits now; the queue is empty after."""
@@ -41,7 +42,8 @@ class WeightQueue:
             while waiting:
                 parameters, compute = waiting.pop()  # frees its activations as it goes
                 for parameter, grad in zip(parameters, compute(), strict=True):
-                    _add(parameter, grad)
+                    if parameter.requires_grad:
+                        _add(parameter, grad)
 
         return run
 

@@ -11,7 +11,9 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from wlb.kernels import select_backend
 from wlb.parallel.agreement import agree
+from wlb.parallel.build import compute_dtype
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
@@ -50,14 +52,8 @@ class Trainer:
     def __init__(self, job: Job, world: World, mesh: Mesh) -> None:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
+        _agree_on_kernel(spec, world, mesh)
         self.executor = Executor(spec, mesh)
-        # `auto` follows what is installed, which may differ from node to node.
-        agree(
-            {"attention kernel": self.executor.backend},
-            None,
-            group=dist.group.WORLD if world.world_size > 1 else None,
-            device=mesh.device,
-        )
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         state: PlannerState | None = None
@@ -238,6 +234,26 @@ class Report:
     def _write(self, data: dict[str, Any]) -> None:
         assert self._file is not None
         self._file.write(json.dumps(data) + "\n")
+
+
+def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> None:
+    """ValueError on all ranks if they'd compute attention by different backends, or one can't.
+
+    What is installed may differ from node to node.
+    """
+    backend: str = spec.kernels.attention
+    problem: Exception | None = None
+    try:
+        backend = select_backend(
+            spec.kernels.attention,
+            device=mesh.device,
+            dtype=compute_dtype(spec),
+            head_size=spec.model.head_size,
+        )
+    except ValueError as error:
+        problem = error
+    group = dist.group.WORLD if world.world_size > 1 else None
+    agree({"attention kernel": backend}, problem, group=group)
 
 
 def run_rank(world: World, job: Job, device: torch.device) -> Tally:
