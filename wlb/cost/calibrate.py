@@ -1,15 +1,16 @@
 """Calibration: a kernel profile refitted to what a run measured, one factor a term of Eq. 2.
 
-The factor of a term is the median over records (steps, mostly) of measured over predicted time,
-both summed over the record's cells. Sums inside a record, so that a cell counts by its time and the
-factor is right for a step as a whole; the median over records, so that steps which something else
-on the machine slowed down do not count. It needs no more than the sums that telemetry reduces.
+The factor of a term is the median over records (steps, mostly), weighted by predicted time, of
+measured over predicted time, both summed over the record's cells. Sums inside a record, so that a
+cell counts by its time and the factor is right for a step as a whole; the median over records, so
+that steps which something else on the machine slowed down do not count. It needs no more than the
+sums that telemetry reduces. What a micro-batch costs whatever it holds ends up in the factor too,
+so calibrate with micro-batches of the size that is to be trained.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
 from wlb.cost.profile import AttentionTable, Collective, KernelProfile, Provenance
@@ -41,16 +42,33 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
     """ValueError if a term was not measured, or not predicted, in any of the records."""
     scales: dict[str, float] = {}
     for name in TERMS:
-        ratios = [m.ratio for r in records for term, m in r.terms if term == name and m.measured_s]
-        known = [ratio for ratio in ratios if ratio is not None]
+        known = [
+            (m.measured_s / m.predicted_s, m.predicted_s)
+            for record in records
+            for term, m in record.terms
+            if term == name and m.measured_s and m.predicted_s
+        ]
         if not known:
             raise ValueError(
                 f"nothing to calibrate with: no {name} time was measured in {len(records)} records "
                 f"after warm-up; train more steps or lower telemetry.warmup_steps"
             )
-        scales[name] = median(known)
+        scales[name] = _weighted_median(known)
     steps = sum(record.num_steps for record in records)
     return Scales(**scales, num_records=len(records), num_steps=steps)
+
+
+def _weighted_median(pairs: list[tuple[float, float]]) -> float:
+    """Of (value, weight) pairs: where half the weight lies below, between two values their mean."""
+    half, below = sum(weight for _, weight in pairs) / 2, 0.0
+    ordered = sorted(pairs)
+    for i, (value, weight) in enumerate(ordered):
+        below += weight
+        if below > half:
+            return value
+        if below == half:
+            return (value + ordered[i + 1][0]) / 2
+    return ordered[-1][0]
 
 
 def scaled_profile(

@@ -87,8 +87,8 @@ class Calibration:
         provenance = Provenance(
             kind=Kind.MEASURED,
             source=f"run {run}: profile {old!r} with times of {cost.table.backends[0]} and of "
-            f"linear layers multiplied by {factors} (medians of {scales.num_records} records, "
-            f"{scales.num_steps} steps)",
+            f"linear layers multiplied by {factors} (weighted medians of {scales.num_records} "
+            f"records, {scales.num_steps} steps)",
             device=cost.profile.device,
             dtype=cost.profile.dtype,
             date=date.today().isoformat(),
@@ -112,7 +112,8 @@ class Calibration:
 def _say(scales: Scales, threshold: float, profile: str, console: Console) -> None:
     drifted = scales.drifted(threshold)
     console.print(
-        f"calibration: measured / predicted by {profile!r}, median of {scales.num_steps} steps"
+        f"calibration: measured / predicted by {profile!r}, weighted median of "
+        f"{scales.num_steps} steps"
     )
     for term, scale in scales.by_term.items():
         verdict = f"drifted, past {threshold:g}" if term in drifted else "as predicted"

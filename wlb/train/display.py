@@ -176,21 +176,18 @@ def _balance(table: Table, tally: Tally) -> None:
 
 def _measured(table: Table, records: list[Telemetry]) -> None:
     num = sum(r.num_steps for r in records)
-    slowest, mean = sum(r.slowest_ns for r in records), sum(r.mean_ns for r in records)
-    predicted = sum(r.predicted_slowest_ns for r in records) / max(
-        1.0, sum(r.predicted_mean_ns for r in records)
+    weighted = sum(r.slowest_ns for r in records) / sum(r.mean_ns for r in records)
+    predicted = sum(r.predicted_slowest_ns for r in records) / sum(
+        r.predicted_mean_ns for r in records
     )
     table.add_row(
         "imbalance, measured",
         f"{sum(r.imbalance for r in records) / len(records):.3f} mean of steps, "
-        f"{slowest / mean if mean else 1.0:.3f} time-weighted (sharded; predicted {predicted:.3f})",
+        f"{weighted:.3f} time-weighted (predicted for the same spans: {predicted:.3f})",
     )
     table.add_row("measured / predicted", "\n".join(_term(name, records) for name in TERMS))
-    table.add_row(
-        "time a step",
-        f"computing {_spread([r.compute for r in records])}; bubbles and waiting "
-        f"{_spread([r.bubble for r in records])}; {num} steps",
-    )
+    table.add_row("computing a step", _spread([r.compute for r in records]))
+    table.add_row("waiting a step", _spread([r.bubble for r in records]) + f" ({num} steps)")
 
 
 def _term(name: str, records: list[Telemetry]) -> str:
@@ -207,4 +204,4 @@ def _spread(spreads: list[Spread]) -> str:
     mean = sum(s.mean_s for s in spreads) / len(spreads)
     largest = sum(s.max_s for s in spreads) / len(spreads)
     often = Counter(s.max_rank for s in spreads).most_common(1)[0][0]
-    return f"{mean:.3f} s a rank, at most {largest:.3f} (mostly rank {often})"
+    return f"{mean:.3f} s on the mean rank, {largest:.3f} s at most, mostly on rank {often}"
