@@ -14,8 +14,8 @@ What a mark's time holds:
 - FSDP gathers a stage's parameters in its first micro-batch, and, without a pipeline, reduces
   gradients in the last one's backward; both are counted there.
 
-Cost: one mark at each end of a chunk, of an attention call and of the embedding and the head, 3 us
-each with CUDA events, 1 us with thread time.
+Cost: a mark at each end of a chunk, of an attention call, of the embedding and the head; 3 us each
+with thread time (0.1-0.5 % of a step of 100 ms), not measured with CUDA events.
 """
 
 import threading
