@@ -82,6 +82,25 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
         assert getattr(after, f"{name}_ns") == pytest.approx(expected, rel=1e-4)
 
 
+def test_linear_factors_are_averaged_by_flops() -> None:
+    """1.0 forward and 1.3 backward: 1.2, one part to two; attention stays."""
+    profile = load_profile("cpu")
+    made = scaled_profile(
+        profile,
+        attention_forward=1.0,
+        attention_backward=1.0,
+        linear_forward=1.0,
+        linear_backward=1.3,
+        name="x",
+        provenance=PROVENANCE,
+        collectives=False,
+    )
+    assert made.gemm.tflops.values * 1.2 == pytest.approx(profile.gemm.tflops.values)
+    assert made.elementwise.bytes_per_s * 1.2 == pytest.approx(profile.elementwise.bytes_per_s)
+    assert made.collectives == profile.collectives
+    assert (made.attention[0].forward.values == profile.attention[0].forward.values).all()
+
+
 def test_only_the_table_that_was_measured_is_scaled() -> None:
     profile = load_profile("cpu")
     made = scaled_profile(

@@ -15,7 +15,7 @@ What a mark's time holds:
   gradients in the last one's backward; both are counted there.
 
 Cost: a mark at each end of a chunk, of an attention call, of the embedding and the head; 3 us each
-with thread time (0.1-0.5 % of a step of 100 ms), not measured with CUDA events.
+with thread time (0.1-1 % of steps of 100 to 500 ms), not measured with CUDA events.
 """
 
 import threading
