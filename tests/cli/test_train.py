@@ -235,6 +235,42 @@ def test_a_dry_run_shows_layout_memory_and_the_first_plan(
 
 
 @pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--calibrate", "--dry-run"], "--calibrate needs a run that trains; leave --dry-run out"),
+        (["--calibrate", "a/b"], "--calibrate a/b: give a name, or the path of a file"),
+        (["--calibrate"], "training.steps = 2 are all warm-up (telemetry.warmup_steps = 3)"),
+    ],
+)
+def test_calibrations_that_cannot_work_are_refused(
+    tiny: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    steps = [] if len(arguments) == 1 else ["--set", "telemetry.warmup_steps=0"]
+    assert message in refused([str(tiny), *steps, *arguments], capsys)
+    assert not (tiny.parent / "runs").exists()
+
+
+@pytest.mark.dist
+def test_a_calibrated_profile_prices_the_next_run(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--set", "telemetry.warmup_steps=0", "parallel.dp=1"]
+    made = tiny.parent / "runs" / "cpu-calibrated.json"
+    assert main(["train", str(tiny), *keys, "--calibrate"]) == 0
+    assert f"profile: {made} (this run's plans were priced by 'cpu' to the end)" in (
+        capsys.readouterr().out
+    )
+    content = made.read_bytes()
+    assert main(["train", str(tiny), *keys, f"cost.profile={made}", "--calibrate"]) == 0
+    shown = capsys.readouterr().out
+    assert "plans priced by kernel profile 'cpu-calibrated' (measured)" in shown
+    assert "calibration: measured / predicted by 'cpu-calibrated'" in shown
+    assert made.with_name("cpu-calibrated-2.json").exists()
+    assert made.read_bytes() == content
+
+
+@pytest.mark.usefixtures("_no_ranks")
 def test_a_dry_run_refuses_what_a_run_refuses(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the run's last checkpoint"
     )
+    parser.add_argument(
+        "--calibrate",
+        nargs="?",
+        const="",
+        metavar="NAME_OR_PATH",
+        help="at the end fit the kernel profile to what was measured and write it as a new one: "
+        "run.output_dir/NAME.json, a path ending in .json, or (no argument) a name made from the "
+        "old one; says which terms drifted. Use it by cost.profile=PATH",
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,11 +57,13 @@ def run(options: argparse.Namespace) -> int:
             f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
     screen = console()
+    if options.dry_run and options.calibrate is not None:
+        raise ValueError("--calibrate needs a run that trains; leave --dry-run out")
     if options.dry_run:
         dry_run.show(spec, screen)
         return 0
     try:
-        start.train(spec, resume=options.resume, console=screen)
+        start.train(spec, resume=options.resume, console=screen, calibrate=options.calibrate)
     except (RankFailure, FloatingPointError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """What things cost: FLOPs, kernel profiles, the workload of Eq. 2, memory."""
 
+from wlb.cost.calibrate import Scales, calibrated_name, fit_scales, scaled_profile
 from wlb.cost.flops import (
     attention_backward_flops,
     attention_forward_flops,
@@ -39,6 +40,7 @@ from wlb.cost.profile_file import (
     profile_to_json,
     save_profile,
 )
+from wlb.cost.stage import StageTimes, stage_times, without_collectives
 from wlb.cost.surface import Surface, limit_growth
 from wlb.cost.workload import FlopsWorkload, ProfiledWorkload, WorkloadModel, workload_for
 
@@ -56,16 +58,20 @@ __all__ = [
     "MemoryEstimate",
     "ProfiledWorkload",
     "Provenance",
+    "Scales",
     "Scope",
+    "StageTimes",
     "Surface",
     "TokenCaps",
     "WorkloadModel",
     "attention_backward_flops",
     "attention_forward_flops",
     "attention_latency",
+    "calibrated_name",
     "causal_pairs",
     "default_profile_name",
     "document_flops",
+    "fit_scales",
     "head_flops",
     "ideal_kernels_ns",
     "in_flight",
@@ -79,7 +85,10 @@ __all__ = [
     "profile_names",
     "profile_to_json",
     "save_profile",
+    "scaled_profile",
+    "stage_times",
     "tile_pairs",
     "token_caps",
+    "without_collectives",
     "workload_for",
 ]

@@ -15,6 +15,7 @@ from wlb.kernels.backend import Backend, empty_lse
 from wlb.kernels.flash2 import FLASH2
 from wlb.kernels.flash3 import FLASH3
 from wlb.kernels.flash4 import FLASH4
+from wlb.kernels.observe import observed
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.sdpa import SDPA
 from wlb.kernels.segments import Segments
@@ -30,7 +31,8 @@ def forward(
     """Backend.forward, for any number of queries."""
     if q_THD.shape[0] == 0:
         return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
-    return BACKENDS[backend].forward(q_THD, k_SGD, v_SGD, segments)
+    with observed(is_backward=False):
+        return BACKENDS[backend].forward(q_THD, k_SGD, v_SGD, segments)
 
 
 def backward(
@@ -49,7 +51,8 @@ def backward(
         return dq, dk, dv
     # The gradient of a sum is one number for all rows; kernels want rows.
     grad_THD = grad_THD.contiguous()
-    return BACKENDS[backend].backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
+    with observed(is_backward=True):
+        return BACKENDS[backend].backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
 
 
 @torch.library.custom_op("wlb::attend", mutates_args=())

@@ -5,6 +5,8 @@ tensors and rotary tables of each micro-batch once, and runs the pipeline (or, w
 rank, a plain loop). Only ranks of the first stage read tokens, only those of the last stage labels.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from wlb.collate import TokenReader, attention_rows, rank_labels, rank_tokens
 from wlb.kernels import select_backend
 from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype
+from wlb.parallel.clock import Part, Pass, StepClock, watch_ends
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.mesh import Mesh
@@ -23,13 +26,19 @@ from wlb.spec import RunSpec
 class Executor:
     """The stages of one rank and how to run a step on them.
 
-    stages: modules by stage index. backend: attention kernel in use. Gradients add up in the
-    stages' parameters; the caller owns the optimiser.
+    stages: modules by stage index. backend: attention kernel in use. clock: times of the last
+    training step (`wlb.parallel.clock`), None with telemetry off. Gradients add up in the stages'
+    parameters; the caller owns the optimiser.
     """
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
         self.stages: dict[int, Llama] = build_stages(spec, mesh)
+        self.clock: StepClock | None = None
+        if spec.telemetry.enabled:
+            self.clock = StepClock.of(mesh.device)
+            for stage in self.stages.values():
+                watch_ends(stage, self.clock)
         dtype = compute_dtype(spec)
         self.backend = select_backend(
             spec.kernels.attention,
@@ -56,6 +65,7 @@ class Executor:
                         group=mesh.pp_group,
                         dtype=dtype,
                         queue=getattr(module.ops, "queue", None),
+                        clock=self.clock,
                     )
                     for index, module in self.stages.items()
                 ],
@@ -81,10 +91,11 @@ class Executor:
         zero on ranks without the last stage. Equal on all tp ranks.
         """
         tokens, rows = self._inputs(plan, reader, loss_scale)
-        if self.pipeline is not None:
-            losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=True)
-        else:
-            losses = self._accumulate(tokens, rows)
+        with nullcontext() if self.clock is None else self.clock.step():
+            if self.pipeline is not None:
+                losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=True)
+            else:
+                losses = self._accumulate(tokens, rows)
         finish_gradients(self.named_parameters().values())
         return self._sum(losses)
 
@@ -112,10 +123,17 @@ class Executor:
         losses: list[Tensor] = []
         for i, (t, r) in enumerate(zip(tokens, rows, strict=True)):
             set_gradient_sync(module, is_last=i == len(rows) - 1)
-            loss = module(t, rows=r)
-            loss.backward()
+            with self._timed(Pass.FORWARD, i, Part.EMBEDDING):
+                loss = module(t, rows=r)
+            with self._timed(Pass.BACKWARD, i, Part.HEAD):
+                loss.backward()
             losses.append(loss)
         return losses
+
+    def _timed(self, kind: Pass, i: int, first: Part) -> AbstractContextManager[None]:
+        if self.clock is None:
+            return nullcontext()
+        return self.clock.chunk(kind, stage=0, micro_batch=i, first=first)
 
     def _rows_exchanged(self, plan: PipelinePlan) -> list[int]:
         return [rows // self.mesh.tp_size for rows in plan.local_tokens]

@@ -7,6 +7,8 @@ overrides is private to torch.distributed.pipelining; the parity matrix runs on 
 version (2.11 and 2.13 differ).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from wlb.model import Llama, Rows
+from wlb.parallel.clock import Part, Pass, StepClock
 from wlb.parallel.deferred import WeightQueue
 from wlb.spec import Schedule
 
@@ -40,6 +43,7 @@ class VarLenStage(PipelineStage):
     """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 
     queue: where its layers leave weight gradients, for schedules that split the backward pass.
+    clock: what times its chunks, or None.
     """
 
     rows: list[int]
@@ -54,8 +58,10 @@ class VarLenStage(PipelineStage):
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         queue: WeightQueue | None,
+        clock: StepClock | None,
     ) -> None:
         self.width, self.dtype = module.spec.hidden_size, dtype
+        self._queue, self._clock = queue, clock
         self._rows_record: dict[str, Any] = {}
         # Only the rank and dtype of these matter: given statically, no inference run is made.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
@@ -68,7 +74,7 @@ class VarLenStage(PipelineStage):
             input_args=tokens if index == 0 else activation,
             output_args=activation,
             group=group,
-            dw_builder=None if queue is None else queue.take,
+            dw_builder=None if queue is None else self._take_weights,
         )
 
     def _allocate(self, infos: Any, rows: int, *, requires_grad: bool) -> None:
@@ -99,7 +105,9 @@ class VarLenStage(PipelineStage):
         # The Rows record stays out of torch's bookkeeping: 2.11's zero-bubble code fails on
         # arguments that are not tensors.
         self._rows_record = kwargs or {}
-        out = super().forward_one_chunk(fwd_chunk_id, args, {}, **options)
+        first = Part.EMBEDDING if self.is_first else Part.LAYERS
+        with self._timed(Pass.FORWARD, fwd_chunk_id, first):
+            out = super().forward_one_chunk(fwd_chunk_id, args, {}, **options)
         if not self.has_backward and not self.is_first:
             self._drop(self.args_recv_info[fwd_chunk_id])
         return out
@@ -108,11 +116,28 @@ class VarLenStage(PipelineStage):
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        with self._timed(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.is_first:
             self._drop(self.args_recv_info[bwd_chunk_id])
         if self.has_backward and not self.is_last:
             self._drop(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with self._timed(Pass.WEIGHT, bwd_chunk_id, Part.LAYERS):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+
+    def _timed(self, kind: Pass, micro_batch: int, first: Part) -> AbstractContextManager[None]:
+        if self._clock is None:
+            return nullcontext()
+        return self._clock.chunk(kind, stage=self.stage_index, micro_batch=micro_batch, first=first)
+
+    def _take_weights(self) -> Callable[[], None]:
+        assert self._queue is not None
+        if self._clock is not None:
+            # The first stage's backward pass ends in the embedding; these are linear layers.
+            self._clock.switch(Part.LAYERS)
+        return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # 2.11 warms NCCL connections up; on Gloo there is nothing to warm up.

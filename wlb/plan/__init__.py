@@ -16,9 +16,11 @@ from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
 from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
+from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry
 
 __all__ = [
     "DIGEST_BITS",
+    "TERMS",
     "BoolArray",
     "Carry",
     "Documents",
@@ -26,6 +28,7 @@ __all__ = [
     "IntArray",
     "IntLike",
     "MicroBatch",
+    "Moments",
     "PackingPlan",
     "Piece",
     "Pieces",
@@ -34,8 +37,10 @@ __all__ = [
     "RankSpans",
     "ShardingPlan",
     "Span",
+    "Spread",
     "StepMetrics",
     "StepPlan",
+    "Telemetry",
     "check_at_least",
     "check_minimum",
     "cut_at",

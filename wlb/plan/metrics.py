@@ -7,6 +7,7 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray
 from wlb.plan.packing import PackingPlan
+from wlb.plan.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +15,12 @@ class StepMetrics:
     """What a step did or is predicted to do.
 
     num_tokens counts real tokens only; filler is apart. imbalance is Section 7.4's degree:
-    slowest micro-batch x number of micro-batches / total. Delays are in iterations per token: the
-    step that trains a token less the step that was next when its global batch came. cp_imbalance is
-    slowest rank / mean rank of predicted attention time, and sharding_counts how often a strategy
-    was chosen; from packing alone they are not known yet.
+    slowest micro-batch x number of micro-batches / total. A measured one, and max_workload_ns and
+    mean_workload_ns with it, is of the forward latencies of the steps that `telemetry` is of; None
+    and 0 where none is written (off, or not this step's turn). Delays are in iterations per token:
+    the step that trains a token less the step that was next when its global batch came.
+    cp_imbalance is slowest rank / mean rank of predicted attention time, and sharding_counts how
+    often a strategy was chosen; from packing alone they are not known yet.
     """
 
     step: int
@@ -28,7 +31,7 @@ class StepMetrics:
     num_filler_tokens: int = 0
     num_held_tokens: int = 0
     num_overdue: int = 0
-    imbalance: float = 1.0
+    imbalance: float | None = 1.0
     max_workload_ns: int = 0
     mean_workload_ns: float = 0.0
     mean_delay: float = 0.0
@@ -38,10 +41,12 @@ class StepMetrics:
     loss: float | None = None
     grad_norm: float | None = None
     step_time_s: float | None = None
+    telemetry: Telemetry | None = None
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["sharding_counts"] = dict(self.sharding_counts)
+        data["telemetry"] = None if self.telemetry is None else self.telemetry.to_json()
         return data
 
     @classmethod
@@ -51,6 +56,8 @@ class StepMetrics:
         if unknown:
             raise ValueError(f"unknown StepMetrics fields {unknown}")
         values: dict[str, Any] = {**data, "sharding_counts": tuple(data["sharding_counts"].items())}
+        if values.get("telemetry") is not None:
+            values["telemetry"] = Telemetry.from_json(values["telemetry"])
         return cls(**values)
 
 

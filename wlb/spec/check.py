@@ -73,6 +73,8 @@ def _check_ranges(spec: RunSpec) -> None:
         "checkpoint.interval": (spec.checkpoint.interval, 0),
         "checkpoint.keep": (spec.checkpoint.keep, 1),
         "model.vocab_size": (spec.model.vocab_size, 0),
+        "telemetry.interval": (spec.telemetry.interval, 1),
+        "telemetry.warmup_steps": (spec.telemetry.warmup_steps, 0),
     }
     for name, (value, minimum) in at_least.items():
         if not value >= minimum:
@@ -80,9 +82,15 @@ def _check_ranges(spec: RunSpec) -> None:
     if spec.run.seed >= 2**64:
         raise ValueError(f"run.seed = {spec.run.seed} must be below 2**64")
     _check_name(spec)
-    for name in ("learning_rate", "adam_eps", "timeout_s"):
-        if not getattr(spec.training, name) > 0:
-            raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be above 0")
+    above_0 = {
+        "training.learning_rate": spec.training.learning_rate,
+        "training.adam_eps": spec.training.adam_eps,
+        "training.timeout_s": spec.training.timeout_s,
+        "telemetry.drift_threshold": spec.telemetry.drift_threshold,
+    }
+    for name, value in above_0.items():
+        if not value > 0:
+            raise ValueError(f"{name} = {value} must be above 0")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(spec.training, name) < 1:
             raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be in [0, 1)")

@@ -283,6 +283,23 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetrySection:
+    enabled: bool = key(
+        True, "time every micro-batch and compare with what the planner's profile predicts"
+    )
+    interval: int = key(
+        1,
+        "steps between the all-reduces of what ranks measured; more for short steps on many ranks",
+    )
+    warmup_steps: int = key(
+        3, "first steps of a start that the summary and --calibrate leave out", unit="steps"
+    )
+    drift_threshold: float = key(
+        0.15, "--calibrate calls a term drifted if measured / predicted is further from 1"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     run: RunSection = field(default_factory=RunSection)
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -298,6 +315,7 @@ class RunSpec:
     training: TrainingSection = field(default_factory=TrainingSection)
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)
 
     @property
     def num_micro_batches(self) -> int:

@@ -1,6 +1,6 @@
 """What rank 0 shows: a live table on a terminal, a line a step elsewhere, and the summary."""
 
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 from rich import box
@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wlb.plan import StepMetrics
+from wlb.plan import TERMS, Moments, Spread, StepMetrics, Telemetry
 from wlb.train.tally import Tally
 
 _ROWS = 14
@@ -47,8 +47,14 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def step(self, steps_done: int, measured: StepMetrics, plain: StepMetrics | None) -> None:
-        row = self._row(steps_done, measured, plain)
+    def step(
+        self,
+        steps_done: int,
+        measured: StepMetrics,
+        predicted: StepMetrics,
+        plain: StepMetrics | None,
+    ) -> None:
+        row = self._row(steps_done, measured, predicted, plain)
         self._rows.append(row)
         if self._live is not None:
             self._live.update(self._table())
@@ -64,7 +70,9 @@ class Display:
         else:
             self.console.print(note)
 
-    def _row(self, steps_done: int, m: StepMetrics, plain: StepMetrics | None) -> tuple[str, ...]:
+    def _row(
+        self, steps_done: int, m: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None
+    ) -> tuple[str, ...]:
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
         chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
@@ -74,7 +82,7 @@ class Display:
             f"{m.num_tokens}",
             f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
             "-" if plain is None else f"{plain.imbalance:.2f}",
-            f"{m.imbalance:.2f}",
+            f"{predicted.imbalance:.2f}",
             f"{m.mean_delay:.2f} ({m.max_delay})",
             chosen or "-",
         )
@@ -135,6 +143,8 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
         f"{tally.ours.tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
         f"on top; {tally.held:,} still held back",
     )
+    if tally.telemetry:
+        _measured(table, tally.telemetry)
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
     console.print(table)
     for name, path in files.items():
@@ -162,3 +172,36 @@ def _balance(table: Table, tally: Tally) -> None:
     table.add_row(
         "token delay", f"{tally.mean_delay:.2f} steps on average, {tally.max_delay} at most"
     )
+
+
+def _measured(table: Table, records: list[Telemetry]) -> None:
+    num = sum(r.num_steps for r in records)
+    weighted = sum(r.slowest_ns for r in records) / sum(r.mean_ns for r in records)
+    predicted = sum(r.predicted_slowest_ns for r in records) / sum(
+        r.predicted_mean_ns for r in records
+    )
+    table.add_row(
+        "imbalance, measured",
+        f"{sum(r.imbalance for r in records) / len(records):.3f} mean of steps, "
+        f"{weighted:.3f} time-weighted (predicted for the same spans: {predicted:.3f})",
+    )
+    table.add_row("measured / predicted", "\n".join(_term(name, records) for name in TERMS))
+    table.add_row("computing a step", _spread([r.compute for r in records]))
+    table.add_row("waiting a step", _spread([r.bubble for r in records]) + f" ({num} steps)")
+
+
+def _term(name: str, records: list[Telemetry]) -> str:
+    total = sum((dict(r.terms)[name] for r in records), Moments())
+    ratio, mape, correlation = total.ratio, total.mape, total.correlation
+    if ratio is None or mape is None:
+        return f"{name.replace('_', ' ')}: nothing to compare"
+    r = "-" if correlation is None else f"{correlation:.3f}"
+    return f"{ratio:.3f} {name.replace('_', ' ')} (MAPE {mape:.0%}, correlation {r})"
+
+
+def _spread(spreads: list[Spread]) -> str:
+    """Mean rank and slowest rank, mean of records."""
+    mean = sum(s.mean_s for s in spreads) / len(spreads)
+    largest = sum(s.max_s for s in spreads) / len(spreads)
+    often = Counter(s.max_rank for s in spreads).most_common(1)[0][0]
+    return f"{mean:.3f} s on the mean rank, {largest:.3f} s at most, mostly on rank {often}"

@@ -17,10 +17,11 @@ from wlb.parallel.build import compute_dtype
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
-from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, RunSpec
 from wlb.train import checkpoint
+from wlb.train.calibrate import Calibration
 from wlb.train.display import Display, console, summary
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
@@ -28,11 +29,15 @@ from wlb.train.optimizer import Optimizers, learning_rate
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer
 from wlb.train.tally import Tally
+from wlb.train.telemetry import TelemetryMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is started with. spec has dp and vocabulary size filled in."""
+    """What a rank is started with. spec has dp and vocabulary size filled in.
+
+    calibrate: the kernel profile to write when training has ended, or None.
+    """
 
     spec: RunSpec
     train_store: str
@@ -40,6 +45,7 @@ class Job:
     resume: Path | None
     title: str
     started_s: float
+    calibrate: Path | None = None
 
     @property
     def directory(self) -> Path:
@@ -68,6 +74,8 @@ class Trainer:
         self.evaluator: Evaluator | None = None
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(spec, job.heldout_store, self.executor)
+        self.meter = TelemetryMeter(spec, mesh) if spec.telemetry.enabled else None
+        self.calibration = Calibration(spec)
         self.state = state
         self.saved = state
         self.tally = Tally()
@@ -93,6 +101,15 @@ class Trainer:
             self._save()
         if self.mesh.rank == 0:
             report.summary(self.tally, self._checkpoint_path())
+        if self.job.calibrate is not None:
+            assert self.meter is not None
+            self.calibration.finish(
+                self.job.calibrate,
+                cost=self.meter.cost,
+                run=self.job.directory,
+                collectives=self.meter.times_hold_collectives,
+                console=report.console if self.mesh.rank == 0 else None,
+            )
         return self.tally
 
     def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> None:
@@ -116,6 +133,7 @@ class Trainer:
             self.optimizers.step(self.steps_done, norm=sums.gradient_norm)
             self.steps_done += 1
         self.state = plan.state
+        telemetry = self._measure(plan, pipeline)
         predicted = replace(
             plan.predicted,
             cp_imbalance=sums.cp_imbalance,
@@ -124,6 +142,10 @@ class Trainer:
         measured = replace(
             predicted,
             origin="measured",
+            imbalance=telemetry and telemetry.imbalance,
+            max_workload_ns=telemetry.slowest_ns if telemetry else 0,
+            mean_workload_ns=telemetry.mean_ns if telemetry else 0.0,
+            telemetry=telemetry,
             loss=sums.loss / (scale * plan.num_targets) if plan.num_targets else None,
             grad_norm=sums.gradient_norm if plan.num_targets else None,
             step_time_s=time.perf_counter() - begin,
@@ -134,6 +156,22 @@ class Trainer:
             self._evaluate(report)
         if plan.num_targets and self._is_due(self.spec.checkpoint.interval):
             self._save()
+
+    def _measure(self, plan: StepPlan, pipeline: PipelinePlan) -> Telemetry | None:
+        """The record of the steps since the last one, if it is due; the device was waited for."""
+        clock, meter = self.executor.clock, self.meter
+        if clock is None or meter is None:
+            return None
+        if plan.num_targets:
+            meter.add(pipeline, clock.take())
+        is_last = self.steps_done == self.spec.training.steps or not self.feed.peek(1)
+        is_due = meter.num_steps == self.spec.telemetry.interval or is_last
+        if not (is_due and meter.num_steps):
+            return None
+        telemetry = meter.reduce()
+        if self.calibration.take(telemetry):
+            self.tally.telemetry.append(telemetry)
+        return telemetry
 
     def _loss_scale(self, plan: StepPlan) -> float:
         if self.spec.training.loss_normalizer == LossNormalizer.CONSTANT:
@@ -219,7 +257,7 @@ class Report:
                 "plain_4d": None if plain is None else plain.to_json(),
             }
         )
-        self._display.step(steps_done, measured, plain)
+        self._display.step(steps_done, measured, predicted, plain)
 
     def evaluation(self, step: int, loss: float) -> None:
         if self._display is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from wlb.corpus import TokenStore
-from wlb.cost import ProfiledWorkload
+from wlb.cost import KernelProfile, ProfiledWorkload
 from wlb.kernels import explain_backend
 from wlb.parallel.build import compute_dtype
 from wlb.planner import Planner, open_heldout_planner, open_planner
@@ -82,6 +82,12 @@ def priced_by(planner: Planner) -> str:
     profile = cost.profile
     line = f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind})"
     return "; ".join([line, *cost.notes])
+
+
+def profile_of(planner: Planner) -> KernelProfile:
+    """The kernel profile of a run's planner."""
+    assert isinstance(planner.cost, ProfiledWorkload)
+    return planner.cost.profile
 
 
 def _same_shapes(model: ModelSpec, resume: Path) -> None:

@@ -19,8 +19,9 @@ from wlb.parallel.mesh import DeviceChoice, World
 from wlb.plan import digest
 from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train import checkpoint
+from wlb.train.calibrate import profile_path
 from wlb.train.loop import Job, run_rank
-from wlb.train.refuse import computed_by, priced_by, refuse_early
+from wlb.train.refuse import computed_by, priced_by, profile_of, refuse_early
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""
@@ -98,12 +99,20 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
 
 
-def train(spec: RunSpec, *, resume: bool, console: Console) -> None:
-    """Run a spec to its end on the ranks there are."""
+def train(spec: RunSpec, *, resume: bool, console: Console, calibrate: str | None = None) -> None:
+    """Run a spec to its end on the ranks there are.
+
+    calibrate: name or path of a kernel profile to fit and write (empty: a name made from the one
+    that priced the run); None to write none.
+    """
+    if calibrate is not None:
+        _refuse_calibration(spec)
     started_s = time.time()
     world = meshes.discover()
     if world is not None:
-        _given_ranks(spec, world, resume=resume, console=console, started_s=started_s)
+        _given_ranks(
+            spec, world, resume=resume, console=console, started_s=started_s, calibrate=calibrate
+        )
         return
     world_size = spec.parallel.world_size
     choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
@@ -112,7 +121,14 @@ def train(spec: RunSpec, *, resume: bool, console: Console) -> None:
     stores = open_stores(checked, console)
     console.print(f"corpus: {stores.note}")
     job = _job(
-        checked, stores, world_size, choice, resume=resume, started_s=started_s, console=console
+        checked,
+        stores,
+        world_size,
+        choice,
+        resume=resume,
+        started_s=started_s,
+        console=console,
+        calibrate=calibrate,
     )
     claim_directory(job, console)
     if world_size == 1:
@@ -122,7 +138,13 @@ def train(spec: RunSpec, *, resume: bool, console: Console) -> None:
 
 
 def _given_ranks(
-    spec: RunSpec, world: World, *, resume: bool, console: Console, started_s: float
+    spec: RunSpec,
+    world: World,
+    *,
+    resume: bool,
+    console: Console,
+    started_s: float,
+    calibrate: str | None,
 ) -> None:
     """Under torchrun or Slurm: rank 0 makes the store, the others wait and open it."""
     choice = meshes.choose_device(
@@ -146,6 +168,7 @@ def _given_ranks(
                 resume=resume,
                 started_s=started_s,
                 console=console,
+                calibrate=calibrate,
             )
             claim_directory(made, console)
             answer = [made]
@@ -178,6 +201,7 @@ def _job(
     resume: bool,
     started_s: float,
     console: Console,
+    calibrate: str | None,
 ) -> Job:
     filled = ready(spec, stores, world_size)
     directory = Path(spec.run.output_dir) / spec.run.name
@@ -188,11 +212,21 @@ def _job(
         f"micro-batches of about {filled.data.context_window} tokens"
     )
     saved = checkpoint.latest(directory / "checkpoints") if resume else None
+    if saved is None and directory.absolute() in Path(spec.cost.profile).absolute().parents:
+        raise ValueError(
+            f"cost.profile = {spec.cost.profile} lies in the folder of an older run of this name, "
+            f"which is about to be moved aside; copy it elsewhere or set run.name"
+        )
     planner = refuse_early(
         filled, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=saved
     )
     console.print(computed_by(filled, choice.kind))
     console.print(priced_by(planner))
+    target: Path | None = None
+    if calibrate is not None:
+        target = profile_path(
+            calibrate, priced_by=profile_of(planner).name, folder=Path(spec.run.output_dir)
+        )
     return Job(
         spec=filled,
         train_store=stores.train,
@@ -200,7 +234,19 @@ def _job(
         resume=saved,
         title=title,
         started_s=started_s,
+        calibrate=target,
     )
+
+
+def _refuse_calibration(spec: RunSpec) -> None:
+    telemetry, steps = spec.telemetry, spec.training.steps
+    if not telemetry.enabled:
+        raise ValueError("--calibrate needs measured times; set telemetry.enabled = true")
+    if steps <= telemetry.warmup_steps:
+        raise ValueError(
+            f"--calibrate: training.steps = {steps} are all warm-up (telemetry.warmup_steps = "
+            f"{telemetry.warmup_steps}); train more steps"
+        )
 
 
 def claim_directory(job: Job, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from wlb.plan import StepMetrics
+from wlb.plan import StepMetrics, Telemetry
 
 
 @dataclass(slots=True)
@@ -16,6 +16,8 @@ class Share:
     steps: int = 0
 
     def add(self, metrics: StepMetrics) -> None:
+        """Of predicted metrics, which always have an imbalance."""
+        assert metrics.imbalance is not None
         self.ratios += metrics.imbalance
         self.slowest_ns += metrics.max_workload_ns
         self.mean_ns += metrics.mean_workload_ns
@@ -35,7 +37,8 @@ class Share:
 
 @dataclass(slots=True)
 class Tally:
-    """Everything the summary says. losses: mean loss of each step, in order."""
+    """Everything the summary says. losses: mean loss of each step, in order. telemetry: records
+    after warm-up."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -47,6 +50,7 @@ class Tally:
     filler: int = 0
     held: int = 0
     train_time_s: float = 0.0
+    telemetry: list[Telemetry] = field(default_factory=list[Telemetry])
 
     def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
         self.ours.add(predicted)

@@ -1,0 +1,61 @@
+"""Predicted times of micro-batches on stages: they add up to what the planner prices."""
+
+import numpy as np
+import pytest
+
+from wlb.cost import (
+    ProfiledWorkload,
+    attention_latency,
+    load_profile,
+    stage_times,
+    without_collectives,
+)
+from wlb.plan import PipelinePlan
+from wlb.planner import Planner
+from wlb.spec import ModelSpec, ParallelSpec
+
+MODEL = ModelSpec(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, ffn_hidden_size=1408)
+
+
+def priced(profile: str = "h100", cp: int = 2) -> ProfiledWorkload:
+    return ProfiledWorkload(
+        model=MODEL,
+        parallel=ParallelSpec(tp=2, cp=cp, pp=2),
+        profile=load_profile(profile),
+        micro_batch_tokens=8192,
+    )
+
+
+def first_plan(cp: int = 2) -> PipelinePlan:
+    lengths = [8192, 5000, 3100, 2400, 900, 800, 700, 400, 120, 60]
+    planner = Planner.for_lengths(lengths, context_window=8192, num_micro_batches=2, cp=cp)
+    return planner.shard(next(planner.steps()), pipeline=0)
+
+
+@pytest.mark.parametrize("profile", ["h100", "cpu"])
+def test_stages_add_up_to_a_pipeline_ranks_layers(profile: str) -> None:
+    cost, plan = priced(profile), first_plan()
+    times = stage_times(plan, cost, virtual_stages=2)
+    assert times.attention_forward_ns.shape == (2, 2)
+    for i, sharding in enumerate(plan.shardings):
+        latency = attention_latency(sharding, cost)
+        assert np.abs(2 * times.attention_forward_ns[i] - latency.forward_ns).max() <= 1
+        assert np.abs(2 * times.attention_backward_ns[i] - latency.backward_ns).max() <= 1
+        linear = 2 * (times.linear_forward_ns[i] + times.linear_backward_ns[i])
+        assert linear == pytest.approx(int(cost.linear_ns([sharding.num_tokens])[0]), abs=4)
+        # Two GEMMs backward for one forward, and more to read and to send.
+        assert 1.5 < times.linear_backward_ns[i] / times.linear_forward_ns[i] < 2.5
+
+
+def test_without_collectives_only_they_are_free() -> None:
+    cost = priced()
+    free = without_collectives(cost)
+    before, after = cost.terms([4096]), free.terms([4096])
+    assert after["tp_comm"].tolist() == after["cp_comm"].tolist() == [0]
+    assert before["tp_comm"][0] > 0
+    for name in ("attention_forward", "attention_backward", "gemm", "elementwise"):
+        assert after[name].tolist() == before[name].tolist()
+    plan = first_plan()
+    with_them, without = (stage_times(plan, c, virtual_stages=1) for c in (cost, free))
+    assert (without.linear_forward_ns < with_them.linear_forward_ns).all()
+    assert (without.attention_forward_ns == with_them.attention_forward_ns).all()

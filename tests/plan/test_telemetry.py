@@ -1,0 +1,87 @@
+"""Moments against NumPy, what cannot be told from them, and the record's JSON."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.plan import TERMS, Moments, Spread, StepMetrics, Telemetry
+
+PAIRS = st.lists(
+    st.tuples(st.floats(1e-6, 10.0), st.floats(1e-6, 10.0)), min_size=2, max_size=30, unique=True
+)
+
+
+def moments(pairs: list[tuple[float, float]]) -> Moments:
+    return sum((Moments.of(*pair) for pair in pairs), Moments())
+
+
+def record(**changes: object) -> Telemetry:
+    values: dict[str, object] = {
+        "num_steps": 2,
+        "slowest_ns": 30,
+        "mean_ns": 20.0,
+        "predicted_slowest_ns": 24,
+        "predicted_mean_ns": 20.0,
+        "whole_slowest_ns": 44,
+        "whole_mean_ns": 40.0,
+        "terms": tuple((name, moments([(1.0, 2.0), (2.0, 5.0)])) for name in TERMS),
+        "embedding_s": 0.1,
+        "head_s": 0.2,
+        "compute": Spread(mean_s=1.0, max_s=2.0, max_rank=3),
+        "bubble": Spread(mean_s=0.5, max_s=0.75, max_rank=0),
+    }
+    return Telemetry(**{**values, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def test_literal_moments() -> None:
+    """Predicted 1, 2, 3 and measured 2, 4, 5: errors 1/2, 1/2, 2/5."""
+    m = moments([(1.0, 2.0), (2.0, 4.0), (3.0, 5.0)])
+    assert m.ratio == pytest.approx(11 / 6)
+    assert m.mape == pytest.approx((0.5 + 0.5 + 0.4) / 3)
+    assert m.correlation == pytest.approx(9 / 84**0.5)
+
+
+@given(PAIRS)
+def test_moments_are_those_of_numpy(pairs: list[tuple[float, float]]) -> None:
+    predicted, measured = np.array(pairs).T
+    m = moments(pairs)
+    assert m.mape == pytest.approx(np.mean(np.abs(measured - predicted) / measured), rel=1e-9)
+    spread = min(predicted.std() / predicted.mean(), measured.std() / measured.mean())
+    if spread > 1e-3:
+        expected = np.corrcoef(predicted, measured)[0, 1]
+        assert m.correlation == pytest.approx(expected, abs=1e-6)
+
+
+def test_what_the_sums_do_not_tell_is_none() -> None:
+    assert (Moments().ratio, Moments().mape, Moments().correlation) == (None, None, None)
+    assert Moments.of(1.0, 2.0).correlation is None
+    assert moments([(0.1, 2.0), (0.1, 3.0), (0.1, 4.0)]).correlation is None
+    assert moments([(0.0, 2.0)]).ratio is None
+
+
+def test_records_survive_json_inside_metrics() -> None:
+    metrics = StepMetrics(
+        step=1,
+        origin="measured",
+        num_documents=1,
+        num_tokens=2,
+        num_targets=1,
+        imbalance=None,
+        telemetry=record(),
+    )
+    data = json.loads(json.dumps(metrics.to_json()))
+    assert StepMetrics.from_json(data) == metrics
+    shown = data["telemetry"]
+    assert (shown["imbalance"], shown["predicted_imbalance"], shown["whole_imbalance"]) == (
+        1.5,
+        1.2,
+        1.1,
+    )
+    assert shown["terms"]["linear_forward"]["ratio"] == pytest.approx(7 / 3)
+
+
+def test_imbalance_of_no_time_is_one() -> None:
+    assert record(slowest_ns=0, mean_ns=0.0).imbalance == 1.0

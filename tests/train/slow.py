@@ -1,0 +1,68 @@
+"""A run whose attention kernel is slower than it was: for tests of calibration."""
+
+import time
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from wlb.kernels import BACKENDS, Backend
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World
+from wlb.spec import RunSpec
+from wlb.train import start
+from wlb.train.calibrate import profile_path
+from wlb.train.loop import Job
+
+
+@dataclass(frozen=True)
+class Slowed:
+    """`inner`, whose forward pass takes `factor` times the CPU time."""
+
+    inner: Backend
+    factor: float
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def takes_key_rows(self) -> bool:
+        return self.inner.takes_key_rows
+
+    def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = time.thread_time_ns()
+        out = self.inner.forward(*arguments)
+        end = begin + self.factor * (time.thread_time_ns() - begin)
+        while time.thread_time_ns() < end:
+            pass
+        return out
+
+    def backward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.inner.backward(*arguments)
+
+
+def slowed_rank(world: World, job: Job, factor: float) -> None:
+    BACKENDS["sdpa"] = Slowed(BACKENDS["sdpa"], factor)
+    start._rank(world, job, "cpu")
+
+
+def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
+    """The profile that a run of `spec` wrote, its attention's forward pass slowed by `factor`."""
+    spec = replace(spec, run=replace(spec.run, name=name))
+    stores = start.open_stores(spec, Console(file=StringIO()))
+    job = Job(
+        spec=start.ready(spec, stores, spec.parallel.world_size),
+        train_store=stores.train,
+        heldout_store="",
+        resume=None,
+        title=name,
+        started_s=0.0,
+        calibrate=profile_path(name, priced_by="", folder=Path(spec.run.output_dir)),
+    )
+    run_local(slowed_rank, spec.parallel.world_size, job, factor, timeout_s=240.0)
+    assert job.calibrate is not None
+    return job.calibrate

@@ -1,0 +1,147 @@
+"""Telemetry: what ranks measured in one or more steps, beside what was predicted for the same.
+
+Made of sums over all ranks, so it costs the same on eight ranks and on eight thousand, and two
+records add up to the record of both.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
+"""What is compared. linear: everything in decoder layers but the attention kernels, W_l of Eq. 2.
+Embedding, head and loss are apart: they are no part of the workload W."""
+
+_NOTHING_VARIES = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over cells (a micro-batch on a stage on a rank) of one term's times, in seconds.
+
+    errors: of |measured - predicted| / measured.
+    """
+
+    num_cells: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    predicted_squares: float = 0.0
+    measured_squares: float = 0.0
+    products: float = 0.0
+    errors: float = 0.0
+
+    @classmethod
+    def of(cls, predicted_s: float, measured_s: float) -> "Moments":
+        """Of one cell; measured_s above 0."""
+        return cls(
+            num_cells=1,
+            predicted_s=predicted_s,
+            measured_s=measured_s,
+            predicted_squares=predicted_s * predicted_s,
+            measured_squares=measured_s * measured_s,
+            products=predicted_s * measured_s,
+            errors=abs(measured_s - predicted_s) / measured_s,
+        )
+
+    def __add__(self, other: "Moments") -> "Moments":
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Moments(**sums)
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted time, of all cells together."""
+        return self.measured_s / self.predicted_s if self.predicted_s else None
+
+    @property
+    def mape(self) -> float | None:
+        """Mean absolute error of the prediction relative to the measured time, a fraction."""
+        return self.errors / self.num_cells if self.num_cells else None
+
+    @property
+    def correlation(self) -> float | None:
+        """Pearson's, over cells; None where either side does not vary."""
+        n = self.num_cells
+        if n < 2:
+            return None
+        x, y = self.predicted_s / n, self.measured_s / n
+        variance_x = self.predicted_squares / n - x * x
+        variance_y = self.measured_squares / n - y * y
+        # Below this, a difference of sums is rounding.
+        if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
+            return None
+        covariance = self.products / n - x * y
+        return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A time over all ranks, mean of the steps; max_rank: the lowest rank that has the largest."""
+
+    mean_s: float
+    max_s: float
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """`num_steps` steps, the last of which is the one that this is written with.
+
+    slowest_ns, mean_ns: forward latency of the slowest and of the mean micro-batch, summed over
+    steps. A micro-batch's latency is the sum over stages of its slowest CP and TP rank's time in
+    decoder layers (Section 7.4); predicted_*: the same of predictions; whole_*: measured, with
+    embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step.
+    compute: time in chunks. bubble: the step's passes less that.
+    """
+
+    num_steps: int
+    slowest_ns: int
+    mean_ns: float
+    predicted_slowest_ns: int
+    predicted_mean_ns: float
+    whole_slowest_ns: int
+    whole_mean_ns: float
+    terms: tuple[tuple[str, Moments], ...]
+    embedding_s: float
+    head_s: float
+    compute: Spread
+    bubble: Spread
+
+    @property
+    def imbalance(self) -> float:
+        """Section 7.4's degree of measured latencies (time-weighted if of several steps)."""
+        return _degree(self.slowest_ns, self.mean_ns)
+
+    @property
+    def predicted_imbalance(self) -> float:
+        return _degree(self.predicted_slowest_ns, self.predicted_mean_ns)
+
+    @property
+    def whole_imbalance(self) -> float:
+        return _degree(self.whole_slowest_ns, self.whole_mean_ns)
+
+    def to_json(self) -> dict[str, Any]:
+        """With the derived values, for readers of the file."""
+        data = asdict(self)
+        data["imbalance"] = self.imbalance
+        data["predicted_imbalance"] = self.predicted_imbalance
+        data["whole_imbalance"] = self.whole_imbalance
+        data["terms"] = {
+            name: {"correlation": m.correlation, "mape": m.mape, "ratio": m.ratio, **asdict(m)}
+            for name, m in self.terms
+        }
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Telemetry":
+        values = {f.name: data[f.name] for f in fields(cls)}
+        sums = [f.name for f in fields(Moments)]
+        values["terms"] = tuple(
+            (name, Moments(**{key: term[key] for key in sums}))
+            for name, term in data["terms"].items()
+        )
+        for name in ("compute", "bubble"):
+            values[name] = Spread(**data[name])
+        return cls(**values)
+
+
+def _degree(slowest: float, mean: float) -> float:
+    return slowest / mean if mean else 1.0

@@ -1,0 +1,168 @@
+"""Predicted against measured: each rank compares its cells, sums go round every K steps.
+
+A cell is a micro-batch on a stage on a rank. Measured times are the clock's (`wlb.parallel.clock`),
+predictions those of the profile that plans are priced with, for the rank's own spans. On CPU the
+predictions leave collectives out, as thread CPU time does. Cells without a token of a document are
+left out, filler having no price, and so are backward cells with activations computed again.
+
+One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
+float64 sum of 32 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
+run after the optimiser was launched, so that a GPU has work in the meantime.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from wlb.cost import StageTimes, stage_times, without_collectives, workload_for
+from wlb.parallel.clock import Cell, Part, Pass, StepTimes
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.pipeline import local_stages
+from wlb.plan import TERMS, Moments, PipelinePlan, Spread, Telemetry
+from wlb.spec import RunSpec
+
+_MEASURED, _PREDICTED, _WHOLE = range(3)
+_IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
+_COLUMNS = tuple(f.name for f in fields(Moments))
+
+
+class TelemetryMeter:
+    """Collects this rank's steps; `reduce` makes the record of those since the last one.
+
+    All ranks add the same steps and reduce together.
+    """
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.cost = workload_for(spec, mesh.device.type)
+        self._priced = self.cost
+        if not self.times_hold_collectives:
+            self._priced = without_collectives(self.cost)
+        self._stages = local_stages(
+            mesh.pp_rank, pp=mesh.pp_size, virtual_stages=spec.pp.virtual_stages
+        )
+        self._clear()
+
+    def _clear(self) -> None:
+        self._moments: dict[str, Moments] = dict.fromkeys(TERMS, Moments())
+        self._latencies_ns: list[np.ndarray] = []
+        self._embedding_ns = self._head_ns = self._compute_ns = self._bubble_ns = 0
+
+    @property
+    def times_hold_collectives(self) -> bool:
+        return self.mesh.device.type == "cuda"
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were not reduced yet."""
+        return len(self._latencies_ns)
+
+    def add(self, plan: PipelinePlan, times: StepTimes) -> None:
+        """A step that this rank executed."""
+        predicted = stage_times(plan, self._priced, virtual_stages=len(self._stages))
+        num = len(plan.micro_batches)
+        latencies = np.zeros((self.spec.num_micro_batches, self.spec.num_stages, 3), np.int64)
+        for i in range(num):
+            for stage in self._stages:
+                row = self.mesh.dp_rank * num + i
+                latencies[row, stage] = self._forward_ns(i, stage, predicted, times)
+                if plan.shardings[i].tokens[self.mesh.cp_rank]:
+                    self._compare(i, stage, predicted, times)
+        self._latencies_ns.append(latencies)
+        self._embedding_ns += times.total_ns(Part.EMBEDDING)
+        self._head_ns += times.total_ns(Part.HEAD)
+        self._compute_ns += times.compute_ns
+        self._bubble_ns += times.bubble_ns
+
+    def _forward_ns(
+        self, i: int, stage: int, predicted: StageTimes, times: StepTimes
+    ) -> tuple[int, int, int]:
+        """Forward time of a micro-batch on this rank: in layers, predicted, with both ends."""
+        forward = Cell(Pass.FORWARD, stage, i)
+        layers = times.part_ns(forward, *_IN_LAYERS)
+        attention = int(predicted.attention_forward_ns[i, self.mesh.cp_rank])
+        whole = layers + times.part_ns(forward, Part.EMBEDDING, Part.HEAD)
+        return layers, attention + int(predicted.linear_forward_ns[i]), whole
+
+    def _compare(self, i: int, stage: int, predicted: StageTimes, times: StepTimes) -> None:
+        forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
+        cp_rank = self.mesh.cp_rank
+        pairs = {
+            "attention_forward": (
+                predicted.attention_forward_ns[i, cp_rank],
+                times.part_ns(forward, Part.ATTENTION),
+            ),
+            "linear_forward": (
+                predicted.linear_forward_ns[i],
+                times.part_ns(forward, Part.LAYERS),
+            ),
+        }
+        if not times.part_ns(backward, Part.RECOMPUTE):
+            pairs["attention_backward"] = (
+                predicted.attention_backward_ns[i, cp_rank],
+                times.part_ns(backward, Part.ATTENTION),
+            )
+            pairs["linear_backward"] = (
+                predicted.linear_backward_ns[i],
+                times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
+            )
+        for name, (expected_ns, measured_ns) in pairs.items():
+            if measured_ns > 0:
+                self._moments[name] += Moments.of(int(expected_ns) * 1e-9, measured_ns * 1e-9)
+
+    def reduce(self) -> Telemetry:
+        """The record of all ranks' steps since the last one; a collective call."""
+        sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
+        sums += [self._embedding_ns, self._head_ns, self._compute_ns, self._bubble_ns]
+        total = torch.tensor(sums, dtype=torch.float64)
+        codes = torch.tensor([self._code(self._compute_ns), self._code(self._bubble_ns)])
+        peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
+        waiting = [
+            dist.all_reduce(total, async_op=True),
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, async_op=True),
+        ]
+        for work in waiting:
+            assert work is not None
+            work.wait()
+        record = self._record(total.tolist(), peaks)
+        self._clear()
+        return record
+
+    def _code(self, time_ns: int) -> int:
+        """One number whose maximum over ranks tells the largest time and the first rank with it."""
+        world = self.mesh.world_size
+        return time_ns * world + world - 1 - self.mesh.rank
+
+    def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
+        steps = self.num_steps
+        width = len(_COLUMNS)
+        *terms, ends = (total[i : i + width] for i in range(0, len(total), width))
+        embedding, head, compute, bubble = (x * 1e-9 / steps / self.mesh.world_size for x in ends)
+        shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
+        latencies = peaks[2:].view(shape).sum(2)  # [steps, micro-batches, 3]
+        slowest = latencies.amax(1).sum(0).tolist()
+        mean = latencies.double().mean(1).sum(0).tolist()
+        return Telemetry(
+            num_steps=steps,
+            slowest_ns=slowest[_MEASURED],
+            mean_ns=mean[_MEASURED],
+            predicted_slowest_ns=slowest[_PREDICTED],
+            predicted_mean_ns=mean[_PREDICTED],
+            whole_slowest_ns=slowest[_WHOLE],
+            whole_mean_ns=mean[_WHOLE],
+            terms=tuple(
+                (name, Moments(int(count), *sums))
+                for name, (count, *sums) in zip(TERMS, terms, strict=True)
+            ),
+            embedding_s=embedding,
+            head_s=head,
+            compute=self._spread(compute, int(peaks[0]), steps),
+            bubble=self._spread(bubble, int(peaks[1]), steps),
+        )
+
+    def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
+        time_ns, behind = divmod(code, self.mesh.world_size)
+        rank = self.mesh.world_size - 1 - behind
+        return Spread(mean_s=mean_s, max_s=time_ns * 1e-9 / steps, max_rank=rank)
