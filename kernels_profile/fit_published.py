@@ -30,10 +30,13 @@ from wlb.cost.profile import (
     AttentionTable,
     Collective,
     CollectiveCost,
+    Elementwise,
     ElementwiseCost,
     GemmCost,
+    HeadCost,
     KernelProfile,
     Kind,
+    LayerCost,
     Provenance,
     Scope,
 )
@@ -49,6 +52,7 @@ HEADS = np.array([8.0, 16.0, 32.0, 64.0])
 SURFACE_SHAPE = (Q_AXIS.size, KV_AXIS.size)
 NUM_SCALARS = HEADS.size  # log launch, log efficiency of all head counts but the last (= 1)
 
+COPY_BYTES_PER_S = 3.0e12
 CSV_SOURCE = (
     "DistCA repository: H100 bf16 forward of a FlashAttention-2-class varlen kernel, 383 calls"
 )
@@ -338,6 +342,12 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
         source="8192^3 bf16 on H200 runs at 770-800 TFLOP/s and the paper's printed ratios imply "
         "563 in training; 600 taken for training shapes, at any size: small GEMMs are priced low",
     )
+    flat = Surface(axis0=[1.0, 131072.0], axis1=[1.0, 65536.0], values=np.full((2, 2), 600))
+    copy = Provenance(
+        kind=Kind.PUBLISHED,
+        source="device copy on H200 at 4.3 TB/s x 3.35 / 4.8 (ratio of the two memories' "
+        "peak); cost a call is assumed",
+    )
     profile = KernelProfile(
         name="h100",
         device="NVIDIA H100 SXM 80GB",
@@ -355,21 +365,28 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
             residuals=tuple(residuals.items()),
         ),
         attention=tables(fitted, residuals),
-        gemm=GemmCost(
-            tflops=Surface(
-                axis0=[1.0, 131072.0], axis1=[1.0, 65536.0], values=np.full((2, 2), 600)
-            ),
-            provenance=gemm,
+        gemm=GemmCost(forward=flat, backward=flat, provenance=gemm),
+        elementwise=tuple(
+            ElementwiseCost(
+                op=op,
+                forward_bytes_per_s=COPY_BYTES_PER_S,
+                backward_bytes_per_s=COPY_BYTES_PER_S,
+                forward_call_ns=4000,
+                backward_call_ns=4000,
+                provenance=copy,
+            )
+            for op in Elementwise
         ),
-        elementwise=ElementwiseCost(
-            bytes_per_s=3.0e12,
-            call_ns=4000,
+        layer=LayerCost(
+            forward_factor=1.0,
+            backward_factor=1.0,
+            forward_call_ns=0,
+            backward_call_ns=0,
             provenance=Provenance(
-                kind=Kind.PUBLISHED,
-                source="device copy on H200 at 4.3 TB/s x 3.35 / 4.8 (ratio of the two memories' "
-                "peak); cost a call is assumed",
+                kind=Kind.ASSUMED, source="a layer takes what its operators take"
             ),
         ),
+        head=HeadCost(tflops=600, backward_bytes_per_s=COPY_BYTES_PER_S, provenance=gemm),
         collectives=collectives(),
     )
     return profile, residuals

@@ -113,8 +113,13 @@ class Fitted(FlopsWorkload):
         forward, backward = (np.rint(columns @ x[1:]) for x in (self.forward, self.backward))
         return forward.astype(np.int64), backward.astype(np.int64)
 
-    def attention_call_ns(self) -> tuple[int, int]:
-        return round(self.forward[0]), round(self.backward[0])
+    def attention_call_ns(
+        self, q: IntLike, kv: IntLike, offsets: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        forward, backward = (
+            np.full(offsets.size - 1, round(float(x[0]))) for x in (self.forward, self.backward)
+        )
+        return forward, backward
 
 
 def fit(lengths: list[IntArray], rounds: int) -> Fitted:

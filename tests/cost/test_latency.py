@@ -97,18 +97,19 @@ def test_one_rank_exchanges_nothing():
 
 
 def test_recompute_runs_the_forward_pass_again():
-    plan, cost = per_document([4096, 77], cp=4), workload(4)
-    plain, again = (attention_latency(plan, cost, recompute=r) for r in (False, True))
+    plan = per_document([4096, 77], cp=4)
+    plain, again = (attention_latency(plan, workload(4, recompute=r)) for r in (False, True))
     assert np.array_equal(again.forward_ns, plain.forward_ns)
-    assert np.array_equal(again.backward_ns, plain.forward_ns + plain.backward_ns)
-    assert again.exchange_backward_ns == plain.exchange_backward_ns + plain.gather_forward_ns
+    assert np.abs(again.backward_ns - plain.forward_ns - plain.backward_ns).max() <= 16  # rounding
+    gathered = again.exchange_backward_ns - plain.exchange_backward_ns
+    assert abs(gathered - plain.gather_forward_ns) <= 1
 
 
 def test_linear_work_counts_the_second_gather():
     """W_l's CP term is the same exchange, by its bandwidth part."""
     again, kept = workload(4), workload(4, keep_gathered_kv=True)
     tokens = 100_000
-    parts = [int(w.terms([tokens])["cp_comm"][0]) for w in (again, kept)]
+    parts = [int(w.terms([tokens])["cp_comm_backward"][0]) for w in (again, kept)]
     collectives = replace(again).profile
     size = tokens * 2 * 128 * 2
     gather = 8 * collectives.collective(Collective.ALL_GATHER, span_ranks=32).wire_ns(

@@ -58,8 +58,8 @@ def test_a_profile_is_read_from_a_path(h100, tmp_path):
 
 def test_wrong_schema_version_is_refused(h100, tmp_path):
     path = tmp_path / "old.json"
-    path.write_text(json.dumps(profile_to_json(h100) | {"schema_version": 2}), "utf-8")
-    with pytest.raises(ValueError, match=r"schema_version is 2, this program reads 1"):
+    path.write_text(json.dumps(profile_to_json(h100) | {"schema_version": 1}), "utf-8")
+    with pytest.raises(ValueError, match=r"schema_version is 1, this program reads 2"):
         load_profile(str(path))
 
 

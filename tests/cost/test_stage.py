@@ -42,19 +42,20 @@ def test_stages_add_up_to_a_pipeline_ranks_layers(profile: str) -> None:
         assert np.abs(2 * times.attention_forward_ns[i] - latency.forward_ns).max() <= 1
         assert np.abs(2 * times.attention_backward_ns[i] - latency.backward_ns).max() <= 1
         linear = 2 * (times.linear_forward_ns[i] + times.linear_backward_ns[i])
-        assert linear == pytest.approx(int(cost.linear_ns([sharding.num_tokens])[0]), abs=4)
+        calls = sum(cost.linear.call_ns)
+        assert linear == pytest.approx(cost.linear_ns([sharding.num_tokens])[0] + calls, abs=8)
         # Two GEMMs backward for one forward, and more to read and to send.
-        assert 1.5 < times.linear_backward_ns[i] / times.linear_forward_ns[i] < 2.5
+        assert 1.3 < times.linear_backward_ns[i] / times.linear_forward_ns[i] < 2.7
 
 
 def test_without_collectives_only_they_are_free() -> None:
     cost = priced()
     free = without_collectives(cost)
     before, after = cost.terms([4096]), free.terms([4096])
-    assert after["tp_comm"].tolist() == after["cp_comm"].tolist() == [0]
-    assert before["tp_comm"][0] > 0
-    for name in ("attention_forward", "attention_backward", "gemm", "elementwise"):
-        assert after[name].tolist() == before[name].tolist()
+    for name, values in after.items():
+        expected = 0 if "_comm_" in name else before[name][0]
+        assert values.tolist() == [expected]
+    assert before["tp_comm_forward"][0] > 0
     plan = first_plan()
     with_them, without = (stage_times(plan, c, virtual_stages=1) for c in (cost, free))
     assert (without.linear_forward_ns < with_them.linear_forward_ns).all()

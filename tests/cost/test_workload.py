@@ -65,10 +65,11 @@ def test_zero_is_free_and_terms_add_up(work):
     assert list(terms) == [
         "attention_forward",
         "attention_backward",
-        "gemm",
-        "elementwise",
-        "tp_comm",
-        "cp_comm",
+        *(
+            f"{term}_{p}"
+            for term in ("gemm", "elementwise", "tp_comm", "cp_comm")
+            for p in ("forward", "backward")
+        ),
     ]
     total = work.workload_ns(lengths)
     assert total.dtype == np.int64
@@ -108,12 +109,14 @@ def test_prices_beyond_the_table_go_on_smoothly(work):
 
 
 def test_one_rank_prices_a_piece_as_its_segment():
-    """But for the small dips inside a tile, which packing must not see."""
+    """But for the small dips inside a tile, which packing must not see, and beyond 4,096 tokens the
+    8 or more between knots over which a tile's step is spread."""
     work = WORKLOADS["h100-cp1"]
     lengths = np.arange(16000)
     price, segment = work.attention_ns(lengths), segments_ns(work, lengths, lengths)
-    assert (price >= segment).all()
-    assert np.allclose(price, segment, rtol=0.03)
+    assert (price[:4096] >= segment[:4096]).all()
+    assert np.allclose(price, segment, rtol=0.05)
+    assert np.abs(price[1:] / segment[1:] - 1).mean() < 0.002
 
 
 def test_cp_shares_a_long_piece_evenly():
@@ -178,7 +181,7 @@ def test_what_is_outside_the_profile_is_told():
 
 def test_per_micro_batch_costs_stay_out_of_the_workload():
     one, many = WORKLOADS["h100-cp1"], WORKLOADS["h100-cp2"]
-    assert one.per_micro_batch_ns == 32 * (2 * one.table.launch_forward_ns + 18 * 4000)
+    assert one.per_micro_batch_ns == 32 * (2 * one.table.launch_forward_ns + 14 * 4000)
     assert many.per_micro_batch_ns > 8 * 10 * 50_000  # ten TP collectives a layer, 8 layers
 
 

@@ -185,7 +185,9 @@ def test_hybrid_prices_its_thresholds_as_the_plans_they_make(lengths, cp, cost) 
         plan = module._best_threshold(pieces, cp, cost)
     finally:
         module._slowest = original
-    assert priced == [slowest(plan, cost) - sum(cost.attention_call_ns())]
+    offsets = np.array([0, plan.stop.size])
+    calls = cost.attention_call_ns(plan.stop - plan.start, plan.stop, offsets)
+    assert priced == [slowest(plan, cost) - sum(int(x[0]) for x in calls)]
 
 
 def test_a_remainder_that_a_strategy_does_not_have_is_refused() -> None:

@@ -12,6 +12,7 @@ from wlb.cost.flops import (
     tile_pairs,
 )
 from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns
+from wlb.cost.machine import machine_name
 from wlb.cost.memory import (
     MemoryEstimate,
     TokenCaps,
@@ -24,10 +25,13 @@ from wlb.cost.profile import (
     AttentionTable,
     Collective,
     CollectiveCost,
+    Elementwise,
     ElementwiseCost,
     GemmCost,
+    HeadCost,
     KernelProfile,
     Kind,
+    LayerCost,
     Provenance,
     Scope,
 )
@@ -35,13 +39,14 @@ from wlb.cost.profile_file import (
     SCHEMA_VERSION,
     default_profile_name,
     load_profile,
+    matching_profile,
     profile_from_json,
     profile_names,
     profile_to_json,
     save_profile,
 )
 from wlb.cost.stage import StageTimes, stage_times, without_collectives
-from wlb.cost.surface import Surface, limit_growth
+from wlb.cost.surface import Curve, Surface, limit_curve_growth, limit_growth
 from wlb.cost.workload import FlopsWorkload, ProfiledWorkload, WorkloadModel, workload_for
 
 __all__ = [
@@ -50,11 +55,15 @@ __all__ = [
     "AttentionTable",
     "Collective",
     "CollectiveCost",
+    "Curve",
+    "Elementwise",
     "ElementwiseCost",
     "FlopsWorkload",
     "GemmCost",
+    "HeadCost",
     "KernelProfile",
     "Kind",
+    "LayerCost",
     "MemoryEstimate",
     "ProfiledWorkload",
     "Provenance",
@@ -76,9 +85,12 @@ __all__ = [
     "ideal_kernels_ns",
     "in_flight",
     "layer_linear_flops",
+    "limit_curve_growth",
     "limit_growth",
     "linear_flops_per_token",
     "load_profile",
+    "machine_name",
+    "matching_profile",
     "memory_estimate",
     "memory_of_rank",
     "profile_from_json",

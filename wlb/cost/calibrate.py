@@ -4,17 +4,17 @@ The factor of a term is the median over records (steps, mostly), weighted by pre
 measured over predicted time, both summed over the record's cells. Sums inside a record, so that a
 cell counts by its time and the factor is right for a step as a whole; the median over records, so
 that steps which something else on the machine slowed down do not count. It needs no more than the
-sums that telemetry reduces. What a micro-batch costs whatever it holds ends up in the factor too,
-so calibrate with micro-batches of the size that is to be trained.
+sums that telemetry reduces. What a token costs and what a micro-batch costs whatever it holds get
+the same factor, so calibrate with micro-batches of the size that is to be trained.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
-from wlb.cost.profile import AttentionTable, Collective, KernelProfile, Provenance
-from wlb.cost.surface import Surface
+from wlb.cost.linear import TP_BACKWARD, TP_FORWARD
+from wlb.cost.profile import AttentionTable, Collective, KernelProfile, LayerCost, Provenance
+from wlb.cost.surface import Curve, Surface
 from wlb.plan import TERMS, Telemetry
 
 
@@ -87,15 +87,15 @@ def scaled_profile(
 
     table: the attention table to scale, the others stay (None = all). collectives: whether linear
     factors hold for all-gathers and reduce-scatters of layers too (not where their time was not
-    part of what was measured). Forward and backward GEMMs share one surface, and so do element-wise
-    operators, so the linear factors are averaged by their FLOPs, 1 to 2.
+    part of what was measured). A collective has one price for both passes, so their factors are
+    averaged by calls under TP, 2 to 3. The linear factors go to the layer's own (`LayerCost`): what
+    its operators take one by one was not measured. Embedding and head stay.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward)
     if not all(0 < factor < float("inf") for factor in factors):
         raise ValueError(f"factors of {name!r} must be finite and above 0, got {factors}")
-    linear = (linear_forward + LINEAR_BACKWARD_FACTOR * linear_backward) / (
-        1 + LINEAR_BACKWARD_FACTOR
-    )
+    passes = (sum(TP_FORWARD), sum(TP_BACKWARD))
+    both = (passes[0] * linear_forward + passes[1] * linear_backward) / sum(passes)
     in_layers = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     return replace(
         profile,
@@ -107,20 +107,27 @@ def scaled_profile(
             else t
             for t in profile.attention
         ),
-        gemm=replace(
-            profile.gemm, tflops=_slower(profile.gemm.tflops, linear), provenance=provenance
+        elementwise=tuple(
+            replace(
+                c,
+                forward_call_ns=round(c.forward_call_ns * linear_forward),
+                backward_call_ns=round(c.backward_call_ns * linear_backward),
+                provenance=provenance,
+            )
+            for c in profile.elementwise
         ),
-        elementwise=replace(
-            profile.elementwise,
-            bytes_per_s=profile.elementwise.bytes_per_s / linear,
-            call_ns=round(profile.elementwise.call_ns * linear),
+        layer=LayerCost(
+            forward_factor=profile.layer.forward_factor * linear_forward,
+            backward_factor=profile.layer.backward_factor * linear_backward,
+            forward_call_ns=round(profile.layer.forward_call_ns * linear_forward),
+            backward_call_ns=round(profile.layer.backward_call_ns * linear_backward),
             provenance=provenance,
         ),
         collectives=tuple(
             replace(
                 c,
-                alpha_ns=round(c.alpha_ns * linear),
-                bytes_per_s=c.bytes_per_s / linear,
+                alpha_ns=round(c.alpha_ns * both),
+                bytes_per_s=c.bytes_per_s / both,
                 provenance=provenance,
             )
             if collectives and c.op in in_layers
@@ -140,6 +147,10 @@ def _slower(surface: Surface, factor: float) -> Surface:
     return replace(surface, values=surface.values / factor)
 
 
+def _slower_curve(curve: Curve | None, factor: float) -> Curve | None:
+    return None if curve is None else replace(curve, values=curve.values / factor)
+
+
 def _slower_table(
     table: AttentionTable, forward: float, backward: float, provenance: Provenance
 ) -> AttentionTable:
@@ -149,5 +160,9 @@ def _slower_table(
         backward=_slower(table.backward, backward),
         launch_forward_ns=round(table.launch_forward_ns * forward),
         launch_backward_ns=round(table.launch_backward_ns * backward),
+        group_forward_ns=round(table.group_forward_ns * forward),
+        group_backward_ns=round(table.group_backward_ns * backward),
+        square_forward=_slower_curve(table.square_forward, forward),
+        square_backward=_slower_curve(table.square_backward, backward),
         provenance=provenance,
     )

@@ -81,6 +81,26 @@ def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     )
 
 
+def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Values that one token reads and writes in a layer's element-wise operators.
+
+    (forward, backward) by the operators' names (`wlb.cost.Elementwise`). Forward: two norms (read,
+    write), two residual additions (read two, write one), rotation of Q and K (read, write), SwiGLU
+    (read two, write one). Backward: the norms' (read two, write one) and the residual gradients'
+    additions (read two, write one), the rotation's, SwiGLU's (read three, write two). The embedding
+    is not part of a layer: read and write; backward adds to what it reads.
+    """
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    rotated = model.q_dim + model.kv_dim
+    return {
+        "norm": (4 * hidden, 6 * hidden),
+        "residual": (6 * hidden, 6 * hidden),
+        "rotary": (2 * rotated, 2 * rotated),
+        "swiglu": (3 * ffn, 5 * ffn),
+        "embedding": (2 * hidden, 3 * hidden),
+    }
+
+
 def layer_linear_flops(model: ModelSpec) -> int:
     """Forward FLOPs of one token in one layer's matrices; backward is twice that."""
     return 2 * sum(rows * columns for rows, columns in layer_matrices(model))

@@ -4,7 +4,8 @@ Section 5.3: the kernel computes whole tiles of query rows, so a segment's FLOPs
 tiles and divided by the throughput that was measured at its (query rows, keys, heads); forward and
 backward apart (`WorkloadModel.segment_times_ns`). On top of the paper's sum over segments come the
 launches and CP's collectives: K and V are gathered forward and, by default, again in backward, and
-their gradients scattered. With activation recompute the backward pass runs the forward pass again.
+their gradients scattered. With activation recompute (`ProfiledWorkload.recompute`) the backward
+pass runs the forward pass again.
 
 Ranks of a CP group meet in every layer's collectives, forward as backward, so what a micro-batch
 waits for is the slowest rank of each pass, not the rank with the largest sum.
@@ -51,23 +52,17 @@ class AttentionLatency:
         return self.slowest_kernels_ns / mean if mean else 1.0
 
 
-def attention_latency(
-    plan: ShardingPlan, cost: WorkloadModel, *, recompute: bool = False
-) -> AttentionLatency:
-    """Predicted attention time of each rank of `plan`; pure, integer nanoseconds.
-
-    recompute: activations are computed again in backward, the gather of keys included.
-    """
-    forward, backward = cost.segment_times_ns(plan.stop - plan.start, plan.stop)
-    launch_forward, launch_backward = cost.attention_call_ns()
+def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLatency:
+    """Predicted attention time of each rank of `plan`; pure, integer nanoseconds."""
+    q, kv = plan.stop - plan.start, plan.stop
+    forward, backward = cost.segment_times_ns(q, kv)
+    call_forward, call_backward = cost.attention_call_ns(q, kv, plan.rank_offsets)
     gather, exchange = cost.kv_exchange_ns(plan.num_tokens, cp=plan.cp)
-    forward_ns = _of_ranks(forward, plan.rank_offsets) + launch_forward
-    backward_ns = _of_ranks(backward, plan.rank_offsets) + launch_backward
     return AttentionLatency(
-        forward_ns=forward_ns,
-        backward_ns=backward_ns + forward_ns if recompute else backward_ns,
+        forward_ns=_of_ranks(forward, plan.rank_offsets) + call_forward,
+        backward_ns=_of_ranks(backward, plan.rank_offsets) + call_backward,
         gather_forward_ns=gather,
-        exchange_backward_ns=exchange + gather if recompute else exchange,
+        exchange_backward_ns=exchange,
     )
 
 
@@ -78,7 +73,8 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     whole (tiles, short rows), sometimes a little less (few rows over many keys run well).
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
-    return (int(forward.sum()) + int(backward.sum())) // cp + sum(cost.attention_call_ns())
+    calls = cost.attention_call_ns(lengths, lengths, np.array([0, forward.size]))
+    return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)
 
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:

@@ -3,11 +3,12 @@
 Tile-quantised work over measured throughput is not quite monotone in length: inside a tile
 throughput may grow a little faster than work (dips of a few percent at most). Packing needs a
 longer piece to cost no less, so the price of a length is the greatest price of any length up to it.
-That is exact for every length of the dense part; beyond it for knots about 2^(1/4) apart, and
-linear between them (at most 1 % above a quadratic price, tile steps apart).
+That is exact for every length below DENSE; beyond it at knots, and linear between them: 512 knots
+an octave, where a tile's step is spread over 0.2 % of the length, up to the longest piece that is
+expected, and 4 an octave after that (at most 1 % above a quadratic price, tile steps apart).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from wlb.cost.flops import FloatArray
 from wlb.plan import IntArray
 
+DENSE = 4096
 _LONGEST = 1 << 26
 
 
@@ -27,17 +29,24 @@ class MonotoneTable:
     knot_prices: FloatArray
 
     @classmethod
-    def of(cls, price: Callable[[FloatArray], FloatArray], *, num_dense: int) -> "MonotoneTable":
-        """Tables `price` (lengths [n] to prices [n]), rounded to integers, at every length below
-        `num_dense` and on the knots."""
-        lengths = np.arange(num_dense, dtype=np.float64)
-        dense = np.maximum.accumulate(np.rint(price(lengths)))
-        octaves = np.ldexp(1.0, np.arange(27))[:, None] * np.array([1.0, 1.19, 1.41, 1.68])
-        knots = np.unique(np.floor((num_dense - 1) * octaves))
-        prices = np.maximum.accumulate(np.append(dense[-1], np.rint(price(knots[1:]))))
-        tabled = dense.astype(np.int64)
+    def of(
+        cls, price: Callable[[FloatArray], Sequence[FloatArray]], *, longest: int
+    ) -> "list[MonotoneTable]":
+        """Tables each of the prices that `price` gives for lengths (shape [n] each).
+
+        longest: tokens of the longest piece that is expected; longer ones are coarse.
+        """
+        dense = np.arange(min(DENSE, longest + 1), dtype=np.float64)
+        knots = _knots(dense.size - 1, longest)
+        prices = price(np.append(dense, knots[1:]))
+        return [cls._of(dense.size, knots, np.rint(p)) for p in prices]
+
+    @classmethod
+    def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
+        rising = np.maximum.accumulate(prices)
+        tabled = rising[:num_dense].astype(np.int64)
         tabled.flags.writeable = False
-        return cls(tabled, knots, prices)
+        return cls(tabled, knots, rising[num_dense - 1 :])
 
     def at(self, lengths: FloatArray) -> IntArray:
         if not lengths.size or lengths.max() < self.dense.size:
@@ -52,3 +61,12 @@ class MonotoneTable:
         weight = (lengths - self.knots[left]) / (self.knots[left + 1] - self.knots[left])
         beyond = np.rint(low + weight * (high - low)).astype(np.int64)
         return np.where(lengths < self.dense.size, dense, beyond)
+
+
+def _knots(last_dense: int, longest: int) -> FloatArray:
+    """Whole lengths that rise from `last_dense` to beyond the longest that can be priced."""
+    octaves = np.ldexp(1.0, np.arange(27))[:, None]
+    fine = (last_dense * octaves * (1 + np.arange(512) / 512)).ravel()
+    end = max(last_dense, longest)
+    coarse = (end * octaves * np.array([1.0, 1.19, 1.41, 1.68])).ravel()
+    return np.unique(np.floor(np.concatenate([[last_dense], fine[fine < end], coarse])))

@@ -2,12 +2,16 @@
 
 A profile is one versioned JSON file (`wlb.cost.profile_file` reads it). Every block says
 where its numbers come from: "measured" on the named device, "published" by a named source, or
-"assumed" where neither exists. Attention is a table by kernel backend and head layout, forward and
-backward apart: achieved TFLOP/s over (query rows, keys), of tile-quantised FLOPs (Section 5.3).
+"assumed" where neither exists. Forward and backward are apart everywhere. Attention is a table by
+kernel backend and head layout: achieved TFLOP/s over (query rows, keys), of tile-quantised FLOPs
+(Section 5.3).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +21,8 @@ from wlb.cost.flops import (
     FloatArray,
     tile_pairs,
 )
-from wlb.cost.surface import BoolArray, Surface
+from wlb.cost.surface import BoolArray, Curve, Surface
+from wlb.plan import IntArray
 
 
 class Kind(StrEnum):
@@ -43,7 +48,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where numbers come from. residuals: held-out error of a fit, as fractions, by name."""
+    """Where numbers come from.
+
+    residuals: held-out error of a fit, as fractions, by name. environment: versions, sizes and
+    conditions of a measurement, plain JSON values.
+    """
 
     kind: Kind
     source: str
@@ -54,6 +63,7 @@ class Provenance:
     commit: str = ""
     command: str = ""
     residuals: tuple[tuple[str, float], ...] = ()
+    environment: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", Kind(self.kind))
@@ -68,9 +78,13 @@ class AttentionTable:
 
     backends: names this kernel goes by (`kernels.attention` among them). num_heads, num_kv_heads,
     head_dim: the layout it was measured at. tile_rows: query rows of a tile (128 on Hopper).
-    forward, backward: achieved TFLOP/s of tile-quantised FLOPs over (query rows, keys).
+    padded_lengths: lengths that rows and keys are rounded up to, rising, for kernels that compute
+    similar segments together (SDPA); longer ones stay as they are. forward, backward: achieved
+    TFLOP/s of tile-quantised FLOPs over (query rows, keys). square_*: those of segments without a
+    prefix (as many keys as rows: whole documents) where they were measured apart, else None.
     heads, heads_efficiency: throughput at that many heads a rank, relative to the surface, above
-    what the launch cost explains. launch_*_ns: once a varlen call, whatever it holds.
+    what the launch cost explains. launch_*_ns: once a varlen call, whatever it holds. group_*_ns:
+    once for all segments of a call that are computed together (`groups`).
     """
 
     backends: tuple[str, ...]
@@ -85,9 +99,16 @@ class AttentionTable:
     heads: FloatArray
     heads_efficiency: FloatArray
     provenance: Provenance
+    padded_lengths: tuple[int, ...] = ()
+    group_forward_ns: int = 0
+    group_backward_ns: int = 0
+    square_forward: Curve | None = None
+    square_backward: Curve | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", tuple(self.backends))
+        object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))
+        self._check_calls()
         for name in ("heads", "heads_efficiency"):
             array = np.array(getattr(self, name), np.float64)
             array.flags.writeable = False
@@ -106,9 +127,19 @@ class AttentionTable:
             raise ValueError(f"heads_efficiency {self.heads_efficiency.tolist()} must be finite")
         if self.tile_rows < 1 or not self.backends:
             raise ValueError(f"tile_rows = {self.tile_rows}, backends = {self.backends}")
+        if (self.square_forward is None) != (self.square_backward is None):
+            raise ValueError("square_forward and square_backward must both be there, or neither")
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):
                 raise ValueError(f"forward and backward surfaces differ in {axis}")
+
+    def _check_calls(self) -> None:
+        if any(a >= b for a, b in pairwise((0, *self.padded_lengths))):
+            raise ValueError(f"padded_lengths {self.padded_lengths} must rise from above 0")
+        for name in ("launch", "group"):
+            costs = [getattr(self, f"{name}_{p}_ns") for p in ("forward", "backward")]
+            if min(costs) < 0:
+                raise ValueError(f"{name} costs {costs} ns must not be below 0")
 
     def efficiency(self, num_heads: int) -> float:
         """Efficiency at `num_heads` query heads a rank; constant outside the table.
@@ -125,47 +156,143 @@ class AttentionTable:
     def times_ns(
         self, q: FloatArray, kv: FloatArray, *, num_heads: int, head_dim: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward time of each segment in one layer, launch apart; shape [n] each.
+        """Forward and backward time of each segment in one layer, launches and groups apart.
 
-        Padded query rows choose the throughput, so that all of a tile's lengths cost the same.
-        A segment below the grid is priced as the smallest in it; zero rows are free.
+        Shape [n] each. Padded query rows choose the throughput, so that all of a tile's lengths
+        cost the same. A segment below the grid is priced as the smallest in it; zero rows are free.
         """
-        floor_q, floor_kv = self.forward.floor(q, kv)
-        work = tile_pairs(floor_q, floor_kv, tile_rows=self.tile_rows)
+        rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
+        work = tile_pairs(rows, keys, tile_rows=self.tile_rows)
         work = np.where(q > 0, work * (head_dim * num_heads / self.efficiency(num_heads)), 0.0)
-        cells = self.forward.cells(self._padded(floor_q), floor_kv)
+        tiled = self._tiled(rows)
+        cells = self.forward.cells(tiled, keys)
+        rates = [self.forward.read(cells), self.backward.read(cells)]
+        if self.square_forward is not None and self.square_backward is not None:
+            is_square = q == kv
+            rates[0] = np.where(is_square, self.square_forward.at(tiled), rates[0])
+            rates[1] = np.where(is_square, self.square_backward.at(tiled), rates[1])
         # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
-        forward = work * (FORWARD_FLOPS_PER_PAIR * 1e-3) / self.forward.read(cells)
-        backward = work * (BACKWARD_FLOPS_PER_PAIR * 1e-3) / self.backward.read(cells)
+        forward = work * (FORWARD_FLOPS_PER_PAIR * 1e-3) / rates[0]
+        backward = work * (BACKWARD_FLOPS_PER_PAIR * 1e-3) / rates[1]
         return forward, backward
+
+    def groups(self, q: FloatArray, kv: FloatArray, offsets: IntArray) -> IntArray:
+        """How many groups of segments each call computes one after the other, shape [num_calls].
+
+        offsets: call i holds segments [offsets[i], offsets[i + 1]), shape [num_calls + 1]. Segments
+        are of one group if their padded rows, padded keys and squareness are the same. 0 where
+        groups cost nothing.
+        """
+        num_calls = offsets.size - 1
+        if not self.group_forward_ns and not self.group_backward_ns:
+            return np.zeros(num_calls, np.int64)
+        call = np.repeat(np.arange(num_calls), np.diff(offsets))
+        kinds = np.stack([call, q == kv, self.padded(q), self.padded(kv)])[:, q > 0]
+        order = np.lexsort(kinds)
+        is_new = (np.diff(kinds[:, order], axis=1, prepend=-1.0) != 0).any(0)
+        return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
         """Which segments lie outside the surface, so that their throughput is clamped."""
-        return self.forward.outside(self._padded(q), kv) & (q > 0)
+        rows, keys = self._tiled(self.padded(q)), self.padded(kv)
+        is_outside = self.forward.outside(rows, keys)
+        if self.square_forward is not None:
+            is_outside = np.where(q == kv, self.square_forward.outside(rows), is_outside)
+        return is_outside & (q > 0)
 
-    def _padded(self, q: FloatArray) -> FloatArray:
+    def padded(self, lengths: FloatArray) -> FloatArray:
+        """Lengths rounded up to the next of padded_lengths."""
+        if not self.padded_lengths:
+            return lengths
+        steps = np.array(self.padded_lengths, np.float64)
+        i = np.minimum(np.searchsorted(steps, lengths), steps.size - 1)
+        return np.where((lengths > 0) & (lengths <= steps[-1]), steps[i], lengths)
+
+    def _tiled(self, q: FloatArray) -> FloatArray:
         return np.ceil(q / self.tile_rows) * self.tile_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmCost:
-    """Achieved TFLOP/s of matrix products over (tokens, width); width = sqrt(in * out)."""
+    """Achieved TFLOP/s of matrix products over (tokens, width); width = sqrt(in * out).
 
-    tflops: Surface
+    backward: of both products, for the input's gradient and for the weight's.
+    """
+
+    forward: Surface
+    backward: Surface
     provenance: Provenance
+
+
+class Elementwise(StrEnum):
+    NORM = "norm"
+    ROTARY = "rotary"
+    SWIGLU = "swiglu"
+    RESIDUAL = "residual"
+    EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseCost:
-    """Norms, rotations, SwiGLU, residuals: bytes read and written a second, and cost a call."""
+    """An operator limited by memory: bytes a second that the cost model counts, cost a call.
 
-    bytes_per_s: float
-    call_ns: int
+    Bytes: `wlb.cost.flops.elementwise_values`, so that what an eager operator reads and writes
+    besides lowers its bytes_per_s.
+    """
+
+    op: Elementwise
+    forward_bytes_per_s: float
+    backward_bytes_per_s: float
+    forward_call_ns: int
+    backward_call_ns: int
     provenance: Provenance
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or self.call_ns < 0:
-            raise ValueError(f"bytes_per_s = {self.bytes_per_s}, call_ns = {self.call_ns}")
+        object.__setattr__(self, "op", Elementwise(self.op))
+        for name in ("forward", "backward"):
+            rate, call = (getattr(self, f"{name}_{n}") for n in ("bytes_per_s", "call_ns"))
+            if not 0 < rate < np.inf or call < 0:
+                raise ValueError(f"{self.op}: {name}_bytes_per_s = {rate}, {name}_call_ns = {call}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCost:
+    """Output head and cross-entropy in one: achieved TFLOP/s of its three matrix products.
+
+    All three run in the forward pass (`wlb.model.loss`); backward scales their results, which is
+    priced in bytes.
+    """
+
+    tflops: float
+    backward_bytes_per_s: float
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        if not (0 < self.tflops < np.inf and 0 < self.backward_bytes_per_s < np.inf):
+            raise ValueError(
+                f"head: tflops = {self.tflops}, backward_bytes_per_s = {self.backward_bytes_per_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What a decoder layer takes beside its operators when they run one after the other.
+
+    *_factor: times their sum (fresh memory, caches that others have used). *_call_ns: a pass of a
+    layer, whatever it holds (modules, autograd).
+    """
+
+    forward_factor: float
+    backward_factor: float
+    forward_call_ns: int
+    backward_call_ns: int
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            factor, call = (getattr(self, f"{name}_{n}") for n in ("factor", "call_ns"))
+            if not 0 < factor < np.inf or call < 0:
+                raise ValueError(f"layer: {name}_factor = {factor}, {name}_call_ns = {call}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +341,9 @@ class KernelProfile:
     provenance: Provenance
     attention: tuple[AttentionTable, ...]
     gemm: GemmCost
-    elementwise: ElementwiseCost
+    elementwise: tuple[ElementwiseCost, ...]
+    layer: LayerCost
+    head: HeadCost
     collectives: tuple[CollectiveCost, ...]
 
     def __post_init__(self) -> None:
@@ -224,6 +353,12 @@ class KernelProfile:
             raise ValueError(f"ranks_per_node = {self.ranks_per_node!r} must be at least 1")
         if not self.attention:
             raise ValueError(f"profile {self.name!r} has no attention table")
+        found = [cost.op for cost in self.elementwise]
+        if sorted(found) != sorted(Elementwise):
+            raise ValueError(
+                f"profile {self.name!r} must have each element-wise operator once "
+                f"({', '.join(Elementwise)}), not {', '.join(found)}"
+            )
         have = {(c.op, c.scope) for c in self.collectives}
         missing = [
             f"{op} {scope}" for op in Collective for scope in Scope if (op, scope) not in have
@@ -252,6 +387,9 @@ class KernelProfile:
             tables,
             key=lambda t: (_ratio(t.head_dim, head_dim), _ratio(t.num_heads, num_heads)),
         )
+
+    def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
+        return next(cost for cost in self.elementwise if cost.op == op)
 
     def collective(self, op: Collective, *, span_ranks: int) -> CollectiveCost:
         """Cost of `op` in a group whose ranks spread over `span_ranks` consecutive ranks."""

@@ -14,21 +14,39 @@ from pathlib import Path
 from typing import Any
 
 from wlb.cost.flops import FloatArray
+from wlb.cost.machine import is_same
 from wlb.cost.profile import (
     AttentionTable,
     CollectiveCost,
     ElementwiseCost,
     GemmCost,
+    HeadCost,
     KernelProfile,
+    Kind,
+    LayerCost,
     Provenance,
 )
-from wlb.cost.surface import Surface
+from wlb.cost.surface import Curve, Surface
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+
+def matching_profile(device: str, machine: str, backend: str | None = None) -> KernelProfile:
+    """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
+
+    One of the same device, and of these one that has the attention kernel `backend`, a measured one
+    first; else the device type's default, whose `device` then differs from `machine`.
+    """
+    if device == "cuda" and machine:
+        same = [p for p in map(load_profile, profile_names()) if is_same(p.device, machine)]
+        same.sort(key=lambda p: (backend not in p.backends, p.provenance.kind != Kind.MEASURED))
+        if same:
+            return same[0]
+    return load_profile(default_profile_name(device))
 
 
 def default_profile_name(device: str) -> str:
-    """The shipped profile of a device type, "cpu" or "cuda"."""
+    """The shipped profile of a device type, "cpu" or "cuda", for machines that none is for."""
     names = {"cpu": "cpu", "cuda": "h100"}
     if device not in names:
         raise ValueError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
@@ -92,16 +110,23 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         provenance=_provenance(data["provenance"]),
         attention=tuple(_attention(t) for t in data["attention"]),
         gemm=GemmCost(
-            tflops=Surface(axis0=gemm["tokens"], axis1=gemm["width"], values=gemm["tflops"]),
+            **{
+                name: Surface(
+                    axis0=gemm["tokens"], axis1=gemm["width"], values=gemm[f"{name}_tflops"]
+                )
+                for name in _PASSES
+            },
             provenance=_provenance(gemm["provenance"]),
         ),
-        elementwise=ElementwiseCost(**_with_provenance(data["elementwise"])),
+        elementwise=tuple(ElementwiseCost(**_with_provenance(c)) for c in data["elementwise"]),
+        layer=LayerCost(**_with_provenance(data["layer"])),
+        head=HeadCost(**_with_provenance(data["head"])),
         collectives=tuple(CollectiveCost(**_with_provenance(c)) for c in data["collectives"]),
     )
 
 
 def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
-    gemm = profile.gemm.tflops
+    gemm = profile.gemm.forward
     return {
         "schema_version": SCHEMA_VERSION,
         "name": profile.name,
@@ -113,10 +138,13 @@ def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
         "gemm": {
             "tokens": gemm.axis0.tolist(),
             "width": gemm.axis1.tolist(),
-            "tflops": _rounded(gemm.values),
+            "forward_tflops": _rounded(gemm.values),
+            "backward_tflops": _rounded(profile.gemm.backward.values),
             "provenance": _provenance_json(profile.gemm.provenance),
         },
-        "elementwise": _cost_json(profile.elementwise),
+        "elementwise": [_cost_json(c) for c in profile.elementwise],
+        "layer": _cost_json(profile.layer),
+        "head": _cost_json(profile.head),
         "collectives": [_cost_json(c) for c in profile.collectives],
     }
 
@@ -135,12 +163,14 @@ def _provenance_json(provenance: Provenance) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value}
 
 
-def _cost_json(cost: ElementwiseCost | CollectiveCost) -> dict[str, Any]:
+def _cost_json(cost: ElementwiseCost | LayerCost | HeadCost | CollectiveCost) -> dict[str, Any]:
     return asdict(cost) | {"provenance": _provenance_json(cost.provenance)}
 
 
-def _rounded(values: FloatArray) -> list[list[float]]:
-    return [[float(f"{v:.4g}") for v in row] for row in values]
+def _rounded(values: FloatArray) -> list[Any]:
+    if values.ndim > 1:
+        return [_rounded(row) for row in values]
+    return [float(f"{v:.4g}") for v in values]
 
 
 _PLAIN_FIELDS = (
@@ -151,13 +181,22 @@ _PLAIN_FIELDS = (
     "tile_rows",
     "launch_forward_ns",
     "launch_backward_ns",
+    "group_forward_ns",
+    "group_backward_ns",
 )
+_PASSES = ("forward", "backward")
 
 
 def _attention(data: Mapping[str, Any]) -> AttentionTable:
-    q, kv = data["q"], data["kv"]
+    q, kv, square = data["q"], data["kv"], data.get("square")
+    values: dict[str, Any] = {name: data[name] for name in _PLAIN_FIELDS}
+    if square is not None:
+        for name in _PASSES:
+            curve = Curve(axis=square["lengths"], values=square[f"{name}_tflops"])
+            values[f"square_{name}"] = curve
     return AttentionTable(
-        **{name: data[name] for name in _PLAIN_FIELDS},
+        **values,
+        padded_lengths=tuple(data["padded_lengths"]),
         forward=Surface(axis0=q, axis1=kv, values=data["forward_tflops"]),
         backward=Surface(axis0=q, axis1=kv, values=data["backward_tflops"]),
         heads=data["heads"],
@@ -168,13 +207,20 @@ def _attention(data: Mapping[str, Any]) -> AttentionTable:
 
 def _attention_json(table: AttentionTable) -> dict[str, Any]:
     data: dict[str, Any] = {name: getattr(table, name) for name in _PLAIN_FIELDS}
+    if table.square_forward is not None and table.square_backward is not None:
+        data["square"] = {
+            "lengths": table.square_forward.axis.tolist(),
+            "forward_tflops": _rounded(table.square_forward.values),
+            "backward_tflops": _rounded(table.square_backward.values),
+        }
     return data | {
         "backends": list(table.backends),
+        "padded_lengths": list(table.padded_lengths),
         "q": table.forward.axis0.tolist(),
         "kv": table.forward.axis1.tolist(),
         "forward_tflops": _rounded(table.forward.values),
         "backward_tflops": _rounded(table.backward.values),
         "heads": table.heads.tolist(),
-        "heads_efficiency": [float(f"{v:.4g}") for v in table.heads_efficiency],
+        "heads_efficiency": _rounded(table.heads_efficiency),
         "provenance": _provenance_json(table.provenance),
     }

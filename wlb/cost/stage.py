@@ -1,9 +1,8 @@
 """Predicted times of what a rank can time: each micro-batch on each stage, in the terms of Eq. 2.
 
-Only decoder layers are priced: the cost model has no embedding and no head yet, so what telemetry
-compares leaves those out of the measured times as well. W_l is per token here as in packing: costs
-once a micro-batch (element-wise launches, collective latency) are not in it, so measured over
-predicted time of small micro-batches is above that of large ones.
+Decoder layers only: embedding and head belong to single stages and have prices of their own
+(`ProfiledWorkload.linear`). Unlike W_l, linear times hold what a micro-batch costs whatever is in
+it: calls of operators and layers, latency of collectives.
 """
 
 from dataclasses import dataclass, replace
@@ -35,15 +34,19 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, virtual_stages: i
     shape = (len(latencies), cost.parallel.cp)
     forward = np.array([a.forward_ns for a in latencies], np.int64).reshape(shape)
     backward = np.array([a.backward_ns for a in latencies], np.int64).reshape(shape)
-    # As one document each: W_l is proportional to tokens.
     tokens = np.array([sharding.num_tokens for sharding in plan.shardings], np.int64)
-    linear = cost.linear_ns(tokens)
-    linear_forward = cost.forward_latency_ns(tokens) - cost.terms(tokens)["attention_forward"]
+    linear = [
+        np.rint(
+            sum(ns for name, ns in cost.ns_per_token.items() if name.endswith(one_pass)) * tokens
+            + call_ns
+        ).astype(np.int64)
+        for one_pass, call_ns in zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
+    ]
     return StageTimes(
         attention_forward_ns=forward // virtual_stages,
         attention_backward_ns=backward // virtual_stages,
-        linear_forward_ns=linear_forward // virtual_stages,
-        linear_backward_ns=(linear - linear_forward) // virtual_stages,
+        linear_forward_ns=linear[0] // virtual_stages,
+        linear_backward_ns=linear[1] // virtual_stages,
     )
 
 

@@ -37,6 +37,46 @@ def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
     return array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Curve:
+    """`values[i]` at axis[i]: a surface of one axis, with the same guarantees."""
+
+    axis: FloatArray
+    values: FloatArray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis", _rising("axis", self.axis))
+        object.__setattr__(self, "values", _frozen("values", self.values, 1))
+        if self.values.shape != self.axis.shape:
+            raise ValueError(
+                f"values have shape {self.values.shape}, the axis asks for {self.axis.shape}"
+            )
+        limit = limit_curve_growth(self.axis, self.values)
+        bad = np.flatnonzero(self.values > limit * (1 + _TOLERANCE))
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(
+                f"throughput {self.values[i]:g} at {self.axis[i]:g} grew faster than its axis (at "
+                f"most {limit[i]:g}), so predicted time would fall where work grows; pass values "
+                f"through limit_curve_growth"
+            )
+        object.__setattr__(self, "values", _frozen("values", limit, 1))
+
+    def at(self, x: FloatArray) -> FloatArray:
+        left, weight = _position(self.axis, x)
+        low = self.values[left]
+        return low + weight * (self.values[left + 1] - low)
+
+    def outside(self, x: FloatArray) -> BoolArray:
+        """Which points lie outside the curve, so that their throughput is clamped."""
+        return (x < self.axis[0]) | (x > self.axis[-1])
+
+
+def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
+    """`values` (shape [n]) lowered until no step grows more than its axis."""
+    return limit_growth(axis, np.ones(1), np.array(values, np.float64)[:, None])[:, 0]
+
+
 def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
     """`values` (shape [len(axis0), len(axis1)]) lowered until no step grows more than its axis."""
     out = np.array(values, np.float64)
@@ -45,6 +85,13 @@ def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> Fl
     for j in range(1, out.shape[1]):
         out[:, j] = np.minimum(out[:, j], out[:, j - 1] * (axis1[j] / axis1[j - 1]))
     return out
+
+
+def _rising(name: str, values: Any) -> FloatArray:
+    axis = _frozen(name, values, 1)
+    if axis.size < 2 or not (np.diff(axis) > 0).all():
+        raise ValueError(f"{name} must rise over two points or more, got {axis.tolist()}")
+    return axis
 
 
 class Cells(NamedTuple):
@@ -72,10 +119,7 @@ class Surface:
 
     def __post_init__(self) -> None:
         for name in ("axis0", "axis1"):
-            axis = _frozen(name, getattr(self, name), 1)
-            object.__setattr__(self, name, axis)
-            if axis.size < 2 or not (np.diff(axis) > 0).all():
-                raise ValueError(f"{name} must rise over two points or more, got {axis.tolist()}")
+            object.__setattr__(self, name, _rising(name, getattr(self, name)))
         object.__setattr__(self, "values", _frozen("values", self.values, 2))
         if self.values.shape != (self.axis0.size, self.axis1.size):
             raise ValueError(

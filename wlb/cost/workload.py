@@ -25,27 +25,16 @@ import numpy as np
 from wlb.cost.flops import (
     BACKWARD_FLOPS_PER_PAIR,
     FORWARD_FLOPS_PER_PAIR,
-    LINEAR_BACKWARD_FACTOR,
     FloatArray,
-    layer_matrices,
 )
+from wlb.cost.linear import LinearCost
+from wlb.cost.machine import is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
-from wlb.cost.profile import DTYPE_BYTES, AttentionTable, Collective, KernelProfile
-from wlb.cost.profile_file import default_profile_name, load_profile
+from wlb.cost.profile import AttentionTable, KernelProfile
+from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike
-from wlb.spec import ModelSpec, ParallelSpec, RunSpec
-
-TP_GATHERS = 6
-"""All-gathers of [tokens, hidden] a layer: 2 forward; backward gathers both saved inputs again and
-the gradients of both outputs."""
-TP_SCATTERS = 4
-"""Reduce-scatters of [tokens, hidden] a layer: 2 forward, 2 backward."""
-ELEMENTWISE_CALLS = 18
-"""Element-wise kernels a layer, forward and backward: norms, residuals, rotations, SwiGLU."""
-
-GRADIENT_BYTES = 4
-"""Of a value of dK and dV on its way to its rank: float32, whatever the run computes in."""
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec
 
 _MOST_TABLED = 1 << 18
 
@@ -79,8 +68,13 @@ class WorkloadModel(Protocol):
         """
         ...
 
-    def attention_call_ns(self) -> tuple[int, int]:
-        """Launch cost of attention, forward and backward, whatever the calls hold."""
+    def attention_call_ns(
+        self, q: IntLike, kv: IntLike, offsets: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """What calls cost beside their segments, forward and backward, shape [num_calls] each.
+
+        Call i holds segments [offsets[i], offsets[i + 1]); offsets: shape [num_calls + 1].
+        """
         ...
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
@@ -160,8 +154,11 @@ class FlopsWorkload:
         forward = _ns(both * share)
         return forward, _ns(both) - forward
 
-    def attention_call_ns(self) -> tuple[int, int]:
-        return 0, 0
+    def attention_call_ns(
+        self, q: IntLike, kv: IntLike, offsets: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        free = np.zeros(offsets.size - 1, np.int64)
+        return free, free
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return 0, 0
@@ -171,11 +168,14 @@ class FlopsWorkload:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    backend: attention kernel (None = the profile's first). micro_batch_tokens: tokens of a typical
-    micro-batch, at which GEMM throughput is read (W_l is linear in d, a micro-batch's GEMMs run on
-    all its tokens together). Attention of every length up to that (at most 2^18) is tabled at
-    construction, 0.6 us a token, so that pricing is a look-up. keep_gathered_kv: backward does not
-    gather keys and values again (`cp.keep_gathered_kv`).
+    backend: attention kernel; the profile's first where that is None or has no table.
+    micro_batch_tokens: tokens of a typical micro-batch, at which GEMM throughput is read (W_l is
+    linear in d, a micro-batch's GEMMs run on all its tokens together). Attention of
+    pieces is tabled at construction (`wlb.cost.monotone`, about 2 ms), so that pricing is a
+    look-up.
+    keep_gathered_kv: backward does not gather keys and values again (`cp.keep_gathered_kv`).
+    recompute: backward runs the forward pass of every layer again. machine: device the run is on,
+    "" if it is not known; longest: most tokens of a piece, 0 if not known: both for `notes` only.
     """
 
     model: ModelSpec
@@ -184,7 +184,11 @@ class ProfiledWorkload:
     backend: str | None = None
     micro_batch_tokens: int = 131072
     keep_gathered_kv: bool = False
+    recompute: bool = False
+    machine: str = ""
+    longest: int = 0
     table: AttentionTable = field(init=False)
+    linear: LinearCost = field(init=False)
     ns_per_token: dict[str, float] = field(init=False)
     forward_ns: MonotoneTable = field(init=False, repr=False)
     backward_ns: MonotoneTable = field(init=False, repr=False)
@@ -196,14 +200,24 @@ class ProfiledWorkload:
                 f"{self.model.num_heads} must be multiples of pp = {self.parallel.pp} and tp = "
                 f"{self.parallel.tp}"
             )
+        known = self.backend if self.backend in self.profile.backends else None
         table = self.profile.table(
-            backend=self.backend, head_dim=self.model.head_size, num_heads=self.heads_per_rank
+            backend=known, head_dim=self.model.head_size, num_heads=self.heads_per_rank
         )
         object.__setattr__(self, "table", table)
-        object.__setattr__(self, "ns_per_token", _linear_ns_per_token(self))
-        num_dense = 1 + max(128, min(self.micro_batch_tokens, _MOST_TABLED))
-        for i, name in enumerate(("forward_ns", "backward_ns")):
-            tabled = MonotoneTable.of(lambda d, i=i: self._attention(d)[i], num_dense=num_dense)
+        linear = LinearCost(
+            model=self.model,
+            parallel=self.parallel,
+            profile=self.profile,
+            micro_batch_tokens=self.micro_batch_tokens,
+            keep_gathered_kv=self.keep_gathered_kv,
+            recompute=self.recompute,
+        )
+        object.__setattr__(self, "linear", linear)
+        object.__setattr__(self, "ns_per_token", linear.ns_per_token)
+        longest = max(128, min(self.micro_batch_tokens, _MOST_TABLED))
+        tables = MonotoneTable.of(self._attention, longest=longest)
+        for name, tabled in zip(("forward_ns", "backward_ns"), tables, strict=True):
             object.__setattr__(self, name, tabled)
 
     @property
@@ -227,7 +241,8 @@ class ProfiledWorkload:
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
         d = _lengths("lengths", lengths)
-        return self.forward_ns.at(d) + _ns(d * sum(_linear_ns_per_token(self, _FORWARD).values()))
+        linear = (ns for name, ns in self.ns_per_token.items() if name.endswith("_forward"))
+        return self.forward_ns.at(d) + _ns(d * sum(linear))
 
     def terms(self, lengths: IntLike) -> dict[str, IntArray]:
         """The parts of W, as Figure 7 draws them; they add up to `workload_ns`."""
@@ -242,27 +257,17 @@ class ProfiledWorkload:
         forward, backward = self._times(*_segments(q, kv))
         return _ns(forward), _ns(backward)
 
-    def attention_call_ns(self) -> tuple[int, int]:
-        layers = self.num_layers_per_rank
-        return self.table.launch_forward_ns * layers, self.table.launch_backward_ns * layers
+    def attention_call_ns(
+        self, q: IntLike, kv: IntLike, offsets: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        layers, table = self.num_layers_per_rank, self.table
+        groups = table.groups(*_segments(q, kv), offsets)
+        forward = (table.launch_forward_ns + table.group_forward_ns * groups) * layers
+        backward = (table.launch_backward_ns + table.group_backward_ns * groups) * layers
+        return forward, backward + forward * self.recompute
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        """One all-gather forward; backward a reduce-scatter and, by default, the gather again.
-
-        Gradients travel in float32 (`wlb.parallel.context_op`).
-        """
-        tp = self.parallel.tp
-        values = num_tokens * 2 * self.model.kv_dim / tp
-        gather, scatter = (
-            self.profile.collective(op, span_ranks=tp * cp).time_ns(values * b, num_ranks=cp)
-            for op, b in (
-                (Collective.ALL_GATHER, DTYPE_BYTES[self.profile.dtype]),
-                (Collective.REDUCE_SCATTER, GRADIENT_BYTES),
-            )
-        )
-        backward = scatter + (0 if self.keep_gathered_kv else gather)
-        layers = self.num_layers_per_rank
-        return round(gather * layers), round(backward * layers)
+        return self.linear.kv_exchange_ns(num_tokens, cp=cp)
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
         """Which pieces are priced with throughput from the edge of the profile's surface."""
@@ -276,24 +281,29 @@ class ProfiledWorkload:
 
         An upper bound on a GPU, where launches hide behind running kernels.
         """
-        tp, cp = self.parallel.tp, self.parallel.cp
-        layer = self.table.launch_forward_ns + self.table.launch_backward_ns
-        layer += ELEMENTWISE_CALLS * self.profile.elementwise.call_ns
-        for op, tp_calls, cp_calls in (
-            (Collective.ALL_GATHER, TP_GATHERS, 1 if self.keep_gathered_kv else 2),
-            (Collective.REDUCE_SCATTER, TP_SCATTERS, 1),
-        ):
-            if tp > 1:
-                layer += tp_calls * self.profile.collective(op, span_ranks=tp).alpha_ns
-            if cp > 1:
-                layer += cp_calls * self.profile.collective(op, span_ranks=tp * cp).alpha_ns
-        return layer * self.num_layers_per_rank
+        launch = self.table.launch_forward_ns * (1 + self.recompute) + self.table.launch_backward_ns
+        return round(sum(self.linear.call_ns) + launch * self.num_layers_per_rank)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Where the profile does not match the model, in words for a log."""
-        table, model = self.table, self.model
+        table, model, profile = self.table, self.model, self.profile
         notes: list[str] = []
+        if self.machine and not is_same(self.machine, profile.device):
+            notes.append(
+                f"it is of {profile.device}, this machine has {self.machine}: `wlb profile` "
+                f"measures it"
+            )
+        if self.backend is not None and self.backend not in table.backends:
+            notes.append(f"attention by {self.backend} is priced as {table.backends[0]}")
+        lengths = np.array([float(self.longest)])
+        if self.longest and bool(self.extrapolated(lengths.astype(np.int64))[0]):
+            measured = table.forward
+            notes.append(
+                f"pieces of up to {self.longest} tokens are extrapolated: measured were "
+                f"{measured.axis0[0]:.0f}..{measured.axis0[-1]:.0f} rows over "
+                f"{measured.axis1[0]:.0f}..{measured.axis1[-1]:.0f} keys"
+            )
         if table.head_dim != model.head_size:
             notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
         group, table_group = model.num_heads // model.num_kv_heads, table.num_heads
@@ -328,108 +338,28 @@ class ProfiledWorkload:
         forward, backward = self.table.times_ns(
             q, kv, num_heads=self.heads_per_rank, head_dim=self.model.head_size
         )
-        return forward * self.num_layers_per_rank, backward * self.num_layers_per_rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Passes:
-    """Which passes of a layer are priced: GEMMs per forward GEMM, collectives, element-wise."""
-
-    gemms: int
-    tp_gathers: int
-    tp_scatters: int
-    has_backward: bool
-
-
-_FORWARD = _Passes(gemms=1, tp_gathers=2, tp_scatters=2, has_backward=False)
-_BOTH = _Passes(
-    gemms=1 + LINEAR_BACKWARD_FACTOR,
-    tp_gathers=TP_GATHERS,
-    tp_scatters=TP_SCATTERS,
-    has_backward=True,
-)
-
-
-def _linear_ns_per_token(work: ProfiledWorkload, passes: _Passes = _BOTH) -> dict[str, float]:
-    """W_l's terms for one token of a piece, in ns of a rank's layers."""
-    model, parallel, profile = work.model, work.parallel, work.profile
-    tp, cp, size = parallel.tp, parallel.cp, DTYPE_BYTES[profile.dtype]
-    values = _elementwise_values(model, has_backward=passes.has_backward)
-    elementwise_bytes = values * size / (tp * cp)
-    row_bytes = model.hidden_size * size / cp
-    kv_bytes = 2 * model.kv_dim / tp * size
-    cp_gathers = 2 if passes.has_backward and not work.keep_gathered_kv else 1
-    per_layer = {
-        "gemm": _gemm_ns(work, passes.gemms),
-        "elementwise": elementwise_bytes / profile.elementwise.bytes_per_s * 1e9,
-        "tp_comm": _gather_scatter_ns(
-            profile, row_bytes, tp, tp, passes.tp_gathers, passes.tp_scatters
-        ),
-        "cp_comm": _gather_scatter_ns(profile, kv_bytes, cp, tp * cp, cp_gathers, 0)
-        + _gather_scatter_ns(
-            profile, kv_bytes * GRADIENT_BYTES / size, cp, tp * cp, 0, int(passes.has_backward)
-        ),
-    }
-    return {name: ns * work.num_layers_per_rank for name, ns in per_layer.items()}
-
-
-def _gemm_ns(work: ProfiledWorkload, gemms: int) -> float:
-    """GEMMs of one token in one layer, `gemms` x the forward ones: FLOPs over throughput."""
-    tp, cp = work.parallel.tp, work.parallel.cp
-    surface = work.profile.gemm.tflops
-    tokens = np.array([max(1.0, work.micro_batch_tokens / cp)])
-    total = 0.0
-    for rows, columns in layer_matrices(work.model):
-        width = np.array([(rows * columns / tp) ** 0.5])
-        flops = 2 * rows * columns / (tp * cp) * gemms
-        total += flops * 1e-3 / float(surface.at(tokens, width)[0])
-    return total
-
-
-def _elementwise_values(model: ModelSpec, *, has_backward: bool) -> int:
-    """Values one token reads and writes in one layer's element-wise operators.
-
-    Forward: two norms (read, write), two residual additions (read two, write one), rotation of Q
-    and K (read, write), SwiGLU (read two, write one). Backward: the norms' (read two, write one)
-    and the residual gradients' additions (read two, write one), the rotation's, and SwiGLU's
-    (read three, write two).
-    """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    rotated = model.q_dim + model.kv_dim
-    forward = 4 * hidden + 6 * hidden + 2 * rotated + 3 * ffn
-    backward = 6 * hidden + 6 * hidden + 2 * rotated + 5 * ffn
-    return forward + backward * has_backward
-
-
-def _gather_scatter_ns(
-    profile: KernelProfile,
-    size_bytes: float,
-    num_ranks: int,
-    span_ranks: int,
-    gathers: int,
-    scatters: int,
-) -> float:
-    gather = profile.collective(Collective.ALL_GATHER, span_ranks=span_ranks)
-    scatter = profile.collective(Collective.REDUCE_SCATTER, span_ranks=span_ranks)
-    return gathers * gather.wire_ns(size_bytes, num_ranks=num_ranks) + scatters * scatter.wire_ns(
-        size_bytes, num_ranks=num_ranks
-    )
+        layers = self.num_layers_per_rank
+        return forward * layers, (backward + forward * self.recompute) * layers
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
     """The workload of a run on "cpu" or "cuda"; `.profile.name` says which profile it took.
 
+    cost.profile = auto takes the one that matches this machine's device and the kernel.
     kernels.attention picks the kernel's table; "auto", or a kernel that the profile lacks, takes
-    the profile's first (`.table.backends` says which): a run need not wait for a measurement.
+    the profile's first: a run need not wait for a measurement. `.notes` says what does not match.
     """
-    name = spec.cost.profile
-    profile = load_profile(default_profile_name(device) if name == "auto" else name)
-    backend = str(spec.kernels.attention)
+    name, backend = spec.cost.profile, str(spec.kernels.attention)
+    machine = machine_name(device)
+    is_auto = name == "auto"
+    profile = matching_profile(device, machine, backend) if is_auto else load_profile(name)
     return ProfiledWorkload(
         model=spec.model,
         parallel=spec.parallel,
         profile=profile,
-        backend=backend if backend in profile.backends else None,
+        backend=None if backend == AttentionBackend.AUTO else backend,
         micro_batch_tokens=spec.data.context_window,
         keep_gathered_kv=spec.cp.keep_gathered_kv,
+        machine=machine,
+        longest=min(spec.data.context_window, round(spec.packing.s_max * spec.data.context_window)),
     )

@@ -1,0 +1,124 @@
+"""Which profile a machine gets, and what is said where it is not its own."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from wlb.cost import load_profile, machine, matching_profile, profile_file, save_profile
+from wlb.cost.machine import gpu_name, is_same, machine_name, short_name
+from wlb.cost.workload import workload_for
+from wlb.spec import AttentionBackend, load
+
+
+class FakeError(Exception):
+    pass
+
+
+def fake_nvml(name, *, fails=""):
+    def call(what, result=None):
+        def inner(*_):
+            if what == fails:
+                raise FakeError(what)
+            return result
+
+        return inner
+
+    return SimpleNamespace(
+        NVMLError=FakeError,
+        nvmlInit=call("init"),
+        nvmlShutdown=call("shutdown"),
+        nvmlDeviceGetHandleByIndex=call("handle", 0),
+        nvmlDeviceGetName=call("name", name),
+    )
+
+
+def test_the_gpus_name_comes_from_its_driver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("NVIDIA H200"))
+    assert machine_name("cuda") == "NVIDIA H200"
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(b"NVIDIA H200"))
+    assert gpu_name() == "NVIDIA H200"
+    for fails in ("init", "handle", "name"):
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("x", fails=fails))
+        assert gpu_name() == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert gpu_name() == ""
+
+
+def test_the_cpus_name_comes_from_the_kernel(monkeypatch, tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nmodel name\t: Some CPU @ 3 GHz\n")
+    monkeypatch.setattr(machine, "CPU_INFO", info)
+    assert machine_name("cpu") == "Some CPU @ 3 GHz"
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "none")
+    assert machine_name("cpu") != ""
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("AMD EPYC 7B13", "amd_epyc_7b13"),
+    ],
+)
+def test_short_names(device, name):
+    assert short_name(device) == name
+
+
+def test_memory_and_form_make_no_other_gpu():
+    assert is_same("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM 80GB")
+    assert not is_same("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """A folder of profiles besides those that are shipped: two of an H200."""
+    measured = replace(
+        load_profile("h100"),
+        name="h200",
+        device="NVIDIA H200",
+        provenance=replace(load_profile("cpu").provenance, kind="measured"),
+    )
+    fa3 = tuple(t for t in measured.attention if "flash_attention_3" in t.backends)
+    save_profile(tmp_path / "h200.json", measured)
+    save_profile(tmp_path / "h200_fa3.json", replace(measured, name="h200_fa3", attention=fa3))
+    folders = profile_file._folders()
+    monkeypatch.setattr(profile_file, "_folders", lambda: [*folders, tmp_path])
+
+
+@pytest.mark.usefixtures("shipped")
+def test_the_machines_own_profile_is_taken_and_one_with_the_kernel_first():
+    assert matching_profile("cuda", "NVIDIA H200", "torch_varlen").name == "h200"
+    assert matching_profile("cuda", "NVIDIA H200", "flash_attention_3").name in ("h200", "h200_fa3")
+    assert matching_profile("cuda", "NVIDIA H100 80GB HBM3").name == "h100"
+    assert matching_profile("cuda", "NVIDIA L4").name == "h100"
+    assert matching_profile("cuda", "").name == "h100"
+    assert matching_profile("cpu", "Some CPU").name == "cpu"
+
+
+@pytest.mark.usefixtures("shipped")
+def test_a_run_says_what_does_not_match(monkeypatch):
+    def notes(gpu: str, **kernels) -> str:
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpu))
+        spec = load("7b_128k", ["cost.profile=auto"])
+        spec = replace(spec, kernels=replace(spec.kernels, **kernels))
+        cost = workload_for(spec, "cuda")
+        return "; ".join([cost.profile.name, *cost.notes])
+
+    assert notes("NVIDIA H200").startswith("h200; ")
+    assert "this machine has" not in notes("NVIDIA H200")
+    assert "h100; it is of NVIDIA H100 SXM 80GB, this machine has NVIDIA L4" in notes("NVIDIA L4")
+    told = notes("NVIDIA H200", attention=AttentionBackend.FLASH_ATTENTION_4)
+    assert "attention by flash_attention_4 is priced as torch_varlen" in told
+
+
+def test_pieces_beyond_what_was_measured_are_told():
+    spec = load("7b_128k", [])
+    assert not any("extrapolated" in note for note in workload_for(spec, "cuda").notes)
+    longer = load("7b_128k", ["data.context_window=524288"])
+    (note,) = [n for n in workload_for(longer, "cuda").notes if "extrapolated" in n]
+    assert "pieces of up to 524288 tokens are extrapolated: measured were" in note
+    assert "131072 keys" in note

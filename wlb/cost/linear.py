@@ -1,0 +1,182 @@
+"""W_l of Eq. 2 and what surrounds it: all of a rank's work but attention's kernels.
+
+Proportional to tokens: GEMMs, element-wise operators (both times the layer's factor), TP and CP
+collectives by their bandwidth term. Once a micro-batch, whatever it holds: calls, latency of
+collectives. The ends of the model, embedding and output head, belong to single stages and are
+apart. Forward and backward are apart everywhere.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wlb.cost.flops import (
+    LINEAR_BACKWARD_FACTOR,
+    elementwise_values,
+    head_flops,
+    layer_matrices,
+)
+from wlb.cost.profile import DTYPE_BYTES, Collective, Elementwise, KernelProfile
+from wlb.spec import ModelSpec, ParallelSpec
+
+TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
+"""All-gathers and reduce-scatters of [tokens, hidden] a layer. Backward gathers both saved inputs
+again and the gradients of both outputs."""
+ELEMENTWISE_CALLS = {"norm": 2, "residual": 2, "rotary": 2, "swiglu": 1}
+"""Calls of each operator a layer and pass."""
+GRADIENT_BYTES = 4
+"""Of a value of dK and dV on its way to its rank: float32, whatever the run computes in."""
+
+Passes = tuple[float, float]
+"""Forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`."""
+
+    model: ModelSpec
+    parallel: ParallelSpec
+    profile: KernelProfile
+    micro_batch_tokens: int
+    keep_gathered_kv: bool
+    recompute: bool
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers // self.parallel.pp
+
+    @property
+    def ns_per_token(self) -> dict[str, float]:
+        """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
+        layer, parallel = self.profile.layer, self.parallel
+        factors = (layer.forward_factor, layer.backward_factor)
+        size = DTYPE_BYTES[self.profile.dtype]
+        row_bytes = self.model.hidden_size * size / parallel.cp
+        terms = {
+            "gemm": _times(self._gemm_ns(), factors),
+            "elementwise": _times(self._elementwise_ns(), factors),
+            "tp_comm": (
+                self._wire_ns(row_bytes, parallel.tp, parallel.tp, *TP_FORWARD),
+                self._wire_ns(row_bytes, parallel.tp, parallel.tp, *TP_BACKWARD),
+            ),
+            "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp, size),
+        }
+        out: dict[str, float] = {}
+        for name, (forward, backward) in terms.items():
+            out[f"{name}_forward"] = forward * self.num_layers
+            out[f"{name}_backward"] = (backward + forward * self.recompute) * self.num_layers
+        return out
+
+    @property
+    def call_ns(self) -> Passes:
+        """Once a micro-batch: calls and collectives' latency of a rank's layers.
+
+        An upper bound on a GPU, where launches hide behind running kernels.
+        """
+        tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
+        forward: float = profile.layer.forward_call_ns
+        backward: float = profile.layer.backward_call_ns
+        for op, calls in ELEMENTWISE_CALLS.items():
+            cost = profile.elementwise_of(Elementwise(op))
+            forward += calls * cost.forward_call_ns
+            backward += calls * cost.backward_call_ns
+        kv_gathers = 0 if self.keep_gathered_kv else 1
+        for op, tp_calls, cp_calls in (
+            (Collective.ALL_GATHER, (TP_FORWARD[0], TP_BACKWARD[0]), (1, kv_gathers)),
+            (Collective.REDUCE_SCATTER, (TP_FORWARD[1], TP_BACKWARD[1]), (0, 1)),
+        ):
+            tp_alpha = profile.collective(op, span_ranks=tp).alpha_ns * (tp > 1)
+            cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
+            forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
+            backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
+        layers = self.num_layers
+        return forward * layers, (backward + forward * self.recompute) * layers
+
+    @property
+    def embedding_ns_per_token(self) -> Passes:
+        """The first stage's embedding of one token of a micro-batch."""
+        cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
+        size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        forward, backward = elementwise_values(self.model)[Elementwise.EMBEDDING]
+        return (
+            forward * size / cost.forward_bytes_per_s * 1e9,
+            backward * size / cost.backward_bytes_per_s * 1e9,
+        )
+
+    @property
+    def head_ns_per_token(self) -> float:
+        """The last stage's head and loss of one token: all in the forward pass."""
+        flops = (1 + LINEAR_BACKWARD_FACTOR) * head_flops(self.model)
+        ranks = self.parallel.tp * self.parallel.cp
+        return flops / ranks / self.profile.head.tflops * 1e-3
+
+    @property
+    def head_backward_ns(self) -> float:
+        """The head's backward pass, once a micro-batch: its weight's gradient is scaled."""
+        values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
+        return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
+
+    def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
+        """Keys and values of a micro-batch: an all-gather forward; backward a reduce-scatter in
+        float32 and, by default, the gather again."""
+        tp = self.parallel.tp
+        values = num_tokens * 2 * self.model.kv_dim / tp
+        gather, scatter = (
+            self.profile.collective(op, span_ranks=tp * cp).time_ns(values * b, num_ranks=cp)
+            for op, b in (
+                (Collective.ALL_GATHER, DTYPE_BYTES[self.profile.dtype]),
+                (Collective.REDUCE_SCATTER, GRADIENT_BYTES),
+            )
+        )
+        backward = scatter + gather * ((not self.keep_gathered_kv) + self.recompute)
+        return round(gather * self.num_layers), round(backward * self.num_layers)
+
+    def _gemm_ns(self) -> Passes:
+        """GEMMs of one token in one layer: FLOPs over throughput."""
+        tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
+        tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
+        forward = backward = 0.0
+        for rows, columns in layer_matrices(self.model):
+            width = np.array([(rows * columns / tp) ** 0.5])
+            work = 2 * rows * columns / (tp * cp) * 1e-3
+            forward += work / float(gemm.forward.at(tokens, width)[0])
+            backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, width)[0])
+        return forward, backward
+
+    def _elementwise_ns(self) -> Passes:
+        """Element-wise operators of one token in one layer."""
+        size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        forward = backward = 0.0
+        for op, values in elementwise_values(self.model).items():
+            if op != Elementwise.EMBEDDING:
+                cost = self.profile.elementwise_of(Elementwise(op))
+                forward += values[0] * size / cost.forward_bytes_per_s * 1e9
+                backward += values[1] * size / cost.backward_bytes_per_s * 1e9
+        return forward, backward
+
+    def _kv_wire_ns(self, values: float, size: int) -> Passes:
+        """A token's keys and values: gathered, gathered again, their gradients scattered."""
+        cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
+        again = 0 if self.keep_gathered_kv else 1
+        return (
+            self._wire_ns(values * size, cp, span, 1, 0),
+            self._wire_ns(values * size, cp, span, again, 0)
+            + self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1),
+        )
+
+    def _wire_ns(
+        self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
+    ) -> float:
+        """The bandwidth terms of so many all-gathers and reduce-scatters."""
+        gather, scatter = (
+            self.profile.collective(op, span_ranks=span_ranks).wire_ns(
+                size_bytes, num_ranks=num_ranks
+            )
+            for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        )
+        return gathers * gather + scatters * scatter
+
+
+def _times(passes: Passes, factors: Passes) -> Passes:
+    return passes[0] * factors[0], passes[1] * factors[1]

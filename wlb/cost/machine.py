@@ -1,0 +1,53 @@
+"""What this machine is called, as kernel profiles name their devices; no torch.
+
+A GPU's name comes from its driver by NVML (package nvidia-ml-py), so that planners, which never
+import torch, know it too.
+"""
+
+import importlib
+import platform
+import re
+from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def machine_name(device: str) -> str:
+    """Name of this machine's "cpu" or of its first GPU ("cuda"); "" where it cannot be told."""
+    return cpu_name() if device == "cpu" else gpu_name()
+
+
+def cpu_name() -> str:
+    lines = CPU_INFO.read_text("utf-8").splitlines() if CPU_INFO.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def gpu_name() -> str:
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return ""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ""
+    try:
+        name = nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0))
+    except nvml.NVMLError:
+        return ""
+    finally:
+        nvml.nvmlShutdown()
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def short_name(device: str) -> str:
+    """ "h200" for "NVIDIA H200", "a100" for "NVIDIA A100-SXM4-80GB"; words of others."""
+    model = re.search(r"\b([A-Z]{1,3}\d{2,4}[A-Z]*)\b", device) if "NVIDIA" in device else None
+    words = model[1] if model else device
+    return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
+
+
+def is_same(device: str, other: str) -> bool:
+    """Whether two names are of one kind of device: memory and form of a GPU may differ."""
+    return short_name(device) == short_name(other)
