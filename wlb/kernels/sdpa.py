@@ -308,6 +308,10 @@ def _rounded(length: int) -> int:
     return power * 3 // 4 if length <= power * 3 // 4 and power > 8 else power
 
 
+PADDED_LENGTHS = tuple(sorted({_rounded(n) for n in range(1, _PADDED_BELOW + 1)}))
+"""What lengths are rounded up to; segments of equal rounded lengths are computed together."""
+
+
 def _mask(
     first_B: np.ndarray,
     num_queries: int,

@@ -1,0 +1,203 @@
+"""The fit finds a kernel that it knows, says how wrong it is, and refuses what cannot be right."""
+
+import functools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from wlb.cost import AttentionTable, Curve, Kind, Provenance, Surface, limit_growth
+from wlb.profile.attention import (
+    Grid,
+    Layout,
+    batch_tasks,
+    equal_call,
+    grid_tasks,
+    head_tasks,
+    random_call,
+    steps,
+)
+from wlb.profile.fit_attention import Measured, errors, fill_gaps, fit_attention, predict
+from wlb.profile.tasks import Record
+from wlb.profile.timing import make_timer
+
+CPU = torch.device("cpu")
+GRID = Grid(
+    lengths=steps(8, 4096),
+    held_pairs=20,
+    batches=40,
+    held_batches=20,
+    batch_tokens=(1024, 4096),
+    budget_s=0.01,
+)
+SOURCE = Provenance(kind=Kind.MEASURED, source="made up")
+
+
+def layout(backend: str, heads: int = 4) -> Layout:
+    return Layout(
+        backend=backend,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=16,
+        dtype=torch.float32,
+        device=CPU if backend == "sdpa" else torch.device("cuda"),
+    )
+
+
+def kernel(of: Layout) -> AttentionTable:
+    """A made-up kernel: throughput rises with rows and keys, whole documents run better."""
+    q, kv = np.array([8.0, 64, 512, 4096]), np.array([8.0, 64, 512, 4096])
+    values = 0.05 * (q[:, None] / 4096) ** 0.25 * (kv / 4096) ** 0.2
+    forward = Surface(axis0=q, axis1=kv, values=limit_growth(q, kv, values))
+    backward = Surface(axis0=q, axis1=kv, values=limit_growth(q, kv, 0.7 * values))
+    curve = Curve(axis=q, values=np.diag(values) * (1.5 if of.padded_lengths else 1.0))
+    return AttentionTable(
+        backends=(of.backend,),
+        num_heads=of.num_heads,
+        num_kv_heads=of.num_kv_heads,
+        head_dim=of.head_dim,
+        tile_rows=of.tile_rows,
+        padded_lengths=of.padded_lengths,
+        launch_forward_ns=20_000,
+        launch_backward_ns=30_000,
+        group_forward_ns=30_000 if of.padded_lengths else 0,
+        group_backward_ns=60_000 if of.padded_lengths else 0,
+        forward=forward,
+        backward=backward,
+        square_forward=curve if of.padded_lengths else None,
+        square_backward=replace(curve, values=0.7 * curve.values) if of.padded_lengths else None,
+        heads=np.array([1.0, 4.0]),
+        heads_efficiency=np.array([0.8, 1.0]),
+        provenance=SOURCE,
+    )
+
+
+cached_call = functools.cache(lambda index: random_call(GRID, index))
+
+
+def call_of(record: Record):
+    point = record.point
+    if "index" in point:
+        return cached_call(point["index"])
+    return equal_call(point)
+
+
+def measured(of: Layout, truth: AttentionTable, *, noise: float = 0.0, lost=(), slow=1.0):
+    """Records of every task of the sweep, timed by `truth`; lost: points out of memory."""
+    timer = make_timer(CPU)
+    tasks = [
+        *grid_tasks(of, GRID, timer),
+        *head_tasks(of, [replace(of, num_heads=1, num_kv_heads=1)], GRID, timer),
+        *batch_tasks(of, GRID, timer, held=False),
+        *batch_tasks(of, GRID, timer, held=True),
+        *batch_tasks(of, GRID, timer, held=True, repeat=1),
+    ]
+    rng = np.random.default_rng(0)
+    records: list[Record] = []
+    for task in tasks:
+        record = Record(kind=task.kind, point=task.point, numbers={})
+        at = replace(truth, num_heads=task.point["num_heads"])
+        times = np.array(predict(at, call_of(record))) * np.exp(noise * rng.normal(size=2))
+        if "index" in task.point:
+            times = times * slow
+        numbers = dict(zip(("forward_ns", "backward_ns"), times.tolist(), strict=True))
+        failed = "out of memory" if (task.point.get("q"), task.point.get("kv")) in lost else ""
+        records.append(replace(record, numbers={} if failed else numbers, failed=failed))
+    return Measured(layout=of, records=records, call_of=call_of)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "torch_varlen"])
+def test_a_known_kernel_is_found(backend):
+    of = layout(backend)
+    truth = kernel(of)
+    fitted = fit_attention(measured(of, truth), backends=(backend,), provenance=SOURCE)
+    table, residuals = fitted.table, fitted.residuals
+    assert residuals["held_batch_total_mape"] < 0.02
+    assert residuals["held_pair_total_mape"] < 0.05
+    assert residuals["retest_total"] == 0
+    assert dict(table.provenance.residuals) == residuals
+    assert table.launch_forward_ns == pytest.approx(truth.launch_forward_ns, rel=0.3)
+    assert table.group_backward_ns == pytest.approx(truth.group_backward_ns, rel=0.1)
+    assert dict(zip(table.heads.tolist(), table.heads_efficiency.tolist(), strict=True)) == {
+        1.0: pytest.approx(0.8, rel=0.1),
+        4.0: 1.0,
+    }
+
+
+def test_noise_is_told_and_not_fitted():
+    of = layout("sdpa")
+    fitted = fit_attention(
+        measured(of, kernel(of), noise=0.1), backends=("sdpa",), provenance=SOURCE
+    )
+    residuals = fitted.residuals
+    assert 0.05 < residuals["retest_forward"] < 0.25
+    assert residuals["held_batch_forward_mape"] < 0.15
+    assert residuals["held_batch_forward_mape"] <= residuals["held_batch_forward_p95"]
+    assert residuals["held_batch_forward_p95"] <= residuals["held_batch_forward_max"]
+
+
+def test_batches_correct_what_segments_cost_alone():
+    of = layout("torch_varlen")
+    truth = kernel(of)
+    fitted = fit_attention(measured(of, truth, slow=1.25), backends=("x",), provenance=SOURCE)
+    assert fitted.residuals["held_batch_total_mape"] < 0.08  # uncorrected it is 0.2
+    assert fitted.residuals["held_pair_total_mape"] > 0.1  # pairs were measured without company
+
+
+def test_batches_that_contradict_the_grid_are_told():
+    of = layout("torch_varlen")
+    fitted = fit_attention(measured(of, kernel(of), slow=4.0), backends=("x",), provenance=SOURCE)
+    told = r"ward of segments in random batches took [23456]\.\d+.* measure again"
+    assert fitted.notes
+    assert all(re.search(told, note) for note in fitted.notes)
+    assert fitted.residuals["held_batch_total_mape"] > 0.2
+    assert fit_attention(measured(of, kernel(of)), backends=("x",), provenance=SOURCE).notes == ()
+
+
+def test_points_out_of_memory_are_filled_and_the_rest_is_fitted():
+    of = layout("torch_varlen")
+    lost = {(q, 4096) for q in (8, 16, 4096)}
+    fitted = fit_attention(measured(of, kernel(of), lost=lost), backends=("x",), provenance=SOURCE)
+    assert np.isfinite(fitted.table.forward.values).all()
+    assert fitted.residuals["held_batch_total_mape"] < 0.05
+
+
+def test_too_little_is_refused():
+    of = layout("sdpa")
+    few = replace(measured(of, kernel(of)), records=measured(of, kernel(of)).records[:1])
+    with pytest.raises(ValueError, match="too little was measured of sdpa with 4 heads: 1 single"):
+        fit_attention(few, backends=("sdpa",), provenance=SOURCE)
+
+
+def test_errors_are_of_every_point():
+    of = layout("sdpa")
+    fitted = fit_attention(measured(of, kernel(of)), backends=("sdpa",), provenance=SOURCE)
+    pairs = [p for p in fitted.points if p.kind == "held_pair"]
+    assert len(pairs) == GRID.held_pairs
+    assert sum(p.kind == "held_batch" for p in fitted.points) == 2 * GRID.held_batches
+    worst = max(pairs, key=lambda p: abs(p.predicted_ns[0] / p.measured_ns[0] - 1))
+    outlier = replace(worst, measured_ns=(worst.measured_ns[0] * 10, worst.measured_ns[1]))
+    told = errors([outlier if p is worst else p for p in fitted.points])
+    assert told["held_pair_forward_max"] == pytest.approx(0.9, abs=0.05)
+
+
+def test_gaps_keep_time_constant_below_the_diagonal():
+    axis = np.array([1.0, 2.0, 4.0])
+    nan = np.nan
+    values = np.array([[1.0, 2.0, nan], [nan, 3.0, 4.0], [nan, nan, nan]])
+    filled = fill_gaps(axis, axis, values)
+    assert filled.tolist() == [[1.0, 2.0, 2.0], [1.5, 3.0, 4.0], [1.5, 3.0, 4.0]]
+
+
+def test_random_calls_are_a_rank_of_a_micro_batch():
+    for index in range(60):
+        q, kv = random_call(GRID, index)
+        again = random_call(GRID, index)
+        assert np.array_equal(q, again[0])
+        assert np.array_equal(kv, again[1])
+        assert (q >= 1).all()
+        assert (q <= kv).all()
+        assert kv.max() <= GRID.longest
+        assert q.sum() in (1024, 2048, 4096)  # 8 x 4,096 tokens would be more than two documents

@@ -1,0 +1,246 @@
+"""The sweep of attention kernels: equal segments on a grid, and whole random varlen calls.
+
+A grid point is a call on so many equal segments that the device is full (on CPU: that a call's own
+cost is small beside them), because in training a segment shares the device with others and what it
+adds to the call is its price. For a kernel that computes similar segments together (SDPA) those
+without a prefix (whole documents) are measured apart from those with one, and a one-token segment
+goes along: alone, equal segments would need no rearranging, which all others do. Tiny calls give
+the cost of a call and of a group; random pairs off the grid and random batches say how good
+predictions are: some fit the profile, the others (`held`) only test it.
+
+A batch is a rank's share of a micro-batch of the fitted stream: documents scaled to a length,
+sharded by one of the strategies over 1 to 8 CP ranks. Held-out batches are measured twice, as far
+apart as the sweep is long, which gives the test-retest error.
+
+Kernels are called as the executor's custom ops call them, without autograd.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from wlb.corpus import LengthFamily
+from wlb.cost import FlopsWorkload
+from wlb.kernels import Segments
+from wlb.kernels.op import backward, forward
+from wlb.kernels.sdpa import PADDED_LENGTHS
+from wlb.plan import IntArray, offsets_of
+from wlb.profile.tasks import Numbers, Task
+from wlb.profile.timing import Timer
+from wlb.sharding import shard
+
+TILE_ROWS = {"cuda": 128, "cpu": 1}
+"""Query rows of a tile: FlashAttention's forward kernels on Ampere and Hopper; a CPU has none."""
+CUDA_TILES = 1024
+"""Tiles that fill a GPU with several waves."""
+CPU_KEYS, CPU_SEGMENTS = 4096, 256
+"""Keys of a CPU call beside which its own cost is small, and segments at most."""
+MOST_BYTES = 24 << 30
+"""Of keys, values and their gradients in a call of equal segments."""
+STRATEGIES = ("per_sequence", "per_document", "balanced")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What the kernels compute on; num_heads, num_kv_heads: of one rank."""
+
+    backend: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """As tasks carry it."""
+        return {
+            "backend": self.backend,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Lengths that the backend rounds segments up to."""
+        return PADDED_LENGTHS if self.backend == "sdpa" else ()
+
+    @property
+    def tile_rows(self) -> int:
+        return 1 if self.padded_lengths else TILE_ROWS[self.device.type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is measured. lengths: of rows and of keys; longest: of a document (S_max).
+
+    held_pairs: off the grid. batches, held_batches: random varlen calls of batch_tokens rows.
+    budget_s: of a point's repeats, forward and backward together.
+    """
+
+    lengths: tuple[int, ...]
+    held_pairs: int
+    batches: int
+    held_batches: int
+    batch_tokens: tuple[int, ...]
+    budget_s: float
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+
+def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tuple[int, ...]:
+    """Lengths from `first` to `last`, both included, at these multiples of first, 2 * first, ..."""
+    found = {last}
+    power = first
+    while power <= last:
+        found |= {n for m in per_octave if (n := round(power * m)) <= last}
+        power *= 2
+    return tuple(sorted(found))
+
+
+def time_call(layout: Layout, q: IntArray, kv: IntArray, timer: Timer, budget_s: float) -> Numbers:
+    """Forward and backward time of one varlen call of segments of q rows over kv keys."""
+    offsets_q, offsets_k = offsets_of(q), offsets_of(kv)
+    segments = Segments.from_offsets(offsets_q, offsets_k, device=layout.device)
+    generator = torch.Generator().manual_seed(0)
+
+    def made(rows: int, heads: int) -> torch.Tensor:
+        # Values on the host would take longer than the kernels; one block of them is repeated.
+        block = torch.randn(min(rows, 1024), heads, layout.head_dim, generator=generator)
+        block = block.to(layout.device, layout.dtype)
+        return block.repeat(-(-rows // block.shape[0]), 1, 1)[:rows].contiguous()
+
+    num_q, num_k = int(offsets_q[-1]), int(offsets_k[-1])
+    q_THD, grad_THD = made(num_q, layout.num_heads), made(num_q, layout.num_heads)
+    k_SGD, v_SGD = made(num_k, layout.num_kv_heads), made(num_k, layout.num_kv_heads)
+
+    def run_forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return forward(layout.backend, q_THD, k_SGD, v_SGD, segments)
+
+    def run_backward(saved: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        return backward(layout.backend, grad_THD, q_THD, k_SGD, v_SGD, *saved, segments)
+
+    passes = timer.time_passes(run_forward, run_backward, budget_s=budget_s, least=3, most=50)
+    numbers: Numbers = {}
+    for name, timing in zip(("forward", "backward"), passes, strict=True):
+        numbers[f"{name}_ns"] = timing.median_ns
+        numbers[f"{name}_spread"] = (timing.high_ns - timing.low_ns) / timing.median_ns
+    return numbers
+
+
+def grid_pairs(layout: Layout, grid: Grid) -> Iterator[tuple[int, int]]:
+    """(rows, keys) of the grid's points; a kernel that pads gets one row less than keys on the
+    diagonal, where a point with a prefix and one without differ."""
+    for i, q in enumerate(grid.lengths):
+        yield q, q
+        if layout.padded_lengths and q > 1:
+            yield q - 1, q
+        for kv in grid.lengths[i + 1 :]:
+            yield q, kv
+
+
+def count_of(layout: Layout, q: int, kv: int) -> int:
+    """How many equal segments fill the device."""
+    if layout.device.type == "cpu":
+        return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
+    fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tile_rows)))
+    bytes_a_key = 4 * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
+    return max(1, min(fill, MOST_BYTES // (bytes_a_key * kv)))
+
+
+def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
+    """Rows and keys of the segments of a task on equal ones."""
+    q, kv = (np.full(point["count"], point[name], np.int64) for name in ("q", "kv"))
+    if point["has_other"]:
+        q, kv = np.insert(q, 0, 1), np.insert(kv, 0, 1)
+    return q, kv
+
+
+def grid_tasks(layout: Layout, grid: Grid, timer: Timer) -> list[Task]:
+    """Kinds "call" (a tiny segment), "two_groups" (and another), "grid", "held_pair"."""
+    shortest = grid.lengths[0]
+    tasks = [_equal_task("call", layout, shortest, shortest, 1, grid, timer, has_other=False)]
+    if layout.padded_lengths:
+        second = layout.padded_lengths[1]
+        tasks.append(_equal_task("two_groups", layout, second, second, 1, grid, timer))
+    for q, kv in grid_pairs(layout, grid):
+        tasks.append(_equal_task("grid", layout, q, kv, count_of(layout, q, kv), grid, timer))
+    rng = np.random.default_rng(1)
+    for _ in range(grid.held_pairs):
+        a, b = np.exp(rng.uniform(np.log(grid.lengths[0]), np.log(grid.longest), 2))
+        q, kv = round(min(a, b)), round(max(a, b))
+        tasks.append(_equal_task("held_pair", layout, q, kv, count_of(layout, q, kv), grid, timer))
+    return tasks
+
+
+def head_tasks(layout: Layout, others: Sequence[Layout], grid: Grid, timer: Timer) -> list[Task]:
+    """Kind "heads": a few points at other numbers of heads, the layout's own included."""
+    some = [n for n in grid.lengths if 128 <= n <= 8192][::3]
+    return [
+        _equal_task("heads", at, q, kv, count_of(at, q, kv), grid, timer)
+        for at in (layout, *others)
+        for i, q in enumerate(some)
+        for kv in some[i:]
+    ]
+
+
+def _equal_task(
+    kind: str,
+    layout: Layout,
+    q: int,
+    kv: int,
+    count: int,
+    grid: Grid,
+    timer: Timer,
+    *,
+    has_other: bool | None = None,
+) -> Task:
+    """has_other: a one-token segment goes along; None: if the kernel has groups."""
+    other = bool(layout.padded_lengths) if has_other is None else has_other
+    point = {**layout.name, "q": q, "kv": kv, "count": count, "has_other": other}
+
+    def run() -> Numbers:
+        return time_call(layout, *equal_call(point), timer, grid.budget_s)
+
+    return Task(kind=kind, point=point, run=run)
+
+
+def random_call(grid: Grid, index: int) -> tuple[IntArray, IntArray]:
+    """Rows and keys of the segments of one rank of a random micro-batch; equal for equal index."""
+    rng = np.random.default_rng([7, index])
+    cp = int(rng.choice([1, 2, 4, 8]))
+    rows = int(rng.choice(grid.batch_tokens))
+    tokens = min(rows * cp, 2 * grid.longest)
+    # The family's median document is 1/175 of its window.
+    window = int(np.exp(rng.uniform(np.log(tokens / 8), np.log(4 * tokens))))
+    drawn = LengthFamily().sample(4_000, window=max(64, window), seed=index)
+    drawn = np.minimum(drawn, grid.longest)
+    num = int(np.searchsorted(np.cumsum(drawn), tokens)) + 1
+    lengths = drawn[:num]
+    lengths[-1] -= int(lengths.sum()) - tokens
+    cost = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=0)
+    plan = shard(lengths, cp=cp, strategy=str(rng.choice(STRATEGIES)), cost=cost)
+    spans = plan.for_rank(int(rng.integers(cp)))
+    return spans.stop - spans.start, spans.stop
+
+
+def batch_tasks(
+    layout: Layout, grid: Grid, timer: Timer, *, held: bool, repeat: int = 0
+) -> list[Task]:
+    """Kinds "batch" and "held_batch", of different micro-batches; repeat: measured how often."""
+
+    def task(index: int) -> Task:
+        def run() -> Numbers:
+            return time_call(layout, *random_call(grid, index), timer, 4 * grid.budget_s)
+
+        point: Mapping[str, Any] = {**layout.name, "index": index, "repeat": repeat}
+        return Task(kind="held_batch" if held else "batch", point=point, run=run)
+
+    first = 1000 if held else 0
+    return [task(first + i) for i in range(grid.held_batches if held else grid.batches)]

@@ -1,0 +1,212 @@
+"""From a sweep's records to a KernelProfile, and every fit's error."""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wlb import __version__
+from wlb.cost import (
+    Collective,
+    CollectiveCost,
+    KernelProfile,
+    Kind,
+    Provenance,
+    Scope,
+    load_profile,
+)
+from wlb.cost.flops import FloatArray
+from wlb.cost.profile import DTYPE_BYTES
+from wlb.profile.attention import Grid, Layout, equal_call, random_call
+from wlb.profile.collectives import fit_alpha_beta
+from wlb.profile.fit_attention import Call, FittedAttention, Measured, fit_attention
+from wlb.profile.fit_linear import (
+    fit_elementwise,
+    fit_gemm,
+    fit_head,
+    fit_layer,
+    layer_errors,
+    sum_of_operators,
+)
+from wlb.profile.tasks import Record
+from wlb.spec import ModelSpec
+
+PUBLISHED = "h100"
+"""Whose collectives stand in where they were not measured."""
+RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A profile, and what a report needs besides."""
+
+    profile: KernelProfile
+    attention: tuple[FittedAttention, ...]
+    residuals: dict[str, float]
+    records: Sequence[Record] = field(repr=False)
+
+    @property
+    def failed(self) -> list[Record]:
+        return [r for r in self.records if r.failed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What all blocks of a profile are stamped with. environment: what `run_sweep` gives."""
+
+    name: str
+    environment: Mapping[str, Any]
+    date: str
+    command: str
+
+    @property
+    def dtype(self) -> str:
+        return self.environment["dtype"]
+
+    def provenance(self, source: str, **more: Any) -> Provenance:
+        return Provenance(
+            kind=Kind.MEASURED,
+            source=source,
+            device=self.environment["name"],
+            dtype=self.dtype,
+            date=self.date,
+            **more,
+        )
+
+
+def build(
+    records: Sequence[Record],
+    *,
+    model: ModelSpec,
+    layouts: Sequence[Layout],
+    grid: Grid,
+    origin: Origin,
+) -> Built:
+    """Fits everything. ValueError, naming what is missing, where too little was measured."""
+    value_bytes = DTYPE_BYTES[origin.dtype]
+    measured = origin.provenance("wlb profile")
+
+    def call_of(record: Record) -> Call:
+        if "index" in record.point:
+            return random_call(grid, record.point["index"])
+        return equal_call(record.point)
+
+    attention = tuple(
+        fit_attention(
+            Measured(layout=layout, records=records, call_of=call_of),
+            backends=(layout.backend,),
+            provenance=origin.provenance("wlb profile", backend=layout.backend),
+        )
+        for layout in layouts
+    )
+    gemm = fit_gemm(records, measured)
+    elementwise = fit_elementwise(records, measured, value_bytes=value_bytes)
+
+    def operators(tokens: int, tp: int) -> tuple[FloatArray, FloatArray]:
+        return sum_of_operators(
+            model,
+            tokens,
+            gemm=gemm,
+            elementwise=elementwise,
+            value_bytes=value_bytes,
+            tp=tp,
+        )
+
+    layer = fit_layer(records, operators, measured)
+    residuals = {**attention[0].residuals, **layer_errors(records, operators, layer)}
+    profile = KernelProfile(
+        name=origin.name,
+        device=origin.environment["name"],
+        dtype=origin.dtype,
+        ranks_per_node=RANKS_PER_NODE[origin.environment["device"]],
+        provenance=Provenance(
+            kind=Kind.MEASURED,
+            source="wlb profile; residuals of the first attention table and of whole layers",
+            device=origin.environment["name"],
+            backend=", ".join(dict.fromkeys(layout.backend for layout in layouts)),
+            dtype=origin.dtype,
+            date=origin.date,
+            commit=commit(),
+            command=origin.command,
+            residuals=tuple(residuals.items()),
+            environment=origin.environment,
+        ),
+        attention=tuple(fitted.table for fitted in attention),
+        gemm=gemm,
+        elementwise=elementwise,
+        layer=layer,
+        head=fit_head(records, measured),
+        collectives=collectives(records, origin),
+    )
+    return Built(profile=profile, attention=attention, residuals=residuals, records=records)
+
+
+def collectives(records: Sequence[Record], origin: Origin) -> tuple[CollectiveCost, ...]:
+    """Measured where there were ranks; else another scope's (CPU), a published profile's (CUDA)."""
+    found: dict[tuple[str, str], CollectiveCost] = {}
+    for op in Collective:
+        for scope in Scope:
+            mine = [
+                r
+                for r in records
+                if r.kind == "collective"
+                and not r.failed
+                and (r.point["op"], r.point["scope"]) == (op, scope)
+            ]
+            if len(mine) < 3:
+                continue
+            ranks = mine[0].point["ranks"]
+            sizes = [r.point["bytes"] for r in mine]
+            fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in mine], op, ranks)
+            found[op, scope] = CollectiveCost(
+                op=op,
+                scope=scope,
+                alpha_ns=round(fit.alpha_ns),
+                bytes_per_s=float(f"{fit.bytes_per_s:.4g}"),
+                provenance=origin.provenance(
+                    f"wlb profile, {ranks} ranks", residuals=fit.residuals
+                ),
+            )
+    for op in Collective:
+        for scope in Scope:
+            if (op, scope) not in found:
+                found[op, scope] = _stand_in(op, scope, found, origin)
+    return tuple(found[op, scope] for op in Collective for scope in Scope)
+
+
+def _stand_in(
+    op: Collective, scope: Scope, found: Mapping[tuple[str, str], CollectiveCost], origin: Origin
+) -> CollectiveCost:
+    near = found.get((op, Scope.INTRA_NODE))
+    if near is not None and origin.environment["device"] == "cpu":
+        source = "not measured: as between processes of one machine"
+        costs = (near.alpha_ns, near.bytes_per_s)
+    else:
+        published = load_profile(PUBLISHED)
+        theirs = next(c for c in published.collectives if (c.op, c.scope) == (op, scope))
+        source = f"not measured: profile {PUBLISHED}, which has {theirs.provenance.source}"
+        costs = (theirs.alpha_ns, theirs.bytes_per_s)
+    return CollectiveCost(
+        op=op,
+        scope=scope,
+        alpha_ns=costs[0],
+        bytes_per_s=costs[1],
+        provenance=Provenance(kind=Kind.ASSUMED, source=source),
+    )
+
+
+def commit() -> str:
+    """Of the checkout this runs from, or the installed version."""
+    folder = Path(__file__).resolve().parents[2]
+    if (folder / ".git").exists():
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return f"wlb-llm {__version__}"

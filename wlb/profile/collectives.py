@@ -1,0 +1,472 @@
+"""Tasks that measure collectives, and their fit to alpha + bytes on the wire / bandwidth.
+
+Sizes are nccl-tests': the whole buffer, gathered or before scattering. Calls are the trainer's own
+(`wlb.parallel.collectives`; a send and a receive for p2p), so that allocating the result counts.
+A time is the slowest rank's, the median over repeats. CPU: wall time after a barrier (a rank that
+waits spends no CPU time). CUDA: events around the call, after a small all-reduce that lets the
+ranks begin together.
+
+Two ways to have ranks:
+
+- This process is one of several (torchrun, srun): rank 0 runs the tasks, the others `follow`.
+  Scope intra_node: the ranks of rank 0's node; inter_node: one rank of each node.
+- It is alone: local ranks are started once, at the first task, and measure everything.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.optimize import nnls
+from torch import Tensor
+
+from wlb.cost.profile import Collective, Scope
+from wlb.parallel import collectives, mesh
+from wlb.parallel.launch import run_local
+from wlb.profile.tasks import Numbers, Task
+from wlb.profile.timing import spin
+
+SMALLEST_BYTES = 1 << 12
+CPU_LARGEST_BYTES = 1 << 24
+CUDA_LARGEST_BYTES = 1 << 30
+SHARE_OF_FREE_MEMORY = 8
+"""The largest buffer is at most 1 / this of a GPU's free memory: there are copies of it."""
+LOCAL_RANKS = 2
+WARM_UPS = 3
+HEAD_START_CYCLES = 400_000
+"""The device spins for about 200 us, in which the host issues the barrier and the collective."""
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What one task measures. size_bytes: a multiple of ranks x the bytes of a value."""
+
+    op: Collective
+    scope: Scope
+    num_ranks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effort:
+    budget_s: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a rank measures: the group's ranks of the world, and this rank's device."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectiveSweep:
+    """Tasks to run (rank 0 only; none on other ranks), and why there are none.
+
+    Use as a context manager: the other ranks are let go when rank 0 leaves the block.
+
+        with collective_tasks(world, device, dtype=dtype) as sweep:
+            sweep.follow()  # other ranks measure along until rank 0 leaves; rank 0 passes
+            for record in file.run(sweep.tasks): ...
+    """
+
+    tasks: list[Task]
+    note: str
+    _followed: "_Ranks | None" = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._followed is not None:
+            self._followed.release()
+
+    def follow(self) -> None:
+        if self._followed is not None:
+            self._followed.follow()
+
+
+def collective_tasks(
+    world: mesh.World | None,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    sizes: Sequence[int] | None = None,
+    budget_s: float = 0.1,
+    least: int = 10,
+    most: int = 200,
+) -> CollectiveSweep:
+    """Tasks of kind "collective", point {op, scope, ranks, bytes}, numbers ns, low_ns, high_ns,
+    count.
+
+    world: this process among started ranks (`mesh.init` done; every rank calls this), or None.
+    device: the rank's own; for local ranks only its kind counts. sizes: buffer bytes, rounded down
+    to whole values a rank; default powers of 4 from 4 KiB to 16 MiB on CPU, 1 GiB on CUDA.
+    budget_s, least, most: repeats of one point.
+    """
+    effort = _Effort(budget_s=budget_s, least=least, most=most)
+    if world is not None and world.world_size > 1:
+        return _sweep_of_world(world, device, dtype, sizes, effort)
+    num_ranks = LOCAL_RANKS
+    if device.type == "cuda":
+        num_ranks = torch.cuda.device_count()
+        if num_ranks < 2:
+            note = (
+                "collectives were not measured: they need two GPUs, and there is 1 here; start the "
+                "sweep under torchrun on several, or keep figures of another profile"
+            )
+            return CollectiveSweep(tasks=[], note=note)
+    points = _points({Scope.INTRA_NODE: num_ranks}, sizes or default_sizes(device), dtype.itemsize)
+    local = _Local(kind=device.type, num_ranks=num_ranks, dtype=dtype, points=points, effort=effort)
+    note = f"collectives: {num_ranks} local ranks on {device.type}; nothing between nodes"
+    return CollectiveSweep(tasks=[_task(point, local.measure) for point in points], note=note)
+
+
+def default_sizes(device: torch.device) -> list[int]:
+    largest = CPU_LARGEST_BYTES
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        largest = min(CUDA_LARGEST_BYTES, free // SHARE_OF_FREE_MEMORY)
+    count = (largest // SMALLEST_BYTES).bit_length()
+    return [SMALLEST_BYTES << i for i in range(0, count, 2)]
+
+
+def _points(scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int) -> list[Point]:
+    """All points; scopes: how many ranks the group of each has."""
+    points: dict[Point, None] = {}
+    for scope, num_ranks in scopes.items():
+        for op in Collective:
+            for size in sorted(sizes):
+                whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
+                if whole < 1:
+                    raise ValueError(
+                        f"a buffer of {size} bytes is less than a value a rank on {num_ranks} ranks"
+                    )
+                point = Point(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole)
+                points[point] = None
+    return list(points)
+
+
+def _task(point: Point, measure: Callable[[Point], Numbers]) -> Task:
+    named = {
+        "op": str(point.op),
+        "scope": str(point.scope),
+        "ranks": point.num_ranks,
+        "bytes": point.size_bytes,
+    }
+    return Task(kind="collective", point=named, run=lambda: measure(point))
+
+
+# Local ranks: one launch for all points.
+
+
+@dataclass(slots=True, kw_only=True)
+class _Local:
+    kind: str
+    num_ranks: int
+    dtype: torch.dtype
+    points: list[Point]
+    effort: _Effort
+    found: dict[Point, Numbers | str] = field(default_factory=dict)
+
+    def measure(self, point: Point) -> Numbers:
+        if not self.found:
+            results = run_local(
+                _measure_locally,
+                self.num_ranks,
+                self.kind,
+                self.dtype,
+                self.points,
+                self.effort,
+                device=self.kind,
+                start_group=True,
+                timeout_s=TIMEOUT_S,
+            )
+            self.found = dict(zip(self.points, results[0], strict=True))
+        return _numbers(self.found[point])
+
+
+def _measure_locally(
+    world: mesh.World, kind: str, dtype: torch.dtype, points: Sequence[Point], effort: _Effort
+) -> list[Numbers | str]:
+    group = dist.group.WORLD
+    assert group is not None
+    place = _Place(
+        group=group,
+        ranks=tuple(range(world.world_size)),
+        device=mesh.rank_device(world, kind),
+        dtype=dtype,
+    )
+    return [measure(point, place, effort) for point in points]
+
+
+def _numbers(found: Numbers | str) -> Numbers:
+    if isinstance(found, str):
+        raise torch.OutOfMemoryError(found)
+    return found
+
+
+# Ranks that were started by a launcher: rank 0 says what comes next.
+
+
+def _sweep_of_world(
+    world: mesh.World,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sequence[int] | None,
+    effort: _Effort,
+) -> CollectiveSweep:
+    mine = sizes or default_sizes(device)
+    told: list[Any] = [None] * world.world_size
+    dist.all_gather_object(told, (world.node_rank, mine), _control())
+    agreed = [size for size in told[0][1] if all(size in there for _, there in told)]
+    places = _places(_scopes([node for node, _ in told]), device, dtype)
+    ranks = _Ranks(world=world, places=places, effort=effort)
+    tasks: list[Task] = []
+    if world.rank == 0:
+        counts = {scope: len(place.ranks) for scope, place in places.items()}
+        tasks = [_task(p, ranks.measure) for p in _points(counts, agreed, dtype.itemsize)]
+    told_scopes = ", ".join(f"{s} over {len(place.ranks)} ranks" for s, place in places.items())
+    return CollectiveSweep(tasks=tasks, note=f"collectives: {told_scopes}", _followed=ranks)
+
+
+def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
+    """Ranks of each scope's group, from each rank's node; groups of one are left out."""
+    own = tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
+    firsts = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
+    groups = {Scope.INTRA_NODE: own, Scope.INTER_NODE: firsts}
+    return {scope: ranks for scope, ranks in groups.items() if len(ranks) > 1}
+
+
+def _places(
+    scopes: dict[Scope, tuple[int, ...]], device: torch.device, dtype: torch.dtype
+) -> dict[Scope, _Place]:
+    """This rank's place in each scope; all ranks of the world make a group, also those outside."""
+    places: dict[Scope, _Place] = {}
+    for scope, ranks in scopes.items():
+        group = dist.new_group(list(ranks))
+        if isinstance(group, dist.ProcessGroup):
+            places[scope] = _Place(group=group, ranks=ranks, device=device, dtype=dtype)
+    return places
+
+
+def _control() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ranks:
+    """Ranks that rank 0 leads. They wait in a broadcast, no longer than the group's time limit."""
+
+    world: mesh.World
+    places: dict[Scope, _Place]
+    effort: _Effort
+    released: bool = False
+
+    def measure(self, point: Point) -> Numbers:
+        """On rank 0, which is in every scope's group."""
+        self._tell(point)
+        return _numbers(measure(point, self.places[point.scope], self.effort))
+
+    def follow(self) -> None:
+        """On other ranks: measure along until released. Nothing on rank 0."""
+        while self.world.rank and not self.released:
+            point = self._tell(None)
+            if point is None:
+                self.released = True
+            elif point.scope in self.places:
+                measure(point, self.places[point.scope], self.effort)
+
+    def release(self) -> None:
+        if not self.world.rank and not self.released:
+            self._tell(None)
+            self.released = True
+
+    def _tell(self, point: Point | None) -> Point | None:
+        told = [point]
+        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+        return told[0]
+
+
+# Measuring, on every rank of the group at the same time.
+
+
+def measure(point: Point, place: _Place, effort: _Effort) -> Numbers | str:
+    """Times of one point, equal on all ranks of the group; or words if one is out of memory."""
+    problem, call = "", None
+    try:
+        call = _call(point, place)
+        # Room for the result, which the allocator keeps: a rank that ran out of memory later, when
+        # the others are already in the collective, would leave them there.
+        torch.empty(2 * point.size_bytes, dtype=torch.uint8, device=place.device)
+    except torch.OutOfMemoryError as error:
+        problem = str(error).partition("\n")[0] or "out of memory"
+    if _slowest(np.array([float(bool(problem))]), place)[0]:
+        return problem or "another rank of the group is out of memory"
+    assert call is not None
+    times_ns = _times(call, place, effort)
+    low, median, high = np.percentile(times_ns, (10, 50, 90)).tolist()
+    return {"ns": median, "low_ns": low, "high_ns": high, "count": times_ns.size}
+
+
+def _call(point: Point, place: _Place) -> Callable[[], Any]:
+    num_values = point.size_bytes // place.dtype.itemsize
+    group, rank = place.group, dist.get_rank(place.group)
+
+    def buffer(size: int) -> Tensor:
+        return torch.ones(size, dtype=place.dtype, device=place.device)
+
+    match point.op:
+        case Collective.ALL_GATHER:
+            part = buffer(num_values // point.num_ranks)
+            return lambda: collectives.all_gather(part, group)
+        case Collective.REDUCE_SCATTER:
+            whole = buffer(num_values)
+            return lambda: collectives.reduce_scatter(whole, group)
+        case Collective.ALL_REDUCE:
+            whole = buffer(num_values)
+            return lambda: collectives.all_reduce(whole, group)
+        case Collective.P2P:
+            whole = buffer(num_values)
+            return lambda: _send(whole, rank, group)
+
+
+def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    """From the group's first rank to its second, as the pipeline sends."""
+    if rank > 1:
+        return
+    act = dist.irecv if rank else dist.isend
+    peer = dist.get_global_rank(group, 1 - rank)
+    for request in dist.batch_isend_irecv([dist.P2POp(act, whole, peer, group)]):
+        request.wait()
+
+
+def _times(call: Callable[[], Any], place: _Place, effort: _Effort) -> np.ndarray:
+    """ns of the slowest rank in each repeat; all ranks agree on how many there are."""
+    sample = _cuda_samples if place.device.type == "cuda" else _cpu_samples
+    start = time.perf_counter()
+    sample(call, place, WARM_UPS)
+    took_s = (time.perf_counter() - start) / WARM_UPS
+    took_s = float(_slowest(np.array([took_s]), place)[0])
+    count = max(effort.least, min(effort.most, int(effort.budget_s / took_s)))
+    return _slowest(sample(call, place, count), place)
+
+
+def _slowest(values: np.ndarray, place: _Place) -> np.ndarray:
+    """Largest over the ranks, of each value."""
+    tensor = torch.from_numpy(values.astype(np.float64))
+    return collectives.all_reduce(tensor, place.group, "max").numpy()
+
+
+def _cpu_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
+    took = np.zeros(count)
+    for i in range(count):
+        dist.barrier(place.group)
+        start = time.perf_counter_ns()
+        call()
+        took[i] = time.perf_counter_ns() - start
+    return took
+
+
+def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
+    """Issued ahead of the device; the host waits once, at the end."""
+    flag = torch.zeros(1, device=place.device)
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(count):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        spin(HEAD_START_CYCLES)
+        dist.all_reduce(flag, group=place.group)
+        before.record()
+        call()
+        after.record()
+        pairs.append((before, after))
+    torch.cuda.synchronize(place.device)
+    return np.array([before.elapsed_time(after) * 1e6 for before, after in pairs])
+
+
+# The fit.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlphaBeta:
+    """time = alpha_ns + bytes on the wire / bytes_per_s, as `CollectiveCost` prices it.
+
+    residuals: relative errors by name: of the fit itself, and of each time as predicted by a fit
+    to all others (leave one out).
+    """
+
+    alpha_ns: float
+    bytes_per_s: float
+    residuals: tuple[tuple[str, float], ...]
+
+
+def wire_share(op: Collective, num_ranks: int) -> float:
+    """Bytes that a rank moves, over the buffer's; as in `CollectiveCost`."""
+    match op:
+        case Collective.P2P:
+            return 1.0
+        case Collective.ALL_REDUCE:
+            return 2 * (num_ranks - 1) / num_ranks
+        case _:
+            return (num_ranks - 1) / num_ranks
+
+
+def fit_alpha_beta(
+    sizes: Sequence[int], times_ns: Sequence[float], op: Collective, num_ranks: int
+) -> AlphaBeta:
+    """Least squares of relative errors, neither term below 0.
+
+    Relative, because sizes span six orders of magnitude and a step has calls of all of them.
+    ValueError with fewer than 3 sizes, or where times do not grow with size.
+    """
+    wire = np.asarray(sizes, np.float64) * wire_share(op, num_ranks)
+    times = np.asarray(times_ns, np.float64)
+    if wire.shape != times.shape or np.unique(wire).size < 3 or not (times > 0).all():
+        raise ValueError(
+            f"{op}: sizes {list(sizes)} and times {list(times_ns)} ns must be at least 3 different "
+            f"sizes of more than one rank ({num_ranks}) with a time above 0 each"
+        )
+    alpha, beta = _solve(wire, times)
+    if beta <= 0:
+        raise ValueError(
+            f"{op}: times {list(times_ns)} ns do not grow with sizes {list(sizes)}; measure larger "
+            f"buffers"
+        )
+    fit = np.abs((alpha + beta * wire) / times - 1)
+    left_out = np.zeros(times.size)
+    for i in range(times.size):
+        others = np.arange(times.size) != i
+        a, b = _solve(wire[others], times[others])
+        left_out[i] = abs((a + b * wire[i]) / times[i] - 1)
+    residuals = {
+        "fit_median": np.median(fit),
+        "fit_max": fit.max(),
+        "leave_one_out_median": np.median(left_out),
+        "leave_one_out_max": left_out.max(),
+    }
+    return AlphaBeta(
+        alpha_ns=alpha,
+        bytes_per_s=1e9 / beta,
+        residuals=tuple((name, float(value)) for name, value in residuals.items()),
+    )
+
+
+def _solve(wire: np.ndarray, times: np.ndarray) -> tuple[float, float]:
+    """alpha in ns and ns a byte; columns scaled alike, so that neither drowns in rounding."""
+    scale = times.max() / wire.max()
+    design = np.stack([1 / times, scale * wire / times], axis=1)
+    height = times.min()
+    (alpha, beta), _ = nnls(design * np.array([height, 1.0]), np.ones(times.size))
+    return float(alpha * height), float(beta * scale)

@@ -1,0 +1,251 @@
+"""What a sweep ran on (`describe`) and how the device fared meanwhile (`Monitor`).
+
+`describe` is the same at every start on the same machine with the same packages, so it can head a
+file of records. `Monitor` needs NVML (package nvidia-ml-py); without it, or on a CPU, its record is
+empty and says why.
+"""
+
+import contextlib
+import importlib
+import os
+import platform
+import re
+import threading
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from wlb.kernels.flash2 import FLASH2
+from wlb.kernels.flash3 import FLASH3
+from wlb.kernels.flash4 import FLASH4
+
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+DRIVER_INFO = Path("/proc/driver/nvidia/version")
+
+THROTTLE_REASONS = {
+    "nvmlClocksThrottleReasonGpuIdle": "idle",
+    "nvmlClocksThrottleReasonApplicationsClocksSetting": "application_clocks",
+    "nvmlClocksThrottleReasonSwPowerCap": "software_power_cap",
+    "nvmlClocksThrottleReasonHwSlowdown": "hardware_slowdown",
+    "nvmlClocksThrottleReasonSyncBoost": "sync_boost",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "software_thermal",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "hardware_thermal",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power_brake",
+}
+"""NVML's constant -> name in a record. The older of NVML's two families of names: all have it."""
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Device, versions and sizes as plain JSON values.
+
+    name, device ("cpu" or "cuda"), cpu, torch, num_threads, packages (attention packages and their
+    versions, installed ones only), memory_bytes and l2_bytes (the device's; 0 where the system does
+    not say); on CUDA also capability, cuda, driver, num_sms.
+    """
+    found: dict[str, Any] = {
+        "device": device.type,
+        "name": cpu_name(),
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+        "packages": _packages(),
+        "memory_bytes": _memory_bytes(),
+        "l2_bytes": cpu_l2_bytes(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+            "num_sms": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+        }
+    return found
+
+
+def cpu_name() -> str:
+    """Model name of the first core."""
+    with contextlib.suppress(OSError):
+        for line in CPU_INFO.read_text("utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def cpu_l2_bytes() -> int:
+    """L2 cache of the first core; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        found = re.fullmatch(r"(\d+)([KM]?)", CPU_L2_SIZE.read_text("utf-8").strip())
+        if found is not None:
+            return int(found[1]) << {"": 0, "K": 10, "M": 20}[found[2]]
+    return 0
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError, AttributeError):
+        return 0
+
+
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for flash in (FLASH2, FLASH3, FLASH4):
+        name = flash.package.distribution
+        if flash.package.missing() is not None:
+            continue
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "of no known version"
+    return found
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver; NVML knows it, else the kernel module's own file."""
+    nvml, _ = _start_nvml()
+    if nvml is not None:
+        try:
+            return str(nvml.nvmlSystemGetDriverVersion())
+        finally:
+            nvml.nvmlShutdown()
+    with contextlib.suppress(OSError):
+        words = DRIVER_INFO.read_text("utf-8").partition("\n")[0].split()
+        versions = [word for word in words if word[0].isdigit() and "." in word]
+        if versions:
+            return versions[0]
+    return "unknown"
+
+
+def _start_nvml() -> tuple[Any, str]:
+    """NVML, started, or None and why; whoever gets it shuts it down."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "package nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return None, f"NVML does not start: {error}"
+    return nvml, ""
+
+
+class Monitor:
+    """Samples a GPU's clocks, power, temperature and throttling until the block is left.
+
+    A thread of its own asks NVML every `every_s` seconds (about a millisecond each, without the
+    interpreter's lock). Clocks in MHz, power in W, temperature in degrees Celsius.
+    """
+
+    def __init__(self, device: torch.device, *, every_s: float = 1.0) -> None:
+        if not every_s > 0:
+            raise ValueError(f"every_s = {every_s} must be above 0")
+        self.device, self.every_s = device, every_s
+        self._samples: dict[str, list[float]] = {}
+        self._unavailable: dict[str, str] = {}
+        self._reasons: dict[str, int] = {}
+        self._why_empty = ""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._nvml: Any = None
+
+    def __enter__(self) -> Self:
+        if self.device.type != "cuda":
+            self._why_empty = "clocks, power and temperature are read from NVIDIA GPUs only"
+            return self
+        self._nvml, self._why_empty = _start_nvml()
+        if self._nvml is None:
+            return self
+        try:
+            handle = self._handle()
+        except self._nvml.NVMLError as error:
+            self._why_empty = f"NVML does not know this GPU: {error}"
+            self._nvml.nvmlShutdown()
+            return self
+        self._thread = threading.Thread(
+            target=self._watch, args=(self._readings(handle),), name="gpu-monitor", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._nvml.nvmlShutdown()
+            self._thread = None
+
+    def record(self) -> dict[str, Any]:
+        """What was seen, as plain JSON values; read it after the block.
+
+        Each quantity as [least, median, most]; throttling as the share of samples in which a reason
+        held. unavailable: quantities that this GPU does not tell, and NVML's words. why_empty: ""
+        or why there is nothing.
+        """
+        assert self._thread is None, "read the record after the block"
+        count = max((len(values) for values in self._samples.values()), default=0)
+        throttled = self._samples.get("throttling", [])
+        found: dict[str, Any] = {
+            name: [min(values), float(np.median(values)), max(values)]
+            for name, values in sorted(self._samples.items())
+            if name != "throttling"
+        }
+        return found | {
+            "num_samples": count,
+            "throttled": {n: c / len(throttled) for n, c in sorted(self._reasons.items())},
+            "unavailable": dict(sorted(self._unavailable.items())),
+            "why_empty": self._why_empty,
+        }
+
+    def _handle(self) -> Any:
+        """By UUID: CUDA_VISIBLE_DEVICES hides and reorders GPUs from torch, never from NVML."""
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        if uuid.startswith(("GPU-", "MIG-")):
+            return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        try:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except self._nvml.NVMLError:
+            # A slice of a GPU goes by the same number under another prefix.
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+
+    def _readings(self, handle: Any) -> dict[str, Callable[[], float]]:
+        nvml = self._nvml
+        return {
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
+                handle, nvml.NVML_TEMPERATURE_GPU
+            ),
+            "throttling": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+        }
+
+    def _watch(self, readings: dict[str, Callable[[], float]]) -> None:
+        while True:
+            for name, read in readings.items():
+                if name in self._unavailable:
+                    continue
+                try:
+                    value = read()
+                except self._nvml.NVMLError as error:
+                    self._unavailable[name] = str(error)
+                    continue
+                self._samples.setdefault(name, []).append(float(value))
+                if name == "throttling":
+                    self._count_reasons(int(value))
+            if self._stop.wait(self.every_s):
+                return
+
+    def _count_reasons(self, mask: int) -> None:
+        for constant, name in THROTTLE_REASONS.items():
+            if mask & getattr(self._nvml, constant, 0):
+                self._reasons[name] = self._reasons.get(name, 0) + 1

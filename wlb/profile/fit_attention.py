@@ -1,0 +1,400 @@
+"""From measured calls to an AttentionTable, and how wrong its predictions are.
+
+1. A call's own cost is that of one tiny segment; a group's is what another one of another group
+   adds.
+2. A grid point's price is the call's time without that, over the number of its segments.
+3. Throughput: tile-quantised FLOPs over price; the median where several lengths fill one tile.
+4. Random batches then say what differs in company: factors for short and for long segments, in a
+   kernel with groups (`AttentionTable.groups`) for those with and without a prefix, and how a
+   call's own cost divides between the call and its groups. Robust least squares of the logarithm
+   of predicted over measured time (SciPy), of these and, with less weight, of the grid's calls.
+5. Growth is limited so that predicted time never falls (`wlb.cost.limit_growth`).
+
+Errors are those of the finished table, by the path that runs use: mean, 95th percentile and maximum
+of |predicted / measured - 1| over all held-out points, none left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from wlb.cost import (
+    AttentionTable,
+    Curve,
+    Provenance,
+    Surface,
+    limit_curve_growth,
+    limit_growth,
+    tile_pairs,
+)
+from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
+from wlb.plan import IntArray
+from wlb.profile.attention import Layout
+from wlb.profile.tasks import Record
+
+PASSES = ("forward", "backward")
+FLOPS = {"forward": FORWARD_FLOPS_PER_PAIR, "backward": BACKWARD_FLOPS_PER_PAIR}
+LONG_ROWS = 256
+"""Rows from which a segment counts as long when factors are fitted."""
+ALONE = 0.3
+"""Weight of all calls on equal segments together, where random batches weigh 1."""
+MOST_FACTOR = 2.0
+"""Factors beyond this, or below its inverse, are cut there and told: the grid and the batches
+contradict each other, as after a sweep on a busy machine."""
+
+Call = tuple[IntArray, IntArray]
+"""Rows and keys of a call's segments, shape [num_segments] each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Attention records of one layout. calls: segments of the record's call."""
+
+    layout: Layout
+    records: Sequence[Record]
+    call_of: Callable[[Record], Call]
+
+    def of(self, kind: str) -> list[Record]:
+        mine = self.layout.name
+        return [
+            r
+            for r in self.records
+            if r.kind == kind and not r.failed and mine.items() <= r.point.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A held-out call, for reports: measured and predicted ns of both passes."""
+
+    kind: str
+    label: Mapping[str, int]
+    measured_ns: tuple[float, float]
+    predicted_ns: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedAttention:
+    """notes: what whoever reads the profile should know, in sentences."""
+
+    table: AttentionTable
+    residuals: dict[str, float]
+    notes: tuple[str, ...]
+    points: tuple[Point, ...] = field(repr=False)
+
+
+def fit_attention(
+    measured: Measured, *, backends: tuple[str, ...], provenance: Provenance
+) -> FittedAttention:
+    """ValueError where too little of the grid was measured."""
+    table = _from_grid(measured, backends, provenance)
+    table, notes = _in_company(measured, table)
+    table = replace(table, **_heads(measured))
+    points = tuple(held_out(measured, table))
+    residuals = errors(points) | retest(measured)
+    return FittedAttention(
+        table=replace(
+            table, provenance=replace(table.provenance, residuals=tuple(residuals.items()))
+        ),
+        residuals=residuals,
+        notes=tuple(notes),
+        points=points,
+    )
+
+
+def _from_grid(
+    measured: Measured, backends: tuple[str, ...], provenance: Provenance
+) -> AttentionTable:
+    layout = measured.layout
+    calls, grid = measured.of("call"), measured.of("grid")
+    if not calls or len({r.point["q"] for r in grid}) < 2:
+        raise ValueError(
+            f"too little was measured of {layout.backend} with {layout.num_heads} heads: "
+            f"{len(calls)} single calls, {len(grid)} grid points"
+        )
+    values: dict[str, object] = {}
+    for name in PASSES:
+        alone = calls[0].numbers[f"{name}_ns"]
+        two = [r.numbers[f"{name}_ns"] for r in measured.of("two_groups")]
+        group = min(alone, max(0.0, two[0] - alone)) if two else 0.0
+        values |= {
+            f"launch_{name}_ns": round(alone - group),
+            f"group_{name}_ns": round(group),
+            **_rates(layout, grid, name, alone, group),
+        }
+    return AttentionTable(
+        backends=backends,
+        num_heads=layout.num_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        tile_rows=layout.tile_rows,
+        padded_lengths=layout.padded_lengths,
+        heads=np.array([layout.num_heads]),
+        heads_efficiency=np.ones(1),
+        provenance=provenance,
+        **values,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _rates(
+    layout: Layout, grid: Sequence[Record], name: str, call_ns: float, group_ns: float
+) -> dict[str, object]:
+    """TFLOP/s of segments, for a kernel with groups apart for those without a prefix.
+
+    call_ns: of a call and its first group. group_ns: of the second, which the other segment is.
+    """
+    is_apart = bool(layout.padded_lengths)
+    found: dict[tuple[bool, int, int], list[float]] = {}
+    for record in grid:
+        q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
+        took = record.numbers[f"{name}_ns"]
+        # A segment adds something even where the call's cost is uncertain.
+        price = max(took - call_ns - group_ns * record.point["has_other"], 0.2 * took) / count
+        rows = _computed(layout, q)
+        work = float(tile_pairs(*(np.array([float(x)]) for x in (q if q == kv else rows, kv)),
+                                tile_rows=layout.tile_rows)[0])  # fmt: skip
+        rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
+        # The point beside the diagonal, one row less than keys, stands for the one on it.
+        node = kv if is_apart and q == kv - 1 else _tiled(layout, rows)
+        found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
+    square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
+    axis_q = np.array(sorted({q for _, q, _ in found}), np.float64)
+    axis_kv = np.array(sorted({kv for _, _, kv in found}), np.float64)
+    values = np.full((axis_q.size, axis_kv.size), np.nan)
+    for (is_square, q, kv), rates in found.items():
+        if not is_square:
+            values[np.searchsorted(axis_q, q), np.searchsorted(axis_kv, kv)] = np.median(rates)
+    values = limit_growth(axis_q, axis_kv, fill_gaps(axis_q, axis_kv, values))
+    out: dict[str, object] = {name: Surface(axis0=axis_q, axis1=axis_kv, values=values)}
+    if is_apart:
+        lengths = np.array(list(square), np.float64)
+        curve = limit_curve_growth(lengths, np.array(list(square.values())))
+        out[f"square_{name}"] = Curve(axis=lengths, values=curve)
+    return out
+
+
+def _computed(layout: Layout, length: int) -> int:
+    """Rows that the kernel computes for a segment of `length` rows."""
+    steps = layout.padded_lengths
+    if not steps or length > steps[-1]:
+        return length
+    return next(n for n in steps if n >= length)
+
+
+def _tiled(layout: Layout, rows: int) -> int:
+    return -(-rows // layout.tile_rows) * layout.tile_rows
+
+
+def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
+    """Every grid point filled: `values` has NaN where rows exceed keys, and where nothing was
+    measured (out of memory).
+
+    What interpolation near the diagonal reads below it keeps time constant along a row of keys.
+    Other gaps take the throughput of the nearest shorter keys, then of the nearest fewer rows.
+    """
+    out = values.copy()
+    for i in range(axis_q.size):
+        known = np.flatnonzero(np.isfinite(out[i]))
+        if not known.size:
+            if i == 0:
+                raise ValueError(f"nothing was measured with {axis_q[0]:.0f} query rows")
+            out[i] = out[i - 1]
+            known = np.flatnonzero(np.isfinite(out[i]))
+        for j in range(known[0] + 1, axis_kv.size):
+            if not np.isfinite(out[i, j]):
+                out[i, j] = out[i, j - 1]
+        first = known[0]
+        out[i, :first] = out[i, first] * axis_kv[:first] / axis_kv[first]
+    return out
+
+
+def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
+    """Forward and backward ns of one varlen call of the table's own layout."""
+    q, kv = (x.astype(np.float64) for x in call)
+    times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
+    groups = int(table.groups(q, kv, np.array([0, q.size]))[0])
+    forward, backward = (float(t.sum()) for t in times)
+    return (
+        table.launch_forward_ns + table.group_forward_ns * groups + forward,
+        table.launch_backward_ns + table.group_backward_ns * groups + backward,
+    )
+
+
+def _in_company(measured: Measured, table: AttentionTable) -> tuple[AttentionTable, list[str]]:
+    """Step 4, and notes."""
+    batches = measured.of("batch")
+    if not batches:
+        return table, ["no random batch was measured: prices are those of equal segments alone"]
+    notes: list[str] = []
+    alone = [r for kind in ("call", "two_groups", "grid") for r in measured.of(kind)]
+    weights = np.repeat([1.0, ALONE * len(batches) / len(alone)], [len(batches), len(alone)])
+    evidence = [*batches, *alone]
+    calls = [measured.call_of(r) for r in evidence]
+    changed: dict[str, object] = {}
+    for i, name in enumerate(PASSES):
+        of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch", "group")]
+        features = np.array([_features(table, call, i) for call in calls])
+        took = np.array([r.numbers[f"{name}_ns"] for r in evidence])
+        is_grouped = bool(table.padded_lengths)
+        start = np.append(of_call, np.ones(features.shape[1] - 2))
+        found = _robust(features, took, weights, start, is_grouped=is_grouped)
+        bad = [round(x, 2) for x in found[2:].tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
+        if bad:
+            notes.append(
+                f"{measured.layout.backend}, {table.num_heads} heads: {name} of segments in random "
+                f"batches took {', '.join(map(str, bad))} times what it took alone; was the "
+                f"machine busy or throttled? Remove the records and measure again"
+            )
+            found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR)
+        changed |= {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])}
+        changed |= _scaled(table, name, found[2:])
+    return replace(table, **changed), notes  # pyright: ignore[reportArgumentType]
+
+
+def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
+    """1, groups, and ns of short and of long segments, in a kernel with groups of those with a
+    prefix and then of those without."""
+    q, kv = (x.astype(np.float64) for x in call)
+    times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)[which]
+    # groups() counts only where they cost something.
+    counted = replace(table, group_forward_ns=1)
+    groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
+    is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
+    sides = (~is_square, is_square) if table.square_forward is not None else (~is_square,)
+    kinds = [a & b for a in sides for b in (~is_long, is_long)]
+    return [1.0, groups, *(float(times[kind].sum()) for kind in kinds)]
+
+
+def _robust(
+    features: FloatArray,
+    took: FloatArray,
+    weights: FloatArray,
+    start: FloatArray,
+    *,
+    is_grouped: bool,
+) -> FloatArray:
+    """Coefficients at least 0 that make features @ x near `took` in relation; factors of what
+    hardly occurs in batches (of weight 1) stay at their start."""
+    is_free = np.ones(start.size, bool)
+    is_free[1] = is_grouped
+    is_free[2:] = ((features[:, 2:] > 0.05 * took[:, None]) & (weights == 1)[:, None]).sum(0) >= 5
+    scale = np.where(start > 0, start, 1.0)
+
+    def all_of(x: FloatArray) -> FloatArray:
+        out = start.copy()
+        out[is_free] = x * scale[is_free]
+        return out
+
+    root = np.sqrt(weights)
+
+    def residual(x: FloatArray) -> FloatArray:
+        return root * np.log(np.maximum(features @ all_of(x), 1.0) / took)
+
+    found = least_squares(
+        residual,
+        start[is_free] / scale[is_free],
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=0.1,
+    )
+    return all_of(found.x)
+
+
+def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, object]:
+    """Throughput of both kinds divided by their factors, blended between short and long rows."""
+    surface: Surface = getattr(table, name)
+    curve: Curve | None = getattr(table, f"square_{name}")
+
+    def factor(rows: FloatArray, short: float, long: float) -> FloatArray:
+        weight = np.clip(np.log2(rows / (LONG_ROWS / 2)), 0.0, 1.0)
+        return short + (long - short) * weight
+
+    with_prefix = surface.values / factor(surface.axis0, factors[0], factors[1])[:, None]
+    out: dict[str, object] = {
+        name: replace(surface, values=limit_growth(surface.axis0, surface.axis1, with_prefix))
+    }
+    if curve is not None:
+        without = curve.values / factor(curve.axis, factors[2], factors[3])
+        limited = limit_curve_growth(curve.axis, without)
+        out[f"square_{name}"] = replace(curve, values=limited)
+    return out
+
+
+def _heads(measured: Measured) -> dict[str, FloatArray]:
+    """Throughput at other numbers of heads, relative to the layout's own; median over points."""
+    layout = measured.layout
+    rates: dict[int, dict[tuple[int, int], float]] = {}
+    for record in measured.records:
+        at = record.point
+        same = at.get("backend") == layout.backend and at.get("head_dim") == layout.head_dim
+        if record.kind == "heads" and not record.failed and same:
+            took = sum(record.numbers[f"{name}_ns"] for name in PASSES)
+            rate = at["num_heads"] * at["count"] / took
+            rates.setdefault(at["num_heads"], {})[at["q"], at["kv"]] = rate
+    own = rates.get(layout.num_heads, {})
+    found = {layout.num_heads: 1.0}
+    for heads, of_points in rates.items():
+        shared = own.keys() & of_points.keys()
+        if shared:
+            found[heads] = float(np.median([of_points[p] / own[p] for p in shared]))
+    heads = sorted(found)
+    return {
+        "heads": np.array(heads, np.float64),
+        "heads_efficiency": np.array([found[h] for h in heads]),
+    }
+
+
+def held_out(measured: Measured, table: AttentionTable) -> list[Point]:
+    """Every held-out call, with its prediction."""
+    points: list[Point] = []
+    for kind in ("held_pair", "held_batch"):
+        for record in measured.of(kind):
+            label = {k: v for k, v in record.point.items() if isinstance(v, int)}
+            points.append(
+                Point(
+                    kind=kind,
+                    label=label,
+                    measured_ns=(record.numbers["forward_ns"], record.numbers["backward_ns"]),
+                    predicted_ns=predict(table, measured.call_of(record)),
+                )
+            )
+    return points
+
+
+def errors(points: Sequence[Point]) -> dict[str, float]:
+    """MAPE, p95 and maximum of pairs and of batches, of each pass and of both together."""
+    out: dict[str, float] = {}
+    for kind in ("held_pair", "held_batch"):
+        mine = [p for p in points if p.kind == kind]
+        if not mine:
+            continue
+        measured = np.array([p.measured_ns for p in mine])
+        predicted = np.array([p.predicted_ns for p in mine])
+        for i, name in enumerate((*PASSES, "total")):
+            pair = (predicted, measured) if name == "total" else (predicted[:, i], measured[:, i])
+            a, b = (x.sum(1) if name == "total" else x for x in pair)
+            error = np.abs(a / b - 1)
+            out |= {
+                f"{kind}_{name}_mape": float(error.mean()),
+                f"{kind}_{name}_p95": float(np.percentile(error, 95)),
+                f"{kind}_{name}_max": float(error.max()),
+            }
+    return out
+
+
+def retest(measured: Measured) -> dict[str, float]:
+    """How far two measurements of the same held-out batch differ: mean |a / b - 1|."""
+    by_index: dict[int, list[Record]] = {}
+    for record in measured.of("held_batch"):
+        by_index.setdefault(record.point["index"], []).append(record)
+    pairs = [(r[0].numbers, r[1].numbers) for r in by_index.values() if len(r) == 2]
+    if not pairs:
+        return {}
+    out: dict[str, float] = {}
+    for name in (*PASSES, "total"):
+        keys = [f"{n}_ns" for n in PASSES] if name == "total" else [f"{name}_ns"]
+        ratio = [sum(a[k] for k in keys) / sum(b[k] for k in keys) for a, b in pairs]
+        out[f"retest_{name}"] = float(np.abs(np.array(ratio) - 1).mean())
+    return out

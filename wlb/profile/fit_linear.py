@@ -1,0 +1,242 @@
+"""From measured matrix products and element-wise operators to the linear part of a profile.
+
+- GEMMs: achieved TFLOP/s over (tokens, sqrt(in * out)), the median where several matrices have one
+  width; a width that some token count lacks is filled from its neighbours in time.
+- Element-wise operators and the embedding: time = call + bytes / rate, robust non-negative least
+  squares of relative errors (SciPy), over all widths and token counts.
+- Head: TFLOP/s of its three products, and bytes/s of the gradient that backward scales.
+- Layer: whole decoder layers without attention, against the sum of these: a factor (memory that is
+  new in every call, caches that others used) and a call's own cost (modules, autograd). Layers at
+  other token counts, which no fit has seen, say how good that is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares, nnls
+
+from wlb.cost import (
+    Elementwise,
+    ElementwiseCost,
+    GemmCost,
+    HeadCost,
+    LayerCost,
+    Provenance,
+    Surface,
+    limit_growth,
+)
+from wlb.cost.flops import FloatArray, elementwise_values
+from wlb.cost.linear import ELEMENTWISE_CALLS, GRADIENT_BYTES
+from wlb.profile.linear import rank_matrices, rank_model
+from wlb.profile.tasks import Record
+from wlb.spec import ModelSpec
+
+PASSES = ("forward", "backward")
+GEMMS = {"forward": 1, "backward": 2}
+FREE_BYTES_PER_S = 1e14
+"""Of an operator whose time did not grow with its size: beyond any memory's rate."""
+
+
+def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
+    """ValueError unless two token counts and two widths were measured."""
+    mine = [r for r in records if r.kind == "gemm" and not r.failed]
+    tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
+    widths = np.array(sorted({_width(r) for r in mine}), np.float64)
+    if tokens.size < 2 or widths.size < 2:
+        raise ValueError(
+            f"matrix products were measured for {tokens.size} token counts and {widths.size} "
+            f"widths; a fit needs two of each"
+        )
+    surfaces: dict[str, Surface] = {}
+    for name in PASSES:
+        rates: dict[tuple[int, int], list[float]] = {}
+        for r in mine:
+            flops = 2 * GEMMS[name] * r.point["tokens"] * r.point["rows"] * r.point["columns"]
+            where = (
+                int(np.searchsorted(tokens, r.point["tokens"])),
+                int(np.searchsorted(widths, _width(r))),
+            )
+            rates.setdefault(where, []).append(flops / r.numbers[f"{name}_ns"] * 1e-3)
+        values = np.full((tokens.size, widths.size), np.nan)
+        for where, found in rates.items():
+            values[where] = np.median(found)
+        values = limit_growth(tokens, widths, _filled(values))
+        surfaces[name] = Surface(axis0=tokens, axis1=widths, values=values)
+    return GemmCost(**surfaces, provenance=provenance)
+
+
+def _width(record: Record) -> float:
+    return (record.point["rows"] * record.point["columns"]) ** 0.5
+
+
+def _filled(values: FloatArray) -> FloatArray:
+    """Gaps (out of memory, at many tokens) take the throughput at fewer tokens."""
+    out = values.copy()
+    for j in range(out.shape[1]):
+        known = np.flatnonzero(np.isfinite(out[:, j]))
+        for i in range(out.shape[0]):
+            if not np.isfinite(out[i, j]):
+                out[i, j] = out[known[max(0, int(np.searchsorted(known, i)) - 1)], j]
+    return out
+
+
+def fit_elementwise(
+    records: Sequence[Record], provenance: Provenance, *, value_bytes: int
+) -> tuple[ElementwiseCost, ...]:
+    costs: list[ElementwiseCost] = []
+    for op in Elementwise:
+        is_end = op == Elementwise.EMBEDDING
+        mine = [
+            r
+            for r in records
+            if not r.failed and (r.kind == "embedding" if is_end else r.point.get("op") == op)
+        ]
+        if not mine:
+            raise ValueError(f"the element-wise operator {op} was not measured")
+        values: dict[str, Any] = {}
+        for name in PASSES:
+            sizes = [_bytes(r, name, value_bytes) for r in mine]
+            call, rate = call_and_rate(sizes, [r.numbers[f"{name}_ns"] for r in mine])
+            values |= {f"{name}_call_ns": round(call), f"{name}_bytes_per_s": rate}
+        costs.append(ElementwiseCost(op=op, provenance=provenance, **values))
+    return tuple(costs)
+
+
+def _bytes(record: Record, name: str, value_bytes: int) -> float:
+    if record.kind != "embedding":
+        return record.numbers[f"{name}_bytes"]
+    # As `elementwise_values`: read and write; backward reads a row and adds to another.
+    factor = {"forward": 2, "backward": 3}[name]
+    return factor * record.point["tokens"] * record.point["hidden"] * value_bytes
+
+
+def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[float, float]:
+    """Nanoseconds of a call and bytes a second, from times of calls on `sizes` bytes."""
+    took = np.maximum(np.array(times_ns, np.float64), 1.0)
+    call, ns_per_byte = robust_line(np.array(sizes, np.float64), took)
+    rate = 1e9 / max(ns_per_byte, 1e9 / FREE_BYTES_PER_S)
+    return call, float(f"{rate:.4g}")
+
+
+def robust_line(
+    x: FloatArray, took: FloatArray, offset: FloatArray | float = 0.0
+) -> tuple[float, float]:
+    """(a, b), both at least 0, so that offset + a + b * x is near `took` (shape [n], above 0).
+
+    Errors are relative; single points that something else on the machine disturbed count little.
+    """
+    design = np.stack([np.ones(took.size), x], 1)
+    rest = np.maximum(took - offset, 0.0) / took
+    first, _ = nnls(design / took[:, None], rest)
+    unit = np.maximum(first, [took.min(), took.max() / max(float(x.max()), 1.0)])
+
+    def residual(z: FloatArray) -> FloatArray:
+        return np.log(np.maximum(offset + design @ (z * unit), 1e-3 * took) / took)
+
+    found = least_squares(
+        residual,
+        np.maximum(first / unit, 1e-6),
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=0.05,
+    )
+    a, b = (found.x * unit).tolist()
+    return a, b
+
+
+def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
+    """At the larger half of the token counts: below it the head is a small part of a stage."""
+    mine = [r for r in records if r.kind == "head" and not r.failed]
+    if not mine:
+        raise ValueError("the output head was not measured")
+    middle = np.median([r.point["tokens"] for r in mine])
+    large = [r for r in mine if r.point["tokens"] >= middle]
+    rates: list[float] = []
+    scaled: list[float] = []
+    for r in large:
+        products = r.point["hidden"] * r.point["vocab"]
+        rates.append(6 * r.point["tokens"] * products / r.numbers["forward_ns"] * 1e-3)
+        scaled.append(3 * products * GRADIENT_BYTES / r.numbers["backward_ns"] * 1e9)
+    return HeadCost(
+        tflops=float(f"{np.median(rates):.4g}"),
+        backward_bytes_per_s=float(f"{np.median(scaled):.4g}"),
+        provenance=provenance,
+    )
+
+
+def sum_of_operators(
+    model: ModelSpec,
+    tokens: int,
+    *,
+    gemm: GemmCost,
+    elementwise: Sequence[ElementwiseCost],
+    value_bytes: int,
+    tp: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Forward and backward ns (shape [2]) of a layer's work, and of its operators' calls.
+
+    Without attention and collectives; norms and residuals of all `tokens`, as "layer" tasks have
+    them.
+    """
+    at = np.array([float(tokens)])
+    work, calls = np.zeros(2), np.zeros(2)
+    for rows, columns in rank_matrices(model, tp):
+        width = np.array([(rows * columns) ** 0.5])
+        flops = 2.0 * tokens * rows * columns * 1e-3
+        rates = [float(s.at(at, width)[0]) for s in (gemm.forward, gemm.backward)]
+        work += [flops / rates[0], 2 * flops / rates[1]]
+    values = elementwise_values(rank_model(model, tp))
+    for cost in elementwise:
+        if cost.op != Elementwise.EMBEDDING:
+            count = ELEMENTWISE_CALLS[cost.op]
+            rates = [cost.forward_bytes_per_s, cost.backward_bytes_per_s]
+            work += [
+                v * tokens * value_bytes / r * 1e9
+                for v, r in zip(values[cost.op], rates, strict=True)
+            ]
+            calls += [count * cost.forward_call_ns, count * cost.backward_call_ns]
+    return work, calls
+
+
+Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
+"""`sum_of_operators` of (tokens, tp)."""
+
+
+def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
+    """measured = call + operators' calls + factor * operators' work."""
+    mine = [r for r in records if r.kind == "layer" and not r.failed]
+    if len(mine) < 2:
+        raise ValueError(f"{len(mine)} whole layers were measured; a fit needs two")
+    sums = [operators(r.point["tokens"], r.point["tp"]) for r in mine]
+    values: dict[str, Any] = {}
+    for i, name in enumerate(PASSES):
+        took = np.array([r.numbers[f"{name}_ns"] for r in mine])
+        work, calls = (np.array([s[part][i] for s in sums]) for part in (0, 1))
+        call, factor = robust_line(work, took, calls)
+        values |= {f"{name}_call_ns": round(call), f"{name}_factor": float(f"{factor:.4g}")}
+    return LayerCost(**values, provenance=provenance)
+
+
+def layer_errors(
+    records: Sequence[Record], operators: Operators, layer: LayerCost
+) -> dict[str, float]:
+    """Mean and maximum of |predicted / measured - 1| over held-out layers, both passes; and what
+    the sum of operators alone would miss ("operators")."""
+    own = np.array([layer.forward_call_ns, layer.backward_call_ns])
+    factor = np.array([layer.forward_factor, layer.backward_factor])
+    found: dict[str, list[float]] = {}
+    for r in records:
+        if r.kind == "held_layer" and not r.failed:
+            work, calls = operators(r.point["tokens"], r.point["tp"])
+            took = np.array([r.numbers[f"{name}_ns"] for name in PASSES])
+            for what, predicted in (
+                ("layer", own + calls + factor * work),
+                ("operators", calls + work),
+            ):
+                for name, error in zip(PASSES, (predicted / took - 1).tolist(), strict=True):
+                    found.setdefault(f"{what}_{name}", []).append(abs(error))
+    out: dict[str, float] = {}
+    for name, errors in found.items():
+        out |= {f"{name}_mape": float(np.mean(errors)), f"{name}_max": float(np.max(errors))}
+    return out

@@ -1,0 +1,357 @@
+"""Tasks that measure everything of a layer but attention: what W_l(d) of Eq. 2 is fitted to.
+
+Times are of one rank, forward and backward apart, without collectives. Kinds:
+
+- `gemm`: each matrix of a layer at each TP degree, as the trainer multiplies: x @ w.T; then
+  grad @ w and grad.T @ x.
+- `elementwise`: norm, rotation, SwiGLU and residual addition through the modules of `wlb.model`
+  and autograd, at the widths that a rank holds; and one token of each, whose time is that of the
+  call. `*_bytes` are what the cost model counts (`wlb.cost.flops`), not what eager PyTorch,
+  with its intermediate results, really moves: its achieved bytes/s are lower for that.
+- `embedding`, `head`: the ends of the model, a rank's share of the vocabulary. The head's forward
+  pass computes its gradients, its backward pass scales them (`wlb.model.loss`).
+- `layer`: a whole decoder layer whose attention passes q through: what operators take together.
+  `held_layer`: the same at other token counts, which no fit may use. Under TP norms and residuals
+  take all `tokens` here, since there is no other rank to share them with.
+
+Nothing is allocated before a task runs, and nothing is kept after it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wlb.cost.flops import layer_matrices
+from wlb.model import Ops
+from wlb.model.llama import DecoderLayer, LocalAttend, Rows
+from wlb.model.loss import head_loss
+from wlb.model.rope import inverse_frequencies, rope_tables, rotate
+from wlb.profile.tasks import Numbers, Task
+from wlb.profile.timing import Timer
+from wlb.spec import ModelSpec
+
+ROW_PARALLEL = (3, 6)
+"""Of `layer_matrices`: O and down, which TP splits by their inputs; all others by their outputs."""
+
+FORWARD_VALUES = {"norm": 2, "rotary": 2, "swiglu": 3, "residual": 3}
+"""Values read and written a token and channel of `width`: read, write; or read two, write one."""
+BACKWARD_VALUES = {"norm": 3, "rotary": 2, "swiglu": 5, "residual": 3}
+"""The residual's: gradients of its two uses are added."""
+
+SEED = 20_25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """What all tasks share: where tensors live and how passes are timed."""
+
+    timer: Timer
+    device: torch.device
+    dtype: torch.dtype
+    budget_s: float
+
+    def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
+        """Normal values: what a GEMM costs on a GPU depends on how many bits it flips."""
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+        return values.mul_(scale).requires_grad_(grad)
+
+    def passes(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Numbers:
+        first, second = self.timer.time_passes(forward, backward, budget_s=self.budget_s)
+        return {
+            "forward_ns": first.median_ns,
+            "forward_low_ns": first.low_ns,
+            "forward_high_ns": first.high_ns,
+            "forward_host_ns": first.host_ns,
+            "backward_ns": second.median_ns,
+            "backward_low_ns": second.low_ns,
+            "backward_high_ns": second.high_ns,
+            "backward_host_ns": second.host_ns,
+            "count": first.count,
+        }
+
+    def gradients(
+        self, forward: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor
+    ) -> Numbers:
+        """Forward, and autograd's backward to `inputs` from `gradient`."""
+        return self.graph(forward, lambda out: torch.autograd.grad(out, inputs, gradient))
+
+    def graph(
+        self, forward: Callable[[], Tensor], backward: Callable[[Tensor], Sequence[Tensor]]
+    ) -> Numbers:
+        """Passes whose backward is one call of autograd, without the cost of entering it.
+
+        Entering takes the host ten times as long as a small operator, but a stage enters once, not
+        once an operator. It is no device time, so only on CPU there is something to subtract.
+        """
+        numbers = self.passes(forward, backward)
+        if self.device.type == "cpu":
+            entry_ns = self._entry_ns()
+            for name in ("backward_ns", "backward_low_ns", "backward_high_ns"):
+                numbers[name] = max(0.0, numbers[name] - entry_ns)
+            numbers["entry_ns"] = entry_ns
+        return numbers
+
+    def _entry_ns(self) -> float:
+        """Time of autograd's backward through nothing but a view."""
+        x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
+        _, entered = self.timer.time_passes(
+            lambda: x.view(1),
+            lambda out: torch.autograd.grad(out, x, gradient),
+            budget_s=self.budget_s / 20,
+            least=20,
+        )
+        return entered.median_ns
+
+
+def linear_tasks(
+    model: ModelSpec,
+    tp_degrees: Sequence[int],
+    tokens: Sequence[int],
+    timer: Timer,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    loss_chunk: int = 8192,
+    held_tokens: Sequence[int] = (),
+    budget_s: float = 0.2,
+) -> list[Task]:
+    """One task a point; points that come to the same shapes are measured once.
+
+    tokens: rows of a CP rank. held_tokens: of held-out layers. loss_chunk: rows of logits at a
+    time. budget_s: timed part of a task, both passes together. Numbers of all: forward_ns and
+    backward_ns (medians), *_low_ns, *_high_ns (10th, 90th percentile), *_host_ns, count; on CPU
+    also entry_ns, the cost of entering autograd, already taken off backward. ValueError where a TP
+    degree does not divide the model.
+    """
+    _check(model, tp_degrees, tokens)
+    bench = _Bench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
+    tasks: list[Task] = []
+    for count in sorted(set(tokens)):
+        tasks += _gemm_tasks(bench, model, tp_degrees, count)
+    for count in sorted({1, *tokens}):
+        tasks += _elementwise_tasks(bench, model, tp_degrees, count)
+    for count in sorted(set(tokens)):
+        for tp in tp_degrees:
+            tasks += _end_tasks(bench, model, tp, count, loss_chunk)
+            tasks.append(_layer_task(bench, model, "layer", count, tp))
+    for count in held_tokens:
+        tasks += [_layer_task(bench, model, "held_layer", count, tp) for tp in tp_degrees]
+    return list({task.key: task for task in tasks}.values())
+
+
+def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
+    """A model whose layers have the matrices that a TP rank holds."""
+    return replace(
+        model,
+        num_heads=model.num_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        head_dim=model.head_size,
+        ffn_hidden_size=model.ffn_hidden_size // tp,
+    )
+
+
+def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:
+    """(in, out) of `layer_matrices` as a TP rank holds them."""
+    return tuple(
+        (rows // tp, columns) if i in ROW_PARALLEL else (rows, columns // tp)
+        for i, (rows, columns) in enumerate(layer_matrices(model))
+    )
+
+
+def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -> None:
+    model.check()
+    if model.vocab_size < 1:
+        raise ValueError(
+            "model.vocab_size is 0, the store's, but there is no store here; set model.vocab_size"
+        )
+    if not tokens or min(tokens) < 1 or not tp_degrees or min(tp_degrees) < 1:
+        raise ValueError(
+            f"tokens {list(tokens)} and TP degrees {list(tp_degrees)} must be at least 1 each, and "
+            f"not none"
+        )
+    shared = {
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "padded vocabulary": model.padded_vocab_size,
+    }
+    for tp in tp_degrees:
+        for name, size in shared.items():
+            if size % tp:
+                raise ValueError(f"tp = {tp} does not divide the model's {name}, {size}")
+
+
+def _gemm_tasks(
+    bench: _Bench, model: ModelSpec, tp_degrees: Sequence[int], tokens: int
+) -> list[Task]:
+    tasks: dict[tuple[int, int], Task] = {}
+    for tp in tp_degrees:
+        for rows, columns in rank_matrices(model, tp):
+            task = Task(
+                kind="gemm",
+                point={"tokens": tokens, "rows": rows, "columns": columns, "tp": tp},
+                run=lambda shape=(tokens, rows, columns): _gemm(bench, *shape),
+            )
+            tasks.setdefault((rows, columns), task)
+    return list(tasks.values())
+
+
+def _gemm(bench: _Bench, tokens: int, rows: int, columns: int) -> Numbers:
+    x, grad = bench.random(tokens, rows), bench.random(tokens, columns)
+    weight = bench.random(columns, rows, scale=0.02)
+    return bench.passes(lambda: x @ weight.t(), lambda _: (grad @ weight, grad.t() @ x))
+
+
+def _elementwise_tasks(
+    bench: _Bench, model: ModelSpec, tp_degrees: Iterable[int], tokens: int
+) -> list[Task]:
+    widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
+    for tp in tp_degrees:
+        widths |= {("rotary", model.q_dim // tp), ("rotary", model.kv_dim // tp)}
+        widths.add(("swiglu", model.ffn_hidden_size // tp))
+    return [
+        Task(
+            kind="elementwise",
+            point={"op": op, "tokens": tokens, "width": width},
+            run=lambda op=op, width=width: _elementwise(bench, model, op, tokens, width),
+        )
+        for op, width in sorted(widths)
+    ]
+
+
+def _elementwise(bench: _Bench, model: ModelSpec, op: str, tokens: int, width: int) -> Numbers:
+    match op:
+        case "norm":
+            numbers = _norm(bench, model, tokens, width)
+        case "rotary":
+            numbers = _rotary(bench, model, tokens, width)
+        case "swiglu":
+            numbers = _swiglu(bench, tokens, width)
+        case _:
+            numbers = _residual(bench, tokens, width)
+    value_bytes = tokens * width * bench.dtype.itemsize
+    return numbers | {
+        "forward_bytes": FORWARD_VALUES[op] * value_bytes,
+        "backward_bytes": BACKWARD_VALUES[op] * value_bytes,
+    }
+
+
+def _norm(bench: _Bench, model: ModelSpec, tokens: int, width: int) -> Numbers:
+    norm = nn.RMSNorm(width, eps=model.norm_eps, device=bench.device, dtype=bench.dtype)
+    x = bench.random(tokens, width, grad=True)
+    return bench.gradients(lambda: norm(x), [x, norm.weight], bench.random(tokens, width))
+
+
+def _rotary(bench: _Bench, model: ModelSpec, tokens: int, width: int) -> Numbers:
+    shape = (tokens, width // model.head_size, model.head_size)
+    x, cos_sin = bench.random(*shape, grad=True), _tables(bench, model, tokens)
+    return bench.gradients(lambda: rotate(x, *cos_sin), [x], bench.random(*shape))
+
+
+def _swiglu(bench: _Bench, tokens: int, width: int) -> Numbers:
+    gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
+    gradient = bench.random(tokens, width)
+    return bench.gradients(lambda: nn.functional.silu(gate) * up, [gate, up], gradient)
+
+
+def _residual(bench: _Bench, tokens: int, width: int) -> Numbers:
+    x, y = (bench.random(tokens, width, grad=True) for _ in range(2))
+    by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
+
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        # x is used twice, by the sum and by the branch: autograd adds the gradients of both. As an
+        # output of its own, x gets the branch's without the time of a branch.
+        return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
+
+    return bench.graph(lambda: x + y, backward)
+
+
+def _tables(bench: _Bench, model: ModelSpec, tokens: int) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(tokens, device=bench.device)
+    return rope_tables(positions, inverse_frequencies(model, bench.device))
+
+
+def _end_tasks(
+    bench: _Bench, model: ModelSpec, tp: int, tokens: int, loss_chunk: int
+) -> list[Task]:
+    vocab = model.padded_vocab_size // tp
+    point = {"tokens": tokens, "hidden": model.hidden_size, "vocab": vocab}
+    return [
+        Task(
+            kind="embedding",
+            point=point,
+            run=lambda: _embedding(bench, tokens, model.hidden_size, vocab, tp),
+        ),
+        Task(
+            kind="head",
+            point=point,
+            run=lambda: _head(bench, tokens, model.hidden_size, vocab, loss_chunk),
+        ),
+    ]
+
+
+def _embedding(bench: _Bench, tokens: int, hidden: int, vocab: int, tp: int) -> Numbers:
+    """Under TP as `wlb.parallel.tensor` does it: foreign tokens look up an end row, times zero."""
+    weight = bench.random(vocab, hidden, grad=True)
+    generator = torch.Generator(bench.device).manual_seed(SEED)
+    index = torch.randint(vocab * tp, (tokens,), generator=generator, device=bench.device)
+
+    def forward() -> Tensor:
+        if tp == 1:
+            return nn.functional.embedding(index, weight)
+        here = (index >= 0) & (index < vocab)
+        return nn.functional.embedding(index.clamp(0, vocab - 1), weight) * here[:, None]
+
+    return bench.gradients(forward, [weight], bench.random(tokens, hidden))
+
+
+def _head(bench: _Bench, tokens: int, hidden: int, vocab: int, loss_chunk: int) -> Numbers:
+    x = bench.random(tokens, hidden, grad=True)
+    weight = bench.random(vocab, hidden, scale=0.02, grad=True)
+    generator = torch.Generator(bench.device).manual_seed(SEED)
+    labels = torch.randint(vocab, (tokens,), generator=generator, device=bench.device)
+
+    def forward() -> Tensor:
+        return head_loss(x, weight, labels, vocab_size=vocab, chunk=loss_chunk)
+
+    return bench.gradients(forward, [x, weight], torch.ones((), device=bench.device))
+
+
+def _layer_task(bench: _Bench, model: ModelSpec, kind: str, tokens: int, tp: int) -> Task:
+    return Task(
+        kind=kind,
+        point={"tokens": tokens, "tp": tp},
+        run=lambda: _layer(bench, rank_model(model, tp), tokens),
+    )
+
+
+class _PassThrough(torch.autograd.Function):
+    """Attention's place: gives q, and in backward ready-made gradients to k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        ctx.gradients = dk, dv
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads, *ctx.gradients, None, None
+
+
+def _layer(bench: _Bench, model: ModelSpec, tokens: int) -> Numbers:
+    with torch.device(bench.device):
+        layer = DecoderLayer(model, Ops()).to(bench.dtype)
+    x, gradient = (bench.random(tokens, model.hidden_size, grad=g) for g in (True, False))
+    keys = (tokens, model.num_kv_heads, model.head_size)
+    dk, dv = bench.random(*keys), bench.random(*keys)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = _PassThrough.apply(q, k, v, dk, dv)  # pyright: ignore[reportAssignmentType]
+        return out
+
+    cos, sin = _tables(bench, model, tokens)
+    rows = Rows(cos=cos, sin=sin, attend=LocalAttend(attend))
+    return bench.gradients(lambda: layer(x, rows), [x, *layer.parameters()], gradient)

@@ -1,0 +1,254 @@
+"""What a sweep measures, in what order, on which device: `wlb profile`'s settings and run."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from wlb.kernels import BACKENDS
+from wlb.kernels.select import AUTO_ORDER, choose_backend
+from wlb.parallel import mesh
+from wlb.profile.attention import Grid, Layout, batch_tasks, grid_tasks, head_tasks, steps
+from wlb.profile.collectives import collective_tasks
+from wlb.profile.device import Monitor, describe
+from wlb.profile.linear import linear_tasks
+from wlb.profile.tasks import Record, RecordFile, Task
+from wlb.profile.timing import Timer, make_timer, pinned_threads
+from wlb.spec import ModelSpec, RunSpec
+
+PRESETS = {"cpu": "demo", "cuda": "7b_128k"}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+MOST_LAYOUTS_TP = 8
+QUICK_LONGEST = {"cpu": 2048, "cuda": 32768}
+CPU_LONGEST = 8192
+DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Query rows below 512 on a GPU: the plateau of a tile and the step at 256 (Figure 10)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A sweep, decided before anything is measured.
+
+    layouts: attention tables to make. other_heads: layouts at which only the efficiency of a number
+    of heads is measured, by backend of a table.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    model: ModelSpec
+    tp_degrees: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    other_heads: tuple[Layout, ...]
+    grid: Grid
+    tokens: tuple[int, ...]
+    linear_budget_s: float
+    collective_budget_s: float
+
+    def header(self) -> dict[str, Any]:
+        """What two sweeps must share for one to go on with the other's records."""
+        grid = self.grid
+        return {
+            **describe(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "lengths": list(grid.lengths),
+            "batch_tokens": list(grid.batch_tokens),
+            "model": [self.model.hidden_size, self.model.ffn_hidden_size, self.model.vocab_size],
+            "budgets_s": [grid.budget_s, self.linear_budget_s, self.collective_budget_s],
+        }
+
+
+def settings_of(
+    spec: RunSpec,
+    *,
+    device: torch.device,
+    backend: str | None,
+    heads: Sequence[str],
+    quick: bool,
+) -> Settings:
+    """ValueError for a backend that cannot compute here, or for bad head layouts.
+
+    spec: the model, its TP degree and S_max. heads: further head layouts, as in "8:2x128".
+    """
+    model = spec.model
+    if not model.vocab_size:
+        model = replace(model, vocab_size=spec.data.bpe_vocab_size)
+    degrees = _tp_degrees(model, spec.parallel.tp)
+    dtype = DTYPES[device.type]
+    shapes = [
+        (model.num_heads // tp, model.num_kv_heads // tp, model.head_size) for tp in degrees[::-1]
+    ]
+    # A CPU's tables cost seconds; on a GPU other degrees of TP are a factor of the first table.
+    of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
+    of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
+    backends = _backends(device, dtype, of_tables, backend)
+
+    def layout(name: str, shape: tuple[int, int, int]) -> Layout:
+        return Layout(
+            backend=name,
+            num_heads=shape[0],
+            num_kv_heads=shape[1],
+            head_dim=shape[2],
+            dtype=dtype,
+            device=device,
+        )
+
+    is_gpu = device.type == "cuda"
+    longest = round(spec.packing.s_max * spec.data.context_window)
+    longest = min(longest, QUICK_LONGEST[device.type]) if quick else longest
+    return Settings(
+        device=device,
+        dtype=dtype,
+        model=model,
+        tp_degrees=degrees[-1:] if quick else degrees,
+        layouts=tuple(layout(b, shape) for shape in of_tables for b in backends),
+        other_heads=tuple(
+            layout(b, shape) for shape in shapes[1:] for b in backends if is_gpu and not quick
+        ),
+        grid=_gpu_grid(longest, quick) if is_gpu else _cpu_grid(min(longest, CPU_LONGEST), quick),
+        tokens=steps(128, max(512, longest), (1.0,))[:: 3 if quick else 2],
+        linear_budget_s=(0.05 if is_gpu else 0.1) * (0.5 if quick else 1.0),
+        collective_budget_s=0.03 if quick else 0.1,
+    )
+
+
+def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
+    degrees = [1]
+    while (
+        degrees[-1] * 2 <= min(tp, MOST_LAYOUTS_TP) and model.num_kv_heads % (degrees[-1] * 2) == 0
+    ):
+        degrees.append(degrees[-1] * 2)
+    return tuple(degrees)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?x(\d+)", text)
+    numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
+    if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
+        raise ValueError(
+            f"--heads {text!r} is no head layout; give query heads, key heads if fewer, and head "
+            f"size, as in 8x64 or 8:2x128"
+        )
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _backends(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, int, int]],
+    asked: str | None,
+) -> list[str]:
+    """Those that are there and compute every shape, in the order that `auto` prefers them in."""
+    if asked is not None and asked not in AUTO_ORDER:
+        raise ValueError(
+            f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)} (of {len(BACKENDS)} in all)"
+        )
+    found: list[str] = []
+    for name in AUTO_ORDER if asked is None else (b for b in AUTO_ORDER if b == asked):
+        try:
+            for _, _, head_size in shapes:
+                choose_backend(name, device=device, dtype=dtype, head_size=head_size)
+        except ValueError:
+            if asked is not None:
+                raise
+            continue
+        found.append(str(name))
+    # On a GPU sdpa is for float32, which nobody trains in.
+    return found if found == ["sdpa"] or asked else [b for b in found if b != "sdpa"]
+
+
+def _cpu_grid(longest: int, quick: bool) -> Grid:
+    return Grid(
+        lengths=steps(8, longest, (1.0,) if quick else (1.0, 1.5)),
+        held_pairs=12 if quick else 40,
+        batches=20 if quick else 60,
+        held_batches=12 if quick else 40,
+        batch_tokens=(1024, 2048) if quick else (1024, 2048, 4096),
+        budget_s=0.02 if quick else 0.05,
+    )
+
+
+def _gpu_grid(longest: int, quick: bool) -> Grid:
+    long = steps(1024, longest, (1.0,))
+    return Grid(
+        lengths=(*DENSE[:: 2 if quick else 1], *long),
+        held_pairs=16 if quick else 40,
+        batches=20 if quick else 60,
+        held_batches=16 if quick else 40,
+        batch_tokens=(8192, 16384, 32768) if quick else (16384, 32768, 65536),
+        budget_s=0.02 if quick else 0.04,
+    )
+
+
+def tasks_of(settings: Settings, timer: Timer) -> list[Task]:
+    """All but collectives. Held-out batches come first and again last: at different moments."""
+    grid = settings.grid
+    first, middle, last = [], [], []
+    for layout in settings.layouts:
+        first += batch_tasks(layout, grid, timer, held=True)
+        middle += grid_tasks(layout, grid, timer)
+        middle += batch_tasks(layout, grid, timer, held=False)
+        others = [
+            o
+            for o in settings.other_heads
+            if (o.backend, o.head_dim) == (layout.backend, layout.head_dim)
+        ]
+        if others:
+            middle += head_tasks(layout, others, grid, timer)
+        last += batch_tasks(layout, grid, timer, held=True, repeat=1)
+    linear = linear_tasks(
+        settings.model,
+        settings.tp_degrees,
+        settings.tokens,
+        timer,
+        device=settings.device,
+        dtype=settings.dtype,
+        held_tokens=[round((a * b) ** 0.5) for a, b in pairwise(settings.tokens)],
+        budget_s=settings.linear_budget_s,
+    )
+    return [*first, *middle, *linear, *last]
+
+
+def run_sweep(
+    settings: Settings, path: Path, world: mesh.World | None, console: Console
+) -> tuple[list[Record], dict[str, Any]]:
+    """All records, new and old, and the header of their file with the conditions of measuring.
+
+    Every rank of `world` calls it; those but rank 0 only take part in collectives, and get nothing.
+    """
+    with pinned_threads(settings.device), Monitor(settings.device) as monitor:
+        collectives = collective_tasks(
+            world,
+            settings.device,
+            dtype=settings.dtype,
+            budget_s=settings.collective_budget_s,
+        )
+        if world is not None and world.rank:
+            with collectives:
+                collectives.follow()
+            return [], {}
+        header = settings.header()
+        with RecordFile(path, header) as file:
+            tasks = tasks_of(settings, make_timer(settings.device))
+            num = len(collectives.tasks) + len(tasks)
+            known = sum(task.key in file.records for task in (*collectives.tasks, *tasks))
+            if known:
+                console.print(f"{known} of {num} points are in {path} from an earlier start")
+            console.print(collectives.note, markup=False, highlight=False)
+            # First, and then the other ranks are let go: they wait no longer than their time limit.
+            with collectives:
+                records = list(_shown(file, collectives.tasks, "collectives", console))
+            what = f"kernels of {describe(settings.device)['name']}"
+            records += _shown(file, tasks, what, console)
+    return records, {**header, "conditions": monitor.record()}
+
+
+def _shown(
+    file: RecordFile, tasks: Sequence[Task], what: str, console: Console
+) -> Iterable[Record]:
+    return track(file.run(tasks), what, total=len(tasks), console=console)

@@ -1,0 +1,280 @@
+"""How long a call takes on a device, and how steady that is.
+
+Before each call, outside the timed part, a buffer twice as large as L2 is written: in a layer,
+weights, rows and (on CPU) the operator's own code have left L2 by the time it is their turn again.
+Without that, a small model's operators on a CPU added up to 55 to 75 percent of their layer. A
+CPU's last-level cache is not flushed: it may hold a hundred MB, and training finds it warm.
+
+CPU: CPU time of the calling thread, so that waiting for a core costs nothing; exact only for work
+that stays in that thread (`pinned_threads`).
+
+CUDA: a pair of events around each call, on the current stream. Before it the device spins for as
+long as the host needs to issue the call, so that gaps between kernels that wait for the host do not
+count as device time; `Timing.host_ns` has the host's part. The host waits for the device only once,
+after the last repeat.
+
+Warm-up calls come first: lazy initialisation, allocator, autotuners. On CUDA the first timing also
+keeps the device busy for SETTLE_S, in which clocks leave their idle state.
+"""
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from wlb.profile.device import cpu_l2_bytes
+
+Step = Callable[[Any], Any]
+"""A timed part of a repeat; it gets what the part before it returned (the first gets None)."""
+FloatArray = npt.NDArray[np.float64]
+_Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+WARM_UP_CALLS = 3
+"""At most; one suffices where a call takes longer than the whole budget."""
+HEAP_BYTES = 31 << 20
+"""Just below 32 MiB, up to which glibc raises its thresholds when such a block is freed."""
+USUAL_CPU_L2_BYTES = 2 << 20
+"""Of a core, where the system does not say."""
+SETTLE_S = 1.0
+MOST_SPIN_S = 0.01
+SPIN_CYCLES_PER_S = 3e9
+"""Above any GPU's clock, so that the device spins longer than the host takes."""
+LEAST_FLUSH_BYTES = 1 << 26
+"""On CUDA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Median, 10th and 90th percentile of `count` repeats, in ns.
+
+    host_ns: what the host needs to issue a call to an idle device, which on CUDA usually hides
+    behind running kernels; 0 on CPU, where it is part of the time.
+    """
+
+    median_ns: float
+    low_ns: float
+    high_ns: float
+    count: int
+    host_ns: float = 0.0
+
+    @classmethod
+    def of(cls, samples_ns: FloatArray, host_ns: float = 0.0) -> Self:
+        """Of repeats' times, shape [count]."""
+        low, median, high = np.percentile(samples_ns, (10, 50, 90)).tolist()
+        return cls(
+            median_ns=median,
+            low_ns=low,
+            high_ns=high,
+            count=int(samples_ns.size),
+            host_ns=host_ns,
+        )
+
+
+class Timer(ABC):
+    """Times calls on one device; `make_timer` gives the right kind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def time(
+        self, call: Callable[[], Any], *, budget_s: float, least: int = 5, most: int = 1000
+    ) -> Timing:
+        """Repeats `call` for about `budget_s`, but at least `least` and at most `most` times."""
+        return self._time([lambda _: call()], budget_s, least, most)[0]
+
+    def time_passes(
+        self,
+        forward: Callable[[], Any],
+        backward: Callable[[Any], Any],
+        *,
+        budget_s: float,
+        least: int = 5,
+        most: int = 1000,
+    ) -> tuple[Timing, Timing]:
+        """Forward and backward apart, in turns: `backward` gets what `forward` just returned.
+
+        So each graph is used once, as in training, and the budget is that of both.
+        """
+        first, second = self._time([lambda _: forward(), backward], budget_s, least, most)
+        return first, second
+
+    def _time(
+        self, steps: Sequence[Step], budget_s: float, least: int, most: int
+    ) -> tuple[Timing, ...]:
+        if not (1 <= least <= most and budget_s >= 0):
+            raise ValueError(
+                f"least = {least}, most = {most}, budget_s = {budget_s}: needs 1 <= least <= most "
+                f"and a budget of at least 0 s"
+            )
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._repeat(steps, budget_s, least, most)
+        finally:
+            if collects:
+                gc.enable()
+
+    @abstractmethod
+    def _repeat(
+        self, steps: Sequence[Step], budget_s: float, least: int, most: int
+    ) -> tuple[Timing, ...]: ...
+
+
+class CpuTimer(Timer):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        # The C library learns from this to keep freed memory: else it returns some blocks to the
+        # system after each call, by size and by what ran before, and faults them in again, which
+        # costs more than the small operator that they are for.
+        torch.empty(HEAP_BYTES, dtype=torch.uint8)
+        flush_bytes = 2 * (cpu_l2_bytes() or USUAL_CPU_L2_BYTES)
+        self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8)
+        # Reading the thread's clock is a system call, a tenth of a small operator.
+        empty = [self._once([lambda _: None])[0] for _ in range(50)]
+        self.clock_ns = float(np.median(empty))
+
+    def _repeat(
+        self, steps: Sequence[Step], budget_s: float, least: int, most: int
+    ) -> tuple[Timing, ...]:
+        start = time.perf_counter()
+        for _ in range(WARM_UP_CALLS):
+            self._once(steps)
+            if time.perf_counter() - start > budget_s:
+                break
+        start = time.perf_counter()
+        samples: list[list[int]] = []
+        while len(samples) < least or (
+            len(samples) < most and time.perf_counter() - start < budget_s
+        ):
+            samples.append(self._once(steps))
+        times = np.maximum(np.array(samples, np.float64) - self.clock_ns, 1.0)
+        return tuple(Timing.of(column) for column in times.T)
+
+    def _once(self, steps: Sequence[Step]) -> list[int]:
+        """CPU time of each step, in ns; what a step replaces is freed outside the timed part."""
+        took: list[int] = []
+        value = None
+        for step in steps:
+            self._flush_buffer.zero_()
+            start = time.thread_time_ns()
+            result = step(value)
+            took.append(time.thread_time_ns() - start)
+            value = result
+        return took
+
+
+class CudaTimer(Timer):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._flush_buffer: torch.Tensor | None = None
+
+    def _repeat(
+        self, steps: Sequence[Step], budget_s: float, least: int, most: int
+    ) -> tuple[Timing, ...]:
+        with torch.cuda.device(self.device):
+            if self._flush_buffer is None:
+                self._flush_buffer = self._settle()
+            round_s, hosts_ns = self._warm_up(steps, budget_s)
+            spins = [_spin_cycles(host_ns * 1e-9) for host_ns in hosts_ns]
+            count = max(least, min(most, int(budget_s / round_s)))
+            rounds = [self._once(steps, spins)[0] for _ in range(count)]
+            torch.cuda.synchronize()
+            return tuple(
+                Timing.of(np.array([a.elapsed_time(b) * 1e6 for a, b in column]), host_ns)
+                for column, host_ns in zip(zip(*rounds, strict=True), hosts_ns, strict=True)
+            )
+
+    def _settle(self) -> torch.Tensor:
+        """Busy until clocks have settled; the buffer that flushes L2."""
+        size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
+        buffer = torch.empty(max(LEAST_FLUSH_BYTES, size), dtype=torch.uint8, device=self.device)
+        a = torch.ones(2048, 2048, device=self.device)
+        end = time.perf_counter() + SETTLE_S
+        while time.perf_counter() < end:
+            for _ in range(10):
+                torch.mm(a, a)
+            torch.cuda.synchronize()
+        return buffer
+
+    def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
+        """Seconds of a repeat, and the host's ns in each step while the device is idle.
+
+        Later the host may stand still because the device's queue is full.
+        """
+        round_s, hosts_ns = 0.0, [float("inf")] * len(steps)
+        spins, start = [0] * len(steps), time.perf_counter()
+        for _ in range(WARM_UP_CALLS):
+            begin = time.perf_counter()
+            _, took = self._once(steps, spins)
+            torch.cuda.synchronize()
+            round_s = time.perf_counter() - begin
+            hosts_ns = [min(pair) for pair in zip(hosts_ns, took, strict=True)]
+            if time.perf_counter() - start > budget_s:
+                break
+        return round_s, hosts_ns
+
+    def _once(
+        self, steps: Sequence[Step], spins: Sequence[int]
+    ) -> tuple[list[_Events], list[float]]:
+        """Events before and after each step, not yet reached by the device; the host's ns."""
+        assert self._flush_buffer is not None
+        events: list[_Events] = []
+        hosts_ns: list[float] = []
+        value = None
+        for step, cycles in zip(steps, spins, strict=True):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush_buffer.zero_()
+            spin(cycles)
+            before.record()
+            start = time.perf_counter_ns()
+            result = step(value)
+            hosts_ns.append(time.perf_counter_ns() - start)
+            after.record()
+            value = result
+            events.append((before, after))
+        return events, hosts_ns
+
+
+def spin(cycles: int) -> None:
+    """Keep the current stream busy for some clock cycles, so that the host gets ahead of it."""
+    if cycles:
+        torch.cuda._sleep(cycles)
+
+
+def _spin_cycles(host_s: float) -> int:
+    return int(min(MOST_SPIN_S, 1.5 * host_s) * SPIN_CYCLES_PER_S)
+
+
+def make_timer(device: torch.device) -> Timer:
+    match device.type:
+        case "cpu":
+            return CpuTimer(device)
+        case "cuda":
+            return CudaTimer(device)
+        case other:
+            raise ValueError(f"device {other!r} has no timer; profile cpu or cuda")
+
+
+@contextmanager
+def pinned_threads(device: torch.device) -> Iterator[None]:
+    """On CPU, one thread inside the block, as `CpuTimer` needs; the count before comes back.
+
+    The thread is not bound to a core: ranks started inside the block would all inherit that one
+    core, and CPU time already leaves out waiting for it. CUDA: nothing changes.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
