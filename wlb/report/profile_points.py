@@ -1,0 +1,310 @@
+"""What a sweep measured beside what the profile says of the same: points for figures and texts.
+
+A `Sample` is one record and the fitted time of its call, by the path that runs use.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from wlb.cost import AttentionTable, Elementwise, KernelProfile, ProfiledWorkload
+from wlb.cost.flops import FloatArray, attention_backward_flops, attention_forward_flops
+from wlb.cost.linear import LinearCost
+from wlb.cost.profile import DTYPE_BYTES, LayerCost
+from wlb.plan import IntArray
+from wlb.spec import ModelSpec, ParallelSpec
+
+PASSES = ("forward", "backward")
+NORMAL_LENGTH = 4096
+"""Tokens at which attention is 1 in Figure 7."""
+MOST_WORST = 3
+
+Record = Mapping[str, Any]
+"""kind, point, numbers, failed: as the sweep saves them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPoint:
+    """A held-out call: measured and predicted ns, forward and backward. table: in the profile."""
+
+    table: int
+    kind: str
+    label: Mapping[str, int]
+    measured_ns: tuple[float, float]
+    predicted_ns: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """`at`: the record's point. ns of forward and backward (of a collective: its time alone)."""
+
+    at: Mapping[str, Any]
+    measured_ns: tuple[float, ...]
+    fitted_ns: tuple[float, ...]
+
+    def error(self, which: int) -> float:
+        return self.fitted_ns[which] / self.measured_ns[which] - 1
+
+
+def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]:
+    """Records of a kind that did not fail, at points with these values."""
+    return [
+        r
+        for r in records
+        if r["kind"] == kind
+        and not r["failed"]
+        and all(r["point"].get(name) == value for name, value in at.items())
+    ]
+
+
+def _passes(record: Record) -> tuple[float, float]:
+    numbers = record["numbers"]
+    return float(numbers["forward_ns"]), float(numbers["backward_ns"])
+
+
+def layout_of(table: AttentionTable) -> dict[str, int]:
+    return {name: getattr(table, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+
+
+def segment_ns(
+    table: AttentionTable, q: IntArray, kv: IntArray, count: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Fitted ns of one of `count` equal segments of a call, its share of the call's cost included.
+
+    Shape [n] each; the segments of a call are one group.
+    """
+    forward, backward = table.times_ns(
+        q.astype(np.float64),
+        kv.astype(np.float64),
+        num_heads=table.num_heads,
+        head_dim=table.head_dim,
+    )
+    return (
+        forward + (table.launch_forward_ns + table.group_forward_ns) / count,
+        backward + (table.launch_backward_ns + table.group_backward_ns) / count,
+    )
+
+
+def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Sample]:
+    """Each grid point of the table's kernel and layout: ns of one of its equal segments."""
+    found: list[Sample] = []
+    for backend in table.backends:
+        for record in measured_of(records, "grid", backend=backend, **layout_of(table)):
+            at = record["point"]
+            q, kv, count = (np.array([at[name]], np.int64) for name in ("q", "kv", "count"))
+            fitted = segment_ns(table, q, kv, count)
+            took = tuple(ns / at["count"] for ns in _passes(record))
+            found.append(
+                Sample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))
+            )
+    return sorted(found, key=lambda s: (s.at["kv"], s.at["q"]))
+
+
+def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
+    """Each matrix product; `at` also has its width and forward FLOPs."""
+    found: list[Sample] = []
+    for record in measured_of(records, "gemm"):
+        at = record["point"]
+        width = (at["rows"] * at["columns"]) ** 0.5
+        flops = 2 * at["tokens"] * at["rows"] * at["columns"]
+        where = np.array([float(at["tokens"])]), np.array([width])
+        surfaces = (profile.gemm.forward, profile.gemm.backward)
+        fitted = (
+            times * flops * 1e-3 / float(surface.at(*where)[0])
+            for times, surface in zip((1, 2), surfaces, strict=True)
+        )
+        found.append(
+            Sample(
+                at={**at, "width": width, "flops": flops},
+                measured_ns=_passes(record),
+                fitted_ns=tuple(fitted),
+            )
+        )
+    return found
+
+
+def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
+    """Each element-wise call and look-up; `at` also has op and the bytes that the model counts."""
+    value_bytes = DTYPE_BYTES[profile.dtype]
+    found: list[Sample] = []
+    for record in measured_of(records, "elementwise") + measured_of(records, "embedding"):
+        at, numbers = record["point"], record["numbers"]
+        if record["kind"] == "embedding":
+            # As `elementwise_values`: read and write; backward reads a row and adds to another.
+            values = at["tokens"] * at["hidden"] * value_bytes
+            at, sizes = {**at, "op": str(Elementwise.EMBEDDING)}, (2 * values, 3 * values)
+        else:
+            sizes = (numbers["forward_bytes"], numbers["backward_bytes"])
+        cost = profile.elementwise_of(Elementwise(at["op"]))
+        fitted = (
+            cost.forward_call_ns + sizes[0] / cost.forward_bytes_per_s * 1e9,
+            cost.backward_call_ns + sizes[1] / cost.backward_bytes_per_s * 1e9,
+        )
+        found.append(
+            Sample(at={**at, "bytes": sizes}, measured_ns=_passes(record), fitted_ns=fitted)
+        )
+    return found
+
+
+def layer_samples(
+    profile: KernelProfile, model: ModelSpec, records: Sequence[Record], *, kind: str = "layer"
+) -> list[Sample]:
+    """Whole decoder layers without attention against W_l and the calls of a layer.
+
+    kind: "layer", which the profile's layer factor is fitted to, or "held_layer".
+    """
+    found: list[Sample] = []
+    for record in measured_of(records, kind):
+        at = record["point"]
+        cost = LinearCost(
+            model=_model_of_rank(model, at["tp"]),
+            parallel=ParallelSpec(),
+            profile=profile,
+            micro_batch_tokens=at["tokens"],
+            keep_gathered_kv=False,
+            recompute=False,
+        )
+        per_token = cost.ns_per_token
+        fitted = (
+            (per_token[f"gemm_{name}"] + per_token[f"elementwise_{name}"]) * at["tokens"] + call
+            for name, call in zip(PASSES, cost.call_ns, strict=True)
+        )
+        found.append(Sample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted)))
+    return found
+
+
+def without_layer(profile: KernelProfile) -> KernelProfile:
+    """With layers that cost what their operators do one by one."""
+    free = LayerCost(
+        forward_factor=1.0,
+        backward_factor=1.0,
+        forward_call_ns=0,
+        backward_call_ns=0,
+        provenance=profile.layer.provenance,
+    )
+    return replace(profile, layer=free)
+
+
+def _model_of_rank(model: ModelSpec, tp: int) -> ModelSpec:
+    """One layer with the matrices that a TP rank holds, and norms of all tokens."""
+    return replace(
+        model,
+        num_layers=1,
+        num_heads=model.num_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        head_dim=model.head_size,
+        ffn_hidden_size=model.ffn_hidden_size // tp,
+    )
+
+
+def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
+    found: list[Sample] = []
+    for record in measured_of(records, "collective"):
+        at = record["point"]
+        cost = next(c for c in profile.collectives if (c.op, c.scope) == (at["op"], at["scope"]))
+        fitted = cost.time_ns(at["bytes"], num_ranks=at["ranks"])
+        found.append(
+            Sample(at=at, measured_ns=(float(record["numbers"]["ns"]),), fitted_ns=(fitted,))
+        )
+    return found
+
+
+def attention_rate(table: AttentionTable, sample: Sample, ns: float, which: int) -> float:
+    """TFLOP/s of the FLOPs that the segment asks for, without those of padding."""
+    flops = (attention_forward_flops, attention_backward_flops)[which](
+        np.array([sample.at["q"]]),
+        np.array([sample.at["kv"]]),
+        num_heads=table.num_heads,
+        head_dim=table.head_dim,
+    )
+    return float(flops[0]) / ns * 1e-3
+
+
+def kernel_rates(
+    table: AttentionTable, samples: Sequence[Sample], which: int
+) -> list[tuple[float, Sample]]:
+    """Measured TFLOP/s and where, highest first."""
+    found = [(attention_rate(table, s, s.measured_ns[which], which), s) for s in samples]
+    return sorted(found, key=lambda f: -f[0])
+
+
+def gemm_rate(sample: Sample, ns: float, which: int) -> float:
+    """TFLOP/s; backward has two products."""
+    return (1, 2)[which] * sample.at["flops"] / ns * 1e-3
+
+
+def worst(points: Sequence[HeldPoint], which: int) -> list[tuple[float, HeldPoint]]:
+    """The largest errors of a pass, signed, worst first."""
+    errors = [(p.predicted_ns[which] / p.measured_ns[which] - 1, p) for p in points]
+    return sorted(errors, key=lambda e: -abs(e[0]))[:MOST_WORST]
+
+
+# Figure 7.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms:
+    """Figure 7: ns of all layers over document lengths, forward and backward together.
+
+    lengths: shape [n]; parts, by name: shape [n] each. normal_length, normal_ns: where attention
+    is 1, and what it takes there. measured: tokens and ns of attention.
+    """
+
+    lengths: IntArray
+    parts: Mapping[str, FloatArray]
+    normal_length: int
+    normal_ns: float
+    measured: Sequence[tuple[int, float]]
+
+    @property
+    def crossing(self) -> int | None:
+        """The shortest length drawn from which on attention takes longer than total linear."""
+        is_above = self.parts["attention"] > self.parts["total linear"]
+        below = np.flatnonzero(~is_above)
+        first = int(below[-1]) + 1 if below.size else 0
+        return int(self.lengths[first]) if first < self.lengths.size else None
+
+    def growth(self, name: str) -> float:
+        """Exponent of a part between half the longest length and the longest."""
+        ends = np.array([self.lengths[-1] / 2, self.lengths[-1]])
+        ns: FloatArray = np.interp(ends, self.lengths, self.parts[name])
+        half, last = (float(x) for x in ns)
+        return math.log2(last / half) if half > 0 else 0.0
+
+
+def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> Terms:
+    """At lengths that the profile's attention table covers."""
+    keys = work.table.forward.axis1
+    first, last = int(keys[0]), int(keys[-1])
+    normal = min(NORMAL_LENGTH, last)
+    lengths = np.unique(np.append(np.geomspace(first, last, 120).round(), normal))
+    lengths = lengths.astype(np.int64)
+    terms = work.terms(lengths)
+
+    def total(*names: str) -> FloatArray:
+        both = [terms[f"{name}_{which}"].astype(np.float64) for name in names for which in PASSES]
+        return np.stack(both).sum(0)
+
+    parts = {
+        "attention": total("attention"),
+        "total linear": total("gemm", "tp_comm", "cp_comm", "elementwise"),
+        "GEMM": total("gemm"),
+        "collective communication": total("tp_comm", "cp_comm"),
+        "element-wise": total("elementwise"),
+    }
+    layout = (work.heads_per_rank, work.model.head_size)
+    is_own = (work.table.num_heads, work.table.head_dim) == layout
+    return Terms(
+        lengths=lengths,
+        parts=parts,
+        normal_length=normal,
+        normal_ns=float(parts["attention"][np.searchsorted(lengths, normal)]),
+        measured=[
+            (s.at["q"], sum(s.measured_ns) * work.num_layers_per_rank)
+            for s in grid_samples(work.table, records)
+            if is_own and s.at["q"] == s.at["kv"]
+        ],
+    )
