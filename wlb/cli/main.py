@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from wlb import __version__
-from wlb.cli import plan, train, tune
+from wlb.cli import plan, profile, train, tune
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_parser(commands)
     plan.add_parser(commands)
     tune.add_parser(commands)
+    profile.add_parser(commands)
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     options.words = words

@@ -11,9 +11,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from wlb.kernels import select_backend
 from wlb.parallel.agreement import agree
-from wlb.parallel.build import compute_dtype
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
@@ -28,6 +26,7 @@ from wlb.train.feed import PlanFeed
 from wlb.train.optimizer import Optimizers, learning_rate
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer
+from wlb.train.refuse import with_backend
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
 
@@ -58,7 +57,7 @@ class Trainer:
     def __init__(self, job: Job, world: World, mesh: Mesh) -> None:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
-        _agree_on_kernel(spec, world, mesh)
+        priced = _agree_on_kernel(spec, world, mesh)
         self.executor = Executor(spec, mesh)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
@@ -69,13 +68,13 @@ class Trainer:
                 job.resume, stages=self.executor.stages, optimizers=self.optimizers
             )
             state = checkpoint.planner_state(job.resume)
-        self.feed = PlanFeed(spec, job.train_store, world, mesh, state)
+        self.feed = PlanFeed(priced, job.train_store, world, mesh, state)
         self.reducer = StepReducer(mesh, tuple(STRATEGIES))
         self.evaluator: Evaluator | None = None
         if spec.eval.steps and job.heldout_store:
-            self.evaluator = Evaluator(spec, job.heldout_store, self.executor)
-        self.meter = TelemetryMeter(spec, mesh) if spec.telemetry.enabled else None
-        self.calibration = Calibration(spec)
+            self.evaluator = Evaluator(priced, job.heldout_store, self.executor)
+        self.meter = TelemetryMeter(priced, mesh) if spec.telemetry.enabled else None
+        self.calibration = Calibration(priced)
         self.state = state
         self.saved = state
         self.tally = Tally()
@@ -274,24 +273,20 @@ class Report:
         self._file.write(json.dumps(data) + "\n")
 
 
-def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> None:
-    """ValueError on all ranks if they'd compute attention by different backends, or one can't.
+def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> RunSpec:
+    """The spec with the attention kernel that all ranks compute and price plans with.
 
-    What is installed may differ from node to node.
+    ValueError on all of them if they would compute by different ones, or one cannot: what is
+    installed may differ from node to node.
     """
-    backend: str = spec.kernels.attention
-    problem: Exception | None = None
+    priced, problem = spec, None
     try:
-        backend = select_backend(
-            spec.kernels.attention,
-            device=mesh.device,
-            dtype=compute_dtype(spec),
-            head_size=spec.model.head_size,
-        )
+        priced = with_backend(spec, mesh.device.type)
     except ValueError as error:
         problem = error
     group = dist.group.WORLD if world.world_size > 1 else None
-    agree({"attention kernel": backend}, problem, group=group)
+    agree({"attention kernel": priced.kernels.attention}, problem, group=group)
+    return priced
 
 
 def run_rank(world: World, job: Job, device: torch.device) -> Tally:

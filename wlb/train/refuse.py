@@ -5,13 +5,14 @@ planned once, which refuses a planner state of another corpus or seed.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from wlb.corpus import TokenStore
 from wlb.cost import KernelProfile, ProfiledWorkload
-from wlb.kernels import explain_backend
+from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
@@ -35,8 +36,8 @@ def refuse_early(
 
     Returns the planner it opened, so that a caller can say what plans are priced with.
     """
-    computed_by(spec, device)
-    planner = open_planner(spec, train, device)
+    priced = with_backend(spec, device)
+    planner = open_planner(priced, train, device)
     store = TokenStore(train)
     longest = int(store.lengths.max())
     if longest == 1:
@@ -47,7 +48,7 @@ def refuse_early(
     _hold_documents(spec, train)
     if spec.eval.steps and heldout:
         _hold_documents(spec, heldout)
-        open_heldout_planner(spec, heldout, device)
+        open_heldout_planner(priced, heldout, device)
     if resume is not None:
         _same_shapes(spec.model, resume)
         planner.next(checkpoint.planner_state(resume))
@@ -65,6 +66,18 @@ def _hold_documents(spec: RunSpec, prefix: str) -> None:
         )
 
 
+def with_backend(spec: RunSpec, device: str) -> RunSpec:
+    """The spec with the attention kernel that `auto` takes here, so that plans are priced with its
+    table; ValueError for one that cannot compute."""
+    backend = select_backend(
+        spec.kernels.attention,
+        device=torch.device(device),
+        dtype=compute_dtype(spec),
+        head_size=spec.model.head_size,
+    )
+    return replace(spec, kernels=replace(spec.kernels, attention=backend))
+
+
 def computed_by(spec: RunSpec, device: str) -> str:
     """A line for the log: the attention kernel and why; ValueError for one that cannot compute."""
     return explain_backend(
@@ -80,7 +93,11 @@ def priced_by(planner: Planner) -> str:
     cost = planner.cost
     assert isinstance(cost, ProfiledWorkload)
     profile = cost.profile
-    line = f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind})"
+    kernel = cost.table.backends[0]
+    line = (
+        f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind}, {kernel} of "
+        f"{cost.table.num_heads} heads of {cost.table.head_dim})"
+    )
     return "; ".join([line, *cost.notes])
 
 

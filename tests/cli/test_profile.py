@@ -1,0 +1,161 @@
+"""`wlb profile`: a whole small sweep, its files, going on after an interruption, bad input."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from wlb.cli import main
+from wlb.cost import Kind, load_profile
+from wlb.profile import sweep
+from wlb.profile.attention import Grid
+
+GRID = Grid(
+    lengths=(8, 16, 32, 64, 128),
+    held_pairs=3,
+    batches=6,
+    held_batches=3,
+    batch_tokens=(128, 256),
+    budget_s=0.001,
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sweeps of a few seconds, and a list of what was measured."""
+    original = sweep.settings_of
+
+    def settings(*args, **options):
+        made = original(*args, **options)
+        budgets = {"linear_budget_s": 0.001, "collective_budget_s": 0.001}
+        return replace(made, grid=GRID, tokens=(16, 64), **budgets)
+
+    monkeypatch.setattr("wlb.profile.settings_of", settings)
+    measured: list[str] = []
+    run = sweep.RecordFile.run
+
+    def counted(self, tasks):
+        known = set(self.records)
+        for record in run(self, tasks):
+            if next(t for t in tasks if t.point == record.point).key not in known:
+                measured.append(record.kind)
+            yield record
+
+    monkeypatch.setattr(sweep.RecordFile, "run", counted)
+    return measured
+
+
+def profile(folder: Path, *words: str) -> int:
+    out = str(folder / "mine.json")
+    return main(["profile", "--device", "cpu", "--out", out, *words])
+
+
+@pytest.mark.dist
+def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
+    assert profile(tmp_path, "--heads", "4:2x16") == 0
+    made = load_profile(str(tmp_path / "mine.json"))
+    assert made.name == "mine"
+    assert made.provenance.kind == Kind.MEASURED
+    assert made.provenance.command.startswith("wlb profile --device cpu --out ")
+    environment = made.provenance.environment
+    assert environment["torch"] == torch.__version__
+    assert "read from NVIDIA GPUs only" in environment["conditions"]["why_empty"]
+    layouts = [(t.backends, t.num_heads, t.num_kv_heads, t.head_dim) for t in made.attention]
+    # The demo's two heads of 16 at TP 2 and 1, and the one asked for.
+    assert layouts == [(("sdpa",), 1, 1, 16), (("sdpa",), 2, 2, 16), (("sdpa",), 4, 2, 16)]
+    kinds = {(c.scope, c.provenance.kind) for c in made.collectives}
+    assert kinds == {("intra_node", "measured"), ("inter_node", "assumed")}
+    printed = capsys.readouterr().out
+    log = (tmp_path / "mine.log").read_text("utf-8")
+    residuals = dict(made.provenance.residuals)
+    for text in (printed, log):
+        assert f"{residuals['retest_total']:.1%}" in text
+        assert "mine.json" in text
+    assert (tmp_path / "mine.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.dist
+def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
+    assert profile(tmp_path, "--no-page") == 0
+    whole = list(small)
+    records = tmp_path / "mine.sweep.jsonl"
+    lines = records.read_text("utf-8").splitlines(keepends=True)
+    # Killed in the middle of a line, after most of the points.
+    records.write_text("".join([*lines[:-4], lines[-4][:20]]), "utf-8")
+    small.clear()
+    assert profile(tmp_path, "--no-page") == 0
+    assert len(small) == 4
+    assert len(whole) == len(lines) - 1
+    assert f"{len(whole) - 4} of {len(whole)} points are in" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+
+
+@pytest.mark.dist
+def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
+    assert profile(tmp_path, "--no-page") == 0
+    assert profile(tmp_path, "--no-page", "--set", "model.hidden_size=96") == 2
+    told = capsys.readouterr().err
+    assert "mine.sweep.jsonl holds the records of another sweep (model: [64, 192" in told
+    assert "remove it or give another --out" in told
+
+
+def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, capsys, monkeypatch):
+    def collectives(*_, **__):
+        return sweep_of_nothing()
+
+    from wlb.profile.collectives import CollectiveSweep
+
+    def sweep_of_nothing():
+        return CollectiveSweep(tasks=[], note="none")
+
+    monkeypatch.setattr(sweep, "collective_tasks", collectives)
+    original = sweep.grid_tasks
+
+    def tasks(*args):
+        made = original(*args)
+
+        def fail():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB\nmore")
+
+        return [
+            replace(t, run=fail) if (t.point["q"], t.point["kv"]) == (8, 128) else t for t in made
+        ]
+
+    monkeypatch.setattr(sweep, "grid_tasks", tasks)
+    assert profile(tmp_path, "--no-page") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"not measured: grid .*'q': 8, 'kv': 128.*Tried to allocate 80 GiB", told)
+    made = load_profile(str(tmp_path / "mine.json"))
+    assert {c.provenance.kind for c in made.collectives} == {Kind.ASSUMED}
+    assert "not measured: profile h100" in made.collectives[0].provenance.source
+    lines = (tmp_path / "mine.sweep.jsonl").read_text("utf-8").splitlines()[1:]
+    failed = [json.loads(line) for line in lines if json.loads(line)["failed"]]
+    assert failed
+    assert all("Tried to allocate 80 GiB" in record["failed"] for record in failed)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "cutlass"], "--backend 'cutlass' is not one of flash_attention_3, "),
+        (["--backend", "torch_varlen"], "kernels.attention = torch_varlen can't compute"),
+        (["--heads", "8"], "--heads '8' is no head layout; give query heads"),
+        (["--heads", "8:3x64"], "--heads '8:3x64' is no head layout"),
+        (["--preset", "nothing"], "nothing"),
+        (["--out", "mine.txt"], "must be a .json file"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path, capsys, words, message):
+    assert profile(tmp_path, *words) == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_is_refused_where_there_is_none(tmp_path, capsys):
+    assert main(["profile", "--device", "cuda", "--out", str(tmp_path / "x.json")]) == 2
+    assert "0 GPUs" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""`wlb profile`, the same as `python -m wlb.profile`: measure this machine's kernels, fit, save."""
+
+import argparse
+import datetime
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from wlb.cost.machine import short_name
+from wlb.spec import Device, load, presets
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="measure kernels on this machine and fit the cost model",
+        description="Sweep attention, matrix products, element-wise operators and collectives; fit "
+        "W_a and W_l; print how well unseen points are predicted; write a kernel profile (JSON), "
+        "a page of plots and a log. An interrupted sweep goes on where it stopped. On several "
+        "GPUs start it under torchrun to measure collectives.",
+    )
+    parser.add_argument("--device", choices=[str(d) for d in Device], default="auto")
+    parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        help=f"model, TP degree and longest document: {', '.join(presets())} or a .toml file "
+        f"(default: demo on a CPU, 7b_128k on a GPU)",
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", metavar="KEY=VALUE", help="change the preset"
+    )
+    parser.add_argument("--backend", metavar="NAME", help="one attention kernel, not all there are")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=[],
+        metavar="LAYOUT",
+        help="attention tables for more head layouts of a rank, as in 8x64 or 8:2x128",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="profile (default: NAME.json)")
+    parser.add_argument("--name", help="of the profile (default: --out's, or from the device)")
+    parser.add_argument("--quick", action="store_true", help="coarse, in less than a minute")
+    parser.add_argument("--no-page", action="store_true", help="no page of plots")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    # Torch takes seconds to import; other commands do without.
+    from wlb.parallel import mesh
+    from wlb.profile import PRESETS, run_sweep, settings_of
+
+    begin = time.perf_counter()
+    world = mesh.discover()
+    kind = mesh.choose_device(
+        Device(options.device),
+        local_ranks=1 if world is None else world.local_world_size,
+        one_gpu_each=world is not None and world.one_gpu_each,
+    ).kind
+    device = mesh.rank_device(world or mesh.World(), kind)
+    spec = load(options.preset or PRESETS[kind], options.overrides)
+    settings = settings_of(
+        spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
+    )
+    out, name = _names(options, settings.header()["name"])
+    if not options.no_page:
+        from wlb.report.plots import require_matplotlib
+
+        require_matplotlib()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(record=True)
+    if world is not None:
+        mesh.init(world, device, timeout_s=1800.0)
+    try:
+        records, environment = run_sweep(settings, out.with_suffix(".sweep.jsonl"), world, console)
+    finally:
+        mesh.shutdown()
+    if world is not None and world.rank:
+        return 0
+    _finish(options, settings, records, environment, out, name, console, begin)
+    return 0
+
+
+def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
+    name = options.name or (options.out.stem if options.out else short_name(device_name))
+    out = options.out or Path(f"{name}.json")
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out} must be a .json file")
+    return out, name
+
+
+def _finish(
+    options: argparse.Namespace,
+    settings: Any,
+    records: Any,
+    environment: dict[str, Any],
+    out: Path,
+    name: str,
+    console: Console,
+    begin: float,
+) -> None:
+    from wlb.cost.profile_file import save_profile
+    from wlb.profile import Origin, build
+
+    origin = Origin(
+        name=name,
+        environment=environment,
+        date=datetime.date.today().isoformat(),
+        command=shlex.join(["wlb", *options.words]),
+    )
+    built = build(
+        records,
+        model=settings.model,
+        layouts=settings.layouts,
+        grid=settings.grid,
+        origin=origin,
+    )
+    save_profile(out, built.profile)
+    for table in (_attention_table(built), _linear_table(built)):
+        console.print(table)
+    for note in (note for fitted in built.attention for note in fitted.notes):
+        console.print(f"note: {note}", markup=False, highlight=False)
+    for record in built.failed:
+        console.print(f"not measured: {record.kind} {dict(record.point)}: {record.failed}")
+    files = [out, out.with_suffix(".log"), out.with_suffix(".sweep.jsonl")]
+    if not options.no_page:
+        files.insert(1, out.with_suffix(".html"))
+        files[1].write_text(_page(built, settings), "utf-8")
+    console.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
+    out.with_suffix(".log").write_text(console.export_text(), "utf-8")
+
+
+def _page(built: Any, settings: Any) -> str:
+    from wlb.report.profile_page import HeldPoint, profile_page
+
+    return profile_page(
+        built.profile,
+        model=settings.model,
+        records=[
+            {"kind": r.kind, "point": dict(r.point), "numbers": r.numbers, "failed": r.failed}
+            for r in built.records
+        ],
+        held=[
+            HeldPoint(
+                table=i,
+                kind=point.kind,
+                label=dict(point.label),
+                measured_ns=point.measured_ns,
+                predicted_ns=point.predicted_ns,
+            )
+            for i, fitted in enumerate(built.attention)
+            for point in fitted.points
+        ],
+        residuals=[fitted.residuals for fitted in built.attention],
+    )
+
+
+def _attention_table(built: Any) -> Table:
+    table = Table(title="Attention: mean (95%, worst) error of held-out predictions, both passes")
+    for name in (
+        "kernel",
+        "heads",
+        "size",
+        "launch us",
+        "pairs (q, kv)",
+        "varlen batches",
+        "test-retest",
+    ):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for fitted in built.attention:
+        t, r = fitted.table, fitted.residuals
+        launches = f"{t.launch_forward_ns / 1e3:.0f} + {t.launch_backward_ns / 1e3:.0f}"
+        if t.group_forward_ns:
+            launches += (
+                f", a group {t.group_forward_ns / 1e3:.0f} + {t.group_backward_ns / 1e3:.0f}"
+            )
+        heads = (
+            f"{t.num_heads}" if t.num_heads == t.num_kv_heads else f"{t.num_heads}:{t.num_kv_heads}"
+        )
+        table.add_row(
+            t.backends[0],
+            heads,
+            str(t.head_dim),
+            launches,
+            _error(r, "held_pair_total"),
+            _error(r, "held_batch_total"),
+            f"{r['retest_total']:.1%}" if "retest_total" in r else "",
+        )
+    return table
+
+
+def _error(residuals: dict[str, float], name: str) -> str:
+    values = [residuals.get(f"{name}_{part}") for part in ("mape", "p95", "max")]
+    if None in values:
+        return "not measured"
+    mape, p95, worst = (f"{v:.1%}" for v in values)
+    return f"{mape} ({p95}, {worst})"
+
+
+def _linear_table(built: Any) -> Table:
+    table = Table(title="The linear part, forward / backward")
+    table.add_column("term")
+    table.add_column("fitted")
+    profile = built.profile
+    for name, surface in (("forward", profile.gemm.forward), ("backward", profile.gemm.backward)):
+        low, high = float(surface.values.min()), float(surface.values.max())
+        table.add_row(f"GEMM {name}", f"{low:.3g} to {high:.3g} TFLOP/s")
+    for cost in profile.elementwise:
+        rates = f"{cost.forward_bytes_per_s / 1e9:.3g} / {cost.backward_bytes_per_s / 1e9:.3g} GB/s"
+        calls = f"{cost.forward_call_ns / 1e3:.1f} / {cost.backward_call_ns / 1e3:.1f} us a call"
+        table.add_row(cost.op, f"{rates}, {calls}")
+    table.add_row("head and loss", f"{profile.head.tflops:.3g} TFLOP/s")
+    for cost in profile.collectives:
+        figures = f"{cost.alpha_ns / 1e3:.0f} us + bytes / {cost.bytes_per_s / 1e9:.3g} GB/s"
+        table.add_row(f"{cost.op} {cost.scope}", f"{figures} ({cost.provenance.kind})")
+    for key, value in built.residuals.items():
+        if key.startswith(("layer_", "operators_")):
+            table.add_row(f"held-out layers, {key.replace('_', ' ')}", f"{value:.1%} error")
+    return table
