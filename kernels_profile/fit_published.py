@@ -342,7 +342,7 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
         source="8192^3 bf16 on H200 runs at 770-800 TFLOP/s and the paper's printed ratios imply "
         "563 in training; 600 taken for training shapes, at any size: small GEMMs are priced low",
     )
-    flat = Surface(axis0=[1.0, 131072.0], axis1=[1.0, 65536.0], values=np.full((2, 2), 600))
+    flat = Surface(axis0=[1.0, 131072.0], axis1=[1.0, 65536.0**2], values=np.full((2, 2), 600))
     copy = Provenance(
         kind=Kind.PUBLISHED,
         source="device copy on H200 at 4.3 TB/s x 3.35 / 4.8 (ratio of the two memories' "

@@ -167,7 +167,7 @@ def test_an_operator_that_does_not_grow_is_free_a_byte():
 @pytest.mark.parametrize(
     ("fit", "message"),
     [
-        (lambda: fit_gemm(gemms()[:1], SOURCE), "for 1 token counts and 1 widths"),
+        (lambda: fit_gemm(gemms()[:1], SOURCE), "for 1 token counts and 1 sizes"),
         (lambda: fit_elementwise([], SOURCE, value_bytes=4), "operator norm was not measured"),
         (lambda: fit_head([], SOURCE), "output head was not measured"),
         (lambda: fit_layer([], sums, SOURCE), "0 whole layers were measured"),

@@ -138,10 +138,10 @@ class LinearCost:
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = 0.0
         for rows, columns in layer_matrices(self.model):
-            width = np.array([(rows * columns / tp) ** 0.5])
+            weights = np.array([rows * columns / tp])
             work = 2 * rows * columns / (tp * cp) * 1e-3
-            forward += work / float(gemm.forward.at(tokens, width)[0])
-            backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, width)[0])
+            forward += work / float(gemm.forward.at(tokens, weights)[0])
+            backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
         return forward, backward
 
     def _elementwise_ns(self) -> Passes:

@@ -214,7 +214,7 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmCost:
-    """Achieved TFLOP/s of matrix products over (tokens, width); width = sqrt(in * out).
+    """Achieved TFLOP/s of matrix products over (tokens, weights); weights = in * out.
 
     backward: of both products, for the input's gradient and for the weight's.
     """

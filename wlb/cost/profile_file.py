@@ -112,7 +112,7 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         gemm=GemmCost(
             **{
                 name: Surface(
-                    axis0=gemm["tokens"], axis1=gemm["width"], values=gemm[f"{name}_tflops"]
+                    axis0=gemm["tokens"], axis1=gemm["weights"], values=gemm[f"{name}_tflops"]
                 )
                 for name in _PASSES
             },
@@ -137,7 +137,7 @@ def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
         "attention": [_attention_json(t) for t in profile.attention],
         "gemm": {
             "tokens": gemm.axis0.tolist(),
-            "width": gemm.axis1.tolist(),
+            "weights": gemm.axis1.tolist(),
             "forward_tflops": _rounded(gemm.values),
             "backward_tflops": _rounded(profile.gemm.backward.values),
             "provenance": _provenance_json(profile.gemm.provenance),

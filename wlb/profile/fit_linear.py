@@ -1,7 +1,7 @@
 """From measured matrix products and element-wise operators to the linear part of a profile.
 
-- GEMMs: achieved TFLOP/s over (tokens, sqrt(in * out)), the median where several matrices have one
-  width; a width that some token count lacks is filled from its neighbours in time.
+- GEMMs: achieved TFLOP/s over (tokens, in * out), the median where several matrices have one
+  size; a size that some token count lacks is filled from its neighbours in time.
 - Element-wise operators and the embedding: time = call + bytes / rate, robust non-negative least
   squares of relative errors (SciPy), over all widths and token counts.
 - Head: TFLOP/s of its three products, and bytes/s of the gradient that backward scales.
@@ -39,14 +39,14 @@ FREE_BYTES_PER_S = 1e14
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
-    """ValueError unless two token counts and two widths were measured."""
+    """ValueError unless two token counts and two sizes of matrices were measured."""
     mine = [r for r in records if r.kind == "gemm" and not r.failed]
     tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
-    widths = np.array(sorted({_width(r) for r in mine}), np.float64)
-    if tokens.size < 2 or widths.size < 2:
+    sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
+    if tokens.size < 2 or sizes.size < 2:
         raise ValueError(
-            f"matrix products were measured for {tokens.size} token counts and {widths.size} "
-            f"widths; a fit needs two of each"
+            f"matrix products were measured for {tokens.size} token counts and {sizes.size} "
+            f"sizes; a fit needs two of each"
         )
     surfaces: dict[str, Surface] = {}
     for name in PASSES:
@@ -55,19 +55,19 @@ def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
             flops = 2 * GEMMS[name] * r.point["tokens"] * r.point["rows"] * r.point["columns"]
             where = (
                 int(np.searchsorted(tokens, r.point["tokens"])),
-                int(np.searchsorted(widths, _width(r))),
+                int(np.searchsorted(sizes, _weights(r))),
             )
             rates.setdefault(where, []).append(flops / r.numbers[f"{name}_ns"] * 1e-3)
-        values = np.full((tokens.size, widths.size), np.nan)
+        values = np.full((tokens.size, sizes.size), np.nan)
         for where, found in rates.items():
             values[where] = np.median(found)
-        values = limit_growth(tokens, widths, _filled(values))
-        surfaces[name] = Surface(axis0=tokens, axis1=widths, values=values)
+        values = limit_growth(tokens, sizes, _filled(values))
+        surfaces[name] = Surface(axis0=tokens, axis1=sizes, values=values)
     return GemmCost(**surfaces, provenance=provenance)
 
 
-def _width(record: Record) -> float:
-    return (record.point["rows"] * record.point["columns"]) ** 0.5
+def _weights(record: Record) -> float:
+    return float(record.point["rows"] * record.point["columns"])
 
 
 def _filled(values: FloatArray) -> FloatArray:
@@ -182,9 +182,9 @@ def sum_of_operators(
     at = np.array([float(tokens)])
     work, calls = np.zeros(2), np.zeros(2)
     for rows, columns in rank_matrices(model, tp):
-        width = np.array([(rows * columns) ** 0.5])
+        weights = np.array([float(rows * columns)])
         flops = 2.0 * tokens * rows * columns * 1e-3
-        rates = [float(s.at(at, width)[0]) for s in (gemm.forward, gemm.backward)]
+        rates = [float(s.at(at, weights)[0]) for s in (gemm.forward, gemm.backward)]
         work += [flops / rates[0], 2 * flops / rates[1]]
     values = elementwise_values(rank_model(model, tp))
     for cost in elementwise:

@@ -236,25 +236,25 @@ def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
 
 
 def gemm_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
-    """Throughput of matrix products over tokens, at a few widths."""
+    """Throughput of matrix products over tokens, of a few matrices."""
     figure, panels = _figure(ncols=2, height=3.8)
-    widths = _few(sorted({s.at["width"] for s in samples}))
+    sizes = _few(sorted({s.at["weights"] for s in samples}))
     rates = [gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)]
     scale, unit = rate_unit(rates)
     tokens = _between(np.array([s.at["tokens"] for s in samples], np.float64))
     for which, axes in enumerate(panels):
         surface = (profile.gemm.forward, profile.gemm.backward)[which]
-        for i, width in enumerate(widths):
-            mine = [s for s in samples if s.at["width"] == width]
+        for i, weights in enumerate(sizes):
+            mine = [s for s in samples if s.at["weights"] == weights]
             axes.plot(
                 [s.at["tokens"] for s in mine],
                 [gemm_rate(s, s.measured_ns[which], which) * scale for s in mine],
                 *MARKERS[i],
                 color=COLOURS[i],
                 markersize=4,
-                label=f"width {width:.0f}",
+                label=f"{weights:,.0f} weights",
             )
-            fitted = surface.at(tokens, np.full(tokens.size, width)) * scale
+            fitted = surface.at(tokens, np.full(tokens.size, weights)) * scale
             axes.plot(tokens, fitted, color=COLOURS[i], linewidth=1.2)
         axes.set(xscale="log", xlabel="tokens", ylabel=f"{PASSES[which]}, {unit}")
         _from_zero(axes)

@@ -104,13 +104,13 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Sampl
 
 
 def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
-    """Each matrix product; `at` also has its width and forward FLOPs."""
+    """Each matrix product; `at` also has its weights (in * out) and forward FLOPs."""
     found: list[Sample] = []
     for record in measured_of(records, "gemm"):
         at = record["point"]
-        width = (at["rows"] * at["columns"]) ** 0.5
+        weights = float(at["rows"] * at["columns"])
         flops = 2 * at["tokens"] * at["rows"] * at["columns"]
-        where = np.array([float(at["tokens"])]), np.array([width])
+        where = np.array([float(at["tokens"])]), np.array([weights])
         surfaces = (profile.gemm.forward, profile.gemm.backward)
         fitted = (
             times * flops * 1e-3 / float(surface.at(*where)[0])
@@ -118,7 +118,7 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Samp
         )
         found.append(
             Sample(
-                at={**at, "width": width, "flops": flops},
+                at={**at, "weights": weights, "flops": flops},
                 measured_ns=_passes(record),
                 fitted_ns=tuple(fitted),
             )

@@ -184,8 +184,8 @@ def _off(samples: Sequence[Sample], which: int) -> str:
 def gemm_words(samples: Sequence[Sample]) -> list[str]:
     peaks = [max(gemm_rate(s, s.measured_ns[i], i) for s in samples) for i in range(2)]
     return [
-        "Achieved throughput over the tokens of a call. Width is the square root of a matrix's "
-        "inputs times outputs; points of one width are matrices of different shape.",
+        "Achieved throughput over the tokens of a call. Weights are a matrix's inputs times "
+        "outputs; points of one colour may be matrices of different shape.",
         f"The highest that was measured is {rate_text(peaks[0])} forward and "
         f"{rate_text(peaks[1])} backward (both of its products).",
         f"Over all {len(samples)} products the fit is {_off(samples, 0)} off in forward time and "
