@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
         require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(record=True)
+    # A file or a pipe has no width of its own; tables of a log should not break in cells.
+    console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     if world is not None:
         mesh.init(world, device, timeout_s=1800.0)
     try:
