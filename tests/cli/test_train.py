@@ -264,7 +264,7 @@ def test_a_calibrated_profile_prices_the_next_run(
     content = made.read_bytes()
     assert main(["train", str(tiny), *keys, f"cost.profile={made}", "--calibrate"]) == 0
     shown = capsys.readouterr().out
-    assert "plans priced by kernel profile 'cpu-calibrated' (measured)" in shown
+    assert "plans priced by kernel profile 'cpu-calibrated' (measured, sdpa of " in shown
     assert "calibration: measured / predicted by 'cpu-calibrated'" in shown
     assert made.with_name("cpu-calibrated-2.json").exists()
     assert made.read_bytes() == content

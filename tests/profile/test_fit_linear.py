@@ -71,10 +71,10 @@ def sums(tokens: int, tp: int):
     return sum_of_operators(
         MODEL,
         tokens,
+        tp,
         gemm=fit_gemm(gemms(), SOURCE),
         elementwise=fit_elementwise(operators(), SOURCE, value_bytes=4),
         value_bytes=4,
-        tp=tp,
     )
 
 

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from wlb.cost.linear import TP_BACKWARD, TP_FORWARD
-from wlb.cost.profile import AttentionTable, Collective, KernelProfile, LayerCost, Provenance
+from wlb.cost.profile import (
+    AttentionTable,
+    Collective,
+    ElementwiseCost,
+    KernelProfile,
+    LayerCost,
+    Provenance,
+)
 from wlb.cost.surface import Curve, Surface
 from wlb.plan import TERMS, Telemetry
 
@@ -108,19 +115,13 @@ def scaled_profile(
             for t in profile.attention
         ),
         elementwise=tuple(
-            replace(
-                c,
-                forward_call_ns=round(c.forward_call_ns * linear_forward),
-                backward_call_ns=round(c.backward_call_ns * linear_backward),
-                provenance=provenance,
-            )
+            replace(c, **_slower_calls(c, linear_forward, linear_backward), provenance=provenance)
             for c in profile.elementwise
         ),
         layer=LayerCost(
             forward_factor=profile.layer.forward_factor * linear_forward,
             backward_factor=profile.layer.backward_factor * linear_backward,
-            forward_call_ns=round(profile.layer.forward_call_ns * linear_forward),
-            backward_call_ns=round(profile.layer.backward_call_ns * linear_backward),
+            **_slower_calls(profile.layer, linear_forward, linear_backward),
             provenance=provenance,
         ),
         collectives=tuple(
@@ -141,6 +142,15 @@ def calibrated_name(name: str) -> str:
     """ "cpu" -> "cpu-calibrated" -> "cpu-calibrated-2" -> "cpu-calibrated-3"."""
     again = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
     return f"{again[1]}-{int(again[2] or 1) + 1}" if again else f"{name}-calibrated"
+
+
+def _slower_calls(
+    cost: ElementwiseCost | LayerCost, forward: float, backward: float
+) -> dict[str, int]:
+    return {
+        "forward_call_ns": round(cost.forward_call_ns * forward),
+        "backward_call_ns": round(cost.backward_call_ns * backward),
+    }
 
 
 def _slower(surface: Surface, factor: float) -> Surface:

@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from wlb.cost import (
     Scope,
     load_profile,
 )
-from wlb.cost.flops import FloatArray
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.profile.attention import Grid, Layout, equal_call, random_call
 from wlb.profile.collectives import fit_alpha_beta
@@ -84,7 +84,6 @@ def build(
     origin: Origin,
 ) -> Built:
     """Fits everything. ValueError, naming what is missing, where too little was measured."""
-    value_bytes = DTYPE_BYTES[origin.dtype]
     measured = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:
@@ -101,32 +100,25 @@ def build(
         for layout in layouts
     )
     gemm = fit_gemm(records, measured)
-    elementwise = fit_elementwise(records, measured, value_bytes=value_bytes)
-
-    def operators(tokens: int, tp: int) -> tuple[FloatArray, FloatArray]:
-        return sum_of_operators(
-            model,
-            tokens,
-            gemm=gemm,
-            elementwise=elementwise,
-            value_bytes=value_bytes,
-            tp=tp,
-        )
-
+    elementwise = fit_elementwise(records, measured, value_bytes=DTYPE_BYTES[origin.dtype])
+    operators = partial(
+        sum_of_operators,
+        model,
+        gemm=gemm,
+        elementwise=elementwise,
+        value_bytes=DTYPE_BYTES[origin.dtype],
+    )
     layer = fit_layer(records, operators, measured)
     residuals = {**attention[0].residuals, **layer_errors(records, operators, layer)}
+    source = "wlb profile; residuals of the first attention table and of whole layers"
     profile = KernelProfile(
         name=origin.name,
         device=origin.environment["name"],
         dtype=origin.dtype,
         ranks_per_node=RANKS_PER_NODE[origin.environment["device"]],
-        provenance=Provenance(
-            kind=Kind.MEASURED,
-            source="wlb profile; residuals of the first attention table and of whole layers",
-            device=origin.environment["name"],
+        provenance=origin.provenance(
+            source,
             backend=", ".join(dict.fromkeys(layout.backend for layout in layouts)),
-            dtype=origin.dtype,
-            date=origin.date,
             commit=commit(),
             command=origin.command,
             residuals=tuple(residuals.items()),

@@ -168,11 +168,11 @@ def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
 def sum_of_operators(
     model: ModelSpec,
     tokens: int,
+    tp: int,
     *,
     gemm: GemmCost,
     elementwise: Sequence[ElementwiseCost],
     value_bytes: int,
-    tp: int,
 ) -> tuple[FloatArray, FloatArray]:
     """Forward and backward ns (shape [2]) of a layer's work, and of its operators' calls.
 
