@@ -62,7 +62,9 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     assert made.provenance.command.startswith("wlb profile --device cpu --out ")
     environment = made.provenance.environment
     assert environment["torch"] == torch.__version__
-    assert "read from NVIDIA GPUs only" in environment["conditions"]["why_empty"]
+    (start,) = environment["starts"]
+    assert "read from NVIDIA GPUs only" in start["conditions"]["why_empty"]
+    assert (start["date"], start["command"]) == (made.provenance.date, made.provenance.command)
     layouts = [(t.backends, t.num_heads, t.num_kv_heads, t.head_dim) for t in made.attention]
     # The demo's two heads of 16 at TP 2 and 1, and the one asked for.
     assert layouts == [(("sdpa",), 1, 1, 16), (("sdpa",), 2, 2, 16), (("sdpa",), 4, 2, 16)]
@@ -82,16 +84,23 @@ def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-page") == 0
     whole = list(small)
     records = tmp_path / "mine.sweep.jsonl"
-    lines = records.read_text("utf-8").splitlines(keepends=True)
+    header, *lines, start = records.read_text("utf-8").splitlines(keepends=True)
+    assert len(lines) == json.loads(start)["start"]["points"] == len(whole)
     # Killed in the middle of a line, after most of the points.
-    records.write_text("".join([*lines[:-4], lines[-4][:20]]), "utf-8")
+    records.write_text("".join([header, *lines[:-4], start, lines[-4][:20]]), "utf-8")
     small.clear()
-    assert profile(tmp_path, "--no-page") == 0
+    assert profile(tmp_path, "--no-page", "--set", "model.rope_theta=10000.0") == 0
     assert len(small) == 4
-    assert len(whole) == len(lines) - 1
-    assert f"{len(whole) - 4} of {len(whole)} points are in" in capsys.readouterr().out.replace(
-        "\n", " "
+    assert f"{len(whole) - 4} of {len(whole)} points are in" in " ".join(
+        capsys.readouterr().out.split()
     )
+    # Both starts are told, and the profile is stamped with the last one that measured something.
+    for _ in range(2):
+        made = load_profile(str(tmp_path / "mine.json"))
+        points = [start["points"] for start in made.provenance.environment["starts"]]
+        assert points == [len(whole), 4]
+        assert "rope_theta" in made.provenance.command
+        assert profile(tmp_path, "--no-page") == 0
 
 
 @pytest.mark.dist
@@ -99,7 +108,8 @@ def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-page") == 0
     assert profile(tmp_path, "--no-page", "--set", "model.hidden_size=96") == 2
     told = capsys.readouterr().err
-    assert "mine.sweep.jsonl holds the records of another sweep (model: [64, 192" in told
+    assert "mine.sweep.jsonl holds the records of another sweep (model: {" in told
+    assert "'hidden_size': 96" in told
     assert "remove it or give another --out" in told
 
 
@@ -131,9 +141,9 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
     assert re.search(r"not measured: grid .*'q': 8, 'kv': 128.*Tried to allocate 80 GiB", told)
     made = load_profile(str(tmp_path / "mine.json"))
     assert {c.provenance.kind for c in made.collectives} == {Kind.ASSUMED}
-    assert "not measured: profile h100" in made.collectives[0].provenance.source
+    assert "not measured: profile cpu" in made.collectives[0].provenance.source
     lines = (tmp_path / "mine.sweep.jsonl").read_text("utf-8").splitlines()[1:]
-    failed = [json.loads(line) for line in lines if json.loads(line)["failed"]]
+    failed = [record for line in lines if (record := json.loads(line)).get("failed")]
     assert failed
     assert all("Tried to allocate 80 GiB" in record["failed"] for record in failed)
 

@@ -75,7 +75,7 @@ def test_memory_and_form_make_no_other_gpu():
 
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
-    """A folder of profiles besides those that are shipped: two of an H200."""
+    """A folder of profiles besides those that are shipped: three of an H200, an old one."""
     measured = replace(
         load_profile("h100"),
         name="h200",
@@ -83,16 +83,21 @@ def shipped(monkeypatch, tmp_path):
         provenance=replace(load_profile("cpu").provenance, kind="measured"),
     )
     fa3 = tuple(t for t in measured.attention if "flash_attention_3" in t.backends)
-    save_profile(tmp_path / "h200.json", measured)
+    fa2 = tuple(t for t in measured.attention if "flash_attention_2" in t.backends)
+    published = replace(measured, name="a_published", provenance=load_profile("h100").provenance)
+    save_profile(tmp_path / "a_published.json", published)
+    save_profile(tmp_path / "h200.json", replace(measured, attention=fa2))
+    (tmp_path / "a100.json").write_text('{"schema_version": 1, "device": "NVIDIA A100"}')
     save_profile(tmp_path / "h200_fa3.json", replace(measured, name="h200_fa3", attention=fa3))
     folders = profile_file._folders()
     monkeypatch.setattr(profile_file, "_folders", lambda: [*folders, tmp_path])
 
 
 @pytest.mark.usefixtures("shipped")
-def test_the_machines_own_profile_is_taken_and_one_with_the_kernel_first():
-    assert matching_profile("cuda", "NVIDIA H200", "torch_varlen").name == "h200"
-    assert matching_profile("cuda", "NVIDIA H200", "flash_attention_3").name in ("h200", "h200_fa3")
+def test_the_machines_own_measured_profile_is_taken_and_one_with_the_kernel_first():
+    """Those of other devices need not even load."""
+    assert matching_profile("cuda", "NVIDIA H200", "flash_attention_2").name == "h200"
+    assert matching_profile("cuda", "NVIDIA H200", "flash_attention_3").name == "h200_fa3"
     assert matching_profile("cuda", "NVIDIA H100 80GB HBM3").name == "h100"
     assert matching_profile("cuda", "NVIDIA L4").name == "h100"
     assert matching_profile("cuda", "").name == "h100"
@@ -119,6 +124,11 @@ def test_pieces_beyond_what_was_measured_are_told():
     spec = load("7b_128k", [])
     assert not any("extrapolated" in note for note in workload_for(spec, "cuda").notes)
     longer = load("7b_128k", ["data.context_window=524288"])
-    (note,) = [n for n in workload_for(longer, "cuda").notes if "extrapolated" in n]
-    assert "pieces of up to 524288 tokens are extrapolated: measured were" in note
-    assert "131072 keys" in note
+    pieces, products = [n for n in workload_for(longer, "cuda").notes if "extrapolated" in n]
+    assert "pieces of up to 524288 tokens are extrapolated: measured were" in pieces
+    assert "131072 keys" in pieces
+    assert products == (
+        "matrix products of 262,144 tokens are extrapolated: measured were 1..131,072"
+    )
+    small = load("7b_128k", ["cost.profile=cpu"])
+    assert any("weights are extrapolated" in n for n in workload_for(small, "cuda").notes)

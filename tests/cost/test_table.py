@@ -106,14 +106,42 @@ def test_what_is_outside_is_told_by_the_curve_for_whole_documents():
     [
         ({"padded_lengths": (8, 8)}, "must rise from above 0"),
         ({"padded_lengths": (0, 8)}, "must rise from above 0"),
-        ({"group_forward_ns": -1}, "group costs .* must not be below 0"),
-        ({"launch_backward_ns": -5}, "launch costs .* must not be below 0"),
+        ({"group_forward_ns": -1}, "group costs .* must be finite and not below 0"),
+        ({"launch_backward_ns": -5}, "launch costs .* must be finite and not below 0"),
+        ({"launch_forward_ns": float("nan")}, "launch costs .* must be finite and not below 0"),
         ({"square_forward": None}, "must both be there, or neither"),
+        ({"head_dim": 0}, "head_dim = 0 must be a whole number of at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads = 0 must be a whole number"),
+        ({"num_heads": 3}, "num_heads = 3 is not a multiple of num_kv_heads = 2"),
+        ({"backends": "sdpa"}, "backends 'sdpa' must be a list of names"),
+        ({"backends": ()}, "backends is empty"),
+        ({"reach": np.ones(5)}, "one a row of the surface"),
     ],
 )
 def test_wrong_tables_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(TABLE, **change)
+
+
+def test_keys_that_were_not_measured_with_some_rows_are_told():
+    reach = np.array([8192.0, 512.0])
+    plain = {"square_forward": None, "square_backward": None, "padded_lengths": ()}
+    table = replace(TABLE, **plain, reach=reach)
+    q, kv = np.array([1.0, 64, 64]), np.array([8192.0, 512, 513])
+    assert table.extrapolated(q, kv).tolist() == [False, False, True]
+
+
+def test_the_table_of_the_models_ratio_of_heads_is_taken():
+    profile = load_profile("cpu")
+    tables = [
+        replace(TABLE, num_heads=heads, num_kv_heads=kv_heads)
+        for heads, kv_heads in ((8, 8), (8, 1), (2, 2))
+    ]
+    profile = replace(profile, attention=tuple(tables))
+    assert profile.table(head_dim=16, num_heads=8) is tables[0]
+    assert profile.table(head_dim=16, num_heads=8, num_kv_heads=1) is tables[1]
+    assert profile.table(head_dim=16, num_heads=4, num_kv_heads=1) is tables[1]
+    assert profile.table(head_dim=16, num_heads=1, num_kv_heads=1) is tables[2]
 
 
 def test_a_curve_may_not_grow_faster_than_its_axis():

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.cost import FlopsWorkload, ProfiledWorkload, WorkloadModel, load_profile, workload_for
+from wlb.cost import (
+    Elementwise,
+    FlopsWorkload,
+    ProfiledWorkload,
+    WorkloadModel,
+    load_profile,
+    workload_for,
+)
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec, load
 
 MODEL = ModelSpec(
@@ -177,6 +184,29 @@ def test_what_is_outside_the_profile_is_told():
     assert work.extrapolated([1024, 131072, 1 << 20]).tolist() == [False, False, True]
     assert any("heads a rank are outside" in note for note in work.notes)
     assert any("a KV head" in note for note in work.notes)
+
+
+def test_the_ends_of_the_model_are_priced_literally():
+    """Embedding: two values a channel forward, three backward, of a CP rank's tokens; head: three
+    products of 2 FLOPs a weight, over all ranks that share them."""
+    work = WORKLOADS["h100-cp2"]
+    model, parallel = work.model, work.parallel
+    rate = work.profile.elementwise_of(Elementwise.EMBEDDING).forward_bytes_per_s
+    forward, backward = work.linear.embedding_ns_per_token
+    assert forward == pytest.approx(2 * model.hidden_size * 2 / parallel.cp / rate * 1e9)
+    assert backward == pytest.approx(1.5 * forward)
+    flops = 6 * model.hidden_size * model.vocab_size / (parallel.tp * parallel.cp)
+    assert work.linear.head_ns_per_token == pytest.approx(flops / 600e12 * 1e9)
+    scaled = 3 * model.hidden_size * model.vocab_size / parallel.tp * 4
+    assert work.linear.head_backward_ns == pytest.approx(scaled / 3.0e12 * 1e9)
+
+
+def test_prices_beyond_64_bits_are_refused():
+    table = WORKLOADS["h100-cp1"].table
+    slow = replace(table.forward, values=table.forward.values * 1e-13)
+    profile = replace(load_profile("h100"), attention=(replace(table, forward=slow),))
+    with pytest.raises(ValueError, match=r"gives .* ns for a piece of \d+ tokens"):
+        replace(WORKLOADS["h100-cp1"], profile=profile).attention_ns([1 << 26])
 
 
 def test_per_micro_batch_costs_stay_out_of_the_workload():

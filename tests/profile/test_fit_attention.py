@@ -98,7 +98,8 @@ def measured(of: Layout, truth: AttentionTable, *, noise: float = 0.0, lost=(), 
     records: list[Record] = []
     for task in tasks:
         record = Record(kind=task.kind, point=task.point, numbers={})
-        at = replace(truth, num_heads=task.point["num_heads"])
+        heads = {n: task.point[n] for n in ("num_heads", "num_kv_heads")}
+        at = replace(truth, **heads)
         times = np.array(predict(at, call_of(record))) * np.exp(noise * rng.normal(size=2))
         if "index" in task.point:
             times = times * slow

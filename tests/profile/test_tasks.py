@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,55 @@ def test_other_errors_end_the_sweep_and_are_not_recorded(tmp_path: Path, kind: t
         _sweep(path, [*_counted(ran, 1), _task(2, run)])
     _sweep(path, _counted(ran, 1, 2))
     assert ran == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: Cuda failure 2 'out of memory'"),
+        MemoryError(),
+    ],
+)
+def test_libraries_run_out_of_memory_in_their_own_words(tmp_path: Path, error: Exception):
+    def run() -> Numbers:
+        raise error
+
+    (record,) = _sweep(tmp_path / "records.jsonl", [_task(1, run)])
+    assert record.failed.startswith("out of memory: ")
+
+
+def test_what_may_fail_is_recorded_with_its_error_and_the_sweep_goes_on(tmp_path: Path):
+    def run() -> Numbers:
+        raise NotImplementedError("no heads of 320")
+
+    path = tmp_path / "records.jsonl"
+    may = replace(_task(1, run), may_fail=True)
+    records = _sweep(path, [may, _task(2, lambda: {"forward_ns": 1.0})])
+    assert [r.failed for r in records] == ["NotImplementedError: no heads of 320", ""]
+    assert _sweep(path, [may])[0].failed == "NotImplementedError: no heads of 320"
+    with pytest.raises(NotImplementedError):
+        _sweep(tmp_path / "other.jsonl", [_task(1, run)])
+
+
+@pytest.mark.parametrize("line", ["not json\n", "[1]\n", '{"kind": "gemm"}\n', '{"x": 1}\n'])
+def test_a_broken_line_is_named(tmp_path: Path, line: str):
+    path = tmp_path / "records.jsonl"
+    _sweep(path, _counted([], 1))
+    path.write_text(path.read_text("utf-8") + line, "utf-8")
+    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl is no record of a sweep"):
+        RecordFile(path, HEADER)
+
+
+def test_starts_that_measured_are_kept_in_order(tmp_path: Path):
+    path = tmp_path / "records.jsonl"
+    for number, tasks in enumerate(([1, 2], [1, 2], [1, 2, 3])):
+        with RecordFile(path, HEADER) as file:
+            list(file.run([_task(i, dict) for i in tasks]))
+            file.end({"command": f"start {number}"})
+    with RecordFile(path, HEADER) as file:
+        assert file.starts == [
+            {"command": "start 0", "points": 2},
+            {"command": "start 2", "points": 1},
+        ]

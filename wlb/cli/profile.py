@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     # Torch takes seconds to import; other commands do without.
     from wlb.parallel import mesh
-    from wlb.profile import PRESETS, run_sweep, settings_of
+    from wlb.profile import PRESETS, commit, run_sweep, settings_of
 
     begin = time.perf_counter()
     world = mesh.discover()
@@ -77,13 +77,26 @@ def run(options: argparse.Namespace) -> int:
     if world is not None:
         mesh.init(world, device, timeout_s=1800.0)
     try:
-        records, environment = run_sweep(settings, out.with_suffix(".sweep.jsonl"), world, console)
+        start = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            "command": _command(options, world),
+        }
+        path = out.with_suffix(".sweep.jsonl")
+        records, environment = run_sweep(settings, path, world, console, start)
     finally:
         mesh.shutdown()
     if world is not None and world.rank:
         return 0
     _finish(options, settings, records, environment, out, name, console, begin)
     return 0
+
+
+def _command(options: argparse.Namespace, world: Any) -> str:
+    words = shlex.join(["wlb", *options.words])
+    if world is None:
+        return words
+    return f"{words} ({world.world_size} ranks by {world.origin}, {world.local_world_size} here)"
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
@@ -107,12 +120,7 @@ def _finish(
     from wlb.cost.profile_file import save_profile
     from wlb.profile import Origin, build
 
-    origin = Origin(
-        name=name,
-        environment=environment,
-        date=datetime.date.today().isoformat(),
-        command=shlex.join(["wlb", *options.words]),
-    )
+    origin = Origin(name=name, environment=environment)
     built = build(
         records,
         model=settings.model,
@@ -123,7 +131,7 @@ def _finish(
     save_profile(out, built.profile)
     for table in (_attention_table(built), _linear_table(built)):
         console.print(table)
-    for note in (note for fitted in built.attention for note in fitted.notes):
+    for note in built.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     for record in built.failed:
         console.print(f"not measured: {record.kind} {dict(record.point)}: {record.failed}")

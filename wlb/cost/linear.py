@@ -69,6 +69,22 @@ class LinearCost:
         return out
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Where matrix products lie outside what the profile measured, in words for a log."""
+        surface = self.profile.gemm.forward
+        tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
+        weights = [a * b / self.parallel.tp for a, b in layer_matrices(self.model)]
+        return tuple(
+            f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
+            f"extrapolated: measured were {axis[0]:,.0f}..{axis[-1]:,.0f}"
+            for what, values, axis in (
+                ("tokens", [tokens], surface.axis0),
+                ("weights", sorted({min(weights), max(weights)}), surface.axis1),
+            )
+            if (outside := [v for v in values if not axis[0] <= v <= axis[-1]])
+        )
+
+    @property
     def call_ns(self) -> Passes:
         """Once a micro-batch: calls and collectives' latency of a rank's layers.
 
@@ -97,7 +113,8 @@ class LinearCost:
     def embedding_ns_per_token(self) -> Passes:
         """The first stage's embedding of one token of a micro-batch."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
-        size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        # Every TP rank looks all tokens up, in its part of the vocabulary.
+        size = DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
         forward, backward = elementwise_values(self.model)[Elementwise.EMBEDDING]
         return (
             forward * size / cost.forward_bytes_per_s * 1e9,

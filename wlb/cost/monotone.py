@@ -44,6 +44,11 @@ class MonotoneTable:
     @classmethod
     def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
         rising = np.maximum.accumulate(prices)
+        if not rising[num_dense - 1] < 2.0**63:  # also NaN
+            raise ValueError(
+                f"the cost model gives {rising[num_dense - 1]} ns for a piece of {num_dense - 1} "
+                f"tokens; check the kernel profile's numbers"
+            )
         tabled = rising[:num_dense].astype(np.int64)
         tabled.flags.writeable = False
         return cls(tabled, knots, rising[num_dense - 1 :])
@@ -59,7 +64,13 @@ class MonotoneTable:
         left = np.maximum(np.searchsorted(self.knots, lengths, side="right") - 1, 0)
         low, high = self.knot_prices[left], self.knot_prices[left + 1]
         weight = (lengths - self.knots[left]) / (self.knots[left + 1] - self.knots[left])
-        beyond = np.rint(low + weight * (high - low)).astype(np.int64)
+        prices = np.rint(low + weight * (high - low))
+        if not prices.max() < 2.0**63:
+            raise ValueError(
+                f"the cost model gives {prices.max()} ns for a piece of {lengths.max():.0f} "
+                f"tokens; check the kernel profile's numbers"
+            )
+        beyond = prices.astype(np.int64)
         return np.where(lengths < self.dense.size, dense, beyond)
 
 

@@ -84,7 +84,8 @@ class AttentionTable:
     prefix (as many keys as rows: whole documents) where they were measured apart, else None.
     heads, heads_efficiency: throughput at that many heads a rank, relative to the surface, above
     what the launch cost explains. launch_*_ns: once a varlen call, whatever it holds. group_*_ns:
-    once for all segments of a call that are computed together (`groups`).
+    once for all segments of a call that are computed together (`groups`). reach: most keys that
+    were measured with each of the surface's rows, where that is not all of them (shape [rows]).
     """
 
     backends: tuple[str, ...]
@@ -104,9 +105,9 @@ class AttentionTable:
     group_backward_ns: int = 0
     square_forward: Curve | None = None
     square_backward: Curve | None = None
+    reach: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))
         object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))
         self._check_calls()
         for name in ("heads", "heads_efficiency"):
@@ -125,21 +126,40 @@ class AttentionTable:
             )
         if not np.all(np.isfinite(self.heads_efficiency)):
             raise ValueError(f"heads_efficiency {self.heads_efficiency.tolist()} must be finite")
-        if self.tile_rows < 1 or not self.backends:
-            raise ValueError(f"tile_rows = {self.tile_rows}, backends = {self.backends}")
+        if not self.backends:
+            raise ValueError("backends is empty; name the kernel")
+        self._check_surfaces()
+
+    def _check_surfaces(self) -> None:
         if (self.square_forward is None) != (self.square_backward is None):
             raise ValueError("square_forward and square_backward must both be there, or neither")
+        if self.reach is not None:
+            object.__setattr__(self, "reach", np.array(self.reach, np.float64))
+            if self.reach.shape != self.forward.axis0.shape:
+                raise ValueError(f"reach has shape {self.reach.shape}, one a row of the surface")
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):
                 raise ValueError(f"forward and backward surfaces differ in {axis}")
 
     def _check_calls(self) -> None:
+        if isinstance(self.backends, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"backends {self.backends!r} must be a list of names")
+        object.__setattr__(self, "backends", tuple(self.backends))
+        for name in ("num_heads", "num_kv_heads", "head_dim", "tile_rows"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r} must be a whole number of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
+                f"{self.num_kv_heads}"
+            )
         if any(a >= b for a, b in pairwise((0, *self.padded_lengths))):
             raise ValueError(f"padded_lengths {self.padded_lengths} must rise from above 0")
         for name in ("launch", "group"):
             costs = [getattr(self, f"{name}_{p}_ns") for p in ("forward", "backward")]
-            if min(costs) < 0:
-                raise ValueError(f"{name} costs {costs} ns must not be below 0")
+            if not all(0 <= cost < np.inf for cost in costs):
+                raise ValueError(f"{name} costs {costs} ns must be finite and not below 0")
 
     def efficiency(self, num_heads: int) -> float:
         """Efficiency at `num_heads` query heads a rank; constant outside the table.
@@ -196,6 +216,10 @@ class AttentionTable:
         """Which segments lie outside the surface, so that their throughput is clamped."""
         rows, keys = self._tiled(self.padded(q)), self.padded(kv)
         is_outside = self.forward.outside(rows, keys)
+        if self.reach is not None:
+            axis = self.forward.axis0
+            at = np.minimum(np.searchsorted(axis, rows), axis.size - 1)
+            is_outside = is_outside | (keys > self.reach[at])
         if self.square_forward is not None:
             is_outside = np.where(q == kv, self.square_forward.outside(rows), is_outside)
         return is_outside & (q > 0)
@@ -251,7 +275,7 @@ class ElementwiseCost:
         object.__setattr__(self, "op", Elementwise(self.op))
         for name in ("forward", "backward"):
             rate, call = (getattr(self, f"{name}_{n}") for n in ("bytes_per_s", "call_ns"))
-            if not 0 < rate < np.inf or call < 0:
+            if not (0 < rate < np.inf and 0 <= call < np.inf):
                 raise ValueError(f"{self.op}: {name}_bytes_per_s = {rate}, {name}_call_ns = {call}")
 
 
@@ -291,7 +315,7 @@ class LayerCost:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             factor, call = (getattr(self, f"{name}_{n}") for n in ("factor", "call_ns"))
-            if not 0 < factor < np.inf or call < 0:
+            if not (0 < factor < np.inf and 0 <= call < np.inf):
                 raise ValueError(f"layer: {name}_factor = {factor}, {name}_call_ns = {call}")
 
 
@@ -312,7 +336,7 @@ class CollectiveCost:
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Collective(self.op))
         object.__setattr__(self, "scope", Scope(self.scope))
-        if not self.bytes_per_s > 0 or self.alpha_ns < 0:
+        if not (self.bytes_per_s > 0 and 0 <= self.alpha_ns < np.inf):
             raise ValueError(f"alpha_ns = {self.alpha_ns}, bytes_per_s = {self.bytes_per_s}")
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
@@ -371,11 +395,20 @@ class KernelProfile:
         """Names of all attention kernels in the profile."""
         return tuple(sorted({name for table in self.attention for name in table.backends}))
 
-    def table(self, *, backend: str | None = None, head_dim: int, num_heads: int) -> AttentionTable:
+    def table(
+        self,
+        *,
+        backend: str | None = None,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+    ) -> AttentionTable:
         """The table of `backend` (None = the profile's first kernel) nearest in head layout.
 
-        ValueError where no table goes by that name. Nearest: head_dim first, then number of heads.
+        num_kv_heads: None = as many as num_heads. ValueError where no table goes by that name.
+        Nearest: head_dim first, then query heads a key head, then number of heads.
         """
+        group = num_heads / (num_kv_heads or num_heads)
         name = backend or self.attention[0].backends[0]
         tables = [t for t in self.attention if name in t.backends]
         if not tables:
@@ -385,7 +418,11 @@ class KernelProfile:
             )
         return min(
             tables,
-            key=lambda t: (_ratio(t.head_dim, head_dim), _ratio(t.num_heads, num_heads)),
+            key=lambda t: (
+                _ratio(t.head_dim, head_dim),
+                _ratio(t.num_heads / t.num_kv_heads, group),
+                _ratio(t.num_heads, num_heads),
+            ),
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:

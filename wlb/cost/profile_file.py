@@ -34,15 +34,26 @@ SCHEMA_VERSION = 2
 def matching_profile(device: str, machine: str, backend: str | None = None) -> KernelProfile:
     """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
 
-    One of the same device, and of these one that has the attention kernel `backend`, a measured one
-    first; else the device type's default, whose `device` then differs from `machine`.
+    One of the same device: a measured one first, and of these one that has the attention kernel
+    `backend`; else the device type's default, whose `device` then differs from `machine`.
     """
     if device == "cuda" and machine:
-        same = [p for p in map(load_profile, profile_names()) if is_same(p.device, machine)]
-        same.sort(key=lambda p: (backend not in p.backends, p.provenance.kind != Kind.MEASURED))
+        same = [
+            load_profile(name) for name in profile_names() if is_same(_device_of(name), machine)
+        ]
+        same.sort(key=lambda p: (p.provenance.kind != Kind.MEASURED, backend not in p.backends))
         if same:
             return same[0]
     return load_profile(default_profile_name(device))
+
+
+def _device_of(name: str) -> str:
+    """Of a shipped profile, whatever its schema: one that is for another device need not load."""
+    path = next(p for folder in _folders() if (p := folder / f"{name}.json").is_file())
+    try:
+        return str(json.loads(path.read_text("utf-8"))["device"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def default_profile_name(device: str) -> str:
@@ -197,6 +208,7 @@ def _attention(data: Mapping[str, Any]) -> AttentionTable:
     return AttentionTable(
         **values,
         padded_lengths=tuple(data["padded_lengths"]),
+        reach=data.get("reach"),
         forward=Surface(axis0=q, axis1=kv, values=data["forward_tflops"]),
         backward=Surface(axis0=q, axis1=kv, values=data["backward_tflops"]),
         heads=data["heads"],
@@ -213,6 +225,8 @@ def _attention_json(table: AttentionTable) -> dict[str, Any]:
             "forward_tflops": _rounded(table.square_forward.values),
             "backward_tflops": _rounded(table.square_backward.values),
         }
+    if table.reach is not None:
+        data["reach"] = table.reach.tolist()
     return data | {
         "backends": list(table.backends),
         "padded_lengths": list(table.padded_lengths),

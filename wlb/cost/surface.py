@@ -80,10 +80,10 @@ def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
 def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
     """`values` (shape [len(axis0), len(axis1)]) lowered until no step grows more than its axis."""
     out = np.array(values, np.float64)
-    for i in range(1, out.shape[0]):
-        out[i] = np.minimum(out[i], out[i - 1] * (axis0[i] / axis0[i - 1]))
-    for j in range(1, out.shape[1]):
-        out[:, j] = np.minimum(out[:, j], out[:, j - 1] * (axis1[j] / axis1[j - 1]))
+    for axis, x in enumerate((axis0[:, None], axis1[None, :])):
+        lowest = np.minimum.accumulate(out / x, axis=axis) * x
+        # Not where only rounding makes a difference, so that what is limited stays as it is.
+        out = np.where(lowest < out * (1 - 1e-12), lowest, out)
     return out
 
 

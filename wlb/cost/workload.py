@@ -202,7 +202,10 @@ class ProfiledWorkload:
             )
         known = self.backend if self.backend in self.profile.backends else None
         table = self.profile.table(
-            backend=known, head_dim=self.model.head_size, num_heads=self.heads_per_rank
+            backend=known,
+            head_dim=self.model.head_size,
+            num_heads=self.heads_per_rank,
+            num_kv_heads=max(1, self.model.num_kv_heads // self.parallel.tp),
         )
         object.__setattr__(self, "table", table)
         linear = LinearCost(
@@ -303,7 +306,9 @@ class ProfiledWorkload:
                 f"pieces of up to {self.longest} tokens are extrapolated: measured were "
                 f"{measured.axis0[0]:.0f}..{measured.axis0[-1]:.0f} rows over "
                 f"{measured.axis1[0]:.0f}..{measured.axis1[-1]:.0f} keys"
+                + ("" if table.reach is None else f", {table.reach.min():.0f} with some rows")
             )
+        notes += self.linear.notes
         if table.head_dim != model.head_size:
             notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
         group, table_group = model.num_heads // model.num_kv_heads, table.num_heads

@@ -27,7 +27,7 @@ from wlb.cost import FlopsWorkload
 from wlb.kernels import Segments
 from wlb.kernels.op import backward, forward
 from wlb.kernels.sdpa import PADDED_LENGTHS
-from wlb.plan import IntArray, offsets_of
+from wlb.plan import IntArray, digest, offsets_of
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import Timer
 from wlb.sharding import shard
@@ -63,6 +63,11 @@ class Layout:
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
         }
+
+    @property
+    def group(self) -> int:
+        """Query heads a key head."""
+        return self.num_heads // self.num_kv_heads
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -208,7 +213,7 @@ def _equal_task(
     def run() -> Numbers:
         return time_call(layout, *equal_call(point), timer, grid.budget_s)
 
-    return Task(kind=kind, point=point, run=run)
+    return Task(kind=kind, point=point, run=run, may_fail=True)
 
 
 def random_call(grid: Grid, index: int) -> tuple[IntArray, IntArray]:
@@ -239,8 +244,10 @@ def batch_tasks(
         def run() -> Numbers:
             return time_call(layout, *random_call(grid, index), timer, 4 * grid.budget_s)
 
-        point: Mapping[str, Any] = {**layout.name, "index": index, "repeat": repeat}
-        return Task(kind="held_batch" if held else "batch", point=point, run=run)
+        segments = digest(*random_call(grid, index))  # another batch has another name
+        point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
+        kind = "held_batch" if held else "batch"
+        return Task(kind=kind, point=point, run=run, may_fail=True)
 
     first = 1000 if held else 0
     return [task(first + i) for i in range(grid.held_batches if held else grid.batches)]

@@ -1,7 +1,7 @@
 """From a sweep's records to a KernelProfile, and every fit's error."""
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ from wlb.profile.fit_linear import (
 from wlb.profile.tasks import Record
 from wlb.spec import ModelSpec
 
-PUBLISHED = "h100"
-"""Whose collectives stand in where they were not measured."""
+STAND_INS = {"cpu": "cpu", "cuda": "h100"}
+"""Shipped profiles whose collectives stand in where they were not measured."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
 
 
@@ -44,6 +44,7 @@ class Built:
     profile: KernelProfile
     attention: tuple[FittedAttention, ...]
     residuals: dict[str, float]
+    notes: tuple[str, ...]
     records: Sequence[Record] = field(repr=False)
 
     @property
@@ -57,20 +58,22 @@ class Origin:
 
     name: str
     environment: Mapping[str, Any]
-    date: str
-    command: str
 
     @property
     def dtype(self) -> str:
         return self.environment["dtype"]
 
     def provenance(self, source: str, **more: Any) -> Provenance:
+        """Dated and stamped by the last start that measured something."""
+        start = self.environment["starts"][-1]
         return Provenance(
             kind=Kind.MEASURED,
             source=source,
             device=self.environment["name"],
             dtype=self.dtype,
-            date=self.date,
+            date=start["date"],
+            commit=start["commit"],
+            command=start["command"],
             **more,
         )
 
@@ -91,14 +94,7 @@ def build(
             return random_call(grid, record.point["index"])
         return equal_call(record.point)
 
-    attention = tuple(
-        fit_attention(
-            Measured(layout=layout, records=records, call_of=call_of),
-            backends=(layout.backend,),
-            provenance=origin.provenance("wlb profile", backend=layout.backend),
-        )
-        for layout in layouts
-    )
+    attention, notes = _attention(records, layouts, call_of, origin)
     gemm = fit_gemm(records, measured)
     elementwise = fit_elementwise(records, measured, value_bytes=DTYPE_BYTES[origin.dtype])
     operators = partial(
@@ -118,9 +114,7 @@ def build(
         ranks_per_node=RANKS_PER_NODE[origin.environment["device"]],
         provenance=origin.provenance(
             source,
-            backend=", ".join(dict.fromkeys(layout.backend for layout in layouts)),
-            commit=commit(),
-            command=origin.command,
+            backend=", ".join(dict.fromkeys(a.table.backends[0] for a in attention)),
             residuals=tuple(residuals.items()),
             environment=origin.environment,
         ),
@@ -131,11 +125,43 @@ def build(
         head=fit_head(records, measured),
         collectives=collectives(records, origin),
     )
-    return Built(profile=profile, attention=attention, residuals=residuals, records=records)
+    return Built(
+        profile=profile,
+        attention=attention,
+        residuals=residuals,
+        notes=tuple(notes),
+        records=records,
+    )
+
+
+def _attention(
+    records: Sequence[Record],
+    layouts: Sequence[Layout],
+    call_of: Callable[[Record], Call],
+    origin: Origin,
+) -> tuple[tuple[FittedAttention, ...], list[str]]:
+    """A fit of each layout of which enough was measured, and notes; ValueError if there is none."""
+    found: list[FittedAttention] = []
+    notes: list[str] = []
+    for layout in layouts:
+        try:
+            fitted = fit_attention(
+                Measured(layout=layout, records=records, call_of=call_of),
+                backends=(layout.backend,),
+                provenance=origin.provenance("wlb profile", backend=layout.backend),
+            )
+        except ValueError as error:
+            notes.append(f"no table: {error}")
+            continue
+        found.append(fitted)
+        notes += fitted.notes
+    if not found:
+        raise ValueError("; ".join(notes))
+    return tuple(found), notes
 
 
 def collectives(records: Sequence[Record], origin: Origin) -> tuple[CollectiveCost, ...]:
-    """Measured where there were ranks; else another scope's (CPU), a published profile's (CUDA)."""
+    """Measured where there were ranks; else of another scope (CPU) or of a shipped profile."""
     found: dict[tuple[str, str], CollectiveCost] = {}
     for op in Collective:
         for scope in Scope:
@@ -175,9 +201,9 @@ def _stand_in(
         source = "not measured: as between processes of one machine"
         costs = (near.alpha_ns, near.bytes_per_s)
     else:
-        published = load_profile(PUBLISHED)
-        theirs = next(c for c in published.collectives if (c.op, c.scope) == (op, scope))
-        source = f"not measured: profile {PUBLISHED}, which has {theirs.provenance.source}"
+        other = load_profile(STAND_INS[origin.environment["device"]])
+        theirs = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
+        source = f"not measured: profile {other.name}, which has {theirs.provenance.source}"
         costs = (theirs.alpha_ns, theirs.bytes_per_s)
     return CollectiveCost(
         op=op,

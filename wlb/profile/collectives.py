@@ -88,6 +88,10 @@ class CollectiveSweep:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the other ranks go, before the block ends."""
         if self._followed is not None:
             self._followed.release()
 

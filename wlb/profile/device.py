@@ -178,6 +178,9 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -185,13 +188,13 @@ class Monitor:
             self._thread = None
 
     def record(self) -> dict[str, Any]:
-        """What was seen, as plain JSON values; read it after the block.
+        """What was seen, as plain JSON values; read it after the block, or after `stop`.
 
         Each quantity as [least, median, most]; throttling as the share of samples in which a reason
         held. unavailable: quantities that this GPU does not tell, and NVML's words. why_empty: ""
         or why there is nothing.
         """
-        assert self._thread is None, "read the record after the block"
+        assert self._thread is None, "stop first"
         count = max((len(values) for values in self._samples.values()), default=0)
         throttled = self._samples.get("throttling", [])
         found: dict[str, Any] = {

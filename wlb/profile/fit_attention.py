@@ -168,6 +168,9 @@ def _rates(
             values[np.searchsorted(axis_q, q), np.searchsorted(axis_kv, kv)] = np.median(rates)
     values = limit_growth(axis_q, axis_kv, fill_gaps(axis_q, axis_kv, values))
     out: dict[str, object] = {name: Surface(axis0=axis_q, axis1=axis_kv, values=values)}
+    reach = [max(kv for _, row, kv in found if row == q) for q in axis_q]
+    if min(reach) < axis_kv[-1]:
+        out["reach"] = np.array(reach, np.float64)
     if is_apart:
         lengths = np.array(list(square), np.float64)
         curve = limit_curve_growth(lengths, np.array(list(square.values())))
@@ -328,8 +331,11 @@ def _heads(measured: Measured) -> dict[str, FloatArray]:
     rates: dict[int, dict[tuple[int, int], float]] = {}
     for record in measured.records:
         at = record.point
-        same = at.get("backend") == layout.backend and at.get("head_dim") == layout.head_dim
-        if record.kind == "heads" and not record.failed and same:
+        if record.kind != "heads" or record.failed:
+            continue
+        group = at["num_heads"] // at["num_kv_heads"]
+        theirs = (at["backend"], at["head_dim"], group)
+        if theirs == (layout.backend, layout.head_dim, layout.group):
             took = sum(record.numbers[f"{name}_ns"] for name in PASSES)
             rate = at["num_heads"] * at["count"] / took
             rates.setdefault(at["num_heads"], {})[at["q"], at["kv"]] = rate

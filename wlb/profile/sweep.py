@@ -1,8 +1,8 @@
 """What a sweep measures, in what order, on which device: `wlb profile`'s settings and run."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from wlb.kernels import BACKENDS
 from wlb.kernels.select import AUTO_ORDER, choose_backend
 from wlb.parallel import mesh
 from wlb.profile.attention import Grid, Layout, batch_tasks, grid_tasks, head_tasks, steps
@@ -20,13 +19,15 @@ from wlb.profile.device import Monitor, describe
 from wlb.profile.linear import linear_tasks
 from wlb.profile.tasks import Record, RecordFile, Task
 from wlb.profile.timing import Timer, make_timer, pinned_threads
-from wlb.spec import ModelSpec, RunSpec
+from wlb.spec import AttentionBackend, ModelSpec, RunSpec
 
 PRESETS = {"cpu": "demo", "cuda": "7b_128k"}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 MOST_LAYOUTS_TP = 8
 QUICK_LONGEST = {"cpu": 2048, "cuda": 32768}
 CPU_LONGEST = 8192
+Shape = tuple[int, int, int]
+"""Query heads, key heads, head size."""
 DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Query rows below 512 on a GPU: the plateau of a tile and the step at 256 (Figure 10)."""
 
@@ -58,7 +59,7 @@ class Settings:
             "dtype": str(self.dtype).removeprefix("torch."),
             "lengths": list(grid.lengths),
             "batch_tokens": list(grid.batch_tokens),
-            "model": [self.model.hidden_size, self.model.ffn_hidden_size, self.model.vocab_size],
+            "model": asdict(self.model),
             "budgets_s": [grid.budget_s, self.linear_budget_s, self.collective_budget_s],
         }
 
@@ -86,32 +87,34 @@ def settings_of(
     # A CPU's tables cost seconds; on a GPU other degrees of TP are a factor of the first table.
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
     of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
-    backends = _backends(device, dtype, of_tables, backend)
 
-    def layout(name: str, shape: tuple[int, int, int]) -> Layout:
-        return Layout(
-            backend=name,
-            num_heads=shape[0],
-            num_kv_heads=shape[1],
-            head_dim=shape[2],
-            dtype=dtype,
-            device=device,
+    def layouts(shapes: Sequence[Shape]) -> tuple[Layout, ...]:
+        return tuple(
+            Layout(
+                backend=name,
+                num_heads=shape[0],
+                num_kv_heads=shape[1],
+                head_dim=shape[2],
+                dtype=dtype,
+                device=device,
+            )
+            for shape in shapes
+            for name in _backends(device, dtype, shape[2], backend)
         )
 
     is_gpu = device.type == "cuda"
-    longest = round(spec.packing.s_max * spec.data.context_window)
-    longest = min(longest, QUICK_LONGEST[device.type]) if quick else longest
+    window = spec.data.context_window
+    longest = min(window, QUICK_LONGEST[device.type]) if quick else window
     return Settings(
         device=device,
         dtype=dtype,
         model=model,
         tp_degrees=degrees[-1:] if quick else degrees,
-        layouts=tuple(layout(b, shape) for shape in of_tables for b in backends),
-        other_heads=tuple(
-            layout(b, shape) for shape in shapes[1:] for b in backends if is_gpu and not quick
-        ),
+        layouts=layouts(of_tables),
+        other_heads=layouts(shapes[1:]) if is_gpu and not quick else (),
         grid=_gpu_grid(longest, quick) if is_gpu else _cpu_grid(min(longest, CPU_LONGEST), quick),
-        tokens=steps(128, max(512, longest), (1.0,))[:: 3 if quick else 2],
+        # Twice as many from one to the next: between them throughput is taken to be linear.
+        tokens=steps(128, max(512, longest), (1.0,)),
         linear_budget_s=(0.05 if is_gpu else 0.1) * (0.5 if quick else 1.0),
         collective_budget_s=0.03 if quick else 0.1,
     )
@@ -126,7 +129,7 @@ def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
     return tuple(degrees)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def _shape(text: str) -> Shape:
     match = re.fullmatch(r"(\d+)(?::(\d+))?x(\d+)", text)
     numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
     if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -138,27 +141,21 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _backends(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: Sequence[tuple[int, int, int]],
-    asked: str | None,
+    device: torch.device, dtype: torch.dtype, head_size: int, asked: str | None
 ) -> list[str]:
-    """Those that are there and compute every shape, in the order that `auto` prefers them in."""
+    """Those that are there and compute heads of this size, in the order that `auto` prefers."""
     if asked is not None and asked not in AUTO_ORDER:
-        raise ValueError(
-            f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)} (of {len(BACKENDS)} in all)"
-        )
+        raise ValueError(f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)}")
     found: list[str] = []
-    for name in AUTO_ORDER if asked is None else (b for b in AUTO_ORDER if b == asked):
+    for name in AUTO_ORDER if asked is None else (AttentionBackend(asked),):
         try:
-            for _, _, head_size in shapes:
-                choose_backend(name, device=device, dtype=dtype, head_size=head_size)
+            choose_backend(name, device=device, dtype=dtype, head_size=head_size)
         except ValueError:
             if asked is not None:
                 raise
             continue
         found.append(str(name))
-    # On a GPU sdpa is for float32, which nobody trains in.
+    # On a GPU sdpa is for float32, which nobody trains in; for a head size it may be all there is.
     return found if found == ["sdpa"] or asked else [b for b in found if b != "sdpa"]
 
 
@@ -174,9 +171,9 @@ def _cpu_grid(longest: int, quick: bool) -> Grid:
 
 
 def _gpu_grid(longest: int, quick: bool) -> Grid:
-    long = steps(1024, longest, (1.0,))
+    lengths = {*DENSE[:: 2 if quick else 1], *steps(1024, max(1024, longest), (1.0,)), longest}
     return Grid(
-        lengths=(*DENSE[:: 2 if quick else 1], *long),
+        lengths=tuple(sorted(n for n in lengths if n <= longest)),
         held_pairs=16 if quick else 40,
         batches=20 if quick else 60,
         held_batches=16 if quick else 40,
@@ -196,7 +193,7 @@ def tasks_of(settings: Settings, timer: Timer) -> list[Task]:
         others = [
             o
             for o in settings.other_heads
-            if (o.backend, o.head_dim) == (layout.backend, layout.head_dim)
+            if (o.backend, o.head_dim, o.group) == (layout.backend, layout.head_dim, layout.group)
         ]
         if others:
             middle += head_tasks(layout, others, grid, timer)
@@ -215,9 +212,15 @@ def tasks_of(settings: Settings, timer: Timer) -> list[Task]:
 
 
 def run_sweep(
-    settings: Settings, path: Path, world: mesh.World | None, console: Console
+    settings: Settings,
+    path: Path,
+    world: mesh.World | None,
+    console: Console,
+    start: Mapping[str, Any],
 ) -> tuple[list[Record], dict[str, Any]]:
-    """All records, new and old, and the header of their file with the conditions of measuring.
+    """All records, new and old, and the header of their file with its starts.
+
+    start: what this one leaves in the file beside the conditions: date, commit, command.
 
     Every rank of `world` calls it; those but rank 0 only take part in collectives, and get nothing.
     """
@@ -233,19 +236,23 @@ def run_sweep(
                 collectives.follow()
             return [], {}
         header = settings.header()
-        with RecordFile(path, header) as file:
+        # Entered first: whatever happens here, the other ranks are let go.
+        with collectives, RecordFile(path, header) as file:
             tasks = tasks_of(settings, make_timer(settings.device))
             num = len(collectives.tasks) + len(tasks)
             known = sum(task.key in file.records for task in (*collectives.tasks, *tasks))
             if known:
                 console.print(f"{known} of {num} points are in {path} from an earlier start")
             console.print(collectives.note, markup=False, highlight=False)
-            # First, and then the other ranks are let go: they wait no longer than their time limit.
-            with collectives:
+            try:
                 records = list(_shown(file, collectives.tasks, "collectives", console))
-            what = f"kernels of {describe(settings.device)['name']}"
-            records += _shown(file, tasks, what, console)
-    return records, {**header, "conditions": monitor.record()}
+                collectives.release()  # the others wait no longer than their time limit
+                what = f"kernels of {describe(settings.device)['name']}"
+                records += _shown(file, tasks, what, console)
+            finally:
+                monitor.stop()
+                file.end({**start, "conditions": monitor.record()})
+            return records, {**header, "starts": file.starts}
 
 
 def _shown(

@@ -2,14 +2,16 @@
 
 A sweep is a list of tasks. Each measures one point and gives numbers; results are appended to a
 JSON-lines file as they come, under the task's key, and a later start skips what is there. The
-file's first line says what was being measured (device, versions, settings); another sweep's file
-is refused, not mixed in. A point that runs out of memory is recorded as failed; the sweep goes on.
+file's first line says what was being measured (device, versions, model, settings); another sweep's
+file is refused, not mixed in. Every start that measures something leaves a line of its own: when,
+by which command and commit, under which conditions. A point that runs out of memory is recorded as
+failed; the sweep goes on.
 """
 
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,15 +22,20 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One point: `kind` and `point` (plain JSON values) name it, `run` measures it."""
+    """One point: `kind` and `point` (plain JSON values) name it, `run` measures it.
+
+    may_fail: any error is recorded and the sweep goes on, as with a kernel that lacks something;
+    otherwise only running out of memory is.
+    """
 
     kind: str
     point: Mapping[str, Any]
     run: Callable[[], Numbers]
+    may_fail: bool = False
 
     @property
     def key(self) -> str:
-        return json.dumps([self.kind, self.point], sort_keys=True)
+        return _key(self.kind, self.point)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +49,17 @@ class Record:
 
 
 class RecordFile:
-    """Results of a sweep on disk; a context manager."""
+    """Results of a sweep on disk; a context manager.
+
+    records: by key. starts: of those that measured something, oldest first.
+    """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         """Opens `path` to go on, or makes it. ValueError if it belongs to another sweep."""
         self.path = path
         self.records: dict[str, Record] = {}
+        self.starts: list[dict[str, Any]] = []
+        self._num_measured = 0
         if path.is_file() and path.stat().st_size:
             self._read(header)
         else:
@@ -63,10 +75,9 @@ class RecordFile:
 
     def _read(self, header: Mapping[str, Any]) -> None:
         first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
-        try:
-            found = json.loads(first)["header"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path} is not a file of sweep records; move it away") from None
+        found = _loaded(first).get("header")
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.path} is not a file of sweep records; move it away")
         expected = json.loads(json.dumps(header))
         differing = [k for k in sorted({*found, *expected}) if found.get(k) != expected.get(k)]
         if differing:
@@ -81,47 +92,70 @@ class RecordFile:
         if len(whole) != len(lines):
             # The last line was cut off when the sweep was killed.
             self.path.write_text("".join([first, *whole]), "utf-8")
-        for line in whole:
-            data = json.loads(line)
-            record = Record(**data)
-            self.records[json.dumps([record.kind, record.point], sort_keys=True)] = record
+        for number, line in enumerate(whole, 2):
+            data = _loaded(line)
+            if isinstance(data.get("start"), dict):
+                self.starts.append(data["start"])
+                continue
+            try:
+                record = Record(**data)
+            except TypeError:
+                raise ValueError(
+                    f"line {number} of {self.path} is no record of a sweep; remove it or the file"
+                ) from None
+            self.records[_key(record.kind, record.point)] = record
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Record]:
         """Each task's record, from disk or measured now."""
         for task in tasks:
             if task.key not in self.records:
                 record = _measured(task)
-                self._file.write(
-                    json.dumps(
-                        {
-                            "kind": record.kind,
-                            "point": record.point,
-                            "numbers": record.numbers,
-                            "failed": record.failed,
-                        }
-                    )
-                    + "\n"
-                )
+                self._write(asdict(record))
                 self.records[task.key] = record
+                self._num_measured += 1
             yield self.records[task.key]
+
+    def end(self, start: Mapping[str, Any]) -> None:
+        """Leave the line of this start, if it measured something."""
+        if self._num_measured:
+            self.starts.append({**start, "points": self._num_measured})
+            self._write({"start": self.starts[-1]})
+
+    def _write(self, data: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(data) + "\n")
+
+
+def _key(kind: str, point: Mapping[str, Any]) -> str:
+    return json.dumps([kind, point], sort_keys=True)
+
+
+def _loaded(line: str) -> dict[str, Any]:
+    """The JSON object of a line; an empty one where there is none."""
+    try:
+        data = json.loads(line)
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _measured(task: Task) -> Record:
     try:
         return Record(kind=task.kind, point=task.point, numbers=task.run())
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+    except Exception as error:
+        is_memory = _is_out_of_memory(error)
+        if not is_memory and not task.may_fail:
             raise
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        failed = f"out of memory: {first_line[:200]}"
+        first_line = next(iter(str(error).splitlines()), "")[:200]
+        failed = f"{'out of memory' if is_memory else type(error).__name__}: {first_line}"
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return Record(kind=task.kind, point=task.point, numbers={}, failed=failed)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    # The CPU's allocator raises a plain RuntimeError.
-    return isinstance(
-        error, torch.OutOfMemoryError | MemoryError
-    ) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+def _is_out_of_memory(error: Exception) -> bool:
+    # The CPU's allocator, cuBLAS, cuDNN and NCCL say it in their own words.
+    words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )

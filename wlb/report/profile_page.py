@@ -290,7 +290,8 @@ def _residuals(
         _p(
             "Errors are |predicted / measured - 1| of held-out calls: their mean, the 95th "
             "percentile and the worst. Test-retest is how far two measurements of the same batch "
-            "differ on average: no prediction can be expected to be closer."
+            "differ on average; a prediction without error of its own would be off by about 0.7 "
+            "times that."
         ),
         _table(
             ["kernel", "calls", "pass", "points", "mean", "95%", "worst", "test-retest"],
