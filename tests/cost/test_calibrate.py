@@ -53,11 +53,52 @@ def test_records_without_a_measured_term_are_refused() -> None:
         fit_scales([empty])
 
 
-def test_drift_is_distance_from_one_in_either_direction() -> None:
-    scales = Scales(**FACTORS, num_records=1, num_steps=1)
-    assert scales.drifted(0.25) == ("attention_forward", "linear_forward", "linear_backward")
-    assert scales.drifted(0.15) == TERMS
-    assert scales.drifted(1.5) == ()
+def test_drift_is_a_terms_distance_from_the_others() -> None:
+    def drifted(threshold: float, *factors: float) -> tuple[str, ...]:
+        by_term = dict(zip(TERMS, factors, strict=True))
+        return Scales(**by_term, num_records=1, num_steps=1).drifted(threshold)
+
+    assert drifted(0.15, 1.3, 1.0, 1.0, 1.0) == ("attention_forward",)
+    assert drifted(0.15, 1.0, 0.8, 1.0, 1.0) == ("attention_backward",)
+    assert drifted(0.15, 2.6, 2.0, 2.0, 2.0) == ("attention_forward",)
+    assert drifted(0.15, 2.0, 2.0, 2.0, 2.0) == ()  # a slower machine plans alike
+    assert Scales(**FACTORS, num_records=1, num_steps=1).common == 1.65
+    relative = Scales(**FACTORS, num_records=1, num_steps=1).relative
+    assert relative["attention_forward"] == 1.3 / 2.0
+    assert relative["linear_backward"] == 2.0 / 1.3
+
+
+def cells(slope: float, intercept: float, predicted: tuple[float, ...]) -> Moments:
+    return sum((Moments.of(x, intercept + slope * x) for x in predicted), Moments())
+
+
+def test_linear_terms_are_a_line_where_micro_batches_differ() -> None:
+    varied = (0.010, 0.020, 0.040)
+    alike = (0.020, 0.0201, 0.0199)
+    for predicted, slope, extra_ns in ((varied, 1.8, 3e6), (alike, 1.8 + 0.003 / 0.02, 0.0)):
+        moments = cells(1.8, 0.003, predicted)
+        fit = fit_scales([record(terms=tuple((name, moments) for name in TERMS))] * 3)
+        for name in ("linear_forward", "linear_backward"):
+            assert getattr(fit, name) == pytest.approx(slope, rel=1e-4)
+            assert getattr(fit, f"{name}_extra_ns") == pytest.approx(extra_ns, rel=1e-4, abs=1)
+        assert fit.attention_forward == pytest.approx(moments.measured_s / moments.predicted_s)
+
+
+def test_what_a_micro_batch_costs_does_not_become_a_price_per_token() -> None:
+    cost = priced("cpu")
+    made = scaled_profile(
+        cost.profile,
+        **dict.fromkeys(TERMS, 1.0),
+        linear_forward_extra_ns=5e5,
+        linear_backward_extra_ns=7e5,
+        name="x",
+        provenance=PROVENANCE,
+    )
+    slower = replace(cost, profile=made)
+    assert slower.linear_ns([1000]).tolist() == cost.linear_ns([1000]).tolist()
+    layers = cost.num_layers_per_rank
+    extra = [a - b for a, b in zip(slower.linear.call_ns, cost.linear.call_ns, strict=True)]
+    assert extra == pytest.approx([5e5 * layers, 7e5 * layers])
 
 
 @pytest.mark.parametrize("collectives", [True, False])
@@ -99,8 +140,9 @@ def test_linear_factors_are_the_layers() -> None:
     assert made.head is profile.head
     assert (made.layer.forward_factor, made.layer.backward_factor) == (1.0, 1.3)
     for old, new in zip(profile.elementwise, made.elementwise, strict=True):
+        factor = 1.0 if old.op == "embedding" else 1.3
         assert new.forward_call_ns == old.forward_call_ns
-        assert new.backward_call_ns == round(1.3 * old.backward_call_ns)
+        assert new.backward_call_ns == round(factor * old.backward_call_ns)
         assert new.backward_bytes_per_s == old.backward_bytes_per_s
     for old, new in zip(profile.collectives, made.collectives, strict=True):
         factor = (4 * 1.0 + 6 * 1.3) / 10 if old.op in ("all_gather", "reduce_scatter") else 1.0
@@ -118,6 +160,23 @@ def test_only_the_table_that_was_measured_is_scaled() -> None:
     assert made.attention[1].provenance == PROVENANCE
     every = scaled_profile(profile, **FACTORS, name="x", provenance=PROVENANCE)
     assert not any(a is b for a, b in zip(every.attention, profile.attention, strict=True))
+
+
+def test_a_kernel_that_was_priced_as_another_gets_a_table_of_its_own() -> None:
+    """And kernels that share a table with the one that was measured keep theirs."""
+    profile = load_profile("h100")
+    table = profile.attention[0]
+    for backend in ("sdpa", "torch_varlen"):
+        made = scaled_profile(
+            profile, **FACTORS, name="x", provenance=PROVENANCE, table=table, backend=backend
+        )
+        slower = made.table(backend=backend, head_dim=128, num_heads=8)
+        assert slower.forward.values * 1.3 == pytest.approx(table.forward.values)
+        for other in {"torch_varlen", "flash_attention_2", "flash_attention_3"} - {backend}:
+            same = made.table(backend=other, head_dim=128, num_heads=8)
+            before = profile.table(backend=other, head_dim=128, num_heads=8)
+            assert (same.forward.values == before.forward.values).all()
+            assert same.provenance == before.provenance
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -96,15 +95,16 @@ def test_sums_and_maxima_of_four_ranks(repeat: int) -> None:
     assert (r.bubble.max_s, r.bubble.max_rank) == (pytest.approx(20e-3), 3)
     assert (r.embedding_s, r.head_s) == (pytest.approx(2e-3), pytest.approx(6e-3))
     terms = dict(r.terms)
-    # One of the four micro-batches is empty: three on two CP ranks are compared.
+    # FSDP gathers in the first micro-batch's forward and reduces in the last one's backward: one
+    # of two is left, on two CP ranks of two pipelines; one of the four micro-batches is empty.
     assert [s.num_tokens == 0 for d in range(2) for s in first_step(d).shardings].count(True) == 1
-    assert terms["attention_backward"].num_cells == 6 * repeat
-    assert terms["attention_backward"].measured_s == pytest.approx(0.06 * repeat)
-    assert terms["linear_backward"].measured_s == pytest.approx(0.12 * repeat)
+    assert terms["attention_backward"].num_cells == 4 * repeat
+    assert terms["attention_backward"].measured_s == pytest.approx(0.04 * repeat)
+    assert terms["linear_backward"].measured_s == pytest.approx(0.08 * repeat)
+    assert terms["linear_forward"].num_cells == 2 * repeat
     assert terms["linear_forward"].predicted_s > 0
     # It took 20 ms everywhere, so there is nothing to correlate with.
     assert terms["linear_backward"].correlation is None
-    assert terms["attention_forward"].correlation is not None
 
 
 def recomputed(world: World) -> Telemetry:
@@ -128,7 +128,7 @@ def test_recomputed_backward_cells_and_cells_without_time_are_not_compared() -> 
     (terms, *_) = [dict(r.terms) for r in run_local(recomputed, 4, start_group=True, timeout_s=60)]
     counts = {name: m.num_cells for name, m in terms.items()}
     assert counts == {
-        "attention_forward": 4,
+        "attention_forward": 0,
         "attention_backward": 3,
         "linear_forward": 0,
         "linear_backward": 3,
@@ -270,25 +270,29 @@ def factors(profile: Path) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
+def drifted(profile: Path, threshold: float) -> tuple[str, ...]:
+    """Terms that a profile's run found to have drifted."""
+    found = factors(profile)
+    assert tuple(found) == TERMS
+    return Scales(**found, num_records=10, num_steps=10).drifted(threshold)
+
+
 @pytest.mark.slow
 def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(
     tmp_path: Path,
 ) -> None:
     """The forward kernel burns 1.3 times its CPU time; the profile of the run before notices.
 
-    Whatever else keeps the cores busy slows all terms alike, so each is compared with the others.
+    Whatever else keeps the cores busy slows all terms alike; a run that is not slowed shows that
+    nothing is seen where nothing is.
     """
     spec = heavy_spec(tmp_path)
     before = calibrated(spec, name="before")
     next_spec = replace(spec, cost=replace(spec.cost, profile=str(before)))
+    threshold = spec.telemetry.drift_threshold
+    assert drifted(calibrated(next_spec, name="control"), threshold) == ()
     after = calibrated(next_spec, name="after", factor=1.3)
-    found = factors(after)
-    assert tuple(found) == TERMS
-    usual = median(f for name, f in found.items() if name != "attention_forward")
-    relative = {name: factor / usual for name, factor in found.items()}
-    scales = Scales(**relative, num_records=10, num_steps=10)
-    assert scales.drifted(spec.telemetry.drift_threshold) == ("attention_forward",)
-    assert scales.attention_forward < 1.5
+    assert drifted(after, threshold) == ("attention_forward",)
     profile = load_profile(str(after))
     assert (profile.name, profile.provenance.kind) == ("after", "measured")
     assert "profile 'before' with times of sdpa" in profile.provenance.source
@@ -325,11 +329,12 @@ def test_what_drifted_is_said_and_the_profile_says_where_it_comes_from(tmp_path:
     said = StringIO()
     finish(Console(file=said, width=200))
     assert said.getvalue().splitlines() == [
-        "calibration: measured / predicted by 'cpu', weighted median of 1 steps",
-        "  attention forward   1.300  drifted, past 0.15",
-        "  attention backward  1.140  as predicted",
-        "  linear forward      0.840  drifted, past 0.15",
-        "  linear backward     0.860  as predicted",
+        "calibration: measured / predicted by 'cpu', weighted median of 1 steps; relative to the "
+        "other terms",
+        "  attention forward   1.300  1.512  drifted, past 0.15",
+        "  attention backward  1.140  1.326  drifted, past 0.15",
+        "  linear forward      0.840  0.737  drifted, past 0.15",
+        "  linear backward     0.860  0.754  drifted, past 0.15",
         f"profile: {path} (this run's plans were priced by 'cpu' to the end)",
     ]
     made = load_profile(str(path))
@@ -337,5 +342,11 @@ def test_what_drifted_is_said_and_the_profile_says_where_it_comes_from(tmp_path:
     source = made.provenance.source
     assert source.startswith("run runs/small: profile 'cpu' with times of sdpa and of linear")
     assert "attention_forward 1.3, attention_backward 1.14" in source
-    with pytest.raises(ValueError, match="nothing to calibrate with"):
-        Calibration(spec).finish(path, cost=cost, run=path, collectives=True, console=None)
+    finish(Console(file=said, width=200))  # again: another run finished meanwhile
+    assert load_profile(str(tmp_path / "new" / "mine-calibrated.json")).name == "mine-calibrated"
+    assert f"{path} was written by another run meanwhile" in said.getvalue()
+    none = StringIO()
+    Calibration(spec).finish(
+        path, cost=cost, run=path, collectives=True, console=Console(file=none, width=200)
+    )
+    assert none.getvalue().startswith("no profile was written: nothing to calibrate with")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost.machine import short_name
+from wlb.cost.machine import program_version, short_name
 from wlb.spec import Device, load, presets
 
 
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     # Torch takes seconds to import; other commands do without.
     from wlb.parallel import mesh
-    from wlb.profile import PRESETS, commit, run_sweep, settings_of
+    from wlb.profile import PRESETS, run_sweep, settings_of
 
     begin = time.perf_counter()
     world = mesh.discover()
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         start = {
             "date": datetime.date.today().isoformat(),
-            "commit": commit(),
+            "commit": program_version(),
             "command": _command(options, world),
         }
         path = out.with_suffix(".sweep.jsonl")

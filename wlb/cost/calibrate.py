@@ -1,38 +1,54 @@
-"""Calibration: a kernel profile refitted to what a run measured, one factor a term of Eq. 2.
+"""Calibration: a kernel profile refitted to what a run measured, term by term of Eq. 2.
 
-The factor of a term is the median over records (steps, mostly), weighted by predicted time, of
+Attention's factors are the median over records (steps, mostly), weighted by predicted time, of
 measured over predicted time, both summed over the record's cells. Sums inside a record, so that a
 cell counts by its time and the factor is right for a step as a whole; the median over records, so
-that steps which something else on the machine slowed down do not count. It needs no more than the
-sums that telemetry reduces. What a token costs and what a micro-batch costs whatever it holds get
-the same factor, so calibrate with micro-batches of the size that is to be trained.
+that steps which something else on the machine slowed down do not count.
+
+Linear terms are a line: what a token costs (the slope, which W_l is) and what a micro-batch costs
+whatever it holds (the intercept), medians over records that tell the two apart; where fewer than
+half do, because their micro-batches are too much alike, the factor stands for both.
+
+Packing and sharding only compare prices, so what changes plans is a term's factor relative to the
+others': `Scales.relative`, over the median of the other terms. That is what drift is judged by; a
+machine that is slower in everything shows in `Scales.common`.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from wlb.cost.linear import TP_BACKWARD, TP_FORWARD
 from wlb.cost.profile import (
     AttentionTable,
     Collective,
+    CollectiveCost,
+    Elementwise,
     ElementwiseCost,
     KernelProfile,
     LayerCost,
     Provenance,
 )
 from wlb.cost.surface import Curve, Surface
-from wlb.plan import TERMS, Telemetry
+from wlb.plan import TERMS, Moments, Telemetry
+
+LINEAR = ("linear_forward", "linear_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Measured over predicted time by term. num_records, num_steps: what they were fitted to."""
+    """Measured over predicted time by term. *_extra_ns: on top, once a micro-batch and stage.
+
+    num_records, num_steps: what they were fitted to.
+    """
 
     attention_forward: float
     attention_backward: float
     linear_forward: float
     linear_backward: float
+    linear_forward_extra_ns: float = 0.0
+    linear_backward_extra_ns: float = 0.0
     num_records: int
     num_steps: int
 
@@ -40,29 +56,50 @@ class Scales:
     def by_term(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in TERMS}
 
+    @property
+    def common(self) -> float:
+        """The median factor: how much slower the machine is in everything."""
+        return median(self.by_term.values())
+
+    @property
+    def relative(self) -> dict[str, float]:
+        """Each term's factor over the median of the others'."""
+        factors = self.by_term
+        return {
+            name: factor / median(f for other, f in factors.items() if other != name)
+            for name, factor in factors.items()
+        }
+
     def drifted(self, threshold: float) -> tuple[str, ...]:
-        """Terms whose factor is further from 1 than `threshold`."""
-        return tuple(name for name, scale in self.by_term.items() if abs(scale - 1) > threshold)
+        """Terms whose relative factor is further from 1 than `threshold`."""
+        return tuple(name for name, r in self.relative.items() if abs(r - 1) > threshold)
 
 
 def fit_scales(records: Sequence[Telemetry]) -> Scales:
     """ValueError if a term was not measured, or not predicted, in any of the records."""
     scales: dict[str, float] = {}
     for name in TERMS:
-        known = [
-            (m.measured_s / m.predicted_s, m.predicted_s)
-            for record in records
-            for term, m in record.terms
-            if term == name and m.measured_s and m.predicted_s
-        ]
+        known = [dict(record.terms)[name] for record in records]
+        known = [m for m in known if m.measured_s and m.predicted_s]
         if not known:
             raise ValueError(
                 f"nothing to calibrate with: no {name} time was measured in {len(records)} records "
                 f"after warm-up; train more steps or lower telemetry.warmup_steps"
             )
-        scales[name] = _weighted_median(known)
+        lines = [(m, line) for m in known if (line := m.line) is not None]
+        if name in LINEAR and 2 * len(lines) >= len(known):
+            scales[name] = _weighted_median([(slope, m.predicted_s) for m, (slope, _) in lines])
+            scales[f"{name}_extra_ns"] = 1e9 * _weighted_median(
+                [(extra, m.predicted_s) for m, (_, extra) in lines]
+            )
+        else:
+            scales[name] = _weighted_median([(_ratio(m), m.predicted_s) for m in known])
     steps = sum(record.num_steps for record in records)
     return Scales(**scales, num_records=len(records), num_steps=steps)
+
+
+def _ratio(moments: Moments) -> float:
+    return moments.measured_s / moments.predicted_s
 
 
 def _weighted_median(pairs: list[tuple[float, float]]) -> float:
@@ -85,56 +122,49 @@ def scaled_profile(
     attention_backward: float,
     linear_forward: float,
     linear_backward: float,
+    linear_forward_extra_ns: float = 0.0,
+    linear_backward_extra_ns: float = 0.0,
     name: str,
     provenance: Provenance,
     table: AttentionTable | None = None,
+    backend: str | None = None,
     collectives: bool = True,
 ) -> KernelProfile:
     """`profile` with every time of a term multiplied by that term's factor.
 
-    table: the attention table to scale, the others stay (None = all). collectives: whether linear
-    factors hold for all-gathers and reduce-scatters of layers too (not where their time was not
-    part of what was measured). A collective has one price for both passes, so their factors are
-    averaged by calls under TP, 2 to 3. The linear factors go to the layer's own (`LayerCost`): what
-    its operators take one by one was not measured. Embedding and head stay.
+    *_extra_ns: added to a layer's call. table: the attention table to scale, the others stay (None
+    = all). backend: the kernel that was measured; where `table` is not its own, a scaled copy under
+    its name is added and `table` stays. collectives: whether linear factors hold for all-gathers
+    and reduce-scatters of layers too (not where their time was not part of what was measured). A
+    collective has one price for both passes, so their factors are averaged by calls under TP, 2 to
+    3. The linear factors go to the layer's own (`LayerCost`): what its operators take one by one
+    was not measured. Embedding and head stay.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward)
     if not all(0 < factor < float("inf") for factor in factors):
         raise ValueError(f"factors of {name!r} must be finite and above 0, got {factors}")
-    passes = (sum(TP_FORWARD), sum(TP_BACKWARD))
-    both = (passes[0] * linear_forward + passes[1] * linear_backward) / sum(passes)
-    in_layers = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     return replace(
         profile,
         name=name,
         provenance=provenance,
-        attention=tuple(
-            _slower_table(t, attention_forward, attention_backward, provenance)
-            if table is None or t is table
-            else t
-            for t in profile.attention
+        attention=_slower_tables(
+            profile.attention, table, backend, (attention_forward, attention_backward), provenance
         ),
         elementwise=tuple(
-            replace(c, **_slower_calls(c, linear_forward, linear_backward), provenance=provenance)
+            c
+            if c.op == Elementwise.EMBEDDING
+            else replace(c, **_slower_calls(c, linear_forward, linear_backward))
             for c in profile.elementwise
         ),
-        layer=LayerCost(
-            forward_factor=profile.layer.forward_factor * linear_forward,
-            backward_factor=profile.layer.backward_factor * linear_backward,
-            **_slower_calls(profile.layer, linear_forward, linear_backward),
-            provenance=provenance,
+        layer=_slower_layer(
+            profile.layer,
+            (linear_forward, linear_backward),
+            (linear_forward_extra_ns, linear_backward_extra_ns),
+            provenance,
         ),
-        collectives=tuple(
-            replace(
-                c,
-                alpha_ns=round(c.alpha_ns * both),
-                bytes_per_s=c.bytes_per_s / both,
-                provenance=provenance,
-            )
-            if collectives and c.op in in_layers
-            else c
-            for c in profile.collectives
-        ),
+        collectives=_slower_collectives(profile.collectives, linear_forward, linear_backward)
+        if collectives
+        else profile.collectives,
     )
 
 
@@ -142,6 +172,57 @@ def calibrated_name(name: str) -> str:
     """ "cpu" -> "cpu-calibrated" -> "cpu-calibrated-2" -> "cpu-calibrated-3"."""
     again = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
     return f"{again[1]}-{int(again[2] or 1) + 1}" if again else f"{name}-calibrated"
+
+
+def _slower_tables(
+    tables: tuple[AttentionTable, ...],
+    wanted: AttentionTable | None,
+    backend: str | None,
+    factors: tuple[float, float],
+    provenance: Provenance,
+) -> tuple[AttentionTable, ...]:
+    made: list[AttentionTable] = []
+    for table in tables:
+        if wanted is not None and table is not wanted:
+            made.append(table)
+            continue
+        slower = _slower_table(table, *factors, provenance)
+        others = tuple(b for b in table.backends if backend is not None and b != backend)
+        if others:  # they were not measured
+            made.append(replace(table, backends=others))
+            slower = replace(slower, backends=(backend,))
+        made.append(slower)
+    return tuple(made)
+
+
+def _slower_layer(
+    layer: LayerCost,
+    factors: tuple[float, float],
+    extra_ns: tuple[float, float],
+    provenance: Provenance,
+) -> LayerCost:
+    calls = _slower_calls(layer, *factors)
+    return LayerCost(
+        forward_factor=layer.forward_factor * factors[0],
+        backward_factor=layer.backward_factor * factors[1],
+        forward_call_ns=calls["forward_call_ns"] + round(extra_ns[0]),
+        backward_call_ns=calls["backward_call_ns"] + round(extra_ns[1]),
+        provenance=provenance,
+    )
+
+
+def _slower_collectives(
+    costs: tuple[CollectiveCost, ...], forward: float, backward: float
+) -> tuple[CollectiveCost, ...]:
+    passes = (sum(TP_FORWARD), sum(TP_BACKWARD))
+    both = (passes[0] * forward + passes[1] * backward) / sum(passes)
+    in_layers = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    return tuple(
+        replace(c, alpha_ns=round(c.alpha_ns * both), bytes_per_s=c.bytes_per_s / both)
+        if c.op in in_layers
+        else c
+        for c in costs
+    )
 
 
 def _slower_calls(

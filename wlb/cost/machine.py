@@ -1,4 +1,4 @@
-"""What this machine is called, as kernel profiles name their devices; no torch.
+"""What this machine and this program are called, as kernel profiles name them; no torch.
 
 A GPU's name comes from its driver by NVML (package nvidia-ml-py), so that planners, which never
 import torch, know it too.
@@ -7,7 +7,10 @@ import torch, know it too.
 import importlib
 import platform
 import re
+import subprocess
 from pathlib import Path
+
+from wlb import __version__
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -51,3 +54,16 @@ def short_name(device: str) -> str:
 def is_same(device: str, other: str) -> bool:
     """Whether two names are of one kind of device: memory and form of a GPU may differ."""
     return short_name(device) == short_name(other)
+
+
+def program_version() -> str:
+    """The commit of the checkout this runs from ("-dirty" where files differ), or the release."""
+    folder = Path(__file__).resolve().parents[2]
+    if (folder / ".git").exists():
+        command = ["git", "describe", "--always", "--dirty"]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return f"wlb-llm {__version__}"
+        return done.stdout.strip()
+    return f"wlb-llm {__version__}"

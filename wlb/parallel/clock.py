@@ -3,16 +3,17 @@
 The clock of a rank is a list of marks: from each mark on, time belongs to a part of a cell (or to
 none, between chunks), so the parts of a chunk add up to it and nothing is counted twice. The marks
 are CUDA events, whose distances are read once the device has been waited for anyway, or readings of
-the launching thread's CPU time.
+the launching thread's CPU time (of the clock, where operators run on several threads).
 
 What a mark's time holds:
 - **CUDA**: everything on the compute stream, TP and CP collectives included, and so a rank's wait
   for the slower ranks of its groups in them. Receives end before a chunk begins.
 - **CPU**: the thread's own CPU time, since ranks share cores: being preempted is left out, and so
-  is waiting for collectives and what Gloo's threads do for them. Operators that run on several
-  threads show the launching thread's share.
+  is waiting for collectives and what Gloo's threads do for them. Ranks with several threads each
+  have wall time instead, which holds all of that.
 - FSDP gathers a stage's parameters in its first micro-batch, and, without a pipeline, reduces
-  gradients in the last one's backward; both are counted there.
+  gradients in the last one's backward; both are counted there, partly with the embedding, so
+  telemetry does not compare those cells with predictions.
 
 Cost: a mark at each end of a chunk, of an attention call, of the embedding and the head; 3 us each
 with thread time (0.1-1 % of steps of 100 to 500 ms), not measured with CUDA events.
@@ -123,6 +124,14 @@ class ThreadMarks:
         return stop - start
 
 
+class WallMarks(ThreadMarks):
+    """Wall time throughout, for operators that run on several threads."""
+
+    def now(self) -> int:
+        super().now()
+        return time.perf_counter_ns()
+
+
 class EventMarks:
     """CUDA events on the current stream, from a pool that grows to what a step needs."""
 
@@ -161,7 +170,10 @@ class StepClock:
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
-        return cls(EventMarks() if device.type == "cuda" else ThreadMarks())
+        if device.type == "cuda":
+            return cls(EventMarks())
+        # With more threads, one thread's CPU time is neither the work nor the time it took.
+        return cls(ThreadMarks() if torch.get_num_threads() == 1 else WallMarks())
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -212,8 +224,10 @@ class StepClock:
         before = self._part
         is_again = self._cell is not None and self._cell.kind != Pass.FORWARD and not is_backward
         self.switch(Part.RECOMPUTE if is_again else Part.ATTENTION)
-        yield
-        self.switch(before)
+        try:
+            yield
+        finally:
+            self.switch(before)
 
     def take(self) -> StepTimes:
         """The last step's times. On CUDA: once the host has waited for the step's end."""

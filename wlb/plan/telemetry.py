@@ -12,6 +12,8 @@ TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_ba
 Embedding, head and loss are apart: they are no part of the workload W."""
 
 _NOTHING_VARIES = 1e-12
+_TELLS_A_LINE = 0.1
+"""Standard deviation of predictions, over their mean, from which a slope means something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,24 @@ class Moments:
     def mape(self) -> float | None:
         """Mean absolute error of the prediction relative to the measured time, a fraction."""
         return self.errors / self.num_cells if self.num_cells else None
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """(slope, intercept in seconds) of measured over predicted time, least squares over cells.
+
+        None where predictions vary too little to tell one from the other, or the line is no price
+        (a slope or an intercept below 0).
+        """
+        n = self.num_cells
+        if n < 2:
+            return None
+        x, y = self.predicted_s / n, self.measured_s / n
+        variance = self.predicted_squares / n - x * x
+        if variance < _TELLS_A_LINE**2 * x * x:
+            return None
+        slope = (self.products / n - x * y) / variance
+        intercept = y - slope * x
+        return (slope, intercept) if slope > 0 and intercept >= 0 else None
 
     @property
     def correlation(self) -> float | None:

@@ -1,13 +1,10 @@
 """From a sweep's records to a KernelProfile, and every fit's error."""
 
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from wlb import __version__
 from wlb.cost import (
     Collective,
     CollectiveCost,
@@ -212,19 +209,3 @@ def _stand_in(
         bytes_per_s=costs[1],
         provenance=Provenance(kind=Kind.ASSUMED, source=source),
     )
-
-
-def commit() -> str:
-    """Of the checkout this runs from, or the installed version."""
-    folder = Path(__file__).resolve().parents[2]
-    if (folder / ".git").exists():
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return f"wlb-llm {__version__}"

@@ -4,7 +4,7 @@ Running plans are never priced anew: the profile is written when training has en
 name than the one that priced the run, and only a run that is told to (`cost.profile`) uses it.
 """
 
-import subprocess
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from wlb.cost import (
     save_profile,
     scaled_profile,
 )
+from wlb.cost.machine import program_version
 from wlb.plan import Telemetry
 from wlb.spec import RunSpec
 
@@ -52,8 +53,9 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
 class Calibration:
     """Records of a run after its warm-up, and the profile that is made of them."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: RunSpec, *, keeps: bool = True) -> None:
+        """keeps: whether records are kept to fit to; without, it only tells warm-up from others."""
+        self.spec, self.keeps = spec, keeps
         self._records: list[Telemetry] = []
         self._num_seen = 0
 
@@ -61,7 +63,7 @@ class Calibration:
         """Whether `record` counts: it has no step of the warm-up."""
         is_warm = self._num_seen >= self.spec.telemetry.warmup_steps
         self._num_seen += record.num_steps
-        if is_warm:
+        if is_warm and self.keeps:
             self._records.append(record)
         return is_warm
 
@@ -74,37 +76,55 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """Fit, and on the rank that has a console write the profile and say what drifted.
-
-        ValueError on every rank if nothing was measured.
-        """
-        scales = fit_scales(self._records)
+        """On the rank that has a console: fit, write the profile and say what drifted, or say why
+        there is nothing to fit (training is done, and was no less good for it)."""
         if console is None:
+            return
+        try:
+            scales = fit_scales(self._records)
+        except ValueError as error:
+            console.print(f"no profile was written: {error}")
             return
         old = cost.profile.name
         name = path.stem
         factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
+        kernel = cost.backend or cost.table.backends[0]
+        extra = " / ".join(
+            f"{ns * 1e-6:.3g}"
+            for ns in (scales.linear_forward_extra_ns, scales.linear_backward_extra_ns)
+        )
         provenance = Provenance(
             kind=Kind.MEASURED,
-            source=f"run {run}: profile {old!r} with times of {cost.table.backends[0]} and of "
-            f"linear layers multiplied by {factors} (weighted medians of {scales.num_records} "
-            f"records, {scales.num_steps} steps)",
-            device=cost.profile.device,
+            source=f"run {run}: profile {old!r} with times of {kernel} and of linear layers "
+            f"multiplied by {factors}, and {extra} ms a micro-batch and stage on top, forward and "
+            f"backward (weighted medians of {scales.num_records} records, {scales.num_steps} "
+            f"steps)",
+            device=cost.machine or cost.profile.device,
             dtype=cost.profile.dtype,
             date=date.today().isoformat(),
-            commit=_commit(),
+            commit=program_version(),
             command=f"wlb train --calibrate {name}",
         )
+        # A cell is a stage; all stages hold equally many layers.
+        layers = self.spec.model.num_layers // self.spec.num_stages
         made = scaled_profile(
             cost.profile,
             **scales.by_term,
+            linear_forward_extra_ns=scales.linear_forward_extra_ns / layers,
+            linear_backward_extra_ns=scales.linear_backward_extra_ns / layers,
             name=name,
             provenance=provenance,
             table=cost.table,
+            backend=cost.backend,
             collectives=collectives,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_profile(path, made)
+        taken = path
+        while path.exists():  # another run finished in the meantime
+            path = path.with_name(f"{calibrated_name(path.stem)}.json")
+        save_profile(path, replace(made, name=path.stem))
+        if path != taken:
+            console.print(f"{taken} was written by another run meanwhile")
         _say(scales, self.spec.telemetry.drift_threshold, old, console)
         console.print(f"profile: {path} (this run's plans were priced by {old!r} to the end)")
 
@@ -113,19 +133,19 @@ def _say(scales: Scales, threshold: float, profile: str, console: Console) -> No
     drifted = scales.drifted(threshold)
     console.print(
         f"calibration: measured / predicted by {profile!r}, weighted median of "
-        f"{scales.num_steps} steps"
+        f"{scales.num_steps} steps; relative to the other terms"
     )
+    extra = {"linear_forward": scales.linear_forward_extra_ns}
+    extra["linear_backward"] = scales.linear_backward_extra_ns
     for term, scale in scales.by_term.items():
         verdict = f"drifted, past {threshold:g}" if term in drifted else "as predicted"
-        console.print(f"  {term.replace('_', ' '):<19} {scale:.3f}  {verdict}")
-
-
-def _commit() -> str:
-    """Short hash of the checkout that runs, "" outside one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.strip()
+        more = f", and {extra[term] * 1e-6:.2f} ms a micro-batch" if extra.get(term) else ""
+        console.print(
+            f"  {term.replace('_', ' '):<19} {scale:.3f}  {scales.relative[term]:.3f}  "
+            f"{verdict}{more}"
+        )
+    if abs(scales.common - 1) > threshold:
+        console.print(
+            f"  everything takes {scales.common:.2f} times its price; plans depend on the terms' "
+            f"relation only"
+        )

@@ -1,6 +1,6 @@
 """What rank 0 shows: a live table on a terminal, a line a step elsewhere, and the summary."""
 
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 
 from rich import box
@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wlb.plan import TERMS, Moments, Spread, StepMetrics, Telemetry
-from wlb.train.tally import Tally
+from wlb.plan import TERMS, Moments, StepMetrics
+from wlb.train.tally import Measured, Tally
 
 _ROWS = 14
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
@@ -143,7 +143,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
         f"{tally.ours.tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
         f"on top; {tally.held:,} still held back",
     )
-    if tally.telemetry:
+    if tally.telemetry.steps:
         _measured(table, tally.telemetry)
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
     console.print(table)
@@ -174,24 +174,22 @@ def _balance(table: Table, tally: Tally) -> None:
     )
 
 
-def _measured(table: Table, records: list[Telemetry]) -> None:
-    num = sum(r.num_steps for r in records)
-    weighted = sum(r.slowest_ns for r in records) / sum(r.mean_ns for r in records)
-    predicted = sum(r.predicted_slowest_ns for r in records) / sum(
-        r.predicted_mean_ns for r in records
-    )
+def _measured(table: Table, measured: Measured) -> None:
+    weighted = measured.slowest_ns / measured.mean_ns
+    predicted = measured.predicted_slowest_ns / measured.predicted_mean_ns
     table.add_row(
         "imbalance, measured",
-        f"{sum(r.imbalance for r in records) / len(records):.3f} mean of steps, "
+        f"{measured.degrees / measured.steps:.3f} mean of steps, "
         f"{weighted:.3f} time-weighted (predicted for the same spans: {predicted:.3f})",
     )
-    table.add_row("measured / predicted", "\n".join(_term(name, records) for name in TERMS))
-    table.add_row("computing a step", _spread([r.compute for r in records]))
-    table.add_row("waiting a step", _spread([r.bubble for r in records]) + f" ({num} steps)")
+    table.add_row("measured / predicted", "\n".join(_term(n, measured.terms[n]) for n in TERMS))
+    table.add_row("computing a step", _spread(*measured.spread("compute")))
+    table.add_row(
+        "waiting a step", _spread(*measured.spread("bubble")) + f" ({measured.steps} steps)"
+    )
 
 
-def _term(name: str, records: list[Telemetry]) -> str:
-    total = sum((dict(r.terms)[name] for r in records), Moments())
+def _term(name: str, total: Moments) -> str:
     ratio, mape, correlation = total.ratio, total.mape, total.correlation
     if ratio is None or mape is None:
         return f"{name.replace('_', ' ')}: nothing to compare"
@@ -199,9 +197,5 @@ def _term(name: str, records: list[Telemetry]) -> str:
     return f"{ratio:.3f} {name.replace('_', ' ')} (MAPE {mape:.0%}, correlation {r})"
 
 
-def _spread(spreads: list[Spread]) -> str:
-    """Mean rank and slowest rank, mean of records."""
-    mean = sum(s.mean_s for s in spreads) / len(spreads)
-    largest = sum(s.max_s for s in spreads) / len(spreads)
-    often = Counter(s.max_rank for s in spreads).most_common(1)[0][0]
-    return f"{mean:.3f} s on the mean rank, {largest:.3f} s at most, mostly on rank {often}"
+def _spread(mean_s: float, largest_s: float, rank: int) -> str:
+    return f"{mean_s:.3f} s on the mean rank, {largest_s:.3f} s at most, mostly on rank {rank}"

@@ -74,7 +74,8 @@ class Trainer:
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(priced, job.heldout_store, self.executor)
         self.meter = TelemetryMeter(priced, mesh) if spec.telemetry.enabled else None
-        self.calibration = Calibration(priced)
+        self.calibration = Calibration(priced, keeps=job.calibrate is not None)
+        self._num_measured = 0
         self.state = state
         self.saved = state
         self.tally = Tally()
@@ -164,12 +165,15 @@ class Trainer:
         if plan.num_targets:
             meter.add(pipeline, clock.take())
         is_last = self.steps_done == self.spec.training.steps or not self.feed.peek(1)
-        is_due = meter.num_steps == self.spec.telemetry.interval or is_last
+        # A record ends with the warm-up, so that none holds steps of both.
+        self._num_measured += bool(plan.num_targets)
+        ends_warm_up = self._num_measured == self.spec.telemetry.warmup_steps
+        is_due = meter.num_steps == self.spec.telemetry.interval or is_last or ends_warm_up
         if not (is_due and meter.num_steps):
             return None
         telemetry = meter.reduce()
         if self.calibration.take(telemetry):
-            self.tally.telemetry.append(telemetry)
+            self.tally.add_telemetry(telemetry)
         return telemetry
 
     def _loss_scale(self, plan: StepPlan) -> float:
@@ -291,5 +295,7 @@ def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> RunSpec:
 
 def run_rank(world: World, job: Job, device: torch.device) -> Tally:
     """A rank's whole life once its process group stands."""
+    if job.calibrate is not None and device.type == "cpu":
+        torch.set_num_threads(1)  # as profiles are measured; with more, CPU time tells nothing
     mesh = build_mesh(job.spec.parallel, device)
     return Trainer(job, world, mesh).run()

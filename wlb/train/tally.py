@@ -1,8 +1,9 @@
 """What a run did, added up step by step: the source of the summary."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from wlb.plan import StepMetrics, Telemetry
+from wlb.plan import Moments, Spread, StepMetrics, Telemetry
 
 
 @dataclass(slots=True)
@@ -36,9 +37,46 @@ class Share:
 
 
 @dataclass(slots=True)
+class Measured:
+    """Sums over telemetry records, weighted by their steps."""
+
+    steps: int = 0
+    degrees: float = 0.0
+    slowest_ns: float = 0.0
+    mean_ns: float = 0.0
+    predicted_slowest_ns: float = 0.0
+    predicted_mean_ns: float = 0.0
+    terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
+    spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
+
+    def add(self, record: Telemetry) -> None:
+        num = record.num_steps
+        self.steps += num
+        self.degrees += record.imbalance * num
+        self.slowest_ns += record.slowest_ns
+        self.mean_ns += record.mean_ns
+        self.predicted_slowest_ns += record.predicted_slowest_ns
+        self.predicted_mean_ns += record.predicted_mean_ns
+        for name, moments in record.terms:
+            self.terms[name] = self.terms.get(name, Moments()) + moments
+        for name in ("compute", "bubble"):
+            spread: Spread = getattr(record, name)
+            mean, largest = self.spreads.get(name, (0.0, 0.0))
+            self.spreads[name] = (mean + spread.mean_s * num, largest + spread.max_s * num)
+            self.slowest_ranks.setdefault(name, Counter())[spread.max_rank] += num
+
+    def spread(self, name: str) -> tuple[float, float, int]:
+        """Mean rank's and slowest rank's seconds a step, and which rank that was most often."""
+        mean, largest = self.spreads[name]
+        rank = self.slowest_ranks[name].most_common(1)[0][0]
+        return mean / self.steps, largest / self.steps, rank
+
+
+@dataclass(slots=True)
 class Tally:
-    """Everything the summary says. losses: mean loss of each step, in order. telemetry: records
-    after warm-up."""
+    """Everything the summary says. losses: mean loss of each step, in order. telemetry: of
+    records after warm-up."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -50,7 +88,7 @@ class Tally:
     filler: int = 0
     held: int = 0
     train_time_s: float = 0.0
-    telemetry: list[Telemetry] = field(default_factory=list[Telemetry])
+    telemetry: Measured = field(default_factory=lambda: Measured())
 
     def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
         self.ours.add(predicted)
@@ -65,6 +103,9 @@ class Tally:
         self.filler += measured.num_filler_tokens
         self.held = measured.num_held_tokens
         self.train_time_s += measured.step_time_s or 0.0
+
+    def add_telemetry(self, record: Telemetry) -> None:
+        self.telemetry.add(record)
 
     @property
     def mean_delay(self) -> float:

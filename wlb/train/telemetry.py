@@ -3,7 +3,9 @@
 A cell is a micro-batch on a stage on a rank. Measured times are the clock's (`wlb.parallel.clock`),
 predictions those of the profile that plans are priced with, for the rank's own spans. On CPU the
 predictions leave collectives out, as thread CPU time does. Cells without a token of a document are
-left out, filler having no price, and so are backward cells with activations computed again.
+left out, filler having no price, and so are backward cells with activations computed again and,
+under FSDP, the first micro-batch's forward and the last one's backward, which hold the gathering
+of parameters and the reduction of gradients.
 
 One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
 float64 sum of 32 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
@@ -69,7 +71,7 @@ class TelemetryMeter:
                 row = self.mesh.dp_rank * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted, times)
                 if plan.shardings[i].tokens[self.mesh.cp_rank]:
-                    self._compare(i, stage, predicted, times)
+                    self._compare(i, num - 1, stage, predicted, times)
         self._latencies_ns.append(latencies)
         self._embedding_ns += times.total_ns(Part.EMBEDDING)
         self._head_ns += times.total_ns(Part.HEAD)
@@ -86,20 +88,23 @@ class TelemetryMeter:
         whole = layers + times.part_ns(forward, Part.EMBEDDING, Part.HEAD)
         return layers, attention + int(predicted.linear_forward_ns[i]), whole
 
-    def _compare(self, i: int, stage: int, predicted: StageTimes, times: StepTimes) -> None:
+    def _compare(
+        self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes
+    ) -> None:
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         cp_rank = self.mesh.cp_rank
-        pairs = {
-            "attention_forward": (
+        has_fsdp = self.mesh.fsdp_size > 1
+        pairs: dict[str, tuple[int, int]] = {}
+        if not (has_fsdp and i == 0):
+            pairs["attention_forward"] = (
                 predicted.attention_forward_ns[i, cp_rank],
                 times.part_ns(forward, Part.ATTENTION),
-            ),
-            "linear_forward": (
+            )
+            pairs["linear_forward"] = (
                 predicted.linear_forward_ns[i],
                 times.part_ns(forward, Part.LAYERS),
-            ),
-        }
-        if not times.part_ns(backward, Part.RECOMPUTE):
+            )
+        if not (has_fsdp and i == last) and not times.part_ns(backward, Part.RECOMPUTE):
             pairs["attention_backward"] = (
                 predicted.attention_backward_ns[i, cp_rank],
                 times.part_ns(backward, Part.ATTENTION),
