@@ -213,6 +213,9 @@ def test_where_a_profile_is_written(tmp_path: Path) -> None:
     for wanted in ("mine", str(tmp_path / "mine.json")):
         with pytest.raises(ValueError, match=r"mine.json exists, and profiles are never"):
             path(wanted)
+    for wanted in ("h100", "elsewhere/cpu.json"):
+        with pytest.raises(ValueError, match=r"is the name of a shipped profile"):
+            path(wanted)
     with pytest.raises(ValueError, match=r"--calibrate a/b: give a name, or the path of a file"):
         path("a/b")
 

@@ -111,7 +111,7 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
         num_targets=first.num_targets + second.num_targets,
         num_filler_tokens=first.num_filler_tokens + second.num_filler_tokens,
         num_overdue=first.num_overdue + second.num_overdue,
-        imbalance=slowest / mean if mean else 1.0,
+        imbalance=slowest / mean if mean else second.imbalance,
         max_workload_ns=slowest,
         mean_workload_ns=mean,
         mean_delay=delays / tokens if tokens else 0.0,

@@ -17,6 +17,7 @@ from wlb.cost import (
     Scales,
     calibrated_name,
     fit_scales,
+    profile_names,
     save_profile,
     scaled_profile,
 )
@@ -43,6 +44,11 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
                 f"--calibrate {wanted}: give a name, or the path of a file that ends in .json"
             )
         path = folder / f"{wanted}.json"
+    if path.stem in profile_names():
+        raise ValueError(
+            f"--calibrate: {path.stem!r} is the name of a shipped profile, so logs could not tell "
+            f"them apart; give another name"
+        )
     if path.exists():
         raise ValueError(
             f"--calibrate: {path} exists, and profiles are never overwritten; give another name"

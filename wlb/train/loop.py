@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from wlb.cost import workload_for
 from wlb.parallel.agreement import agree
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
@@ -280,16 +281,18 @@ class Report:
 def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> RunSpec:
     """The spec with the attention kernel that all ranks compute and price plans with.
 
-    ValueError on all of them if they would compute by different ones, or one cannot: what is
-    installed may differ from node to node.
+    ValueError on all of them if they would compute by different ones, or one cannot, or if they'd
+    price by different profiles: devices and what is installed may differ from node to node.
     """
-    priced, problem = spec, None
+    priced, profile, problem = spec, "", None
     try:
         priced = with_backend(spec, mesh.device.type)
+        profile = workload_for(priced, mesh.device.type).profile.name
     except ValueError as error:
         problem = error
     group = dist.group.WORLD if world.world_size > 1 else None
-    agree({"attention kernel": priced.kernels.attention}, problem, group=group)
+    declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
+    agree(declared, problem, group=group)
     return priced
 
 
