@@ -4,7 +4,6 @@ The cost is the ratio that reproduces the paper's tables (W_a / W_l = 1.67 at a 
 its 7B model), so imbalance here is that of forward latency, as in Section 7.4.
 """
 
-import subprocess
 from itertools import islice
 from pathlib import Path
 
@@ -61,12 +60,3 @@ def title_of(name: str) -> str:
         "wlb_paper": "fitted distribution (wlb_paper)",
         "stdlib": "Python standard library, 32K BPE",
     }.get(name, Path(name).name)
-
-
-def commit() -> str:
-    """The commit that results are stamped with."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -17,7 +17,6 @@ Everything else is a handful of published points, each named below.
 import argparse
 import csv
 import datetime
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from wlb.cost.flops import FORWARD_FLOPS_PER_PAIR, tile_pairs
+from wlb.cost.machine import program_version
 from wlb.cost.profile import (
     AttentionTable,
     Collective,
@@ -360,7 +360,7 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
             backend="flash_attention_2",
             dtype="bfloat16",
             date=datetime.date.today().isoformat(),
-            commit=commit(),
+            commit=program_version(),
             command=command,
             residuals=tuple(residuals.items()),
         ),
@@ -390,15 +390,6 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
         collectives=collectives(),
     )
     return profile, residuals
-
-
-def commit() -> str:
-    """Short hash of the checkout this runs in, "" outside one."""
-    folder = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ for all layers happens before the first timed call.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,24 +57,38 @@ class RankCall:
 
     def time_ns(self) -> tuple[float, float]:
         """Forward and backward."""
-        return self._on_cuda() if self.gradient.is_cuda else self._on_cpu()
+        is_cuda = self.gradient.is_cuda
+        return passes_ns(self, None if is_cuda else time.thread_time_ns)
 
-    def _on_cpu(self) -> tuple[float, float]:
-        begin = time.thread_time_ns()
-        out = self.forward()
-        middle = time.thread_time_ns()
-        self.backward(out)
-        return middle - begin, time.thread_time_ns() - middle
 
-    def _on_cuda(self) -> tuple[float, float]:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        out = self.forward()
-        marks[1].record()
-        self.backward(out)
-        marks[2].record()
-        marks[2].synchronize()
-        return marks[0].elapsed_time(marks[1]) * 1e6, marks[1].elapsed_time(marks[2]) * 1e6
+class Passes(Protocol):
+    """What has a forward pass, and a backward pass of what that gave."""
+
+    def forward(self) -> torch.Tensor: ...
+
+    def backward(self, out: torch.Tensor) -> Any: ...
+
+
+def passes_ns(call: Passes, clock: Callable[[], int] | None) -> tuple[float, float]:
+    """Forward and backward, by a clock in ns or (None) between events on the CUDA stream."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if clock is None else []
+    times: list[int] = []
+
+    def mark(i: int) -> None:
+        if clock is None:
+            marks[i].record()
+        else:
+            times.append(clock())
+
+    mark(0)
+    out = call.forward()
+    mark(1)
+    call.backward(out)
+    mark(2)
+    if clock is not None:
+        return times[1] - times[0], times[2] - times[1]
+    marks[2].synchronize()
+    return marks[0].elapsed_time(marks[1]) * 1e6, marks[1].elapsed_time(marks[2]) * 1e6
 
 
 def times_ns(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from experiments.fig15_cp_sharding.rank_times import Layout
+from experiments.fig15_cp_sharding.rank_times import Layout, passes_ns
 from wlb.kernels import Segments, attend
 from wlb.parallel.context import ContextAttention, take_rows
 from wlb.plan import IntArray, ShardingPlan, offsets_of
@@ -72,24 +72,7 @@ class RankOp:
         if on_cuda:
             torch.cuda.synchronize()
         dist.all_reduce(torch.zeros(1))  # a barrier, by Gloo also where the tensors are on GPUs
-        return self._on_cuda() if on_cuda else self._on_cpu()
-
-    def _on_cpu(self) -> tuple[float, float]:
-        begin = time.perf_counter_ns()
-        out = self.forward()
-        middle = time.perf_counter_ns()
-        self.backward(out)
-        return middle - begin, time.perf_counter_ns() - middle
-
-    def _on_cuda(self) -> tuple[float, float]:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        out = self.forward()
-        marks[1].record()
-        self.backward(out)
-        marks[2].record()
-        marks[2].synchronize()
-        return marks[0].elapsed_time(marks[1]) * 1e6, marks[1].elapsed_time(marks[2]) * 1e6
+        return passes_ns(self, None if on_cuda else time.perf_counter_ns)
 
 
 def benchmark(

@@ -22,7 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.streams import COST, RATIO, WINDOW, batches_of, commit, title_of
+from experiments.streams import COST, RATIO, WINDOW, batches_of, title_of
+from wlb.cost.machine import program_version as commit
 from wlb.packing import (
     BoundedPacker,
     FixedPacker,

@@ -211,8 +211,8 @@ def test_prices_beyond_64_bits_are_refused():
 
 def test_per_micro_batch_costs_stay_out_of_the_workload():
     one, many = WORKLOADS["h100-cp1"], WORKLOADS["h100-cp2"]
-    assert one.per_micro_batch_ns == 32 * (2 * one.table.launch_forward_ns + 14 * 4000)
-    assert many.per_micro_batch_ns > 8 * 10 * 50_000  # ten TP collectives a layer, 8 layers
+    assert one.linear.call_ns == (32 * 7 * 4000, 32 * 7 * 4000)
+    assert sum(many.linear.call_ns) > 8 * 10 * 50_000  # ten TP collectives a layer, 8 layers
 
 
 @pytest.mark.parametrize("bad", [[-1], [1.5], [True]])

@@ -4,6 +4,7 @@ A GPU's name comes from its driver by NVML (package nvidia-ml-py), so that plann
 import torch, know it too.
 """
 
+import contextlib
 import importlib
 import platform
 import re
@@ -21,9 +22,13 @@ def machine_name(device: str) -> str:
 
 
 def cpu_name() -> str:
-    lines = CPU_INFO.read_text("utf-8").splitlines() if CPU_INFO.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """Model name of the first core; the architecture where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in CPU_INFO.read_text("utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 def gpu_name() -> str:

@@ -13,8 +13,9 @@ sharding (Section 5.3) comes to:
 - whole on one rank, which a rank meets once in cp pieces: time(d, d) / cp.
 W_l, everything else, is proportional to d: GEMMs, element-wise operators, TP and CP collectives by
 their bandwidth term. Costs once a call (launches, collective latency) do not depend on documents
-and stay out of W; `per_micro_batch_ns` has them. Embedding, output head, pipeline transfers and
-gradient communication are not part of W either: they are the same for any packing of equal tokens.
+and stay out of W; `LinearCost.call_ns` and `attention_call_ns` have them. Embedding, output head,
+pipeline transfers and gradient communication are not part of W either: they are the same for any
+packing of equal tokens.
 """
 
 from dataclasses import dataclass, field
@@ -277,15 +278,6 @@ class ProfiledWorkload:
         d = _lengths("lengths", lengths)
         rows, keys = self._chunks(d)
         return self.table.extrapolated(rows, keys) | self.table.extrapolated(d, d)
-
-    @property
-    def per_micro_batch_ns(self) -> int:
-        """Costs once a micro-batch, whatever is in it: launches and collective latency.
-
-        An upper bound on a GPU, where launches hide behind running kernels.
-        """
-        launch = self.table.launch_forward_ns * (1 + self.recompute) + self.table.launch_backward_ns
-        return round(sum(self.linear.call_ns) + launch * self.num_layers_per_rank)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ empty and says why.
 import contextlib
 import importlib
 import os
-import platform
 import re
 import threading
 from collections.abc import Callable
@@ -19,11 +18,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from wlb.cost.machine import cpu_name
 from wlb.kernels.flash2 import FLASH2
 from wlb.kernels.flash3 import FLASH3
 from wlb.kernels.flash4 import FLASH4
 
-CPU_INFO = Path("/proc/cpuinfo")
 CPU_L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 DRIVER_INFO = Path("/proc/driver/nvidia/version")
 
@@ -69,16 +68,6 @@ def describe(device: torch.device) -> dict[str, Any]:
             "l2_bytes": properties.L2_cache_size,
         }
     return found
-
-
-def cpu_name() -> str:
-    """Model name of the first core."""
-    with contextlib.suppress(OSError):
-        for line in CPU_INFO.read_text("utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name" and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 def cpu_l2_bytes() -> int:

@@ -174,7 +174,7 @@ class Trainer:
             return None
         telemetry = meter.reduce()
         if self.calibration.take(telemetry):
-            self.tally.add_telemetry(telemetry)
+            self.tally.telemetry.add(telemetry)
         return telemetry
 
     def _loss_scale(self, plan: StepPlan) -> float:

@@ -88,7 +88,7 @@ class Tally:
     filler: int = 0
     held: int = 0
     train_time_s: float = 0.0
-    telemetry: Measured = field(default_factory=lambda: Measured())
+    telemetry: Measured = field(default_factory=Measured)
 
     def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
         self.ours.add(predicted)
@@ -103,9 +103,6 @@ class Tally:
         self.filler += measured.num_filler_tokens
         self.held = measured.num_held_tokens
         self.train_time_s += measured.step_time_s or 0.0
-
-    def add_telemetry(self, record: Telemetry) -> None:
-        self.telemetry.add(record)
 
     @property
     def mean_delay(self) -> float:
