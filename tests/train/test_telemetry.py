@@ -314,6 +314,23 @@ def test_records_of_the_warm_up_do_not_count() -> None:
     assert taken == [False, False, True, True]
 
 
+def test_a_machine_that_is_slower_in_everything_did_not_drift(tmp_path: Path) -> None:
+    spec = replace(RunSpec(), telemetry=replace(RunSpec().telemetry, warmup_steps=0))
+    calibration = Calibration(spec)
+    terms = tuple((name, Moments.of(1.0, 1.3)) for name in TERMS)
+    calibration.take(record(terms=terms, num_steps=1))
+    said = StringIO()
+    calibration.finish(
+        tmp_path / "mine.json",
+        cost=priced("cpu"),
+        run=tmp_path,
+        collectives=False,
+        console=Console(file=said, width=200),
+    )
+    assert "drifted" not in said.getvalue()
+    assert "everything takes 1.30 times its price" in said.getvalue()
+
+
 def test_what_drifted_is_said_and_the_profile_says_where_it_comes_from(tmp_path: Path) -> None:
     spec = replace(RunSpec(), telemetry=replace(RunSpec().telemetry, warmup_steps=0))
     cost = priced("cpu")

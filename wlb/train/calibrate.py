@@ -150,7 +150,7 @@ def _say(scales: Scales, threshold: float, profile: str, console: Console) -> No
             f"  {term.replace('_', ' '):<19} {scale:.3f}  {scales.relative[term]:.3f}  "
             f"{verdict}{more}"
         )
-    if abs(scales.common - 1) > threshold:
+    if not drifted and abs(scales.common - 1) > threshold:
         console.print(
             f"  everything takes {scales.common:.2f} times its price; plans depend on the terms' "
             f"relation only"
