@@ -62,6 +62,24 @@ def test_segments_without_a_prefix_have_their_own_throughput():
     assert forward[1] == pytest.approx(pairs * 4 * 32 / 0.01 * 1e-3)
 
 
+def test_a_document_never_costs_more_than_one_with_a_prefix():
+    """Also where it was measured slower, as noise has it."""
+    slow = Curve(axis=AXIS, values=np.full(2, 0.001))
+    table = replace(TABLE, square_forward=slow, square_backward=slow)
+    for with_square, with_prefix in zip(
+        *(times([25], [kv], table) for kv in (25, 26)), strict=True
+    ):
+        assert with_square == with_prefix
+    lengths = np.arange(1.0, 600)
+    cpu = load_profile("cpu")
+    for kernel in cpu.attention:
+        square, prefix = (
+            kernel.times_ns(lengths, kv, num_heads=kernel.num_heads, head_dim=kernel.head_dim)
+            for kv in (lengths, lengths + 1)
+        )
+        assert all((a <= b * (1 + 1e-9)).all() for a, b in zip(square, prefix, strict=True))
+
+
 def test_groups_are_kinds_of_segments_in_a_call():
     q = np.array([3.0, 8, 0, 8, 8, 40, 40, 3])
     kv = np.array([3.0, 8, 5, 9, 16, 40, 41, 3])

@@ -81,7 +81,8 @@ class AttentionTable:
     padded_lengths: lengths that rows and keys are rounded up to, rising, for kernels that compute
     similar segments together (SDPA); longer ones stay as they are. forward, backward: achieved
     TFLOP/s of tile-quantised FLOPs over (query rows, keys). square_*: those of segments without a
-    prefix (as many keys as rows: whole documents) where they were measured apart, else None.
+    prefix (as many keys as rows: whole documents) where they were measured apart, else None; read
+    where they are above the surface.
     heads, heads_efficiency: throughput at that many heads a rank, relative to the surface, above
     what the launch cost explains. launch_*_ns: once a varlen call, whatever it holds. group_*_ns:
     once for all segments of a call that are computed together (`groups`). reach: most keys that
@@ -188,9 +189,9 @@ class AttentionTable:
         cells = self.forward.cells(tiled, keys)
         rates = [self.forward.read(cells), self.backward.read(cells)]
         if self.square_forward is not None and self.square_backward is not None:
-            is_square = q == kv
-            rates[0] = np.where(is_square, self.square_forward.at(tiled), rates[0])
-            rates[1] = np.where(is_square, self.square_backward.at(tiled), rates[1])
+            # A mask never makes a segment cheaper, whatever a noisy measurement says.
+            for i, curve in enumerate((self.square_forward, self.square_backward)):
+                rates[i] = np.where(q == kv, np.maximum(curve.at(tiled), rates[i]), rates[i])
         # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
         forward = work * (FORWARD_FLOPS_PER_PAIR * 1e-3) / rates[0]
         backward = work * (BACKWARD_FLOPS_PER_PAIR * 1e-3) / rates[1]
