@@ -12,6 +12,8 @@ from wlb.spec.keys import nest
 KEYS = [
     "checkpoint.interval",
     "checkpoint.keep",
+    "cluster.memory_gib",
+    "cluster.tp_overlap",
     "cost.profile",
     "cp.keep_gathered_kv",
     "data.bpe_vocab_size",

@@ -33,7 +33,10 @@ Passes = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`."""
+    """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`.
+
+    tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
+    """
 
     model: ModelSpec
     parallel: ParallelSpec
@@ -41,6 +44,11 @@ class LinearCost:
     micro_batch_tokens: int
     keep_gathered_kv: bool
     recompute: bool
+    tp_overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_overlap <= 1:
+            raise ValueError(f"tp_overlap = {self.tp_overlap} must be in [0, 1]")
 
     @property
     def num_layers(self) -> int:
@@ -52,13 +60,12 @@ class LinearCost:
         layer, parallel = self.profile.layer, self.parallel
         factors = (layer.forward_factor, layer.backward_factor)
         size = DTYPE_BYTES[self.profile.dtype]
-        row_bytes = self.model.hidden_size * size / parallel.cp
         terms = {
             "gemm": _times(self._gemm_ns(), factors),
             "elementwise": _times(self._elementwise_ns(), factors),
-            "tp_comm": (
-                self._wire_ns(row_bytes, parallel.tp, parallel.tp, *TP_FORWARD),
-                self._wire_ns(row_bytes, parallel.tp, parallel.tp, *TP_BACKWARD),
+            "tp_comm": _times(
+                (self.tp_wire_ns(*TP_FORWARD), self.tp_wire_ns(*TP_BACKWARD)),
+                (1 - self.tp_overlap, 1 - self.tp_overlap),
             ),
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp, size),
         }
@@ -133,6 +140,12 @@ class LinearCost:
         """The head's backward pass, once a micro-batch: its weight's gradient is scaled."""
         values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
         return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
+
+    def tp_wire_ns(self, gathers: int, scatters: int) -> float:
+        """Bandwidth terms of so many collectives of [tokens, hidden], for one token, exposed."""
+        row_bytes = self.model.hidden_size * DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
+        tp = self.parallel.tp
+        return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """Keys and values of a micro-batch: an all-gather forward; backward a reduce-scatter in

@@ -229,15 +229,21 @@ def _compute_bytes(spec: RunSpec) -> int:
     return 2 if spec.training.dtype == Dtype.BFLOAT16 else FLOAT32_BYTES
 
 
-def _parameters(spec: RunSpec, *, pp_rank: int) -> int:
-    """Parameters of a rank: its layers / tp (norms whole), embedding first, head and norm last."""
-    model, tp, pp = spec.model, spec.parallel.tp, spec.parallel.pp
+def stage_parameters(spec: RunSpec, *, stage: int) -> int:
+    """Parameters of a stage on one TP rank: its layers / tp (norms whole), embedding on the first
+    stage, head and last norm on the last."""
+    model, tp = spec.model, spec.parallel.tp
     norms = 2 * model.hidden_size
     layer = (model.num_layer_parameters - norms) // tp + norms
-    count = model.num_layers // pp * layer
+    count = model.num_layers // spec.num_stages * layer
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
-    if pp_rank == 0:
+    if stage == 0:
         count += vocabulary
-    if pp_rank == pp - 1:
+    if stage == spec.num_stages - 1:
         count += vocabulary + model.hidden_size
     return count
+
+
+def _parameters(spec: RunSpec, *, pp_rank: int) -> int:
+    stages = range(pp_rank, spec.num_stages, spec.parallel.pp)
+    return sum(stage_parameters(spec, stage=stage) for stage in stages)

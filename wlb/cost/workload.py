@@ -175,7 +175,8 @@ class ProfiledWorkload:
     pieces is tabled at construction (`wlb.cost.monotone`, about 2 ms), so that pricing is a
     look-up.
     keep_gathered_kv: backward does not gather keys and values again (`cp.keep_gathered_kv`).
-    recompute: backward runs the forward pass of every layer again. machine: device the run is on,
+    recompute: backward runs the forward pass of every layer again. tp_overlap: share of TP
+    collectives that hides behind matrix products. machine: device the run is on,
     "" if it is not known; longest: most tokens of a piece, 0 if not known: both for `notes` only.
     """
 
@@ -186,6 +187,7 @@ class ProfiledWorkload:
     micro_batch_tokens: int = 131072
     keep_gathered_kv: bool = False
     recompute: bool = False
+    tp_overlap: float = 0.0
     machine: str = ""
     longest: int = 0
     table: AttentionTable = field(init=False)
@@ -216,6 +218,7 @@ class ProfiledWorkload:
             micro_batch_tokens=self.micro_batch_tokens,
             keep_gathered_kv=self.keep_gathered_kv,
             recompute=self.recompute,
+            tp_overlap=self.tp_overlap,
         )
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
@@ -357,6 +360,7 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
         backend=None if backend == AttentionBackend.AUTO else backend,
         micro_batch_tokens=spec.data.context_window,
         keep_gathered_kv=spec.cp.keep_gathered_kv,
+        tp_overlap=spec.cluster.tp_overlap,
         machine=machine,
         longest=min(spec.data.context_window, round(spec.packing.s_max * spec.data.context_window)),
     )

@@ -87,17 +87,24 @@ def _check_ranges(spec: RunSpec) -> None:
         "training.adam_eps": spec.training.adam_eps,
         "training.timeout_s": spec.training.timeout_s,
         "telemetry.drift_threshold": spec.telemetry.drift_threshold,
+        "cluster.memory_gib": spec.cluster.memory_gib,
     }
     for name, value in above_0.items():
         if not value > 0:
             raise ValueError(f"{name} = {value} must be above 0")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(spec.training, name) < 1:
-            raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be in [0, 1)")
+    _check_fractions(spec)
     if spec.training.loss_chunk > 8192:
         raise ValueError(
             f"training.loss_chunk = {spec.training.loss_chunk} is above 8192 rows of logits"
         )
+
+
+def _check_fractions(spec: RunSpec) -> None:
+    if not 0 <= spec.cluster.tp_overlap <= 1:
+        raise ValueError(f"cluster.tp_overlap = {spec.cluster.tp_overlap} must be in [0, 1]")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(spec.training, name) < 1:
+            raise ValueError(f"training.{name} = {getattr(spec.training, name)} must be in [0, 1)")
     if not 0 <= spec.data.heldout_fraction < 0.5:
         raise ValueError(
             f"data.heldout_fraction = {spec.data.heldout_fraction} must be in [0, 0.5)"

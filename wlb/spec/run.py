@@ -183,6 +183,22 @@ class ParallelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """What the machines are like, for estimates; nothing that a run executes depends on it."""
+
+    memory_gib: float = key(
+        80.0,
+        "memory of a device that simulate, tune and --dry-run hold a layout against",
+        unit="GiB",
+    )
+    tp_overlap: float = key(
+        0.0,
+        "share of TP's collectives that hides behind matrix products, for pricing; wlb's own "
+        "executor overlaps some in backward",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSection:
     schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
     virtual_stages: int = key(1, "stages (model chunks) a pipeline rank; more with interleaving")
@@ -304,6 +320,7 @@ class RunSpec:
     run: RunSection = field(default_factory=RunSection)
     model: ModelSpec = field(default_factory=ModelSpec)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
     pp: PipelineSection = field(default_factory=PipelineSection)
     cp: CpSection = field(default_factory=CpSection)
     data: DataSection = field(default_factory=DataSection)

@@ -1,0 +1,129 @@
+"""The events of a pipeline's step and what each waits for: a directed graph, made once a layout.
+
+A rank's program (`wlb.simulate.program`) is a list of passes, messages posted and awaited, and
+collectives over the data-parallel axis. Here it becomes nodes in topological order, so that a step
+is priced by one walk, for any number of steps and pipelines at a time: a node starts when all its
+predecessors have ended. Nodes that are `joint` start on all pipelines together, when the last one
+is ready.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.plan import IntArray
+from wlb.simulate.order import Action
+
+
+class NodeKind(StrEnum):
+    PASS = "pass"
+    MESSAGE = "message"
+    GATHER = "gather"
+    PREFETCH = "prefetch"
+    REDUCE = "reduce"
+    NORM = "norm"
+    OPTIMIZER = "optimizer"
+
+
+JOINT = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM)
+
+
+class Node(NamedTuple):
+    """rank: of the pipeline; the receiver's, of a message. action: what a pass is, or the pass that
+    a message comes from. stage, rank: -1 where there is none."""
+
+    kind: NodeKind
+    rank: int
+    stage: int
+    action: Action | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Graph:
+    """Nodes in topological order; predecessors[i] are the nodes that node i waits for."""
+
+    nodes: tuple[Node, ...]
+    predecessors: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(node.rank for node in self.nodes)
+
+    def indices(self, kind: NodeKind) -> list[int]:
+        return [i for i, node in enumerate(self.nodes) if node.kind == kind]
+
+    def ends(self, durations_ns: IntArray) -> IntArray:
+        """When each node ends, ns after the step's start.
+
+        durations_ns and the result: shape [num_nodes, num_steps, dp].
+        """
+        if durations_ns.shape[0] != len(self.nodes):
+            raise ValueError(f"{durations_ns.shape[0]} durations for {len(self.nodes)} nodes")
+        out = np.zeros_like(durations_ns)
+        for i, (node, before) in enumerate(zip(self.nodes, self.predecessors, strict=True)):
+            if before:
+                ready = out[before[0]]
+                for j in before[1:]:
+                    ready = np.maximum(ready, out[j])
+                if is_joint(node):
+                    ready = ready.max(axis=1, keepdims=True)
+                np.add(ready, durations_ns[i], out=out[i])
+            else:
+                out[i] = durations_ns[i]
+        return out
+
+    def critical_path(
+        self, ends_ns: IntArray, durations_ns: IntArray, *, step: int = 0
+    ) -> list[tuple[int, int]]:
+        """(node, pipeline) from the step's start to its end: each waits for the one before it."""
+        last = ends_ns[:, step, :]
+        node, pipeline = (int(x) for x in np.unravel_index(int(last.argmax()), last.shape))
+        path = [(node, pipeline)]
+        while before := self.predecessors[node]:
+            if is_joint(self.nodes[node]):
+                pipeline = int(last[list(before)].max(axis=0).argmax())
+            # Of predecessors that end together, a pass says more than what waited for it.
+            node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))
+            path.append((node, pipeline))
+        return path[::-1]
+
+
+def is_joint(node: Node) -> bool:
+    """Whether all pipelines run it together: collectives over the dp axis."""
+    return node.kind in JOINT
+
+
+def sorted_graph(
+    nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]
+) -> tuple[Graph, npt.NDArray[np.int64]]:
+    """The graph in topological order, and each given node's place in it.
+
+    ValueError naming nodes that wait for each other.
+    """
+    waiting = [len(set(before)) for before in predecessors]
+    followers: list[list[int]] = [[] for _ in nodes]
+    for i, before in enumerate(predecessors):
+        for j in set(before):
+            followers[j].append(i)
+    ready = [i for i, count in enumerate(waiting) if count == 0]
+    order: list[int] = []
+    for i in ready:  # grows as it is read
+        order.append(i)
+        for j in followers[i]:
+            waiting[j] -= 1
+            if waiting[j] == 0:
+                ready.append(j)
+    if len(order) < len(nodes):
+        stuck = [str(nodes[i].action or nodes[i].kind) for i, c in enumerate(waiting) if c]
+        raise ValueError(f"these wait for each other: {', '.join(stuck[:8])}")
+    place = np.empty(len(nodes), np.int64)
+    place[order] = np.arange(len(order))
+    graph = Graph(
+        nodes=tuple(nodes[i] for i in order),
+        predecessors=tuple(tuple(sorted({int(place[j]) for j in predecessors[i]})) for i in order),
+    )
+    return graph, place

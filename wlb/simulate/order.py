@@ -1,0 +1,98 @@
+"""In which order a pipeline rank runs its passes: 1F1B, interleaved 1F1B, interleaved zero-bubble.
+
+Micro-batches go round in groups of m = n / rounds, rounds = max(1, n // pp). A rank has v stages
+(chunks): rank + c * pp. Its k-th forward pass is micro-batch (k // (m v)) m + k % m on chunk
+(k // m) % v; its k-th backward pass the same micro-batch on chunk v - 1 - (k // m) % v. Interleaved
+1F1B (Narayanan et al., 2021) warms up with (v - 1) m + 2 (pp - 1 - rank) forward passes, then
+alternates; 1F1B is the case of v = 1 with half that warm-up. Zero-bubble (ZB1P, Qi et al., 2023)
+also warms up with half; a backward pass is split into that of inputs (I), at once, and that of
+weights (W), `rank` passes later. Equal to torch's `pipeline_order` with its idle slots left out,
+which its runtime does not wait for either (tests/simulate/test_order.py).
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from wlb.spec import Schedule
+
+
+class Kind(StrEnum):
+    """A pass of one micro-batch through one stage; named as torch's schedules name them."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    @property
+    def sends_gradient(self) -> bool:
+        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+class Action(NamedTuple):
+    """`2F0`: forward of micro-batch 0 on stage 2."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Order = tuple[tuple[Action, ...], ...]
+"""Actions of each pipeline rank."""
+
+
+def pipeline_order(
+    schedule: Schedule, *, pp: int, virtual_stages: int, num_micro_batches: int
+) -> Order:
+    """Every rank's passes; ValueError where a schedule has no order for these numbers."""
+    n, v = num_micro_batches, virtual_stages
+    for name, value in (("pp", pp), ("virtual_stages", v), ("num_micro_batches", n)):
+        if value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")
+    if pp == 1:
+        return (_one_rank(n),)
+    if schedule == Schedule.ONE_F_ONE_B and v != 1:
+        raise ValueError(f"1f1b has one stage a rank, got virtual_stages = {v}")
+    if schedule == Schedule.ONE_F_ONE_B and n < pp:
+        raise ValueError(f"1f1b needs at least pp = {pp} micro-batches a pipeline, got {n}")
+    rounds = max(1, n // pp)
+    if n % rounds:
+        raise ValueError(
+            f"{n} micro-batches a pipeline do not divide into {rounds} equal rounds over pp = {pp}"
+        )
+    return tuple(_rank_order(schedule, rank, pp, v, n) for rank in range(pp))
+
+
+def _one_rank(n: int) -> tuple[Action, ...]:
+    """No pipeline: one micro-batch after the other."""
+    return tuple(Action(0, kind, i) for i in range(n) for kind in (Kind.FORWARD, Kind.BACKWARD))
+
+
+def _rank_order(schedule: Schedule, rank: int, pp: int, v: int, n: int) -> tuple[Action, ...]:
+    group = n // max(1, n // pp)
+    is_split = schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+    hops = 2 if schedule == Schedule.INTERLEAVED_1F1B else 1
+    warmup = min((v - 1) * group + hops * (pp - 1 - rank), n * v)
+    backward = Kind.BACKWARD_INPUT if is_split else Kind.BACKWARD
+
+    def action(kind: Kind, k: int) -> Action:
+        chunk = (k // group) % v
+        if kind != Kind.FORWARD:
+            chunk = v - 1 - chunk
+        return Action(rank + chunk * pp, kind, k // (group * v) * group + k % group)
+
+    out = [action(Kind.FORWARD, k) for k in range(warmup)]
+    num_weights = 0
+    for k in range(n * v):
+        if warmup + k < n * v:
+            out.append(action(Kind.FORWARD, warmup + k))
+        out.append(action(backward, k))
+        if is_split and k >= rank:
+            out.append(action(Kind.BACKWARD_WEIGHT, num_weights))
+            num_weights += 1
+    if is_split:
+        out += [action(Kind.BACKWARD_WEIGHT, k) for k in range(num_weights, n * v)]
+    return tuple(out)

@@ -1,0 +1,220 @@
+"""What every pass of a step takes: each micro-batch on each stage and context-parallel rank.
+
+Attention is the predicted latency of each rank's own spans (`wlb.cost.attention_latency`), without
+CP's collectives; the rest of a layer is linear in a micro-batch's rows, filler included, plus what
+a micro-batch costs whatever it holds. The CP group meets in every layer, at the gather of keys and
+values forward and at the reduction of their gradients backward, so a pass takes its slowest rank's
+attention; TP ranks do equal work. Embedding belongs to the first stage, head and loss (both passes
+of it) to the last one's forward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.cost import Collective, ProfiledWorkload, attention_latency
+from wlb.cost.profile import DTYPE_BYTES
+from wlb.cost.split import split_backward
+from wlb.plan import IntArray, PipelinePlan, StepPlan
+from wlb.simulate.order import Kind
+from wlb.spec import RunSpec, Schedule
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardedStep:
+    """A step's plan with the spans of all its pipelines."""
+
+    plan: StepPlan
+    pipelines: tuple[PipelinePlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """ns a token of a micro-batch and ns a micro-batch, by term, of one stage's layers."""
+
+    per_token: dict[str, float]
+    call_ns: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.per_token.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPrices:
+    """Of a number of steps; tokens are rows of all CP ranks, filler included.
+
+    tokens: [steps, dp, n]. attention_*_ns: of one stage's layers, each CP rank, [steps, dp, n, cp].
+    linear: the rest of a pass on one stage, by kind (all but attention's kernels); ends: what the
+    first and the last stage have besides, by (kind, is last).
+    """
+
+    tokens: IntArray
+    attention_forward_ns: IntArray
+    attention_backward_ns: IntArray
+    linear: dict[Kind, Terms]
+    ends: dict[tuple[Kind, bool], Terms]
+    message: Terms
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(steps, dp, n, cp)."""
+        steps, dp, n, cp = self.attention_forward_ns.shape
+        return steps, dp, n, cp
+
+    def attention_ns(self, kind: Kind) -> IntArray:
+        """[steps, dp, n, cp]; the weights' pass has none."""
+        match kind:
+            case Kind.FORWARD:
+                return self.attention_forward_ns
+            case Kind.BACKWARD_WEIGHT:
+                return np.zeros_like(self.attention_forward_ns)
+            case _:
+                return self.attention_backward_ns
+
+    def linear_ns(self, kind: Kind, *, is_first: bool, is_last: bool) -> FloatArray:
+        """All of a pass but attention's kernels, [steps, dp, n]."""
+        out = _of(self.linear[kind], self.tokens)
+        for last, is_there in ((False, is_first), (True, is_last)):
+            if is_there and (kind, last) in self.ends:
+                out = out + _of(self.ends[kind, last], self.tokens)
+        return out
+
+    def pass_ns(self, kind: Kind, *, is_first: bool, is_last: bool) -> IntArray:
+        """[steps, dp, n]: the slowest CP rank's time."""
+        linear = self.linear_ns(kind, is_first=is_first, is_last=is_last)
+        return np.rint(self.attention_ns(kind).max(axis=3) + linear).astype(np.int64)
+
+    def message_ns(self) -> IntArray:
+        """[steps, dp, n]."""
+        return np.rint(_of(self.message, self.tokens)).astype(np.int64)
+
+    def balanced(self) -> "StepPrices":
+        """The same work with every micro-batch and CP rank at its step's mean: the bound of perfect
+        balance. Tokens, schedule, collectives and constant costs stay."""
+
+        def evened(x: IntArray, axes: tuple[int, ...]) -> IntArray:
+            return np.broadcast_to(np.rint(x.mean(axis=axes, keepdims=True)), x.shape).astype(
+                np.int64
+            )
+
+        return replace(
+            self,
+            tokens=evened(self.tokens, (1, 2)),
+            attention_forward_ns=evened(self.attention_forward_ns, (1, 2, 3)),
+            attention_backward_ns=evened(self.attention_backward_ns, (1, 2, 3)),
+        )
+
+    def select(self, steps: slice) -> "StepPrices":
+        """Some of the steps."""
+        names = ("tokens", "attention_forward_ns", "attention_backward_ns")
+        changed: dict[str, Any] = {name: getattr(self, name)[steps] for name in names}
+        return replace(self, **changed)
+
+
+def joined(prices: Sequence[StepPrices]) -> StepPrices:
+    """Several runs of steps of one layout as one."""
+    arrays = ("tokens", "attention_forward_ns", "attention_backward_ns")
+    changed: dict[str, Any] = {
+        f.name: np.concatenate([getattr(p, f.name) for p in prices])
+        for f in fields(StepPrices)
+        if f.name in arrays
+    }
+    return replace(prices[0], **changed)
+
+
+def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
+    """Prices of all passes of `steps` (at least one)."""
+    dp, n, cp = max(1, spec.parallel.dp), spec.micro_batches_per_pipeline, spec.parallel.cp
+    shape = (len(steps), dp, n)
+    forward = np.zeros((*shape, cp), np.int64)
+    backward = np.zeros((*shape, cp), np.int64)
+    tokens = np.zeros(shape, np.int64)
+    v = spec.pp.virtual_stages
+    for s, step in enumerate(steps):
+        for d, pipeline in enumerate(step.pipelines):
+            tokens[s, d] = np.array(pipeline.local_tokens) * cp
+            for i, sharding in enumerate(pipeline.shardings):
+                latency = attention_latency(sharding, cost)
+                forward[s, d, i] = latency.forward_ns // v
+                backward[s, d, i] = latency.backward_ns // v
+    return StepPrices(
+        tokens=tokens,
+        attention_forward_ns=forward,
+        attention_backward_ns=backward,
+        linear=linear_terms(spec, cost),
+        ends=end_terms(cost),
+        message=message_terms(spec, cost),
+    )
+
+
+def splits_backward(spec: RunSpec) -> bool:
+    """Whether the schedule computes weight gradients apart."""
+    return spec.parallel.pp > 1 and spec.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+
+
+def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
+    """The linear part of each kind of pass that the schedule has."""
+    v = spec.pp.virtual_stages
+
+    def of_pass(suffix: str, call_ns: float) -> Terms:
+        names = [name for name in cost.ns_per_token if name.endswith(suffix)]
+        return Terms(
+            per_token={n.removesuffix(suffix): cost.ns_per_token[n] / v for n in names},
+            call_ns=call_ns / v,
+        )
+
+    forward = of_pass("_forward", cost.linear.call_ns[0])
+    backward = of_pass("_backward", cost.linear.call_ns[1])
+    if not splits_backward(spec):
+        return {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    split = split_backward(cost.linear)
+    gathers = split.saved_ns_per_token - split.product_ns_per_token
+    inputs = dict(backward.per_token)
+    inputs["gemm"] -= split.product_ns_per_token / v
+    inputs["tp_comm"] -= gathers / v
+    weights = {
+        "gemm": split.product_ns_per_token / v,
+        "tp_comm": (split.weight_ns_per_token - split.product_ns_per_token) / v,
+    }
+    return {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD_INPUT: Terms(
+            per_token=inputs, call_ns=backward.call_ns - split.saved_call_ns / v
+        ),
+        Kind.BACKWARD_WEIGHT: Terms(per_token=weights, call_ns=split.weight_call_ns / v),
+    }
+
+
+def end_terms(cost: ProfiledWorkload) -> dict[tuple[Kind, bool], Terms]:
+    """Embedding on the first stage, head and loss on the last; by (kind, is last stage)."""
+    embedding = cost.linear.embedding_ns_per_token
+    head = Terms(per_token={"head": cost.linear.head_ns_per_token}, call_ns=0.0)
+    scaled = Terms(per_token={}, call_ns=cost.linear.head_backward_ns)
+    first = Terms(per_token={"embedding": embedding[1]}, call_ns=0.0)
+    return {
+        (Kind.FORWARD, False): Terms(per_token={"embedding": embedding[0]}, call_ns=0.0),
+        (Kind.BACKWARD, False): first,
+        (Kind.BACKWARD_INPUT, False): first,
+        (Kind.FORWARD, True): head,
+        (Kind.BACKWARD, True): scaled,
+        (Kind.BACKWARD_INPUT, True): scaled,
+    }
+
+
+def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> Terms:
+    """Activations, or their gradients, to a neighbour stage: each TP rank sends its rows."""
+    parallel, model = spec.parallel, spec.model
+    reach = 2 * parallel.tp * parallel.cp
+    p2p = cost.profile.collective(Collective.P2P, span_ranks=reach)
+    size = model.hidden_size * DTYPE_BYTES[cost.profile.dtype] / (parallel.tp * parallel.cp)
+    return Terms(per_token={"p2p": p2p.wire_ns(size, num_ranks=2)}, call_ns=float(p2p.alpha_ns))
+
+
+def _of(terms: Terms, tokens: IntArray) -> FloatArray:
+    return terms.total * tokens + terms.call_ns

@@ -1,0 +1,191 @@
+"""Simulator: what a step takes, on every rank, before anyone pays for it.
+
+A layout's graph is made once; steps are then priced and walked together. Nothing here is measured:
+all times follow from the kernel profile. What it leaves out is in wlb/simulate/README.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.cost import ProfiledWorkload
+from wlb.plan import IntArray, StepMetrics
+from wlb.simulate.graph import Graph, NodeKind
+from wlb.simulate.memory import activation_bytes, peak_activation_bytes, rest_bytes
+from wlb.simulate.order import Kind, Order
+from wlb.simulate.prices import ShardedStep, StepPrices, step_prices
+from wlb.simulate.program import step_graph
+from wlb.simulate.shards import ShardCosts, has_fsdp, shard_costs
+from wlb.spec import RunSpec, check
+
+FloatArray = npt.NDArray[np.float64]
+COMMUNICATION = ("tp_comm", "cp_comm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulator:
+    """Simulates steps of one run's layout; `spec.parallel.dp` must be filled in."""
+
+    spec: RunSpec
+    cost: ProfiledWorkload
+    order: Order = field(init=False)
+    graph: Graph = field(init=False, repr=False)
+    shards: ShardCosts = field(init=False)
+
+    def __post_init__(self) -> None:
+        check(self.spec)
+        if self.spec.model.vocab_size < 1:
+            raise ValueError("model.vocab_size is 0; set it to that of the tokenizer")
+        if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
+            raise ValueError("the cost model is of another model or layout; make it with this spec")
+        order, graph = step_graph(
+            self.spec.pp.schedule,
+            pp=self.spec.parallel.pp,
+            virtual_stages=self.spec.pp.virtual_stages,
+            num_micro_batches=self.spec.micro_batches_per_pipeline,
+            has_fsdp=has_fsdp(self.spec),
+        )
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "graph", graph)
+        object.__setattr__(self, "shards", shard_costs(self.spec, self.cost))
+
+    def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
+        """What every pass of `steps` takes."""
+        return step_prices(steps, self.spec, self.cost)
+
+    def run(self, prices: StepPrices) -> "Simulation":
+        """The steps that `prices` are of."""
+        durations = self._durations(prices)
+        return Simulation(
+            simulator=self,
+            prices=prices,
+            durations_ns=durations,
+            ends_ns=self.graph.ends(durations),
+        )
+
+    def _durations(self, prices: StepPrices) -> IntArray:
+        steps, dp, _, _ = prices.shape
+        out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
+        last = self.spec.num_stages - 1
+        messages = prices.message_ns()
+        known: dict[tuple[Kind, bool, bool], IntArray] = {}
+        for i, node in enumerate(self.graph.nodes):
+            if node.action is None:
+                out[i] = self.shards.of(node)
+                continue
+            stage, kind, micro_batch = node.action
+            if node.kind == NodeKind.MESSAGE:
+                out[i] = messages[:, :, micro_batch]
+                continue
+            key = (kind, stage == 0, stage == last)
+            if key not in known:
+                known[key] = prices.pass_ns(kind, is_first=key[1], is_last=key[2])
+            out[i] = known[key][:, :, micro_batch]
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulation:
+    """Simulated steps; arrays have steps first. durations_ns, ends_ns: [nodes, steps, dp]."""
+
+    simulator: Simulator
+    prices: StepPrices
+    durations_ns: IntArray
+    ends_ns: IntArray
+
+    @property
+    def num_steps(self) -> int:
+        return self.durations_ns.shape[1]
+
+    @property
+    def step_time_s(self) -> FloatArray:
+        """Shape [steps]."""
+        return self.ends_ns.max(axis=(0, 2)) * 1e-9
+
+    @property
+    def busy_s(self) -> FloatArray:
+        """In passes, each pipeline rank, its CP group's slowest rank: [steps, dp, pp]."""
+        graph = self.simulator.graph
+        steps, dp = self.durations_ns.shape[1:]
+        out = np.zeros((steps, dp, self.simulator.spec.parallel.pp))
+        for i in graph.indices(NodeKind.PASS):
+            out[:, :, graph.nodes[i].rank] += self.durations_ns[i] * 1e-9
+        return out
+
+    @property
+    def bubble(self) -> FloatArray:
+        """Share of a step that a pipeline rank is not in a pass: [steps, dp, pp]."""
+        return 1 - self.busy_s / self.step_time_s[:, None, None]
+
+    @property
+    def attention_s(self) -> FloatArray:
+        """Attention kernels, forward and backward, of each rank: [steps, dp, pp, cp]."""
+        both = self.prices.attention_forward_ns + self.prices.attention_backward_ns
+        of_rank = both.sum(axis=2) * 1e-9 * self.simulator.spec.pp.virtual_stages
+        pp = self.simulator.spec.parallel.pp
+        return np.repeat(of_rank[:, :, None, :], pp, axis=2)
+
+    @property
+    def compute_s(self) -> FloatArray:
+        """Kernels of each rank without collectives: [steps, dp, pp, cp]. TP ranks are alike."""
+        spec, prices = self.simulator.spec, self.prices
+        tokens = prices.tokens.sum(axis=2)
+        per_token = [0.0] * spec.parallel.pp
+        for rank in range(spec.parallel.pp):
+            for stage in range(rank, spec.num_stages, spec.parallel.pp):
+                for kind, terms in prices.linear.items():
+                    per_token[rank] += sum(
+                        ns for name, ns in terms.per_token.items() if name not in COMMUNICATION
+                    )
+                    for is_last, at in ((False, 0), (True, spec.num_stages - 1)):
+                        if stage == at and (kind, is_last) in prices.ends:
+                            per_token[rank] += prices.ends[kind, is_last].total
+        linear = tokens[:, :, None] * np.array(per_token) * 1e-9
+        return self.attention_s + linear[..., None]
+
+    @property
+    def peak_activation_bytes(self) -> IntArray:
+        """Of the pipeline that holds most: [steps, pp]."""
+        kept, output = activation_bytes(self.simulator.spec, self.prices.tokens)
+        peaks = [
+            peak_activation_bytes(passes, kept, output).max(axis=1)
+            for passes in self.simulator.order
+        ]
+        return np.stack(peaks, axis=1)
+
+    @property
+    def peak_memory_bytes(self) -> IntArray:
+        """All that must be resident, [steps, pp]: activations in this step's order, the rest as
+        `wlb.cost.memory` estimates it for its longest micro-batch."""
+        spec = self.simulator.spec
+        out = self.peak_activation_bytes.copy()
+        for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):
+            for rank in range(spec.parallel.pp):
+                rest = rest_bytes(spec, pp_rank=rank, longest=longest)
+                out[s, rank] += rest.total_bytes - rest.activations_bytes - rest.boundaries_bytes
+        return out
+
+    def metrics(self, steps: Sequence[ShardedStep]) -> tuple[StepMetrics, ...]:
+        """The planner's predictions of `steps` with their simulated times and sharding."""
+        times = self.step_time_s.tolist()
+        return tuple(
+            replace(
+                step.plan.predicted,
+                step_time_s=times[s],
+                cp_imbalance=self._cp_imbalance(s),
+                sharding_counts=_sharding_counts(step),
+            )
+            for s, step in enumerate(steps)
+        )
+
+    def _cp_imbalance(self, step: int) -> float:
+        both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
+        mean = float(both.mean(axis=2).sum())
+        return float(both.max(axis=2).sum()) / mean if mean else 1.0
+
+
+def _sharding_counts(step: ShardedStep) -> tuple[tuple[str, int], ...]:
+    names = [s.strategy for pipeline in step.pipelines for s in pipeline.shardings]
+    return tuple((name, names.count(name)) for name in sorted(set(names)))
