@@ -1,0 +1,267 @@
+"""The results page of an experiment: `<folder>/results/README.md` beside its CSVs and PNGs.
+
+    write_results(
+        Path(__file__).parent,
+        title="Figure 12: speed-up over Plain-4D",
+        how=How.SIMULATED,
+        profile=load_profile(options.profile),    # or words, where no profile prices anything
+        seed=options.seed,
+        text="What was done, what it shows, what is left out.",
+        against=[Against(what="7B-128K, WLB-LLM", paper=1.33, ours=1.29)],
+        tables=[Table(name="speedups", title="All configurations", columns=(...), rows=[...])],
+        figures=[Picture(name="speedup", caption="...", figure=figure)],
+    )
+
+The page says how its numbers came about (computed, predicted, simulated or measured), which kernel
+profile priced them and what each of its blocks is worth (published, measured, assumed), the
+command, commit and seed; then the paper's numbers beside ours, pictures, tables. A table goes to
+`<name>.csv` in full and unrounded to 6 digits, and to the page as its `formats` say, up to
+`most_rows` rows. Everything is written at the end, so an interrupted run leaves old results whole.
+
+Conventions: `--quick` prints and writes nothing, because committed results are of whole runs;
+paths given on the command line appear by file name only; pictures come from
+`experiments.drawing.new_figure`, which is as wide as a README.
+"""
+
+import csv
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rich import table as rich_table
+from rich.console import Console
+
+from wlb.cost import KernelProfile
+from wlb.cost.machine import program_version
+
+ROOT = Path(__file__).parents[1]
+RESULTS_ONLY = ":(exclude,glob)experiments/*/results/**"
+
+
+class How(StrEnum):
+    """How the numbers of a page came about."""
+
+    COMPUTED = "computed"
+    """Counted or calculated; no time in it."""
+    PREDICTED = "predicted"
+    """Times from a kernel profile, of operations one by one."""
+    SIMULATED = "simulated"
+    """A training step put together from predicted times: pipeline, collectives, ranks that wait."""
+    MEASURED = "measured"
+    """Times of something that ran; `profile` is then words that name the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """A number of the paper beside ours. paper, ours: numbers, or words ("over 75 %")."""
+
+    what: str
+    paper: float | str
+    ours: float | str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of the page, and `<name>.csv`.
+
+    rows: plain values in the order of columns (None: empty). formats: format specification by
+    column, as in {"imbalance": ".3f", "tokens": ",d"}. most_rows: shown on the page; 0: CSV only.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    formats: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    most_rows: int = 60
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.name}: row {list(row)} has not {len(self.columns)} values")
+        if unknown := set(self.formats) - set(self.columns):
+            raise ValueError(f"{self.name}: formats of no column: {sorted(unknown)}")
+
+    def shown(self) -> list[list[str]]:
+        """All rows as text."""
+        specs = [self.formats.get(column, "") for column in self.columns]
+        return [[_text(v, spec) for v, spec in zip(row, specs, strict=True)] for row in self.rows]
+
+    def markdown(self) -> list[str]:
+        lines = [f"## {self.title}", ""]
+        shown = self.shown()[: self.most_rows]
+        if shown:
+            aligned = (":---" if self._is_text(i) else "---:" for i in range(len(self.columns)))
+            lines += [_row(self.columns), f"|{'|'.join(aligned)}|", *map(_row, shown), ""]
+        what = "Unrounded" if len(shown) == len(self.rows) else f"All {len(self.rows)} rows"
+        return [*lines, f"{self.note} {what}: [{self.name}.csv]({self.name}.csv).".strip(), ""]
+
+    def rich(self) -> rich_table.Table:
+        """For the console."""
+        out = rich_table.Table(title=self.title, title_justify="left")
+        for i, column in enumerate(self.columns):
+            out.add_column(column, justify="left" if self._is_text(i) else "right")
+        for row in self.shown()[: self.most_rows]:
+            out.add_row(*row)
+        return out
+
+    def _is_text(self, column: int) -> bool:
+        return any(isinstance(row[column], str) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A matplotlib Figure, written as `<name>.png`; the caption is also its alternative text."""
+
+    name: str
+    caption: str
+    figure: Any
+
+
+def write_results(
+    folder: Path,
+    *,
+    title: str,
+    how: How,
+    profile: KernelProfile | str,
+    text: str,
+    seed: int | None = None,
+    against: Sequence[Against] = (),
+    tables: Sequence[Table] = (),
+    figures: Sequence[Picture] = (),
+    command: str = "",
+) -> Path:
+    """Writes `<folder>/results/` as the module says; returns that folder.
+
+    profile: what priced it, or words where no profile did. seed: None where nothing is drawn.
+    text: markdown. command: as given on the command line, if empty.
+    """
+    names = [table.name for table in tables] + [picture.name for picture in figures]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tables and figures need names of their own, got {names}")
+    results = folder / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    seeded = "" if seed is None else f", seed {seed}"
+    lines = [
+        f"# {title}",
+        "",
+        f"`{command or command_of(folder)}` at commit {commit()}{seeded}.",
+        "",
+        f"**{how.capitalize()}**: {profile if isinstance(profile, str) else priced_with(profile)}",
+        "",
+        text.strip(),
+        "",
+        *_against(against),
+    ]
+    for picture in figures:
+        picture.figure.savefig(results / f"{picture.name}.png", dpi=150)
+        lines += [f"![{picture.caption}]({picture.name}.png)", "", f"*{picture.caption}*", ""]
+    for table in tables:
+        _write_csv(results / f"{table.name}.csv", table)
+        lines += table.markdown()
+    (results / "README.md").write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+    return results
+
+
+def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> None:
+    """What a page will hold, on the console."""
+    console = Console(width=width)
+    for table in (*([_against_table(against)] if against else []), *tables):
+        console.print(table.rich())
+
+
+def priced_with(profile: KernelProfile) -> str:
+    """The profile, and what each of its blocks is worth, in a paragraph."""
+    blocks: list[tuple[str, str]] = [("attention", profile.attention[0].provenance.kind)]
+    blocks += [("GEMM", profile.gemm.provenance.kind)]
+    blocks += [("element-wise", cost.provenance.kind) for cost in profile.elementwise]
+    blocks += [("layer overhead", profile.layer.provenance.kind)]
+    blocks += [("output head", profile.head.provenance.kind)]
+    for cost in profile.collectives:
+        scope = cost.scope.replace("inter_node", "between nodes").replace("intra_node", "in a node")
+        blocks.append((f"{cost.op.replace('_', '-')} {scope}", cost.provenance.kind))
+    by_kind: dict[str, list[str]] = {}
+    for block, kind in dict.fromkeys(blocks):
+        by_kind.setdefault(kind, []).append(block)
+    worth = "; ".join(f"**{kind}**: {', '.join(found)}" for kind, found in by_kind.items())
+    return (
+        f"times from kernel profile `{profile.name}` ({profile.device}, {profile.dtype}; "
+        f"{profile.provenance.kind}: {profile.provenance.source}). Its blocks are {worth}."
+    )
+
+
+def command_of(folder: Path, arguments: Iterable[str] | None = None) -> str:
+    """How this run was started; absolute paths shrink to file names, so that pages name no machine.
+
+    arguments: sys.argv's, if None.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    short = [re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in given]
+    return shlex.join(["python", "-m", f"experiments.{folder.name}", *short])
+
+
+def commit() -> str:
+    """`program_version`, where results of experiments that differ do not make it "-dirty".
+
+    Else the second experiment of a run would look changed because the first has written its page.
+    """
+    version = program_version()
+    is_only_results = version.endswith("-dirty") and not source_differences()
+    return version.removesuffix("-dirty") if is_only_results else version
+
+
+def source_differences() -> str:
+    """What differs from the commit in tracked files that are not results; "" outside a checkout."""
+    command = ["git", "diff", "HEAD", "--", ".", RESULTS_ONLY]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _against(against: Sequence[Against]) -> list[str]:
+    if not against:
+        return []
+    table = _against_table(against)
+    return table.markdown()[:-2]
+
+
+def _against_table(against: Sequence[Against]) -> Table:
+    has_notes = any(row.note for row in against)
+    rows = [
+        [row.what, _digits(row.paper), _digits(row.ours), *([row.note] if has_notes else [])]
+        for row in against
+    ]
+    columns = ("what", "paper", "ours", *(["note"] if has_notes else []))
+    return Table(name="against", title="Beside the paper", columns=columns, rows=rows)
+
+
+def _digits(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _text(value: Any, spec: str) -> str:
+    if value is None:
+        return ""
+    # A column of numbers may hold words ("does not fit"); they have no digits to format.
+    return value if isinstance(value, str) else format(value, spec)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _write_csv(path: Path, table: Table) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(table.columns)
+        for row in table.rows:
+            writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row])

@@ -1,0 +1,57 @@
+"""The presets of the paper's Table 1: its layouts, and how many parameters our dimensions make."""
+
+import pytest
+
+from wlb.spec import Policy, RunSpec, Schedule, check, load, presets
+
+# name: (tp, cp, pp, dp), GPUs, billions of parameters the name means, parameters exactly.
+TABLE_1 = {
+    "550m_64k": ((2, 2, 4, 2), 32, 0.55, 551_339_520),
+    "550m_128k": ((2, 4, 4, 1), 32, 0.55, 551_339_520),
+    "7b_64k": ((4, 2, 4, 1), 32, 6.74, 6_738_415_616),  # LLaMA2-7B's, as published
+    "7b_128k": ((8, 2, 4, 1), 64, 6.74, 6_738_415_616),
+    "30b_64k": ((8, 2, 4, 1), 64, 29.4, 29_385_037_824),
+    "30b_128k": ((8, 4, 4, 1), 128, 29.4, 29_385_037_824),
+    "70b_64k": ((16, 4, 4, 1), 256, 70.3, 70_318_825_472),
+    "70b_128k": ((16, 4, 4, 1), 256, 70.3, 70_318_825_472),
+}
+
+
+def test_the_presets_are_the_demos_and_table_1() -> None:
+    assert presets() == sorted(["demo", "demo_single", *TABLE_1])
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_layouts_and_gpus_are_table_1s(name: str) -> None:
+    spec = preset(name)
+    layout, gpus, _, _ = TABLE_1[name]
+    p = spec.parallel
+    assert (p.tp, p.cp, p.pp, p.dp) == layout
+    assert p.world_size == gpus
+    assert spec.data.context_window == int(name.split("_")[1].removesuffix("k")) * 1024
+    assert spec.num_micro_batches == p.pp * p.dp  # Section 7.1
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_parameters_are_what_the_name_says(name: str) -> None:
+    model = preset(name).model
+    _, _, billions, exactly = TABLE_1[name]
+    assert model.num_parameters == exactly
+    assert model.num_parameters == pytest.approx(billions * 1e9, rel=0.02)
+    assert model.num_heads == model.num_kv_heads
+    assert model.head_size == 128
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_each_can_run_and_differs_only_in_model_and_layout(name: str) -> None:
+    spec = preset(name)
+    assert check(spec) is spec
+    assert (spec.pp.schedule, spec.pp.virtual_stages) == (Schedule.INTERLEAVED_1F1B, 4)
+    assert spec.packing.policy is Policy.VAR_LEN
+    other = preset("7b_128k")
+    for section in ("cp", "packing", "sharding", "cost", "kernels", "training", "eval", "pp"):
+        assert getattr(spec, section) == getattr(other, section), section
+
+
+def preset(name: str) -> RunSpec:
+    return load(name, ["model.vocab_size=32000"])
