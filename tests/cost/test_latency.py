@@ -79,7 +79,7 @@ def test_keys_are_gathered_forward_and_again_in_backward():
     again, kept = (attention_latency(plan, workload(4, keep_gathered_kv=k)) for k in (False, True))
     profile = load_profile("h100")
     gather, scatter = (
-        8 * profile.collective(op, span_ranks=32).time_ns(size, num_ranks=4)
+        8 * profile.collective(op, span_ranks=32, num_ranks=4).time_ns(size, num_ranks=4)
         for op, size in (
             (Collective.ALL_GATHER, 2 * 2**20),
             (Collective.REDUCE_SCATTER, 4 * 2**20),  # gradients travel in float32
@@ -112,7 +112,7 @@ def test_linear_work_counts_the_second_gather():
     parts = [int(w.terms([tokens])["cp_comm_backward"][0]) for w in (again, kept)]
     collectives = replace(again).profile
     size = tokens * 2 * 128 * 2
-    gather = 8 * collectives.collective(Collective.ALL_GATHER, span_ranks=32).wire_ns(
+    gather = 8 * collectives.collective(Collective.ALL_GATHER, span_ranks=32, num_ranks=4).wire_ns(
         size, num_ranks=4
     )
     assert parts[0] - parts[1] == pytest.approx(gather, rel=1e-6)

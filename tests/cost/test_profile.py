@@ -197,6 +197,20 @@ def test_groups_beyond_a_node_use_the_network(h100):
     assert network.provenance.kind == Kind.ASSUMED
 
 
+def test_ranks_of_a_node_have_a_link_each(h100):
+    """1 of 8 ranks a node has one link, 4 have four, 8 more than NVLink moves: NVLink's."""
+
+    def bandwidth(op, ranks, span):
+        return h100.collective(op, span_ranks=span, num_ranks=ranks).bytes_per_s
+
+    gather, p2p = Collective.ALL_GATHER, Collective.P2P
+    link = 40e9
+    assert [bandwidth(gather, ranks, 16) for ranks in (2, 4, 8)] == [link, 2 * link, 4 * link]
+    assert bandwidth(gather, 16, 16) == 8 * link
+    assert bandwidth(gather, 64, 64) == 8 * link < bandwidth(gather, 8, 8)
+    assert bandwidth(p2p, 16, 16) == link
+
+
 def test_wire_bytes_follow_bus_bandwidth(h100):
     by_op = {c.op: c for c in h100.collectives if c.scope == Scope.INTER_NODE}  # 40 GB/s
     wire = {op: c.wire_ns(40e9, num_ranks=4) * 1e-9 for op, c in by_op.items()}

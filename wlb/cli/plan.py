@@ -14,7 +14,7 @@ from rich.console import Console
 
 from wlb import __version__
 from wlb.cli import sources
-from wlb.corpus import LengthSource
+from wlb.corpus import LengthSource, ListedBatches
 from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns, workload_for
 from wlb.packing import PackingRun, measure
 from wlb.packing.compare import compare, solver_packers, variants_of
@@ -171,7 +171,7 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload)
     cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
         return {"text": "sharding: parallel.cp is 1, every micro-batch stays on one rank"}
-    planner = Planner.from_spec(spec, sources.ListedBatches(batches), cost)
+    planner = Planner.from_spec(spec, ListedBatches(batches), cost)
     plans = list(islice(planner.steps(), SHARDED_STEPS))
     lengths = [b.lengths for plan in plans for b in plan.packing.micro_batches]
     ideal = sum(ideal_kernels_ns(pieces, cost, cp=cp) for pieces in lengths)

@@ -125,17 +125,3 @@ def check_outputs(*paths: str | None, needs_plots: bool) -> None:
             raise ValueError(f"{path} cannot be written: it is a folder, or its folder is missing")
     if needs_plots:
         require_matplotlib()
-
-
-class ListedBatches:
-    """Global batches that are there already, as a planner's source: it ends with them."""
-
-    def __init__(self, batches: list[GlobalBatch]) -> None:
-        self.batches = batches
-
-    def start(self) -> dict[str, int]:
-        return {"batch": 0}
-
-    def next(self, state: dict[str, int]) -> tuple[GlobalBatch, dict[str, int]] | None:
-        at = state["batch"]
-        return None if at >= len(self.batches) else (self.batches[at], {"batch": at + 1})

@@ -1,6 +1,6 @@
 """Text to tokens, token stores, length-only sources, and resumable shuffled global batches."""
 
-from wlb.corpus.batches import GlobalBatches, Source, State
+from wlb.corpus.batches import GlobalBatches, ListedBatches, Source, State
 from wlb.corpus.lengths import (
     FAMILIES,
     LengthFamily,
@@ -29,6 +29,7 @@ __all__ = [
     "GlobalBatches",
     "LengthFamily",
     "LengthSource",
+    "ListedBatches",
     "ListedDocuments",
     "PreparedStores",
     "Skip",

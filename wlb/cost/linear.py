@@ -153,7 +153,9 @@ class LinearCost:
         tp = self.parallel.tp
         values = num_tokens * 2 * self.model.kv_dim / tp
         gather, scatter = (
-            self.profile.collective(op, span_ranks=tp * cp).time_ns(values * b, num_ranks=cp)
+            self.profile.collective(op, span_ranks=tp * cp, num_ranks=cp).time_ns(
+                values * b, num_ranks=cp
+            )
             for op, b in (
                 (Collective.ALL_GATHER, DTYPE_BYTES[self.profile.dtype]),
                 (Collective.REDUCE_SCATTER, GRADIENT_BYTES),
@@ -200,7 +202,7 @@ class LinearCost:
     ) -> float:
         """The bandwidth terms of so many all-gathers and reduce-scatters."""
         gather, scatter = (
-            self.profile.collective(op, span_ranks=span_ranks).wire_ns(
+            self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks).wire_ns(
                 size_bytes, num_ranks=num_ranks
             )
             for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

@@ -8,7 +8,7 @@ kernel backend and head layout: achieved TFLOP/s over (query rows, keys), of til
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -429,10 +429,24 @@ class KernelProfile:
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
         return next(cost for cost in self.elementwise if cost.op == op)
 
-    def collective(self, op: Collective, *, span_ranks: int) -> CollectiveCost:
-        """Cost of `op` in a group whose ranks spread over `span_ranks` consecutive ranks."""
-        scope = Scope.INTRA_NODE if span_ranks <= self.ranks_per_node else Scope.INTER_NODE
-        return next(c for c in self.collectives if c.op == op and c.scope == scope)
+    def collective(
+        self, op: Collective, *, span_ranks: int, num_ranks: int | None = None
+    ) -> CollectiveCost:
+        """Cost of `op` in a group of `num_ranks` evenly spread over `span_ranks` consecutive ranks
+        (default: all of them).
+
+        Between nodes every rank has a link of its own, and rings use those of all members, as NCCL
+        does: k members a node have k times the bandwidth of one, at most that inside a node.
+        """
+        by_scope = {c.scope: c for c in self.collectives if c.op == op}
+        inside, between = by_scope[Scope.INTRA_NODE], by_scope[Scope.INTER_NODE]
+        if span_ranks <= self.ranks_per_node:
+            return inside
+        members = (num_ranks or span_ranks) * self.ranks_per_node // span_ranks
+        if members <= 1 or op == Collective.P2P:
+            return between
+        most = max(inside.bytes_per_s, between.bytes_per_s)
+        return replace(between, bytes_per_s=min(most, members * between.bytes_per_s))
 
 
 def _ratio(a: float, b: float) -> float:

@@ -217,4 +217,4 @@ def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> Terms:
 
 
 def _of(terms: Terms, tokens: IntArray) -> FloatArray:
-    return terms.total * tokens + terms.call_ns
+    return tokens.astype(np.float64) * terms.total + terms.call_ns

@@ -276,7 +276,7 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
     for instruction in program:
         match instruction:
             case Pass(action):
-                before = point | ({gathered[action.stage]} if gathered else set())
+                before = point | ({gathered[action.stage]} if gathered else set[int]())
                 node = Node(NodeKind.PASS, rank, action.stage, action)
                 point = {made.add(node, before)} | prefetched
                 prefetched = set()

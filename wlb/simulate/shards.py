@@ -61,8 +61,8 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     ranks = parallel.cp * max(1, parallel.dp)
     # dp neighbours are a whole pipeline apart; cp neighbours a tp group.
     spread = parallel.world_size if parallel.dp > 1 else parallel.tp * parallel.cp
-    gather = profile.collective(Collective.ALL_GATHER, span_ranks=spread)
-    scatter = profile.collective(Collective.REDUCE_SCATTER, span_ranks=spread)
+    gather = profile.collective(Collective.ALL_GATHER, span_ranks=spread, num_ranks=ranks)
+    scatter = profile.collective(Collective.REDUCE_SCATTER, span_ranks=spread, num_ranks=ranks)
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
     of_rank = [sum(counts[r :: parallel.pp]) / ranks for r in range(parallel.pp)]
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s

@@ -18,8 +18,10 @@ from wlb.spec.run import (
     Schedule,
     Strategy,
 )
+from wlb.spec.systems import SYSTEMS, system_overrides
 
 __all__ = [
+    "SYSTEMS",
     "AttentionBackend",
     "BinMethod",
     "Device",
@@ -44,5 +46,6 @@ __all__ = [
     "load",
     "presets",
     "resolve_dp",
+    "system_overrides",
     "to_dict",
 ]

@@ -1,0 +1,31 @@
+"""Training steps on a cluster, simulated: pipeline, collectives, memory, whom to blame."""
+
+from wlb.simulate.critical import CriticalPath, Event, critical_path
+from wlb.simulate.graph import Graph, Node, NodeKind
+from wlb.simulate.order import Action, Kind, Order, pipeline_order
+from wlb.simulate.prices import ShardedStep, StepPrices
+from wlb.simulate.program import step_graph
+from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
+from wlb.simulate.step import Simulation, Simulator
+
+__all__ = [
+    "Action",
+    "CriticalPath",
+    "Event",
+    "Graph",
+    "Kind",
+    "Node",
+    "NodeKind",
+    "Order",
+    "RunSimulation",
+    "ShardedStep",
+    "Simulation",
+    "Simulator",
+    "StepPrices",
+    "critical_path",
+    "pipeline_order",
+    "planner_of",
+    "sharded_steps",
+    "simulate_run",
+    "step_graph",
+]

@@ -1,0 +1,164 @@
+"""The chain of events that a step's time is made of, and whom to blame for it.
+
+From the step's end back to its start, each event is what the next one waited for, so the durations
+add up to the step's time. A pass is divided into attention that an even CP group would take, what
+its slowest rank takes longer, and the terms of the linear part.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from wlb.simulate.graph import Node, NodeKind
+from wlb.simulate.order import Kind
+from wlb.simulate.prices import StepPrices
+from wlb.simulate.step import Simulation
+
+K = TypeVar("K", bound=Hashable)
+
+CP_IMBALANCE = "attention, slowest CP rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """node: what happened, on `pipeline`. terms_s: its duration by term. cp_rank: the slowest one,
+    of a pass with attention, else -1."""
+
+    node: Node
+    pipeline: int
+    start_s: float
+    stop_s: float
+    cp_rank: int
+    terms_s: dict[str, float]
+
+    @property
+    def duration_s(self) -> float:
+        return self.stop_s - self.start_s
+
+    @property
+    def micro_batch(self) -> int:
+        return -1 if self.node.action is None else self.node.action.micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """Events in time order, without those that take no time."""
+
+    events: tuple[Event, ...]
+    step_time_s: float
+
+    @property
+    def by_term(self) -> dict[str, float]:
+        """Seconds of each term, largest first."""
+        total: dict[str, float] = {}
+        for event in self.events:
+            for term, seconds in event.terms_s.items():
+                total[term] = total.get(term, 0.0) + seconds
+        return _descending(total)
+
+    @property
+    def by_micro_batch(self) -> dict[tuple[int, int], float]:
+        """Seconds of each (pipeline, micro-batch), passes and messages, largest first."""
+        events = [e for e in self.events if e.micro_batch >= 0]
+        return _summed(events, lambda e: (e.pipeline, e.micro_batch))
+
+    @property
+    def by_rank(self) -> dict[tuple[int, int], float]:
+        """Seconds of passes on each (pipeline, pipeline rank), largest first."""
+        events = [e for e in self.events if e.node.kind == NodeKind.PASS]
+        return _summed(events, lambda e: (e.pipeline, e.node.rank))
+
+    def describe(self) -> tuple[str, ...]:
+        """What took the time, in words."""
+        lines: list[str] = []
+        total = self.step_time_s
+        if self.by_micro_batch:
+            (pipeline, i), seconds = next(iter(self.by_micro_batch.items()))
+            share = f"{seconds / total:.0%} of the critical path"
+            lines.append(f"micro-batch {i} of pipeline {pipeline}: {share}")
+            own = [e for e in self.events if (e.pipeline, e.micro_batch) == (pipeline, i)]
+            slowest = max(own, key=lambda e: e.duration_s)
+            where = f"pass {slowest.node.action} on pipeline rank {slowest.node.rank}"
+            if slowest.cp_rank >= 0:
+                where += f", CP rank {slowest.cp_rank}"
+            term, part = max(slowest.terms_s.items(), key=lambda item: item[1])
+            lines.append(
+                f"its longest event: {where}, {slowest.duration_s * 1e3:.1f} ms, {term} "
+                f"{part / slowest.duration_s:.0%} of it"
+            )
+        shares = [f"{term} {seconds / total:.0%}" for term, seconds in self.by_term.items()]
+        lines.append("by term: " + ", ".join(shares[:8]))
+        return tuple(lines)
+
+
+def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
+    """The critical path of one of the simulated steps."""
+    graph, prices = simulation.simulator.graph, simulation.prices
+    num_stages = simulation.simulator.spec.num_stages
+    path = graph.critical_path(simulation.ends_ns, simulation.durations_ns, step=step)
+    events: list[Event] = []
+    for i, pipeline in path:
+        node = graph.nodes[i]
+        stop, duration = (
+            int(x[i, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
+        )
+        if duration:
+            terms, cp_rank = _terms(node, prices, step, pipeline, num_stages, duration)
+            events.append(
+                Event(
+                    node=node,
+                    pipeline=pipeline,
+                    start_s=(stop - duration) * 1e-9,
+                    stop_s=stop * 1e-9,
+                    cp_rank=cp_rank,
+                    terms_s=terms,
+                )
+            )
+    return CriticalPath(events=tuple(events), step_time_s=float(simulation.step_time_s[step]))
+
+
+def _terms(
+    node: Node, prices: StepPrices, step: int, pipeline: int, num_stages: int, duration_ns: int
+) -> tuple[dict[str, float], int]:
+    """Seconds by term, and the slowest CP rank of a pass with attention."""
+    if node.kind != NodeKind.PASS or node.action is None:
+        return {_NAMES[node.kind]: duration_ns * 1e-9}, -1
+    stage, kind, i = node.action
+    tokens = int(prices.tokens[step, pipeline, i])
+    out: dict[str, float] = {}
+    cp_rank = -1
+    if kind != Kind.BACKWARD_WEIGHT:
+        ranks = prices.attention_ns(kind)[step, pipeline, i]
+        cp_rank = int(ranks.argmax())
+        out["attention"] = float(ranks.mean()) * 1e-9
+        out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
+    parts = [prices.linear[kind]]
+    parts += [prices.ends[kind, False]] if stage == 0 and (kind, False) in prices.ends else []
+    is_last = stage == num_stages - 1
+    parts += [prices.ends[kind, True]] if is_last and (kind, True) in prices.ends else []
+    for terms in parts:
+        for name, ns in terms.per_token.items():
+            out[name] = out.get(name, 0.0) + ns * tokens * 1e-9
+        out["calls"] = out.get("calls", 0.0) + terms.call_ns * 1e-9
+    return {name: seconds for name, seconds in out.items() if seconds}, cp_rank
+
+
+_NAMES = {
+    NodeKind.MESSAGE: "p2p",
+    NodeKind.GATHER: "parameter gather",
+    NodeKind.PREFETCH: "parameter gather",
+    NodeKind.REDUCE: "gradient reduction",
+    NodeKind.NORM: "gradient norm",
+    NodeKind.OPTIMIZER: "optimizer",
+}
+
+
+def _summed(events: list[Event], key: Callable[[Event], K]) -> dict[K, float]:
+    out: dict[K, float] = {}
+    for event in events:
+        out[key(event)] = out.get(key(event), 0.0) + event.duration_s
+    return _descending(out)
+
+
+def _descending(values: dict[K, float]) -> dict[K, float]:
+    return dict(sorted(values.items(), key=lambda item: -item[1]))

@@ -1,0 +1,135 @@
+"""A run of many steps: the same global batches through planner and simulator, to their end.
+
+Everything that came in is trained: what a policy holds back is flushed at the end of the batches,
+and the flush counts, so that withholding outliers cannot look like speed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.corpus import ListedBatches
+from wlb.cost import ProfiledWorkload, document_flops
+from wlb.plan import GlobalBatch, IntArray, StepMetrics
+from wlb.planner import Planner
+from wlb.simulate.prices import ShardedStep, StepPrices, joined
+from wlb.simulate.step import Simulation, Simulator
+from wlb.spec import RunSpec
+
+CHUNK = 64
+"""Steps that are walked together: enough to hide the walk's own cost, few enough for memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunSimulation:
+    """Steps of one run. step_time_s, tokens: [steps]. bubble: mean of pipelines, [steps, pp].
+    peak_memory_bytes: [steps, pp]. model_flops: of all documents trained, forward and backward."""
+
+    label: str
+    simulator: Simulator
+    prices: StepPrices
+    metrics: tuple[StepMetrics, ...]
+    step_time_s: npt.NDArray[np.float64]
+    tokens: IntArray
+    bubble: npt.NDArray[np.float64]
+    peak_memory_bytes: IntArray
+    model_flops: float
+
+    @property
+    def time_s(self) -> float:
+        return float(self.step_time_s.sum())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.tokens.sum()) / self.time_s
+
+    def mfu(self, *, peak_tflops: float) -> float:
+        """Model FLOPs (attention of the documents, not of windows) over what GPUs could do."""
+        gpus = self.simulator.spec.parallel.world_size
+        return self.model_flops / self.time_s / (gpus * peak_tflops * 1e12)
+
+    @property
+    def mean_delay(self) -> float:
+        """Steps, a token."""
+        delays = [m.mean_delay * m.num_tokens for m in self.metrics]
+        return float(sum(delays) / max(1, int(self.tokens.sum())))
+
+    @property
+    def imbalance(self) -> float:
+        """Time-weighted, of predicted forward and backward: sum of slowest over sum of means."""
+        mean = sum(m.mean_workload_ns for m in self.metrics)
+        return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
+
+    def balanced_time_s(self) -> float:
+        """What these steps would take with every micro-batch and CP rank at its step's mean."""
+        steps = self.step_time_s.size
+        chunks = [slice(i, i + CHUNK) for i in range(0, steps, CHUNK)]
+        return sum(
+            float(self.simulator.run(self.prices.select(c).balanced()).step_time_s.sum())
+            for c in chunks
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Totals and per-step times, plain JSON values."""
+        return {
+            "label": self.label,
+            "steps": int(self.step_time_s.size),
+            "time_s": self.time_s,
+            "tokens": int(self.tokens.sum()),
+            "tokens_per_s": self.tokens_per_s,
+            "imbalance": self.imbalance,
+            "mean_delay": self.mean_delay,
+            "bubble": self.bubble.mean(axis=0).tolist(),
+            "peak_memory_bytes": self.peak_memory_bytes.max(axis=0).tolist(),
+            "step_time_s": self.step_time_s.tolist(),
+        }
+
+
+def sharded_steps(planner: Planner, *, dp: int, most: int | None = None) -> Iterator[ShardedStep]:
+    """Plans with the spans of all pipelines, to the end of the planner's source."""
+    for plan in islice(planner.steps(), most):
+        pipelines = tuple(planner.shard(plan, pipeline) for pipeline in range(dp))
+        yield ShardedStep(plan=plan, pipelines=pipelines)
+
+
+def planner_of(spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBatch]) -> Planner:
+    """The planner of a run over these batches."""
+    return Planner.from_spec(spec, ListedBatches(batches), cost)
+
+
+def simulate_run(
+    spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBatch], *, label: str = ""
+) -> RunSimulation:
+    """All steps that `batches` make, flush included; `spec.parallel.dp` must be filled in."""
+    simulator = Simulator(spec=spec, cost=cost)
+    planner = planner_of(spec, cost, batches)
+    prices: list[StepPrices] = []
+    parts: list[tuple[Simulation, tuple[ShardedStep, ...]]] = []
+    metrics: list[StepMetrics] = []
+    flops = 0.0
+    coming = sharded_steps(planner, dp=spec.parallel.dp)
+    while steps := tuple(islice(coming, CHUNK)):
+        priced = simulator.price(steps)
+        simulation = simulator.run(priced)
+        prices.append(priced)
+        parts.append((simulation, steps))
+        metrics += simulation.metrics(steps)
+        pieces = [step.plan.packing.pieces.length for step in steps]
+        flops += float(document_flops(spec.model, np.concatenate(pieces)).sum())
+    if not parts:
+        raise ValueError("no global batch was given; there is nothing to simulate")
+    return RunSimulation(
+        label=label,
+        simulator=simulator,
+        prices=joined(prices),
+        metrics=tuple(metrics),
+        step_time_s=np.concatenate([s.step_time_s for s, _ in parts]),
+        tokens=np.array([m.num_tokens for m in metrics], np.int64),
+        bubble=np.concatenate([s.bubble.mean(axis=1) for s, _ in parts]),
+        peak_memory_bytes=np.concatenate([s.peak_memory_bytes for s, _ in parts]),
+        model_flops=flops,
+    )

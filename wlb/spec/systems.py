@@ -1,0 +1,46 @@
+"""The systems that are compared: what each changes in a run's settings.
+
+plain_4d, fixed_4d and paper are the paper's Plain-4D, Fixed-4D and WLB-LLM (Section 7.1): their
+per-document sharding deals tokens over one by one. Fixed-4D uses one static sharding for all
+batches, the better one of its two for a configuration. wlb is ours.
+"""
+
+from collections.abc import Mapping
+
+_PAPER_SHARDS = ("sharding.remainder=one_by_one",)
+
+SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "plain_4d": (
+        ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence"),
+    ),
+    "fixed_4d": (
+        (
+            "packing.policy=fixed",
+            "packing.window_batches=1",
+            "sharding.strategy=per_sequence",
+        ),
+        (
+            "packing.policy=fixed",
+            "packing.window_batches=1",
+            "sharding.strategy=per_document",
+            *_PAPER_SHARDS,
+        ),
+    ),
+    "paper": (("packing.policy=var_len", "sharding.strategy=adaptive", *_PAPER_SHARDS),),
+    "wlb": (
+        (
+            "packing.policy=bounded",
+            "packing.s_max=2.0",
+            "packing.step_tokens=1.5",
+            "sharding.strategy=balanced",
+        ),
+    ),
+}
+"""Overrides (as of `--set`) of each system; several: alternatives, the fastest of which counts."""
+
+
+def system_overrides(name: str) -> tuple[tuple[str, ...], ...]:
+    """The alternatives of a system; ValueError listing the known ones."""
+    if name not in SYSTEMS:
+        raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
