@@ -12,6 +12,8 @@ from experiments.fig03.__main__ import draw as draw_lengths
 from experiments.fig07.__main__ import crossing, growth, parts_of, workload
 from experiments.fig07.__main__ import draw as draw_terms
 from experiments.fig10.__main__ import forward_us, table_of, tflops
+from experiments.fig15_cp_sharding.__main__ import rest_ns
+from experiments.fig15_cp_sharding.case import layer_cost
 from experiments.table1 import __main__ as memory
 from experiments.table1.__main__ import PACKINGS, fit, words
 from wlb.cost import MemoryEstimate, load_profile, memory_estimate
@@ -96,3 +98,14 @@ def test_axes_of_tokens() -> None:
     tokens_axis(right, log=False)
     assert right.get_xticks().tolist() == [0, 32768, 65536, 98304, 131072]
     assert title("7b_128k") == "7B-128K"
+
+
+def test_figure_15_counts_the_exchange_of_keys_once() -> None:
+    cost = layer_cost(window=131072, cp=4)
+    pieces = np.array([100_000, 31_072])
+    rest = rest_ns([pieces], cost)
+    terms = {name: int(ns.sum()) / 1e6 for name, ns in cost.terms(pieces).items()}
+    kept = (ms for name, ms in terms.items() if name.split("_")[0] not in ("attention", "cp"))
+    assert rest["linear_ms"] == pytest.approx(sum(kept))
+    gather, exchange = cost.kv_exchange_ns(131072, cp=4)
+    assert (rest["gather_ms"], rest["exchange_ms"]) == (gather / 1e6, exchange / 1e6)
