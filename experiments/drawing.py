@@ -4,6 +4,7 @@ Colours are Okabe and Ito's, told apart by people who do not see all colours. Ne
 bars apart by colour alone: use MARKERS, LINES or HATCHES as well, or write beside them.
 """
 
+import math
 from typing import Any
 
 from wlb.report.plots import COLOURS as COLOURS
@@ -34,3 +35,26 @@ def new_figure(
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.set_axisbelow(True)
     return figure, axes
+
+
+def tokens_axis(axes: Any, *, log: bool = True) -> None:
+    """An x axis of tokens: 256, 1K, 4K, ...; logarithmic, or from 0. Call it when all is drawn."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    if log:
+        axes.set_xscale("log", base=2)
+        low, high = axes.get_xlim()
+        first, last = math.ceil(math.log2(low)), math.floor(math.log2(high) + 1e-9)
+        step = 2 if last - first > 7 else 1
+        axes.xaxis.set_major_locator(FixedLocator([2.0**i for i in range(first, last + 1, step)]))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        end = axes.get_xlim()[1]
+        step = 2.0 ** math.floor(math.log2(end / 4))
+        axes.xaxis.set_major_locator(FixedLocator([i * step for i in range(int(end / step) + 1)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens_text(x)))
+
+
+def tokens_text(tokens: float) -> str:
+    """16K for 16,384."""
+    return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"

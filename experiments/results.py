@@ -144,9 +144,9 @@ def write_results(
     profile: what priced it, or words where no profile did. seed: None where nothing is drawn.
     text: markdown. command: as given on the command line, if empty.
     """
-    names = [table.name for table in tables] + [picture.name for picture in figures]
-    if len(set(names)) < len(names):
-        raise ValueError(f"tables and figures need names of their own, got {names}")
+    for names in ([table.name for table in tables], [picture.name for picture in figures]):
+        if len(set(names)) < len(names):
+            raise ValueError(f"tables and figures need names of their own, got {names}")
     results = folder / "results"
     results.mkdir(parents=True, exist_ok=True)
     seeded = "" if seed is None else f", seed {seed}"
@@ -178,8 +178,12 @@ def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> N
         console.print(table.rich())
 
 
-def priced_with(profile: KernelProfile) -> str:
-    """The profile, and what each of its blocks is worth, in a paragraph."""
+def priced_with(*profiles: KernelProfile) -> str:
+    """Which kernel profiles, and what each of their blocks is worth; for `write_results`."""
+    return " ".join(_worth(profile) for profile in profiles)
+
+
+def _worth(profile: KernelProfile) -> str:
     blocks: list[tuple[str, str]] = [("attention", profile.attention[0].provenance.kind)]
     blocks += [("GEMM", profile.gemm.provenance.kind)]
     blocks += [("element-wise", cost.provenance.kind) for cost in profile.elementwise]

@@ -75,10 +75,15 @@ def measured(case: Case, rounds: int) -> Measure:
 
 def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, float]:
     """What the layer does besides, predicted: collectives of keys and values, linear layers."""
-    exchange = np.sum([cost.kv_exchange_ns(int(p.sum())) for p in pieces], axis=0)
-    apart = {"attention_forward", "attention_backward", "cp_comm"}
+    cp = cost.parallel.cp
+    exchange = np.sum([cost.kv_exchange_ns(int(p.sum()), cp=cp) for p in pieces], axis=0)
     terms = [cost.terms(p) for p in pieces]
-    linear = sum(int(ns.sum()) for of in terms for name, ns in of.items() if name not in apart)
+    linear = sum(
+        int(ns.sum())
+        for of in terms
+        for name, ns in of.items()
+        if not name.startswith(("attention_", "cp_comm_"))
+    )
     return {
         "gather_ms": float(exchange[0]) / 1e6,
         "exchange_ms": float(exchange[1]) / 1e6,

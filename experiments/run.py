@@ -1,0 +1,266 @@
+"""Runs experiments one after the other and goes on where it was stopped.
+
+    python -m experiments.run --list
+    python -m experiments.run all                    # what has not finished at this commit yet
+    python -m experiments.run all --lengths FILE     # also on a file of document lengths
+    python -m experiments.run fig07 table1 --quick
+
+Each is `python -m MODULE ARGUMENTS` in a process of its own, with its output shown; each works on
+its own as well. runs/experiments/state.json keeps, by name, the commit, arguments, seconds and
+whether it finished. `all` leaves out what finished at the same commit (and the same uncommitted
+differences of tracked files, results apart) with the same arguments, `--again` does not; names
+given one by one always run. A failure does not stop the others. Exit status: 0, 1 if some failed,
+2 for an unknown name, 130 after Ctrl-C.
+"""
+
+import argparse
+import datetime
+import difflib
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.results import ROOT, commit, source_differences
+
+LONG_MINUTES = 10
+BOTH = "--quick --lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A line of the registry.
+
+    module: below `experiments`, or with a dot in full. paper: its figure or table, "" for none of
+    them. minutes: roughly, on one core. takes: which of --quick and --lengths it knows.
+    """
+
+    name: str
+    module: str
+    paper: str
+    minutes: float
+    title: str
+    takes: str = ""
+    arguments: str = ""
+
+    def command(self, options: argparse.Namespace) -> list[str]:
+        """MODULE ARGUMENTS."""
+        module = self.module if "." in self.module else f"experiments.{self.module}"
+        out = [module, *shlex.split(self.arguments)]
+        if options.quick and "--quick" in self.takes:
+            out.append("--quick")
+        if options.lengths and "--lengths" in self.takes:
+            out += ["--lengths", *(str(path.resolve()) for path in options.lengths)]
+        return out
+
+
+# fmt: off
+REGISTRY = (
+    Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
+    Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
+    Experiment("fig03", "fig03", "Figure 3", 1, "how long documents are", "--lengths"),
+    Experiment("fig07", "fig07", "Figure 7", 0.1, "operations' time by document length"),
+    Experiment("fig08", "fig08_outlier_delay", "Figure 8", 0.2, "outliers wait and leave"),
+    Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),
+    Experiment("fig10", "fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
+    Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.5, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
+    Experiment("sharding_balance", "sharding_balance", "", 2, "slowest CP rank / ideal", "--quick"),
+    Experiment("bounded_policy", "bounded_policy", "", 10, "bounded and its targets", BOTH),
+    Experiment("packing_speed", "packing_speed", "", 5, "time of a push, measured", "--quick"),
+    Experiment("bin_packing", "bin_packing", "", 1, "exact and streaming bin packing"),
+    Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
+    Experiment("torch_balancers", "torch_balancers", "", 3, "torch's CP balancers", "--quick"),
+)
+# fmt: on
+
+
+class State:
+    """What ran, by name (quick runs apart), in one JSON file that is written after each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            self.runs = json.loads(path.read_text("utf-8"))
+
+    def finished(self, key: str, *, version: str, command: list[str]) -> bool:
+        run = self.runs.get(key, {})
+        same = run.get("commit") == version and run.get("arguments") == command
+        return same and bool(run.get("finished"))
+
+    def write(self, key: str, **run: Any) -> None:
+        self.runs[key] = run
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        half = self.path.with_suffix(".part")
+        half.write_text(json.dumps(self.runs, indent=1) + "\n", "utf-8")
+        half.replace(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """An experiment with this call's arguments. key: of the state."""
+
+    experiment: Experiment
+    command: list[str]
+    key: str
+
+
+def source_version() -> str:
+    """The commit; with a digest of what differs from it where something does."""
+    differences = source_differences()
+    digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
+    return commit() + digest
+
+
+def jobs_of(chosen: Sequence[Experiment], options: argparse.Namespace) -> list[Job]:
+    return [
+        Job(experiment=e, command=command, key=e.name + " --quick" * ("--quick" in command))
+        for e in chosen
+        for command in [e.command(options)]
+    ]
+
+
+def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experiment]:
+    """In the registry's order; ValueError for a name that is not there."""
+    known = [e.name for e in registry]
+    for name in names:
+        if name not in ("all", *known):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"unknown experiment {name!r}{hint} Known: all, {', '.join(sorted(known))}"
+            )
+    return [e for e in registry if "all" in names or e.name in names]
+
+
+def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
+    """Exit status. An interruption ends the child and is recorded before it goes on up."""
+    began, status = time.perf_counter(), None
+    try:
+        child = subprocess.Popen([sys.executable, "-m", *job.command], cwd=root)
+        try:
+            status = child.wait()
+        finally:
+            end(child)
+    finally:
+        state.write(
+            job.key,
+            commit=version,
+            arguments=job.command,
+            seconds=round(time.perf_counter() - began, 1),
+            finished=status == 0,
+            status="interrupted" if status is None else status,
+            date=datetime.datetime.now().isoformat(timespec="seconds"),
+        )
+    return status
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """After Ctrl-C the child has had the signal as well; one that stays is told, then killed."""
+    for stop in (child.terminate, child.kill):
+        try:
+            child.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            stop()
+    child.wait()
+
+
+def run_all(
+    jobs: Sequence[Job], *, state: State, version: str, root: Path, console: Console
+) -> list[tuple[Job, int]]:
+    """Those that failed, with their exit status."""
+    failed: list[tuple[Job, int]] = []
+    for i, job in enumerate(jobs, 1):
+        e = job.experiment
+        about = ", ".join(filter(None, (e.paper, f"about {e.minutes:g} min")))
+        console.rule(f"{i}/{len(jobs)} {job.key}: {e.title} ({about})", align="left")
+        console.print(f"python -m {shlex.join(job.command)}", style="dim")
+        status = run_one(job, state=state, version=version, root=root)
+        console.print(f"{job.key}: {state.runs[job.key]['seconds']:.1f} s, exit status {status}")
+        if status:
+            failed.append((job, status))
+    return failed
+
+
+def announce(jobs: Sequence[Job], skipped: Sequence[Job], version: str, console: Console) -> None:
+    """What runs, and how long that takes."""
+    timed = [job.experiment for job in jobs if "--quick" not in job.command]
+    minutes = sum(e.minutes for e in timed)
+    long = [f"{e.name} {e.minutes:g}" for e in timed if e.minutes >= LONG_MINUTES]
+    console.print(
+        f"{len(jobs)} to run, about {minutes:.0f} minutes"
+        + (f" ({', '.join(long)})" if long else "")
+        + (f" and {len(jobs) - len(timed)} quick ones" if len(timed) < len(jobs) else "")
+    )
+    if skipped:
+        names = ", ".join(job.key for job in skipped)
+        console.print(f"finished before at {version}: {names} (--again runs them too)")
+
+
+def listing(registry: Sequence[Experiment], state: State) -> Table:
+    table = Table("name", "paper", "what", "minutes", "options", "last run")
+    table.columns[3].justify = "right"
+    for e in registry:
+        run = state.runs.get(e.name)
+        last = f"{run['commit']} {'ok' if run['finished'] else 'failed'}" if run else ""
+        table.add_row(e.name, e.paper, e.title, f"{e.minutes:g}", e.takes, last)
+    return table
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    registry: Sequence[Experiment] = REGISTRY,
+    root: Path = ROOT,
+) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.run", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all, or names of --list")
+    parser.add_argument("--list", action="store_true", help="what there is, and what ran")
+    parser.add_argument("--quick", action="store_true", help="passed on to those that have it")
+    parser.add_argument("--again", action="store_true", help="also those that finished before")
+    parser.add_argument(
+        "--lengths", nargs="*", type=Path, default=[], help="files, passed on to those that take it"
+    )
+    options = parser.parse_args(arguments)
+    state = State(root / "runs" / "experiments" / "state.json")
+    console = Console(width=120, highlight=False, markup=False)
+    if options.list or not options.names:
+        console.print(listing(registry, state))
+        return 0
+    try:
+        chosen = choose(options.names, registry)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    version = source_version()
+    jobs = jobs_of(chosen, options)
+    skipped: list[Job] = []
+    if "all" in options.names and not options.again:
+        skipped = [j for j in jobs if state.finished(j.key, version=version, command=j.command)]
+    jobs = [job for job in jobs if job not in skipped]
+    announce(jobs, skipped, version, console)
+    try:
+        failed = run_all(jobs, state=state, version=version, root=root, console=console)
+    except KeyboardInterrupt:
+        given = sys.argv[1:] if arguments is None else arguments
+        again = shlex.join(word for word in given if word != "--again")
+        console.print(f"\nstopped; to go on: python -m experiments.run {again}")
+        return 130
+    for job, status in failed:
+        console.print(f"failed: {job.key} (exit status {status}): {shlex.join(job.command)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Table 1: the paper's configurations, what our dimensions make of them, and the memory of a GPU.
+
+`python -m experiments.table1` prices nothing and runs nothing: it counts parameters and takes
+`wlb.cost.memory_estimate` of the pipeline rank that needs most, for windows (Plain-4D) and for
+var_len packing with S_max 1.1. A configuration that does not fit is tried with selective and then
+full recomputation of activations, where `training.recompute` is a key.
+
+"Fits" is 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for what the estimate
+leaves out: CUDA context, NCCL's buffers, fragmentation.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.configurations import TABLE_1, VOCABULARY, configuration, title
+from experiments.drawing import COLOURS, HATCHES, new_figure
+from experiments.results import Against, How, Picture, Table, show, write_results
+from wlb.cost import MemoryEstimate, memory_estimate
+from wlb.spec import RunSpec, list_keys
+
+GPU_BYTES = 80e9
+S_MAX = 1.1
+PACKINGS = {
+    "windows": ("packing.policy=original",),
+    f"var_len, S_max {S_MAX}": ("packing.policy=var_len", f"packing.s_max={S_MAX}"),
+}
+RECOMPUTE = "training.recompute"
+LEVELS = ("none", "selective", "full")
+TERMS = {
+    "activations": ("activations_bytes",),
+    "weights, gradients, optimiser": ("parameters_bytes", "gradients_bytes", "optimizer_bytes"),
+    "workspace of a layer": ("workspace_bytes",),
+    "stage outputs, logits": ("boundaries_bytes", "logits_bytes"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A configuration under one packing. recompute: the least with which it fits, else the most."""
+
+    name: str
+    packing: str
+    spec: RunSpec
+    memory: MemoryEstimate
+    recompute: str
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total_bytes <= GPU_BYTES
+
+    def gb_of(self, names: tuple[str, ...]) -> float:
+        return sum(self.memory.terms[name] for name in names) / 1e9
+
+
+def recompute_levels() -> tuple[str, ...]:
+    """From least work to least memory; only "none" where runs cannot recompute."""
+    is_there = any(key.name == RECOMPUTE for key in list_keys(RunSpec))
+    return LEVELS if is_there else LEVELS[:1]
+
+
+def fit(name: str, packing: str) -> Fit:
+    """The first level of recomputation that fits, or the last."""
+    levels = recompute_levels()
+    for level in levels:
+        chosen = [f"{RECOMPUTE}={level}"] if len(levels) > 1 else []
+        spec = configuration(name, *PACKINGS[packing], *chosen)
+        found = Fit(
+            name=name,
+            packing=packing,
+            spec=spec,
+            memory=memory_estimate(spec),
+            recompute=level,
+        )
+        if found.fits:
+            break
+    return found
+
+
+def configurations_table() -> Table:
+    columns = (
+        "configuration",
+        "hidden",
+        "layers",
+        "heads",
+        "FFN",
+        "parameters",
+        "TP, CP, PP, DP",
+        "GPUs",
+        "micro-batches a step",
+    )
+    rows: list[list[Any]] = []
+    for name in TABLE_1:
+        spec = configuration(name)
+        model, p = spec.model, spec.parallel
+        rows.append(
+            [
+                title(name),
+                model.hidden_size,
+                model.num_layers,
+                model.num_heads,
+                model.ffn_hidden_size,
+                model.num_parameters,
+                f"{p.tp}, {p.cp}, {p.pp}, {p.dp}",
+                p.world_size,
+                spec.num_micro_batches,
+            ]
+        )
+    return Table(
+        name="configurations",
+        title="Configurations",
+        columns=columns,
+        rows=rows,
+        formats=dict.fromkeys(("hidden", "FFN", "parameters"), ",d"),
+        note=f"As many key heads as query heads, heads of 128, vocabulary {VOCABULARY:,}, "
+        "embedding and head untied, four virtual stages a pipeline rank.",
+    )
+
+
+def memory_table(fits: list[Fit]) -> Table:
+    terms = tuple(f"{term} (GB)" for term in TERMS)
+    columns = (
+        "configuration",
+        "packing",
+        "longest micro-batch",
+        "passes in flight",
+        *terms,
+        "total (GB)",
+        "recomputation",
+        "fits 80 GB",
+    )
+    rows = [
+        [
+            title(f.name),
+            f.packing,
+            f.memory.micro_batch_tokens,
+            f.memory.num_in_flight,
+            *(f.gb_of(names) for names in TERMS.values()),
+            f.memory.total_bytes / 1e9,
+            f.recompute,
+            "yes" if f.fits else "no",
+        ]
+        for f in fits
+    ]
+    formats = dict.fromkeys((*terms, "total (GB)"), ".1f") | {"longest micro-batch": ",d"}
+    return Table(
+        name="memory",
+        title="Memory of a GPU",
+        columns=columns,
+        rows=rows,
+        formats=formats,
+        note="GB = 1e9 bytes, of the pipeline rank that needs most; all micro-batches in flight "
+        "are taken to be as long as the longest may be.",
+    )
+
+
+def draw(fits: list[Fit]) -> Any:
+    figure, (axes,) = new_figure(height=4.6)
+    thick = 0.36
+    for row, f in enumerate(fits):
+        at = row // len(PACKINGS) + (row % len(PACKINGS) - 0.5) * thick * 1.12
+        left = 0.0
+        for i, (term, names) in enumerate(TERMS.items()):
+            axes.barh(
+                at,
+                f.gb_of(names),
+                thick,
+                left,
+                color=COLOURS[i if i != 3 else 4],
+                hatch=HATCHES[i],
+                edgecolor="white",
+                linewidth=0.5,
+                label=term if not row else None,
+            )
+            left += f.gb_of(names)
+        more = "" if f.recompute == "none" else f", recompute {f.recompute}"
+        # White behind it, where the line of 80 GB passes.
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axes.text(left + 0.8, at, f"{f.packing}{more}", va="center", fontsize=8, bbox=box)
+    gpu = GPU_BYTES / 1e9
+    axes.axvline(gpu, color="black", linestyle=(0, (4, 2)), linewidth=1)
+    axes.annotate("80 GB", (gpu, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom")
+    axes.set(
+        yticks=np.arange(len(TABLE_1)),
+        yticklabels=[title(name) for name in TABLE_1],
+        xlabel="memory of the GPU that needs most (GB)",
+        xlim=(0, 1.2 * max(gpu, *(f.memory.total_bytes / 1e9 for f in fits))),
+    )
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    figure.legend(loc="outside lower center", ncols=len(TERMS), frameon=False)
+    return figure
+
+
+def words(fits: list[Fit]) -> str:
+    """Which fit, which need recomputation, which do neither."""
+    needed = [
+        f"{title(f.name)} ({f.packing}): {f.recompute}" for f in fits if f.recompute != "none"
+    ]
+    failing = [f"{title(f.name)} ({f.packing})" for f in fits if not f.fits]
+    plain = sum(f.fits and f.recompute == "none" for f in fits)
+    text = f"{plain} of {len(fits)} cases fit without recomputing anything."
+    if needed:
+        text += f" Recomputation was needed for {'; '.join(needed)}."
+    if failing:
+        text += f" These do not fit: {', '.join(failing)}."
+    if len(recompute_levels()) == 1:
+        text += " Runs cannot recompute activations yet, so nothing else was tried."
+    return text
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    fits = [fit(name, packing) for name in TABLE_1 for packing in PACKINGS]
+    made = [configurations_table(), memory_table(fits)]
+    against = [
+        Against(
+            what="parameters",
+            paper=size,
+            ours=f"{configuration(name).model.num_parameters / 1e6:,.0f} million",
+        )
+        for name in TABLE_1[::2]
+        for size in [title(name).split("-")[0]]
+    ]
+    show(*made, width=200)
+    write_results(
+        Path(__file__).parent,
+        title="Table 1: configurations",
+        how=How.COMPUTED,
+        profile="parameters are counted, memory is what `wlb.cost.memory` says must be resident; "
+        "no time is in it, and no GPU has confirmed it.",
+        text=(
+            "The paper gives model sizes, windows and layouts, and says that the 7B model is "
+            "LLaMA2-7B's architecture. The other dimensions are ours, in its proportions, with "
+            "layers that four pipeline ranks of four virtual stages divide.\n\n"
+            f"{words(fits)} The paper does not say how much memory its runs take.\n\n"
+            "80 GB are 80e9 bytes; what a card has beyond that is left to the CUDA context, NCCL "
+            "and fragmentation, which the estimate does not count."
+        ),
+        against=against,
+        tables=made,
+        figures=[
+            Picture(
+                name="memory",
+                caption="Memory of the GPU that needs most, by configuration and packing",
+                figure=draw(fits),
+            )
+        ],
+    )
+    print("written to experiments/table1/results")
+
+
+if __name__ == "__main__":
+    main()
