@@ -13,6 +13,7 @@ KEYS = [
     "checkpoint.interval",
     "checkpoint.keep",
     "cluster.memory_gib",
+    "cluster.peak_tflops",
     "cluster.tp_overlap",
     "cost.profile",
     "cp.keep_gathered_kv",

@@ -191,6 +191,9 @@ class ClusterSection:
         "memory of a device that simulate, tune and --dry-run hold a layout against",
         unit="GiB",
     )
+    peak_tflops: float = key(
+        989.0, "dense peak of a device in training.dtype, for MFU", unit="TFLOP/s"
+    )
     tp_overlap: float = key(
         0.0,
         "share of TP's collectives that hides behind matrix products, for pricing; wlb's own "
