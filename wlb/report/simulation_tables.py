@@ -19,8 +19,9 @@ def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = ""
         caption=CAPTION,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("system", overflow="fold")
+    table.add_column("system", no_wrap=True)
     for name in ("s/step", "ktok/s", "gain", "bound", "imb.", "bubble", "delay", "GiB", "MFU"):
         table.add_column(name, justify="right", no_wrap=True)
     baseline = runs[-1]
@@ -43,7 +44,7 @@ def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = ""
 
 
 CAPTION = (
-    "simulated, nothing measured. gain: speed-up over the last row, same documents, flush included; "
+    "simulated, nothing measured. gain: speed-up over the last row, same documents, flush counted; "
     "bound: time with every micro-batch and CP rank at its step's mean / this; imb.: slowest "
     "micro-batch over mean, forward and backward, time-weighted; bubble: time-weighted share that "
     "pipeline ranks wait; delay: steps a token waits; GiB: most that a rank needs; MFU: FLOPs of "
