@@ -85,6 +85,7 @@ KEYS = [
     "training.loss_chunk",
     "training.loss_normalizer",
     "training.min_learning_rate",
+    "training.recompute",
     "training.steps",
     "training.timeout_s",
     "training.warmup_steps",
