@@ -150,6 +150,7 @@ _NAMES = {
     NodeKind.REDUCE: "gradient reduction",
     NodeKind.NORM: "gradient norm",
     NodeKind.OPTIMIZER: "optimizer",
+    NodeKind.OVERHEAD: "overhead",
 }
 
 

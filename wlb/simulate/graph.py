@@ -27,9 +27,10 @@ class NodeKind(StrEnum):
     REDUCE = "reduce"
     NORM = "norm"
     OPTIMIZER = "optimizer"
+    OVERHEAD = "overhead"
 
 
-JOINT = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM)
+JOINT = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM, NodeKind.OVERHEAD)
 
 
 class Node(NamedTuple):

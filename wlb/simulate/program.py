@@ -11,7 +11,7 @@ that will be needed are posted before each pass and others are dropped; with one
 layers are gathered one ahead of the other, so that the first pass waits for the first layer and
 what follows it for the rest. Gathers of a rank go one after the other. Gradients are reduced where
 a stage's last backward has run, and the rank waits for it. At the end all ranks meet for the
-gradient norm, then run the optimiser.
+gradient norm, then run the optimiser, then do what nothing here explains (`cluster.overhead`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -261,8 +261,10 @@ def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
     made = _Builder()
     ends = [_read(made, rank, program) for rank, program in enumerate(programs)]
     norm = made.add(Node(NodeKind.NORM, -1, -1), set[int]().union(*ends))
-    for rank in range(len(programs)):
-        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm})
+    updates = {
+        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm}) for rank in range(len(programs))
+    }
+    made.add(Node(NodeKind.OVERHEAD, -1, -1), updates)
     graph, _ = sorted_graph(made.nodes, [sorted(b) for b in made.before])
     return graph
 
