@@ -40,13 +40,14 @@ def durations_of(graph: Graph, *, message: int = 0, other: int = 0) -> IntArray:
 
 
 def random_durations(graph: Graph, seed: int, *, steps: int = 1, dp: int = 1) -> IntArray:
-    """Whole numbers below 50, often 0; equal on all pipelines where they act together."""
+    """Whole numbers below 50, often 0; equal on all pipelines where they act together, and then
+    sometimes much longer, so that passes wait for them."""
     rng = np.random.default_rng(seed)
     shape = (len(graph.nodes), steps, dp)
     out = rng.integers(0, 50, shape) * (rng.random(shape) < 0.8)
     for kind in (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM):
         for i in graph.indices(kind):
-            out[i] = out[i, :, :1]
+            out[i] = out[i, :, :1] * rng.choice((1, 20))
     return out.astype(np.int64)
 
 
