@@ -4,8 +4,8 @@ Section 5.3: the kernel computes whole tiles of query rows, so a segment's FLOPs
 tiles and divided by the throughput that was measured at its (query rows, keys, heads); forward and
 backward apart (`WorkloadModel.segment_times_ns`). On top of the paper's sum over segments come the
 launches and CP's collectives: K and V are gathered forward and, by default, again in backward, and
-their gradients scattered. With activation recompute (`ProfiledWorkload.recompute`) the backward
-pass runs the forward pass again.
+their gradients scattered. With full activation recompute (`ProfiledWorkload.recompute`) the
+backward pass runs the forward pass again.
 
 Ranks of a CP group meet in every layer's collectives, forward as backward, so what a micro-batch
 waits for is the slowest rank of each pass, not the rank with the largest sum.

@@ -34,8 +34,7 @@ def split_backward(linear: LinearCost) -> SplitBackward:
     """How the linear part of backward divides into inputs' = backward - saved, and weights'."""
     tp, layers = linear.parallel.tp, linear.num_layers
     alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
-    recomputed = linear.ns_per_token["gemm_forward"] if linear.recompute else 0.0
-    product = (linear.ns_per_token["gemm_backward"] - recomputed) / 2
+    product = linear.weight_products_ns_per_token
     exposed = 1 - linear.tp_overlap
     return SplitBackward(
         product_ns_per_token=product,

@@ -88,6 +88,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "training.timeout_s": spec.training.timeout_s,
         "telemetry.drift_threshold": spec.telemetry.drift_threshold,
         "cluster.memory_gib": spec.cluster.memory_gib,
+        "cluster.peak_tflops": spec.cluster.peak_tflops,
     }
     for name, value in above_0.items():
         if not value > 0:
