@@ -3,7 +3,7 @@
 import numpy as np
 
 from wlb.plan import IntArray
-from wlb.simulate.graph import Graph, NodeKind
+from wlb.simulate.graph import JOINT, Graph, NodeKind
 from wlb.simulate.order import Kind
 from wlb.simulate.program import step_graph
 from wlb.spec import Schedule
@@ -45,7 +45,7 @@ def random_durations(graph: Graph, seed: int, *, steps: int = 1, dp: int = 1) ->
     rng = np.random.default_rng(seed)
     shape = (len(graph.nodes), steps, dp)
     out = rng.integers(0, 50, shape) * (rng.random(shape) < 0.8)
-    for kind in (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM):
+    for kind in JOINT:
         for i in graph.indices(kind):
             out[i] = out[i, :, :1] * rng.choice((1, 20))
     return out.astype(np.int64)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from wlb.simulate.program import (
     Program,
     Receive,
     Reduce,
+    ReduceAhead,
     Send,
     rank_programs,
     step_graph,
@@ -81,6 +83,32 @@ def test_1f1b_posts_both_directions_together_and_reduces_at_the_end() -> None:
     assert [[str(m) for m in both] for both in waits] == [["1B0", "0F1"]]
 
 
+def test_without_a_pipeline_layers_hide_behind_the_first_and_the_last_pass() -> None:
+    (only,) = programs(Schedule.INTERLEAVED_1F1B, 1, 1, 2, has_fsdp=True)
+    assert [type(i).__name__ for i in only] == (
+        ["Gather", "Prefetch", "Pass", "Pass", "Pass", "ReduceAhead", "Pass", "Reduce"]
+    )
+    _, graph = step_graph(
+        Schedule.ONE_F_ONE_B, pp=1, virtual_stages=1, num_micro_batches=1, has_fsdp=True
+    )
+    kinds = [node.kind for node in graph.nodes]
+    # Gather 3, the rest 4 behind a forward pass of 1; 6 of 9 reduced behind a backward pass of 2.
+    takes = {"gather": 3, "prefetch": 4, "pass": 0, "reduce ahead": 6, "reduce": 3}
+    durations = np.array([[[takes.get(kind, 0)]] for kind in kinds])
+    for i in graph.indices(NodeKind.PASS):
+        durations[i] = 1 if graph.nodes[i].action.kind == Kind.FORWARD else 2
+    ends = graph.ends(durations)[:, 0, 0].tolist()
+    assert dict(zip(kinds, ends, strict=True)) == {
+        "gather": 3,
+        "prefetch": 7,
+        "pass": 9,
+        "reduce ahead": 13,
+        "reduce": 16,
+        "norm": 16,
+        "optimizer": 16,
+    }
+
+
 def test_a_fourth_stage_of_a_rank_is_gathered_again() -> None:
     first, _ = programs(Schedule.INTERLEAVED_1F1B, 2, 4, 2, has_fsdp=True)
     gathers = [i.stage for i in first if isinstance(i, Gather)]
@@ -100,10 +128,17 @@ def test_interleaved_programs_are_torchs(schedule: Schedule, pp: int, v: int, n:
         assert words(program) == " ".join(str(action) for action in theirs[rank]), rank
 
 
+POSTED = {
+    Gather: NodeKind.GATHER,
+    Prefetch: NodeKind.PREFETCH,
+    ReduceAhead: NodeKind.REDUCE_AHEAD,
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """A rank of a pipeline as the clock sees it. channel: gathers posted, oldest first; the first
-    of them may have begun."""
+    """A rank of a pipeline as the clock sees it. channel: collectives posted, oldest first; the
+    first of them may have begun. hidden: those behind the next pass; awaited: the last pass's."""
 
     program: Program
     at: int = 0
@@ -111,7 +146,8 @@ class Process:
     begun: Node | None = None
     channel: list[Node] = field(default_factory=list)
     channel_stops: int = -1
-    waits_for_prefetch: bool = False
+    hidden: list[Node] = field(default_factory=list)
+    awaited: list[Node] = field(default_factory=list)
 
 
 class Clock:
@@ -170,12 +206,12 @@ class Clock:
             if p.stops > self.now:
                 return False
             if p.begun.kind == NodeKind.PASS:
-                p.waits_for_prefetch = any(isinstance(i, Prefetch) for i in p.program[: p.at])
+                p.awaited, p.hidden = p.hidden, []
             p.begun, p.at = None, p.at + 1
             return True
         if p.at == len(p.program):
             return False
-        if p.waits_for_prefetch and any(n.kind == NodeKind.PREFETCH for n in p.channel):
+        if any(node in p.channel for node in p.awaited):
             return False
         return self.do(p, p.program[p.at], rank, d)
 
@@ -193,10 +229,10 @@ class Clock:
                 self.sent[d].add(message)
             case Receive(message):
                 self.received[d][message] = rank
-            case Gather(stage) | Prefetch(stage):
-                is_first = isinstance(instruction, Gather)
-                kind = NodeKind.GATHER if is_first else NodeKind.PREFETCH
-                p.channel.append(Node(kind, rank, stage))
+            case Gather(stage) | Prefetch(stage) | ReduceAhead(stage):
+                node = Node(POSTED[type(instruction)], rank, stage)
+                p.channel.append(node)
+                p.hidden += [] if isinstance(instruction, Gather) else [node]
             case Reduce():
                 return False  # `collectives` begins it
             case Drop():

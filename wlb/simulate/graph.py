@@ -24,12 +24,19 @@ class NodeKind(StrEnum):
     MESSAGE = "message"
     GATHER = "gather"
     PREFETCH = "prefetch"
+    REDUCE_AHEAD = "reduce ahead"
     REDUCE = "reduce"
     NORM = "norm"
     OPTIMIZER = "optimizer"
 
 
-JOINT = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM)
+JOINT = (
+    NodeKind.GATHER,
+    NodeKind.PREFETCH,
+    NodeKind.REDUCE_AHEAD,
+    NodeKind.REDUCE,
+    NodeKind.NORM,
+)
 
 
 class Node(NamedTuple):

@@ -11,7 +11,8 @@ that will be needed before each pass and drop others; in 1F1B and without a pipe
 gathered one ahead of the other, so that the first pass waits for the first layer and what follows
 it for the rest. Gathers of a rank go one after the other. A stage's gradients are reduced when its
 last backward has run and its message is posted, in 1F1B when all sends are over, and the rank waits
-for it. At the end all ranks meet for the gradient norm, then run the optimiser.
+for it; without a pipeline all layers' but the first one's during the last backward. At the end all
+ranks meet for the gradient norm, then run the optimiser.
 
 Programs of interleaved schedules are torch's own, action for action
 (tests/simulate/test_program.py).
@@ -64,11 +65,17 @@ class Drop(NamedTuple):
     stage: int
 
 
+class ReduceAhead(NamedTuple):
+    """A stage's gradients but its first layer's, while the next pass runs; then it is awaited."""
+
+    stage: int
+
+
 class Reduce(NamedTuple):
     stage: int
 
 
-Instruction = Pass | Send | Receive | Await | Gather | Prefetch | Drop | Reduce
+Instruction = Pass | Send | Receive | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
 Program = list[Instruction]
 
 
@@ -96,8 +103,11 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
                 for program in programs
             ]
         return programs
+    programs: list[Program]
     if pp == 1:
-        programs = [[Pass(action) for action in order[0]]]
+        passes: Program = [Pass(action) for action in order[0]]
+        ahead: Program = [ReduceAhead(0)] if has_fsdp else []
+        programs = [[*passes[:-1], *ahead, passes[-1]]]
     else:
         n = len(order[0]) // 2
         programs = [_OneFOneB(rank=rank, pp=pp, n=n).program() for rank in range(pp)]
@@ -301,14 +311,14 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
     point: set[int] = set()  # what has to be over for the program to have come here
     gathered: dict[int, int] = {}
     channel: set[int] = set()  # the last gather
-    prefetched: set[int] = set()
+    hidden: set[int] = set()  # behind the next pass
     for instruction in program:
         match instruction:
             case Pass(action):
                 before = point | ({gathered[action.stage]} if gathered else set[int]())
                 node = Node(NodeKind.PASS, rank, action.stage, action)
-                point = {made.add(node, before)} | prefetched
-                prefetched = set()
+                point = {made.add(node, before)} | hidden
+                hidden = set()
             case Send(message):
                 made.before[made.message(message)] |= point
             case Receive(message):
@@ -321,9 +331,10 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
                 node = Node(NodeKind.GATHER, rank, stage)
                 channel = {made.add(node, point | channel)}
                 gathered[stage] = next(iter(channel))
-            case Prefetch(stage):
-                node = Node(NodeKind.PREFETCH, rank, stage)
-                prefetched = channel = {made.add(node, point | channel)}
+            case Prefetch(stage) | ReduceAhead(stage):
+                is_gather = isinstance(instruction, Prefetch)
+                kind = NodeKind.PREFETCH if is_gather else NodeKind.REDUCE_AHEAD
+                hidden = channel = {made.add(Node(kind, rank, stage), point | channel)}
             case Drop():
                 pass
             case Reduce(stage):

@@ -23,32 +23,33 @@ ADAMW_VALUES, NORM_VALUES = 7, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """ns of each; gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank. gather_parts:
-    where layers are gathered one ahead of the other, how many, else 1."""
+    """ns of each; gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank. gather_parts,
+    reduce_parts: where layers hide behind each other's passes, how many they are, else 1."""
 
     gather_ns: tuple[int, ...]
     reduce_ns: tuple[int, ...]
     norm_ns: int
     optimizer_ns: tuple[int, ...]
     gather_parts: int
+    reduce_parts: int
 
     def of(self, node: Node) -> int:
         """Duration of a node that is neither a pass nor a message."""
         match node.kind:
             case NodeKind.GATHER:
-                return self._first_gather_ns(node.stage)
+                return self.gather_ns[node.stage] // self.gather_parts
             case NodeKind.PREFETCH:
-                return self.gather_ns[node.stage] - self._first_gather_ns(node.stage)
+                whole = self.gather_ns[node.stage]
+                return whole - whole // self.gather_parts
             case NodeKind.REDUCE:
-                return self.reduce_ns[node.stage]
+                return self.reduce_ns[node.stage] // self.reduce_parts
+            case NodeKind.REDUCE_AHEAD:
+                whole = self.reduce_ns[node.stage]
+                return whole - whole // self.reduce_parts
             case NodeKind.NORM:
                 return self.norm_ns
             case _:
                 return self.optimizer_ns[node.rank]
-
-    def _first_gather_ns(self, stage: int) -> int:
-        """What has nothing to hide behind."""
-        return self.gather_ns[stage] // self.gather_parts
 
 
 def has_fsdp(spec: RunSpec) -> bool:
@@ -81,6 +82,7 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
         ),
         optimizer_ns=tuple(round(c * ADAMW_VALUES * GRADIENT_BYTES / copy * 1e9) for c in of_rank),
         gather_parts=1 if is_ahead else layers,
+        reduce_parts=layers if parallel.pp == 1 else 1,
     )
 
 
