@@ -11,7 +11,7 @@ from wlb.cost.flops import (
     linear_flops_per_token,
     tile_pairs,
 )
-from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns
+from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns, kernels_ns
 from wlb.cost.machine import machine_name
 from wlb.cost.memory import (
     MemoryEstimate,
@@ -90,6 +90,7 @@ __all__ = [
     "head_flops",
     "ideal_kernels_ns",
     "in_flight",
+    "kernels_ns",
     "layer_linear_flops",
     "limit_curve_growth",
     "limit_growth",
