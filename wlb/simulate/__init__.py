@@ -7,6 +7,7 @@ from wlb.simulate.prices import ShardedStep, StepPrices
 from wlb.simulate.program import step_graph
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
 from wlb.simulate.step import Simulation, Simulator
+from wlb.simulate.trace import trace_events, write_trace
 
 __all__ = [
     "Action",
@@ -28,4 +29,6 @@ __all__ = [
     "sharded_steps",
     "simulate_run",
     "step_graph",
+    "trace_events",
+    "write_trace",
 ]
