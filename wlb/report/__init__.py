@@ -2,6 +2,7 @@
 
 from wlb.report.page import packing_page
 from wlb.report.plots import require_matplotlib
+from wlb.report.simulation_page import simulation_page
 from wlb.report.source import SourceFacts, facts_of
 from wlb.report.tables import packing_table, remarks, tuning_table
 
@@ -12,5 +13,6 @@ __all__ = [
     "packing_table",
     "remarks",
     "require_matplotlib",
+    "simulation_page",
     "tuning_table",
 ]
