@@ -42,11 +42,12 @@ def test_gathers_by_hand() -> None:
     assert split.saved_call_ns == 2 * 4 * gather.alpha_ns
 
 
-def test_only_what_was_exposed_is_saved() -> None:
-    """Backward's gathers hide behind products; the weights' pass has nothing else to do."""
-    plain, hidden = split_backward(linear()), split_backward(linear(tp_overlap=1.0))
-    assert hidden.saved_ns_per_token == hidden.product_ns_per_token
-    assert hidden.weight_ns_per_token == plain.weight_ns_per_token
+def test_gathers_hide_behind_products_in_both_passes() -> None:
+    plain, half, all_ = (split_backward(linear(tp_overlap=share)) for share in (0.0, 0.5, 1.0))
+    for name in ("weight_ns_per_token", "saved_ns_per_token"):
+        product = plain.product_ns_per_token
+        assert getattr(all_, name) == product
+        assert getattr(half, name) - product == pytest.approx((getattr(plain, name) - product) / 2)
 
 
 def test_one_rank_gathers_nothing() -> None:

@@ -117,8 +117,7 @@ def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap
         parts = inputs.per_token[name] + weights.per_token.get(name, 0.0)
         assert parts == pytest.approx(backward.per_token[name])
     more = inputs.per_token["tp_comm"] + weights.per_token["tp_comm"]
-    # Two of backward's gathers went, of which a share was hidden; four came, all exposed.
-    expected = backward.per_token["tp_comm"] + wire * (4 - 2 * (1 - overlap))
+    expected = backward.per_token["tp_comm"] + 2 * wire * (1 - overlap)
     assert more == pytest.approx(expected)
     calls = inputs.call_ns + weights.call_ns - backward.call_ns
     assert calls == pytest.approx(2 * layers * gather.alpha_ns)

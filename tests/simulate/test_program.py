@@ -106,6 +106,7 @@ def test_without_a_pipeline_layers_hide_behind_the_first_and_the_last_pass() -> 
         "reduce": 16,
         "norm": 16,
         "optimizer": 16,
+        "overhead": 16,
     }
 
 
@@ -179,6 +180,9 @@ class Clock:
             after = self.ends[Node(NodeKind.NORM, -1, -1), 0, d]
             for rank in range(len(pipeline)):
                 self.finish(Node(NodeKind.OPTIMIZER, rank, -1), d, begin=after)
+        end = max(self.ends.values())
+        for d in range(len(self.all)):
+            self.finish(Node(NodeKind.OVERHEAD, -1, -1), d, begin=end)
 
     def is_over(self, p: Process) -> bool:
         return p.at == len(p.program) and not p.channel

@@ -111,7 +111,7 @@ def test_one_rank_has_nobody_to_gather_from() -> None:
     assert found.optimizer_ns[0] > 0
     simulator, _ = made(alone, [4096] * 2)
     kinds = {node.kind for node in simulator.graph.nodes}
-    assert kinds == {NodeKind.PASS, NodeKind.NORM, NodeKind.OPTIMIZER}
+    assert kinds == {NodeKind.PASS, NodeKind.NORM, NodeKind.OPTIMIZER, NodeKind.OVERHEAD}
 
 
 def test_more_pipelines_share_the_optimizer() -> None:

@@ -92,6 +92,16 @@ def test_a_step_is_longer_than_what_any_rank_does(schedule, pp, dp, cp, tp) -> N
     assert even.step_time_s.sum() < found.step_time_s.sum()
 
 
+def test_overhead_is_a_share_of_what_ranks_do_on_average() -> None:
+    plain = spec_of(dp=2)
+    more = replace(plain, cluster=replace(plain.cluster, overhead=0.1))
+    before, after = (
+        sim.run(sim.price(steps)) for sim, steps in (made(s, MIXED) for s in (plain, more))
+    )
+    longer = after.step_time_s - before.step_time_s
+    assert longer.tolist() == pytest.approx((0.1 * before.busy_s.mean(axis=(1, 2))).tolist())
+
+
 @pytest.mark.parametrize("v", [1, 2])
 def test_compute_is_all_kernels_without_collectives(v: int) -> None:
     """Layers as on a machine whose collectives are free, less what a call costs; then the ends."""

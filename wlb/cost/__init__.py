@@ -47,7 +47,13 @@ from wlb.cost.profile_file import (
 )
 from wlb.cost.stage import StageTimes, stage_times, without_collectives
 from wlb.cost.surface import Curve, Surface, limit_curve_growth, limit_growth
-from wlb.cost.workload import FlopsWorkload, ProfiledWorkload, WorkloadModel, workload_for
+from wlb.cost.workload import (
+    FlopsWorkload,
+    ProfiledWorkload,
+    WorkloadModel,
+    workload_for,
+    workload_of,
+)
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -104,4 +110,5 @@ __all__ = [
     "token_caps",
     "without_collectives",
     "workload_for",
+    "workload_of",
 ]

@@ -148,6 +148,7 @@ _NAMES = {
     NodeKind.REDUCE: "gradient reduction",
     NodeKind.NORM: "gradient norm",
     NodeKind.OPTIMIZER: "optimizer",
+    NodeKind.OVERHEAD: "overhead",
 }
 
 

@@ -28,6 +28,7 @@ class NodeKind(StrEnum):
     REDUCE = "reduce"
     NORM = "norm"
     OPTIMIZER = "optimizer"
+    OVERHEAD = "overhead"
 
 
 JOINT = (
@@ -36,6 +37,7 @@ JOINT = (
     NodeKind.REDUCE_AHEAD,
     NodeKind.REDUCE,
     NodeKind.NORM,
+    NodeKind.OVERHEAD,
 )
 
 

@@ -12,7 +12,8 @@ gathered one ahead of the other, so that the first pass waits for the first laye
 it for the rest. Gathers of a rank go one after the other. A stage's gradients are reduced when its
 last backward has run and its message is posted, in 1F1B when all sends are over, and the rank waits
 for it; without a pipeline all layers' but the first one's during the last backward. At the end all
-ranks meet for the gradient norm, then run the optimiser.
+ranks meet for the gradient norm, then run the optimiser, then do what nothing here explains
+(`cluster.overhead`).
 
 Programs of interleaved schedules are torch's own, action for action
 (tests/simulate/test_program.py).
@@ -300,8 +301,10 @@ def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
     made = _Builder()
     ends = [_read(made, rank, program) for rank, program in enumerate(programs)]
     norm = made.add(Node(NodeKind.NORM, -1, -1), set[int]().union(*ends))
-    for rank in range(len(programs)):
-        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm})
+    updates = {
+        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm}) for rank in range(len(programs))
+    }
+    made.add(Node(NodeKind.OVERHEAD, -1, -1), updates)
     graph, _ = sorted_graph(made.nodes, [sorted(b) for b in made.before])
     return graph
 

@@ -83,7 +83,11 @@ class Simulator:
         last = self.spec.num_stages - 1
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
         known: dict[tuple[Kind, bool, bool], IntArray] = {}
+        busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
+            if node.kind == NodeKind.OVERHEAD:
+                out[i] = np.rint(busy * self.spec.cluster.overhead)[:, None]
+                continue
             if node.action is None:
                 out[i] = self.shards.of(node)
                 continue
@@ -101,6 +105,7 @@ class Simulator:
             if key not in known:
                 known[key] = prices.pass_ns(kind, is_first=key[1], is_last=key[2])
             out[i] = known[key][:, :, micro_batch]
+            busy += out[i].mean(axis=1) / self.spec.parallel.pp
         return out
 
 
