@@ -192,8 +192,8 @@ def test_pipelines_meet_only_in_collectives(layout, seed: int) -> None:
     graph = graph_of(*layout)
     durations = random_durations(graph, seed, dp=3)
     together = graph.ends(durations)
-    last = (NodeKind.OPTIMIZER, NodeKind.OVERHEAD)
-    until_norm = [i for i, node in enumerate(graph.nodes) if node.kind not in last]
+    after = (NodeKind.OPTIMIZER, NodeKind.OVERHEAD)
+    until_norm = [i for i, node in enumerate(graph.nodes) if node.kind not in after]
     for pipeline in range(3):
         alone = graph.ends(durations[:, :, pipeline : pipeline + 1])
         for i in until_norm:

@@ -12,7 +12,7 @@ gathered one ahead of the other, so that the first pass waits for the first laye
 it for the rest. Gathers of a rank go one after the other. A stage's gradients are reduced when its
 last backward has run and its message is posted, in 1F1B when all sends are over, and the rank waits
 for it; without a pipeline all layers' but the first one's during the last backward. At the end all
-ranks meet for the gradient norm, then run the optimiser, then do what nothing here explains
+ranks meet for the gradient norm, run the optimiser, and do what nothing here explains
 (`cluster.overhead`).
 
 Programs of interleaved schedules are torch's own, action for action
