@@ -113,7 +113,9 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
         handles.append(
             Patch(facecolor=grey, edgecolor="white", hatch="////", label="backward, weights")
         )
-    handles.append(Patch(facecolor=COLLECTIVE, label="collective, optimizer"))
+    graph, durations = simulation.simulator.graph, simulation.durations_ns
+    if any(durations[i].any() for i, node in enumerate(graph.nodes) if node.action is None):
+        handles.append(Patch(facecolor=COLLECTIVE, label="collective, optimizer"))
     handles.append(Line2D([], [], color="#000000", linewidth=1.6, label="critical path"))
     cycle = len(MICRO_BATCHES)
     for i in range(min(n, cycle)):
