@@ -68,20 +68,20 @@ REGISTRY = (
     Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
     Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
     Experiment("fig02", "fig02", "Figure 2", 0.1, "who holds what in 4-D parallelism"),
-    Experiment("fig03", "fig03", "Figure 3", 1, "how long documents are", "--lengths"),
+    Experiment("fig03", "fig03", "Figure 3", 0.5, "how long documents are", "--lengths"),
     Experiment("fig05", "fig05", "Figure 5", 0.1, "one slow micro-batch in a pipeline"),
     Experiment("fig07", "fig07", "Figure 7", 0.1, "operations' time by document length"),
     Experiment("fig08", "fig08_outlier_delay", "Figure 8", 0.2, "outliers wait and leave"),
     Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),
     Experiment("fig10", "fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
     Experiment("fig11", "fig11", "Figure 11", 0.1, "choosing a micro-batch's sharding"),
-    Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.5, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
-    Experiment("sharding_balance", "sharding_balance", "", 2, "slowest CP rank / ideal", "--quick"),
-    Experiment("bounded_policy", "bounded_policy", "", 10, "bounded and its targets", BOTH),
-    Experiment("packing_speed", "packing_speed", "", 5, "time of a push, measured", "--quick"),
-    Experiment("bin_packing", "bin_packing", "", 1, "exact and streaming bin packing"),
+    Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
+    Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
+    Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
+    Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
+    Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
-    Experiment("torch_balancers", "torch_balancers", "", 3, "torch's CP balancers", "--quick"),
+    Experiment("torch_balancers", "torch_balancers", "", 4, "torch's CP balancers", "--quick"),
 )
 # fmt: on
 
@@ -147,14 +147,14 @@ def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experim
 
 def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
     """Exit status. An interruption ends the child and is recorded before it goes on up."""
-    began, status = time.perf_counter(), None
+    began = time.perf_counter()
+    status: int | None = None
+    child = subprocess.Popen([sys.executable, "-m", *job.command], cwd=root)
     try:
-        child = subprocess.Popen([sys.executable, "-m", *job.command], cwd=root)
-        try:
-            status = child.wait()
-        finally:
-            end(child)
+        status = child.wait()
+        return status
     finally:
+        end(child)
         state.write(
             job.key,
             commit=version,
@@ -164,7 +164,6 @@ def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
             status="interrupted" if status is None else status,
             date=datetime.datetime.now().isoformat(timespec="seconds"),
         )
-    return status
 
 
 def end(child: subprocess.Popen[bytes]) -> None:

@@ -21,18 +21,14 @@ import numpy.typing as npt
 from experiments.configurations import configuration
 from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
 from experiments.results import Against, How, Picture, Table, show, write_results
-from wlb.cost import workload_for
-from wlb.report.simulation_plots import (
-    add_timeline_legend,
-    draw_timeline,
-    row_inches,
-)
+from wlb.cost import Scope, workload_for
+from wlb.report.timeline import add_timeline_legend, draw_timeline, row_inches
 from wlb.simulate import Kind, NodeKind, Simulation, Simulator, StepPrices
 from wlb.simulate.prices import Terms
 from wlb.spec import Schedule
 
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
-FREE = Terms(per_token={}, call_ns=0.0)
+FREE = Terms(per_token={}, per_call={})
 STUDY = {("1f1b", 1): 0.13, ("interleaved_1f1b", 4): 0.30, ("interleaved_1f1b", 8): 0.36}
 """An independent study's slow-down for one micro-batch of 1.44, pp = n = 4."""
 
@@ -94,7 +90,7 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
         attention_backward_ns=nothing,
         linear=dict.fromkeys(Kind, FREE),
         ends={},
-        message=FREE,
+        message=dict.fromkeys(Scope, FREE),
     )
     ends = simulator.graph.ends(durations)
     return Simulation(simulator=simulator, prices=prices, durations_ns=durations, ends_ns=ends)

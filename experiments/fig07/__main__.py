@@ -48,8 +48,9 @@ def workload(name: str, profile: KernelProfile) -> ProfiledWorkload:
 def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]:
     """Forward plus backward ms of a document, by part of the figure."""
     terms = cost.terms(lengths)
+    passes = ("forward", "backward")
     return {
-        part: sum(terms[f"{name}_{way}"] for name in names for way in ("forward", "backward")) / 1e6
+        part: np.sum([terms[f"{name}_{p}"] for name in names for p in passes], axis=0) / 1e6
         for part, names in PARTS.items()
     }
 

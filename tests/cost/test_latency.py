@@ -7,7 +7,7 @@ import pytest
 
 from wlb.cost import Collective, FlopsWorkload, ProfiledWorkload, attention_latency, load_profile
 from wlb.sharding import per_document, per_sequence
-from wlb.spec import ModelSpec, ParallelSpec
+from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 MODEL = ModelSpec(
     vocab_size=32000,
@@ -96,9 +96,11 @@ def test_one_rank_exchanges_nothing():
     assert (latency.gather_forward_ns, latency.exchange_backward_ns) == (0, 0)
 
 
-def test_recompute_runs_the_forward_pass_again():
+def test_full_recompute_runs_attention_again_and_selective_does_not():
     plan = per_document([4096, 77], cp=4)
-    plain, again = (attention_latency(plan, workload(4, recompute=r)) for r in (False, True))
+    plain, half, again = (attention_latency(plan, workload(4, recompute=r)) for r in Recompute)
+    assert np.array_equal(half.backward_ns, plain.backward_ns)
+    assert half.exchange_backward_ns == plain.exchange_backward_ns
     assert np.array_equal(again.forward_ns, plain.forward_ns)
     assert np.abs(again.backward_ns - plain.forward_ns - plain.backward_ns).max() <= 16  # rounding
     gathered = again.exchange_backward_ns - plain.exchange_backward_ns

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from wlb.cost import in_flight, memory_estimate, memory_of_rank
+from wlb.cost import in_flight, memory_estimate, memory_of_rank, token_caps
 from wlb.cost.memory import layer_activation_bytes, workspace_bytes
-from wlb.spec import Dtype, ModelSpec, ParallelSpec, Policy, RunSpec, Schedule
+from wlb.spec import Dtype, ModelSpec, ParallelSpec, Policy, Recompute, RunSpec, Schedule
 
 DEFAULT = RunSpec()
 SEVEN_B = RunSpec(
@@ -39,11 +39,14 @@ TINY = replace(
 )
 
 
-def tiny(*, cp: int, keep_gathered_kv: bool = False) -> RunSpec:
+def tiny(
+    *, cp: int, keep_gathered_kv: bool = False, recompute: Recompute = Recompute.NONE
+) -> RunSpec:
     return replace(
         TINY,
         parallel=ParallelSpec(tp=2, cp=cp, pp=2, dp=1),
         cp=replace(TINY.cp, keep_gathered_kv=keep_gathered_kv),
+        training=replace(TINY.training, recompute=recompute),
     )
 
 
@@ -65,6 +68,38 @@ def test_workspace_literal():
     mlp = 50 * (16 + 18)
     assert attention == 400 + 1400
     assert workspace_bytes(tiny(cp=2), micro_batch_tokens=100) == max(attention, mlp) * 4
+
+
+def test_recompute_keeps_less_literal():
+    # Without the second norm's output and the MLP's: 3 * 8 + 2 * 8 values, 4 log-sum-exps, 2 * 4.
+    half = tiny(cp=2, recompute=Recompute.SELECTIVE)
+    assert layer_activation_bytes(half, micro_batch_tokens=100) == 50 * (40 + 4 + 8) * 4 // 2
+    full = tiny(cp=2, recompute=Recompute.FULL)
+    assert layer_activation_bytes(full, micro_batch_tokens=100) == 50 * 8 * 4 // 2
+    kept = tiny(cp=2, recompute=Recompute.FULL, keep_gathered_kv=True)
+    assert layer_activation_bytes(kept, micro_batch_tokens=100) == 50 * 8 * 4 // 2
+
+
+def test_what_recompute_makes_again_is_workspace_literal():
+    # MLP: 34 values a token; made again are 8 + 3 * 12 = 44 or all but the input, 88, over tp 2.
+    half, full = (tiny(cp=1, recompute=h) for h in (Recompute.SELECTIVE, Recompute.FULL))
+    assert workspace_bytes(half, micro_batch_tokens=100) == 100 * (34 + 44 // 2) * 4
+    assert workspace_bytes(full, micro_batch_tokens=100) == 100 * (34 + 88 // 2) * 4
+    # Two ranks: attention needs 1,800 values and 1,700 (34 * 50) the MLP. Attention's comes after
+    # the MLP's is gone: on top of it only 88 - 44 of its own values a token.
+    half, full = (tiny(cp=2, recompute=h) for h in (Recompute.SELECTIVE, Recompute.FULL))
+    assert workspace_bytes(half, micro_batch_tokens=100) == max(1800, 1700 + 50 * 22) * 4
+    assert workspace_bytes(full, micro_batch_tokens=100) == max(1800 + 50 * 22, 1700 + 50 * 44) * 4
+
+
+def test_recompute_fits_longer_micro_batches():
+    specs = [
+        replace(SEVEN_B, training=replace(SEVEN_B.training, recompute=how)) for how in Recompute
+    ]
+    totals = [memory_estimate(spec).total_bytes for spec in specs]
+    assert totals == sorted(totals, reverse=True)
+    caps = [token_caps(spec, memory_bytes=8 << 30).s_max for spec in specs]
+    assert caps[0] < caps[1] < caps[2] < SEVEN_B.s_max
 
 
 def test_micro_batches_in_flight():

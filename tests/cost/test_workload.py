@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.cost import (
+    Collective,
     Elementwise,
     FlopsWorkload,
     ProfiledWorkload,
@@ -15,7 +16,7 @@ from wlb.cost import (
     load_profile,
     workload_for,
 )
-from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec, load
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 MODEL = ModelSpec(
     vocab_size=32000,
@@ -44,6 +45,7 @@ def make(name: str) -> ProfiledWorkload:
 
 
 WORKLOADS = {name: make(name) for name in LAYOUTS}
+TERMS = ("gemm", "elementwise", "tp_comm", "cp_comm")
 every_layout = pytest.mark.parametrize("work", WORKLOADS.values(), ids=LAYOUTS.keys())
 
 
@@ -72,11 +74,7 @@ def test_zero_is_free_and_terms_add_up(work):
     assert list(terms) == [
         "attention_forward",
         "attention_backward",
-        *(
-            f"{term}_{p}"
-            for term in ("gemm", "elementwise", "tp_comm", "cp_comm")
-            for p in ("forward", "backward")
-        ),
+        *(f"{term}_{p}" for term in TERMS for p in ("forward", "backward")),
     ]
     total = work.workload_ns(lengths)
     assert total.dtype == np.int64
@@ -215,6 +213,43 @@ def test_per_micro_batch_costs_stay_out_of_the_workload():
     assert sum(many.linear.call_ns) > 8 * 10 * 50_000  # ten TP collectives a layer, 8 layers
 
 
+def test_what_runs_again_is_priced_as_forward_literally():
+    """Selective: gate, up, a norm, SwiGLU, one gather. Full: everything but the down projection
+    (as large as gate), its reduce-scatter and one of two residual additions."""
+    none = WORKLOADS["h100-cp2"]
+    more: list[dict[str, float]] = []
+    for how in (Recompute.SELECTIVE, Recompute.FULL):
+        terms = replace(none, recompute=how).ns_per_token
+        assert list(terms) == list(none.ns_per_token)
+        assert all(terms[n] == none.ns_per_token[n] for n in terms if n.endswith("_forward"))
+        more.append({n: terms[f"{n}_backward"] - none.ns_per_token[f"{n}_backward"] for n in TERMS})
+    half, full = more
+    forward = {name: none.ns_per_token[f"{name}_forward"] for name in TERMS}
+    assert full["gemm"] == pytest.approx(forward["gemm"] - half["gemm"] / 2)
+    layers, hidden, ranks = 8, 4096, 16
+    byte_ns = 2 * layers / ranks / 3e12 * 1e9  # of a value, at the profile's bytes a second
+    assert half["elementwise"] == pytest.approx((2 * hidden + 3 * 11008) * byte_ns)
+    assert full["elementwise"] == pytest.approx(forward["elementwise"] - 3 * hidden * byte_ns)
+    gather, scatter = (
+        none.profile.collective(op, span_ranks=8).wire_ns(hidden * 2 / 2, num_ranks=8) * layers
+        for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
+    assert half["tp_comm"] == pytest.approx(gather)
+    assert full["tp_comm"] == pytest.approx(2 * gather + scatter)
+    assert (half["cp_comm"], full["cp_comm"]) == (0.0, pytest.approx(forward["cp_comm"]))
+
+
+def test_calls_that_run_again_are_paid_literally():
+    """4,000 ns an element-wise call: a norm and SwiGLU, or six of seven."""
+    work = WORKLOADS["h100-cp1"]
+    calls = [replace(work, recompute=how).linear.call_ns for how in Recompute]
+    assert calls == [(32 * 28_000, 32 * (28_000 + 4_000 * n)) for n in (0, 2, 6)]
+    many = WORKLOADS["h100-cp2"]
+    backward = [replace(many, recompute=how).linear.call_ns[1] for how in Recompute]
+    alpha = many.profile.collective(Collective.ALL_GATHER, span_ranks=8).alpha_ns
+    assert backward[1] - backward[0] == 8 * (2 * 4_000 + alpha)
+
+
 @pytest.mark.parametrize("bad", [[-1], [1.5], [True]])
 def test_lengths_must_be_token_counts(bad):
     with pytest.raises(ValueError, match="whole token counts"):
@@ -242,6 +277,13 @@ def test_workload_for_picks_the_profile_by_device():
     unknown = replace(spec, cost=replace(spec.cost, profile="b200"))
     with pytest.raises(ValueError, match="b200"):
         workload_for(unknown, "cpu")
+
+
+def test_workload_for_prices_the_runs_recompute():
+    spec = load("demo")
+    for how in Recompute:
+        run = replace(spec, training=replace(spec.training, recompute=how))
+        assert workload_for(run, "cpu").recompute == how
 
 
 def test_workload_for_takes_the_first_kernel_where_the_named_one_is_missing():

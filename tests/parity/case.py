@@ -11,7 +11,7 @@ from wlb.kernels import Segments, attend
 from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
 from wlb.plan import PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
-from wlb.spec import ModelSpec, ParallelSpec, RunSpec, Schedule, check
+from wlb.spec import ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
 
 WINDOW = 24
 
@@ -48,6 +48,7 @@ class Case:
     rope_factor: float = 1.0
     head_dim: int = 4
     keep_gathered_kv: bool = False
+    recompute: Recompute = Recompute.NONE
 
     @property
     def world(self) -> int:
@@ -55,7 +56,8 @@ class Case:
 
     def __str__(self) -> str:
         layout = f"tp{self.tp}-cp{self.cp}-pp{self.pp}-dp{self.dp}"
-        return f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
+        name = f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
+        return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
 def spec_of(case: Case) -> RunSpec:
@@ -84,7 +86,7 @@ def spec_of(case: Case) -> RunSpec:
                 num_micro_batches=case.num_micro_batches,
                 token_quantum=case.token_quantum,
             ),
-            training=replace(spec.training, loss_chunk=7),
+            training=replace(spec.training, loss_chunk=7, recompute=case.recompute),
         )
     )
 

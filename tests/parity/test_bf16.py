@@ -12,7 +12,7 @@ from wlb.model import build_reference
 from wlb.parallel.execute import Executor
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
-from wlb.spec import Dtype, Schedule
+from wlb.spec import Dtype, Recompute, Schedule
 
 
 def bf16(world: World, case: Case, device: str) -> dict[str, object]:
@@ -50,6 +50,7 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
     [
         Case(),
         Case(tp=2, cp=2, pp=2, v=2),
+        Case(cp=2, recompute=Recompute.FULL),
         Case(tp=2, pp=2, dp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, num_micro_batches=8),
     ],
     ids=str,

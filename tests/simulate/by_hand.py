@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wlb.cost import workload_for
+from wlb.cost import Scope, workload_for
 from wlb.simulate import NodeKind, Simulation, Simulator, StepPrices
 from wlb.simulate.order import Kind
 from wlb.simulate.prices import Terms
 from wlb.spec import RunSpec, load
 
 MS = 1_000_000
-FREE = Terms(per_token={}, call_ns=0.0)
+FREE = Terms(per_token={}, per_call={})
 
 
 def spec_of(*, pp: int, n: int, v: int = 1, dp: int = 1, cp: int = 1) -> RunSpec:
@@ -50,7 +50,7 @@ def simulation_of(
         attention_backward_ns=2 * forward,
         linear={Kind.FORWARD: FREE, Kind.BACKWARD: FREE},
         ends={},
-        message=Terms(per_token={}, call_ns=message_ms * MS),
+        message=dict.fromkeys(Scope, Terms(per_token={}, per_call={"p2p": message_ms * MS})),
     )
     durations = simulator.run(prices).durations_ns
     for i, node in enumerate(simulator.graph.nodes):

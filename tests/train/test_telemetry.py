@@ -119,22 +119,23 @@ def recomputed(world: World) -> Telemetry:
         (weight, Part.LAYERS): ms(2),
     }
     if world.rank == 0:
-        parts[backward, Part.RECOMPUTE] = ms(1)
+        parts[backward, Part.RECOMPUTE] = ms(7)
     meter.add(first_step(mesh.dp_rank), StepTimes(parts, wall_ns=ms(9)))
     return meter.reduce()
 
 
-def test_recomputed_backward_cells_and_cells_without_time_are_not_compared() -> None:
+def test_what_runs_again_is_backward_and_cells_without_time_are_not_compared() -> None:
     (terms, *_) = [dict(r.terms) for r in run_local(recomputed, 4, start_group=True, timeout_s=60)]
     counts = {name: m.num_cells for name, m in terms.items()}
     assert counts == {
         "attention_forward": 0,
-        "attention_backward": 3,
+        "attention_backward": 4,
         "linear_forward": 0,
-        "linear_backward": 3,
+        "linear_backward": 4,
     }
+    assert terms["attention_backward"].measured_s == pytest.approx((4 * 1 + 7) * 1e-3)
     # Weight gradients computed later belong to the backward pass.
-    assert terms["linear_backward"].measured_s == pytest.approx(3 * 6e-3)
+    assert terms["linear_backward"].measured_s == pytest.approx(4 * 6e-3)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,11 @@ def test_telemetry_that_is_off_leaves_nothing(
 
 REFUSED = [
     ({"enabled": False}, {}, "--calibrate needs measured times; set telemetry.enabled = true"),
+    (
+        {},
+        {"training": {"steps": 6, "recompute": "full"}},
+        "training.recompute = full backward holds",
+    ),
     ({"warmup_steps": 6}, {}, r"training.steps = 6 are all warm-up \(telemetry.warmup_steps = 6\)"),
 ]
 

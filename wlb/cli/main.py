@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from wlb import __version__
-from wlb.cli import plan, profile, train, tune
+from wlb.cli import plan, profile, simulate, train, tune
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_parser(commands)
     plan.add_parser(commands)
+    simulate.add_parser(commands)
     tune.add_parser(commands)
     profile.add_parser(commands)
     words = sys.argv[1:] if arguments is None else arguments

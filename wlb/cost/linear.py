@@ -4,6 +4,9 @@ Proportional to tokens: GEMMs, element-wise operators (both times the layer's fa
 collectives by their bandwidth term. Once a micro-batch, whatever it holds: calls, latency of
 collectives. The ends of the model, embedding and output head, belong to single stages and are
 apart. Forward and backward are apart everywhere.
+
+With activation recompute (`training.recompute`) backward's terms hold what of forward runs again
+(`AGAIN`), at forward's price.
 """
 
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from wlb.cost.flops import (
     layer_matrices,
 )
 from wlb.cost.profile import DTYPE_BYTES, Collective, Elementwise, KernelProfile
-from wlb.spec import ModelSpec, ParallelSpec
+from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
 """All-gathers and reduce-scatters of [tokens, hidden] a layer. Backward gathers both saved inputs
@@ -29,6 +32,35 @@ GRADIENT_BYTES = 4
 
 Passes = tuple[float, float]
 """Forward and backward."""
+Work = tuple[float, float, float]
+"""Forward, backward without recompute, and the part of forward that backward runs again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What backward runs again of a layer: its matrices (of `layer_matrices`), calls of
+    element-wise operators, TP's all-gathers and reduce-scatters, attention with CP's gather."""
+
+    matrices: range
+    calls: dict[str, int]
+    tp: tuple[int, int]
+    attention: bool
+
+
+AGAIN = {
+    Recompute.NONE: Again(matrices=range(0), calls={}, tp=(0, 0), attention=False),
+    Recompute.SELECTIVE: Again(
+        matrices=range(4, 6), calls={"norm": 1, "swiglu": 1}, tp=(1, 0), attention=False
+    ),
+    Recompute.FULL: Again(
+        matrices=range(6),
+        calls={"norm": 2, "residual": 1, "rotary": 2, "swiglu": 1},
+        tp=(2, 1),
+        attention=True,
+    ),
+}
+"""The executor stops before a layer's last product: down projection, its reduce-scatter and the
+residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +75,7 @@ class LinearCost:
     profile: KernelProfile
     micro_batch_tokens: int
     keep_gathered_kv: bool
-    recompute: bool
+    recompute: Recompute
     tp_overlap: float = 0.0
 
     def __post_init__(self) -> None:
@@ -55,24 +87,28 @@ class LinearCost:
         return self.model.num_layers // self.parallel.pp
 
     @property
+    def again(self) -> Again:
+        return AGAIN[self.recompute]
+
+    @property
     def ns_per_token(self) -> dict[str, float]:
         """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
-        layer, parallel = self.profile.layer, self.parallel
-        factors = (layer.forward_factor, layer.backward_factor)
+        parallel, exposed = self.parallel, 1 - self.tp_overlap
         size = DTYPE_BYTES[self.profile.dtype]
         terms = {
-            "gemm": _times(self._gemm_ns(), factors),
-            "elementwise": _times(self._elementwise_ns(), factors),
-            "tp_comm": _times(
-                (self.tp_wire_ns(*TP_FORWARD), self.tp_wire_ns(*TP_BACKWARD)),
-                (1 - self.tp_overlap, 1 - self.tp_overlap),
+            "gemm": self._in_layer(self._gemm_ns()),
+            "elementwise": self._in_layer(self._elementwise_ns()),
+            "tp_comm": (
+                self.tp_wire_ns(*TP_FORWARD) * exposed,
+                self.tp_wire_ns(*TP_BACKWARD) * exposed,
+                self.tp_wire_ns(*self.again.tp) * exposed,
             ),
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp, size),
         }
         out: dict[str, float] = {}
-        for name, (forward, backward) in terms.items():
+        for name, (forward, backward, again) in terms.items():
             out[f"{name}_forward"] = forward * self.num_layers
-            out[f"{name}_backward"] = (backward + forward * self.recompute) * self.num_layers
+            out[f"{name}_backward"] = (backward + again) * self.num_layers
         return out
 
     @property
@@ -97,24 +133,32 @@ class LinearCost:
 
         An upper bound on a GPU, where launches hide behind running kernels.
         """
-        tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
+        tp, cp, profile, again = self.parallel.tp, self.parallel.cp, self.profile, self.again
         forward: float = profile.layer.forward_call_ns
         backward: float = profile.layer.backward_call_ns
+        # A layer's own cost by its products, for want of a measurement of half a layer.
+        backward += forward * len(again.matrices) / len(layer_matrices(self.model))
         for op, calls in ELEMENTWISE_CALLS.items():
             cost = profile.elementwise_of(Elementwise(op))
             forward += calls * cost.forward_call_ns
             backward += calls * cost.backward_call_ns
-        kv_gathers = 0 if self.keep_gathered_kv else 1
+            backward += again.calls.get(op, 0) * cost.forward_call_ns
+        tp_backward = [now + more for now, more in zip(TP_BACKWARD, again.tp, strict=True)]
+        kv_gathers = (not self.keep_gathered_kv) + again.attention
         for op, tp_calls, cp_calls in (
-            (Collective.ALL_GATHER, (TP_FORWARD[0], TP_BACKWARD[0]), (1, kv_gathers)),
-            (Collective.REDUCE_SCATTER, (TP_FORWARD[1], TP_BACKWARD[1]), (0, 1)),
+            (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, kv_gathers)),
+            (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
         ):
             tp_alpha = profile.collective(op, span_ranks=tp).alpha_ns * (tp > 1)
             cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
-        layers = self.num_layers
-        return forward * layers, (backward + forward * self.recompute) * layers
+        return forward * self.num_layers, backward * self.num_layers
+
+    @property
+    def weight_products_ns_per_token(self) -> float:
+        """The half of backward's matrix products that gives weights' gradients, one token."""
+        return self._in_layer(self._gemm_ns())[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
     def embedding_ns_per_token(self) -> Passes:
@@ -161,40 +205,52 @@ class LinearCost:
                 (Collective.REDUCE_SCATTER, GRADIENT_BYTES),
             )
         )
-        backward = scatter + gather * ((not self.keep_gathered_kv) + self.recompute)
+        backward = scatter + gather * ((not self.keep_gathered_kv) + self.again.attention)
         return round(gather * self.num_layers), round(backward * self.num_layers)
 
-    def _gemm_ns(self) -> Passes:
+    def _gemm_ns(self) -> Work:
         """GEMMs of one token in one layer: FLOPs over throughput."""
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
-        forward = backward = 0.0
-        for rows, columns in layer_matrices(self.model):
+        forward = backward = again = 0.0
+        for i, (rows, columns) in enumerate(layer_matrices(self.model)):
             weights = np.array([rows * columns / tp])
             work = 2 * rows * columns / (tp * cp) * 1e-3
-            forward += work / float(gemm.forward.at(tokens, weights)[0])
+            once = work / float(gemm.forward.at(tokens, weights)[0])
+            forward += once
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
-        return forward, backward
+            again += once * (i in self.again.matrices)
+        return forward, backward, again
 
-    def _elementwise_ns(self) -> Passes:
+    def _elementwise_ns(self) -> Work:
         """Element-wise operators of one token in one layer."""
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
-        forward = backward = 0.0
+        forward = backward = again = 0.0
         for op, values in elementwise_values(self.model).items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
-                forward += values[0] * size / cost.forward_bytes_per_s * 1e9
+                once = values[0] * size / cost.forward_bytes_per_s * 1e9
+                forward += once
                 backward += values[1] * size / cost.backward_bytes_per_s * 1e9
-        return forward, backward
+                again += once * self.again.calls.get(op, 0) / ELEMENTWISE_CALLS[op]
+        return forward, backward, again
 
-    def _kv_wire_ns(self, values: float, size: int) -> Passes:
+    def _kv_wire_ns(self, values: float, size: int) -> Work:
         """A token's keys and values: gathered, gathered again, their gradients scattered."""
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
-        again = 0 if self.keep_gathered_kv else 1
+        gather = self._wire_ns(values * size, cp, span, 1, 0)
+        scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
+        backward = scatter + gather * (not self.keep_gathered_kv)
+        return gather, backward, gather * self.again.attention
+
+    def _in_layer(self, work: Work) -> Work:
+        """Times of operators one by one -> inside a layer."""
+        layer = self.profile.layer
+        forward, backward, again = work
         return (
-            self._wire_ns(values * size, cp, span, 1, 0),
-            self._wire_ns(values * size, cp, span, again, 0)
-            + self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1),
+            forward * layer.forward_factor,
+            backward * layer.backward_factor,
+            again * layer.forward_factor,
         )
 
     def _wire_ns(
@@ -208,7 +264,3 @@ class LinearCost:
             for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
         )
         return gathers * gather + scatters * scatter
-
-
-def _times(passes: Passes, factors: Passes) -> Passes:
-    return passes[0] * factors[0], passes[1] * factors[1]

@@ -19,17 +19,25 @@ on S / cp tokens. Backward gathers the other ranks' K and V again; with `cp.keep
 2 * kv_dim count for all S tokens instead. S is the longest micro-batch (`packing.s_max`, or the
 window under packing to windows), so this is an upper bound.
 
+`training.recompute` keeps less: `selective` neither the second norm's output nor gate, up and
+product, `full` only the layer's input:
+
+    b * (3 * hidden + 2 * q_dim + 2 * kv_dim) + 4 * num_heads        selective
+    b * hidden                                                       full
+
 The layer at work needs the larger of two workspaces on top. MLP: gathered inputs and SwiGLU's
 gradients. Attention, in backward: at cp > 1 the gathered K and V (S rows of 2 * kv_dim / tp
 values), their copy in which every local span's prefix lies in one piece, (1 + 1 / (2 * cp)) * S
 rows, and the copy's gradients; then these gradients, one half of them once more, and the rows
-summed from them in float32. What attention kernels allocate themselves is not counted, nor that
-backends which read rows of the gathered buffer (sdpa on CPU) need no copy.
+summed from them in float32. What recompute did not keep is made again before a layer's backward
+pass and comes on top: all of it for the MLP, which goes first, and for attention the rest (nothing
+under `selective`). What attention kernels allocate themselves is not counted, nor that backends
+which read rows of the gathered buffer (sdpa on CPU) need no copy.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from wlb.spec import Dtype, Policy, RunSpec, Schedule
+from wlb.spec import Dtype, Policy, Recompute, RunSpec, Schedule
 
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
@@ -45,7 +53,8 @@ class MemoryEstimate:
     gradients: float32, unsharded until the last micro-batch, plus their reduced shard.
     activations: saved for backward, of all micro-batches in flight. boundaries: outputs of stages
     in flight, kept for their backward. logits: one chunk of the loss, last pipeline rank only.
-    workspace: what the layer at work needs beside what it keeps, MLP or attention.
+    workspace: what the layer at work needs beside what it keeps, MLP or attention, activations that
+    it computes again included.
     """
 
     pp_rank: int
@@ -92,7 +101,11 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
     local = -(-micro_batch_tokens // cp)
-    values = 4 * model.hidden_size + 2 * model.q_dim + 3 * model.ffn_hidden_size
+    if spec.training.recompute == Recompute.FULL:
+        return local * model.hidden_size * size // tp
+    values = 3 * model.hidden_size + 2 * model.q_dim
+    if spec.training.recompute == Recompute.NONE:
+        values += model.hidden_size + 3 * model.ffn_hidden_size
     per_token = size * values + FLOAT32_BYTES * model.num_heads
     keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp
@@ -100,20 +113,37 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 
 def workspace_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """What one layer needs in backward beside what it kept (module docstring)."""
+    model, tp = spec.model, spec.parallel.tp
+    local = -(-micro_batch_tokens // spec.parallel.cp)
+    values = 2 * model.hidden_size + 3 * model.ffn_hidden_size // tp
+    mlp = local * _compute_bytes(spec) * values
+    attention = _attention_workspace_bytes(spec, local=local)
+    kept, half, whole = (
+        layer_activation_bytes(_with(spec, how), micro_batch_tokens=micro_batch_tokens)
+        for how in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
+    )
+    # The MLP's backward pass goes first: what it needed is gone when attention's begins.
+    return max(mlp + whole - kept, attention + max(0, half - kept))
+
+
+def _attention_workspace_bytes(spec: RunSpec, *, local: int) -> int:
+    """What attention needs in backward beside its activations, with `local` tokens a CP rank."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
-    local = -(-micro_batch_tokens // cp)
-    mlp = local * size * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
     gradients = local * 2 * q_bytes  # of the output and of Q
     if cp == 1:
-        return max(mlp, gradients + local * kv_bytes)
+        return gradients + local * kv_bytes
     rows = cp * local
     copied = rows + -(-rows // (2 * cp))
     in_kernel = (rows + 2 * copied) * kv_bytes
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
     summing = copied * kv_bytes + in_float32 + (copied + rows) * kv_bytes // 2
-    return max(mlp, gradients + max(in_kernel, summing))
+    return gradients + max(in_kernel, summing)
+
+
+def _with(spec: RunSpec, how: Recompute) -> RunSpec:
+    return replace(spec, training=replace(spec.training, recompute=how))
 
 
 def memory_of_rank(

@@ -35,7 +35,7 @@ from wlb.cost.profile import AttentionTable, KernelProfile
 from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike
-from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
 
 _MOST_TABLED = 1 << 18
 
@@ -175,9 +175,10 @@ class ProfiledWorkload:
     pieces is tabled at construction (`wlb.cost.monotone`, about 2 ms), so that pricing is a
     look-up.
     keep_gathered_kv: backward does not gather keys and values again (`cp.keep_gathered_kv`).
-    recompute: backward runs the forward pass of every layer again. tp_overlap: share of TP
-    collectives that hides behind matrix products. machine: device the run is on,
-    "" if it is not known; longest: most tokens of a piece, 0 if not known: both for `notes` only.
+    recompute: what backward runs again of every layer (`training.recompute`); attention in `full`
+    only. tp_overlap: share of TP collectives that hides behind matrix products. machine: device the
+    run is on, "" if it is not known; longest: most tokens of a piece, 0 if not known: both for
+    `notes` only.
     """
 
     model: ModelSpec
@@ -186,7 +187,7 @@ class ProfiledWorkload:
     backend: str | None = None
     micro_batch_tokens: int = 131072
     keep_gathered_kv: bool = False
-    recompute: bool = False
+    recompute: Recompute = Recompute.NONE
     tp_overlap: float = 0.0
     machine: str = ""
     longest: int = 0
@@ -271,7 +272,7 @@ class ProfiledWorkload:
         groups = table.groups(*_segments(q, kv), offsets)
         forward = (table.launch_forward_ns + table.group_forward_ns * groups) * layers
         backward = (table.launch_backward_ns + table.group_backward_ns * groups) * layers
-        return forward, backward + forward * self.recompute
+        return forward, backward + forward * self.linear.again.attention
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
@@ -339,7 +340,7 @@ class ProfiledWorkload:
             q, kv, num_heads=self.heads_per_rank, head_dim=self.model.head_size
         )
         layers = self.num_layers_per_rank
-        return forward * layers, (backward + forward * self.recompute) * layers
+        return forward * layers, (backward + forward * self.linear.again.attention) * layers
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
@@ -353,6 +354,12 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
     machine = machine_name(device)
     is_auto = name == "auto"
     profile = matching_profile(device, machine, backend) if is_auto else load_profile(name)
+    return workload_of(spec, profile, machine=machine)
+
+
+def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> ProfiledWorkload:
+    """The workload of a run priced with `profile`; machine: what it runs on, for `.notes`."""
+    backend = str(spec.kernels.attention)
     return ProfiledWorkload(
         model=spec.model,
         parallel=spec.parallel,
@@ -361,6 +368,7 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
         micro_batch_tokens=spec.data.context_window,
         keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
+        recompute=spec.training.recompute,
         machine=machine,
         longest=min(spec.data.context_window, round(spec.packing.s_max * spec.data.context_window)),
     )

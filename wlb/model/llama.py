@@ -142,7 +142,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
         x_TC = x_TC + self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
-        return x_TC + self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC))
+        return x_TC + self.second_half(x_TC)
+
+    def second_half(self, x_TC: Tensor) -> Tensor:
+        """Norm and MLP; a method of its own so that it can be run again (`wlb.parallel`)."""
+        return self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC))
 
 
 class Decoder(nn.Module):

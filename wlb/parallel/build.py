@@ -2,7 +2,8 @@
 
 The order of wraps, once: modules on the meta device -> each parameter's tensor-parallel part,
 computed from its name and the seed (so that every layout starts from the same model, and no whole
-stage is ever materialised unsharded over tp) -> FSDP2 over dp x cp -> pipeline stages.
+stage is ever materialised unsharded over tp) -> layers that backward runs again (inside FSDP's
+hooks, which so see one forward pass) -> FSDP2 over dp x cp -> pipeline stages.
 """
 
 import torch
@@ -14,6 +15,7 @@ from wlb.parallel.data import shard_stage
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.pipeline import local_stages, stage_layers
+from wlb.parallel.recompute import recompute_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
 from wlb.spec import RunSpec, Schedule
 
@@ -34,6 +36,7 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         with torch.device("meta"):
             stage = Llama(spec.model, layers=layers, ops=ops, loss_chunk=spec.training.loss_chunk)
         _materialise(stage, spec, mesh)
+        recompute_layers(stage, spec.training.recompute)
         shard_stage(stage, mesh, compute_dtype(spec))
         stages[index] = stage
     return stages

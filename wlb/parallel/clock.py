@@ -44,9 +44,9 @@ class Pass(StrEnum):
 
 
 class Part(StrEnum):
-    """attention: kernels alone. recompute: forward kernels in a backward pass. layers: the rest of
-    the decoder layers, the final norm included. head: with the loss, whose gradients are part of
-    its forward pass."""
+    """attention: kernels alone. recompute: attention's forward kernels in a backward pass (all else
+    that runs again is part of its layers). layers: the rest of the decoder layers, the final norm
+    included. head: with the loss, whose gradients are part of its forward pass."""
 
     ATTENTION = "attention"
     LAYERS = "layers"

@@ -19,29 +19,42 @@ from torch.distributed.tensor import DTensor
 
 from wlb.model import Ops
 
-Compute = Callable[[], Sequence[Tensor]]
+Begin = Callable[[], Tensor]
+Compute = Callable[[Tensor | None], Sequence[Tensor]]
 
 
 class WeightQueue:
     """Weight gradients of the backward pass at work, not computed yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence[nn.Parameter], Compute]] = []
+        self._waiting: list[tuple[Sequence[nn.Parameter], Begin | None, Compute]] = []
 
-    def push(self, parameters: Sequence[nn.Parameter], compute: Compute) -> None:
-        """compute() gives the local gradient of each of `parameters`, in order."""
+    def push(
+        self, parameters: Sequence[nn.Parameter], compute: Compute, *, begin: Begin | None = None
+    ) -> None:
+        """compute(begun) gives the local gradient of each of `parameters`, in order.
+
+        begin() starts a collective that compute waits for; it is called while the gradients before
+        are computed, so that one hides behind the other. None is passed where there is none.
+        """
         if any(parameter.requires_grad for parameter in parameters):
-            self._waiting.append((parameters, compute))
+            self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
         """A function that computes and adds all that waits now; the queue is empty after."""
         waiting, self._waiting = self._waiting, []
 
+        def begin_next() -> Tensor | None:
+            begin = waiting[-1][1] if waiting else None
+            return None if begin is None else begin()
+
         @torch.no_grad()
         def run() -> None:
+            begun = begin_next()
             while waiting:
-                parameters, compute = waiting.pop()  # frees its activations as it goes
-                for parameter, grad in zip(parameters, compute(), strict=True):
+                parameters, _, compute = waiting.pop()  # frees its activations as it goes
+                this, begun = begun, begin_next()
+                for parameter, grad in zip(parameters, compute(this), strict=True):
                     if parameter.requires_grad:
                         _add(parameter, grad)
 
@@ -56,23 +69,50 @@ def _add(parameter: nn.Parameter, grad: Tensor) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-class _Linear(torch.autograd.Function):
-    """x_TC times weight_FC; the weight's gradient goes to the queue."""
+class Product(torch.autograd.Function):
+    """x_TC times weight_FC; keeps nothing, and backward only leaves its gradient in grads[i].
+
+    The node that x_TC comes from has the backward pass. It keeps x_TC, which an autograd function
+    does at the end of its forward pass: kept here, a layer that is run again (`recompute`) would
+    have to compute its last product too.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, queue: WeightQueue, parameter: nn.Parameter, x_TC: Tensor, weight_FC: Tensor
+        ctx: Any, grads: dict[int, Tensor], i: int, x_TC: Tensor, weight_FC: Tensor
     ) -> Tensor:
-        ctx.queue, ctx.parameter = queue, parameter
-        ctx.save_for_backward(x_TC, weight_FC)
+        ctx.grads, ctx.i = grads, i
         return x_TC @ weight_FC.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.grads[ctx.i] = grads[0]
+        return None, None, None, None
+
+
+class _Input(torch.autograd.Function):
+    """x_TC itself, kept for the `Product` that follows; the weight's gradient goes to the queue."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queue: WeightQueue,
+        parameter: nn.Parameter,
+        grads: dict[int, Tensor],
+        x_TC: Tensor,
+        weight_FC: Tensor,
+    ) -> Tensor:
+        ctx.queue, ctx.parameter, ctx.grads = queue, parameter, grads
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_TC, weight_FC)
+        return x_TC.view_as(x_TC)
+
+    @staticmethod
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         x_TC, weight_FC = ctx.saved_tensors
-        (grad_TF,) = grads
-        ctx.queue.push([ctx.parameter], lambda: [grad_TF.t() @ x_TC])
-        return None, None, grad_TF @ weight_FC, None
+        grad_TF = ctx.grads.pop(0)
+        ctx.queue.push([ctx.parameter], lambda _: [grad_TF.t() @ x_TC])
+        return None, None, None, grad_TF @ weight_FC, None
 
 
 class DeferringOps(Ops):
@@ -85,6 +125,7 @@ class DeferringOps(Ops):
         return (self.fan_in(x_TC, linear) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        weight = linear.weight
-        out: Tensor = _Linear.apply(self.queue, weight, x_TC, weight)  # pyright: ignore[reportAssignmentType]
+        weight, grads = linear.weight, dict[int, Tensor]()
+        kept = _Input.apply(self.queue, weight, grads, x_TC, weight)
+        out: Tensor = Product.apply(grads, 0, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
         return out

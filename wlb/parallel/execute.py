@@ -61,6 +61,7 @@ class Executor:
                         module,
                         index,
                         spec.num_stages,
+                        width=spec.model.hidden_size,
                         device=mesh.device,
                         group=mesh.pp_group,
                         dtype=dtype,

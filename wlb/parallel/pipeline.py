@@ -7,14 +7,14 @@ overrides is private to torch.distributed.pipelining; the parity matrix runs on 
 version (2.11 and 2.13 differ).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -22,7 +22,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from wlb.model import Llama, Rows
 from wlb.parallel.clock import Part, Pass, StepClock
 from wlb.parallel.deferred import WeightQueue
 from wlb.spec import Schedule
@@ -42,6 +41,7 @@ def local_stages(pp_rank: int, *, pp: int, virtual_stages: int) -> list[int]:
 class VarLenStage(PipelineStage):
     """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 
+    module: called like `wlb.model.Llama`, with tokens or rows and the micro-batch's record.
     queue: where its layers leave weight gradients, for schedules that split the backward pass.
     clock: what times its chunks, or None.
     """
@@ -50,17 +50,18 @@ class VarLenStage(PipelineStage):
 
     def __init__(
         self,
-        module: Llama,
+        module: nn.Module,
         index: int,
         num_stages: int,
         *,
+        width: int,
         device: torch.device,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         queue: WeightQueue | None,
         clock: StepClock | None,
     ) -> None:
-        self.width, self.dtype = module.spec.hidden_size, dtype
+        self.width, self.dtype = width, dtype
         self._queue, self._clock = queue, clock
         self._rows_record: dict[str, Any] = {}
         # Only the rank and dtype of these matter: given statically, no inference run is made.
@@ -163,12 +164,13 @@ class Pipeline:
     _schedules: dict[int, Any] = field(default_factory=dict)
 
     def run(
-        self, tokens: list[Tensor] | None, rows: list[Rows], num_rows: list[int], *, train: bool
+        self, tokens: list[Tensor] | None, rows: Sequence[Any], num_rows: list[int], *, train: bool
     ) -> list[Tensor]:
         """Forward (and backward) of all micro-batches; the last stage's losses, else an empty list.
 
-        tokens: per micro-batch [T_local] on the first stage, else None. num_rows: rows that stages
-        exchange for each micro-batch, T_local / tp.
+        tokens: per micro-batch [T_local] on the first stage, else None. rows: per micro-batch what
+        the modules take as `rows`. num_rows: rows that stages exchange for each micro-batch,
+        T_local / tp.
         """
         schedule = self._schedule(len(rows))
         schedule._has_backward = train  # what schedule.eval() does around step()

@@ -29,7 +29,7 @@ from wlb.parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from wlb.parallel.deferred import WeightQueue
+from wlb.parallel.deferred import Product, WeightQueue
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 ROW = ("o_proj", "down_proj")
@@ -46,7 +46,7 @@ def placement(name: str) -> Placement:
 class _GatherRows(torch.autograd.Function):
     """x_SC -> gathered rows for linear layers of weight_FC each; backward gathers x_SC again.
 
-    The layers (`_Project`) run one after the other, with other work in between, but their backward
+    The layers (`Product`) run one after the other, with other work in between, but their backward
     passes are one: each leaves its output's gradient in `grads`, and this node, which autograd runs
     after all of them, has one gather, one reduce-scatter of the summed dx, and the collectives hide
     behind matrix products.
@@ -82,55 +82,67 @@ class _GatherRows(torch.autograd.Function):
             dweights = [grad.t() @ x_TC for grad in grads_TF]
         elif queue is not None:
 
-            def later() -> list[Tensor]:
-                x_TC = all_gather(x_SC, group)
+            def later(gathering: Tensor | None) -> list[Tensor]:
+                assert gathering is not None
+                x_TC = wait(gathering)
                 return [grad.t() @ x_TC for grad in grads_TF]
 
-            queue.push(ctx.parameters, later)
+            queue.push(ctx.parameters, later, begin=lambda: start_all_gather(x_SC, group))
         return None, None, None, wait(scattering), *dweights
 
 
-class _Project(torch.autograd.Function):
-    """Gathered x_TC times weight_FC; backward only leaves its gradient to `_GatherRows`."""
+class _RowInput(torch.autograd.Function):
+    """x_TF itself, kept for the `_ProductScatter` that follows, whose backward pass this node has.
 
-    @staticmethod
-    def forward(
-        ctx: Any, grads: dict[int, Tensor], i: int, x_TC: Tensor, weight_FC: Tensor
-    ) -> Tensor:
-        ctx.grads, ctx.i = grads, i
-        return x_TC @ weight_FC.t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.grads[ctx.i] = grads[0]
-        return None, None, None, None
-
-
-class _LinearScatter(torch.autograd.Function):
-    """x_TF times weight_CF, summed over ranks, each keeping its rows."""
+    Apart for the reason that `Product` gives: the last product and its reduce-scatter.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         ops: "TensorParallelOps",
         parameter: nn.Parameter,
+        grads: list[Tensor],
         x_TF: Tensor,
         weight_CF: Tensor,
     ) -> Tensor:
-        ctx.ops, ctx.parameter = ops, parameter
+        ctx.ops, ctx.parameter, ctx.grads = ops, parameter, grads
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TF, weight_CF)
-        return reduce_scatter(x_TF @ weight_CF.t(), ops.group)
+        return x_TF.view_as(x_TF)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         x_TF, weight = ctx.saved_tensors
-        (grad_SC,), group, queue = grads, ctx.ops.group, ctx.ops.queue
+        grad_SC, group, queue = ctx.grads.pop(), ctx.ops.group, ctx.ops.queue
         grad_TC = all_gather(grad_SC, group)
         if queue is None:
-            return None, None, grad_TC @ weight, grad_TC.t() @ x_TF
+            return None, None, None, grad_TC @ weight, grad_TC.t() @ x_TF
+
+        def later(gathering: Tensor | None) -> list[Tensor]:
+            assert gathering is not None
+            return [wait(gathering).t() @ x_TF]
+
         # Gathered once more then, so that what waits stays small.
-        queue.push([ctx.parameter], lambda: [all_gather(grad_SC, group).t() @ x_TF])
-        return None, None, grad_TC @ weight, None
+        queue.push([ctx.parameter], later, begin=lambda: start_all_gather(grad_SC, group))
+        return None, None, None, grad_TC @ weight, None
+
+
+class _ProductScatter(torch.autograd.Function):
+    """x_TF times weight_CF, summed over ranks, each keeping its rows; backward only leaves its
+    gradient to `_RowInput`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, grads: list[Tensor], x_TF: Tensor, weight_CF: Tensor
+    ) -> Tensor:
+        ctx.grads = grads
+        return reduce_scatter(x_TF @ weight_CF.t(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.grads.append(grads[0])
+        return None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -203,10 +215,12 @@ class TensorParallelOps(Ops):
         grads: dict[int, Tensor] = {}
         gathered = _GatherRows.apply(self, parameters, grads, x_TC, *weights)
         for i, weight in enumerate(weights):
-            yield _Project.apply(grads, i, gathered, weight.detach())  # pyright: ignore[reportReturnType]
+            yield Product.apply(grads, i, gathered, weight.detach())  # pyright: ignore[reportReturnType]
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        out: Tensor = _LinearScatter.apply(self, linear.weight, x_TC, _local(linear.weight))  # pyright: ignore[reportAssignmentType]
+        weight, grads = _local(linear.weight), list[Tensor]()
+        kept = _RowInput.apply(self, linear.weight, grads, x_TC, weight)
+        out: Tensor = _ProductScatter.apply(self.group, grads, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
         return out
 
     def weight(self, module: nn.Linear) -> Tensor:

@@ -3,6 +3,7 @@
 from wlb.report.page import packing_page
 from wlb.report.plots import require_matplotlib
 from wlb.report.simulation_page import simulation_page
+from wlb.report.simulation_tables import simulation_table, worth_of
 from wlb.report.source import SourceFacts, facts_of
 from wlb.report.tables import packing_table, remarks, tuning_table
 
@@ -14,5 +15,7 @@ __all__ = [
     "remarks",
     "require_matplotlib",
     "simulation_page",
+    "simulation_table",
     "tuning_table",
+    "worth_of",
 ]

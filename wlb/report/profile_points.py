@@ -15,7 +15,7 @@ from wlb.cost.flops import FloatArray, attention_backward_flops, attention_forwa
 from wlb.cost.linear import LinearCost
 from wlb.cost.profile import DTYPE_BYTES, LayerCost
 from wlb.plan import IntArray
-from wlb.spec import ModelSpec, ParallelSpec
+from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 PASSES = ("forward", "backward")
 NORMAL_LENGTH = 4096
@@ -165,7 +165,7 @@ def layer_samples(
             profile=profile,
             micro_batch_tokens=at["tokens"],
             keep_gathered_kv=False,
-            recompute=False,
+            recompute=Recompute.NONE,
         )
         per_token = cost.ns_per_token
         fitted = (

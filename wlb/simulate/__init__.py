@@ -5,7 +5,13 @@ from wlb.simulate.graph import Graph, Node, NodeKind
 from wlb.simulate.order import Action, Kind, Order, pipeline_order
 from wlb.simulate.prices import ShardedStep, StepPrices
 from wlb.simulate.program import step_graph
-from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
+from wlb.simulate.run import (
+    RunSimulation,
+    check_memory,
+    planner_of,
+    sharded_steps,
+    simulate_run,
+)
 from wlb.simulate.step import Simulation, Simulator
 from wlb.simulate.trace import trace_events, write_trace
 
@@ -23,6 +29,7 @@ __all__ = [
     "Simulation",
     "Simulator",
     "StepPrices",
+    "check_memory",
     "critical_path",
     "pipeline_order",
     "planner_of",

@@ -68,6 +68,14 @@ class CriticalPath:
         events = [e for e in self.events if e.node.kind == NodeKind.PASS]
         return _summed(events, lambda e: (e.pipeline, e.node.rank))
 
+    @property
+    def main_pipeline(self) -> int:
+        """That most time of its passes is spent on; 0 where it has none."""
+        seconds: dict[int, float] = {}
+        for (pipeline, _), s in self.by_rank.items():
+            seconds[pipeline] = seconds.get(pipeline, 0.0) + s
+        return max(seconds, key=lambda pipeline: seconds[pipeline], default=0)
+
     def describe(self) -> tuple[str, ...]:
         """What took the time, in words."""
         lines: list[str] = []
@@ -126,7 +134,7 @@ def _terms(
 ) -> tuple[dict[str, float], int]:
     """Seconds by term, and the slowest CP rank of a pass with attention."""
     if node.kind != NodeKind.PASS or node.action is None:
-        return {_NAMES[node.kind]: duration_ns * 1e-9}, -1
+        return {NAMES[node.kind]: duration_ns * 1e-9}, -1
     stage, kind, i = node.action
     tokens = int(prices.tokens[step, pipeline, i])
     out: dict[str, float] = {}
@@ -136,24 +144,23 @@ def _terms(
         cp_rank = int(ranks.argmax())
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
-    parts = [prices.linear[kind]]
-    parts += [prices.ends[kind, False]] if stage == 0 and (kind, False) in prices.ends else []
-    is_last = stage == num_stages - 1
-    parts += [prices.ends[kind, True]] if is_last and (kind, True) in prices.ends else []
-    for terms in parts:
+    for terms in prices.terms(stage, num_stages=num_stages, kind=kind):
         for name, ns in terms.per_token.items():
             out[name] = out.get(name, 0.0) + ns * tokens * 1e-9
-        out["calls"] = out.get("calls", 0.0) + terms.call_ns * 1e-9
+        for name, ns in terms.per_call.items():
+            out[name] = out.get(name, 0.0) + ns * 1e-9
     return {name: seconds for name, seconds in out.items() if seconds}, cp_rank
 
 
-_NAMES = {
+NAMES = {
     NodeKind.MESSAGE: "p2p",
     NodeKind.GATHER: "parameter gather",
     NodeKind.PREFETCH: "parameter gather",
+    NodeKind.REDUCE_AHEAD: "gradient reduction",
     NodeKind.REDUCE: "gradient reduction",
     NodeKind.NORM: "gradient norm",
     NodeKind.OPTIMIZER: "optimizer",
+    NodeKind.OVERHEAD: "overhead",
 }
 
 

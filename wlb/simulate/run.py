@@ -20,6 +20,7 @@ from wlb.simulate.prices import ShardedStep, StepPrices, joined
 from wlb.simulate.step import Simulation, Simulator
 from wlb.spec import RunSpec
 
+GIB = 2**30
 CHUNK = 64
 """Steps that are walked together: enough to hide the walk's own cost, few enough for memory."""
 
@@ -63,6 +64,11 @@ class RunSimulation:
         """Time-weighted, of predicted forward and backward: sum of slowest over sum of means."""
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
+
+    @property
+    def mean_bubble(self) -> float:
+        """Time-weighted, all pipeline ranks."""
+        return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
     def balanced_time_s(self) -> float:
         """What these steps would take with every micro-batch and CP rank at its step's mean."""
@@ -132,4 +138,21 @@ def simulate_run(
         bubble=np.concatenate([s.bubble.mean(axis=1) for s, _ in parts]),
         peak_memory_bytes=np.concatenate([s.peak_memory_bytes for s, _ in parts]),
         model_flops=flops,
+    )
+
+
+def check_memory(run: RunSimulation) -> None:
+    """ValueError where a rank needs more than `cluster.memory_gib`, with the rank and the bytes."""
+    spec = run.simulator.spec
+    limit = int(spec.cluster.memory_gib * GIB)
+    step, rank = np.unravel_index(int(run.peak_memory_bytes.argmax()), run.peak_memory_bytes.shape)
+    most = int(run.peak_memory_bytes[step, rank])
+    if most <= limit:
+        return
+    stages = list(range(int(rank), spec.num_stages, spec.parallel.pp))
+    raise ValueError(
+        f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs "
+        f"{most:,} bytes ({most / GIB:.1f} GiB) in step {step}, more than cluster.memory_gib = "
+        f"{spec.cluster.memory_gib:g}; lower packing.s_max or packing.step_tokens (or set "
+        f"packing.memory_gib), use training.recompute, or more ranks (parallel.tp, cp, pp)"
     )

@@ -73,6 +73,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "checkpoint.interval": (spec.checkpoint.interval, 0),
         "checkpoint.keep": (spec.checkpoint.keep, 1),
         "model.vocab_size": (spec.model.vocab_size, 0),
+        "cluster.overhead": (spec.cluster.overhead, 0),
         "telemetry.interval": (spec.telemetry.interval, 1),
         "telemetry.warmup_steps": (spec.telemetry.warmup_steps, 0),
     }
@@ -88,6 +89,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "training.timeout_s": spec.training.timeout_s,
         "telemetry.drift_threshold": spec.telemetry.drift_threshold,
         "cluster.memory_gib": spec.cluster.memory_gib,
+        "cluster.peak_tflops": spec.cluster.peak_tflops,
     }
     for name, value in above_0.items():
         if not value > 0:

@@ -44,6 +44,14 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Recompute(StrEnum):
+    """What backward runs again of a decoder layer instead of keeping its activations."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
 class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -191,6 +199,14 @@ class ClusterSection:
         "memory of a device that simulate, tune and --dry-run hold a layout against",
         unit="GiB",
     )
+    peak_tflops: float = key(
+        989.0, "dense peak of a device in training.dtype, for MFU", unit="TFLOP/s"
+    )
+    overhead: float = key(
+        0.0,
+        "what a simulated step takes besides (host, input, jitter), as a share of the mean rank's "
+        "time in passes",
+    )
     tp_overlap: float = key(
         0.0,
         "share of TP's collectives that hides behind matrix products, for pricing; wlb's own "
@@ -281,6 +297,11 @@ class TrainingSection:
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
         "loss divisor: the step's valid tokens, or N * context_window always",
+    )
+    recompute: Recompute = key(
+        Recompute.NONE,
+        "what backward computes again to save memory: selective = a layer's second norm and MLP, "
+        "all but the last product; full = the whole layer, attention and its collectives included",
     )
     loss_chunk: int = key(8192, "rows of logits held at a time", unit="tokens")
     timeout_s: float = key(600.0, "collectives that take longer stop the run", unit="s")

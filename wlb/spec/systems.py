@@ -32,15 +32,22 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
             "packing.policy=bounded",
             "packing.s_max=2.0",
             "packing.step_tokens=1.5",
+            "packing.memory_gib={memory_gib:g}",
             "sharding.strategy=balanced",
         ),
     ),
 }
 """Overrides (as of `--set`) of each system; several: alternatives, the fastest of which counts."""
+PLANNED_MEMORY = 0.95
+"""Share of a device's memory that is planned with; the rest is for the context and libraries."""
 
 
-def system_overrides(name: str) -> tuple[tuple[str, ...], ...]:
-    """The alternatives of a system; ValueError listing the known ones."""
+def system_overrides(name: str, *, memory_gib: float) -> tuple[tuple[str, ...], ...]:
+    """The alternatives of a system on devices of that memory; ValueError listing the known ones."""
     if name not in SYSTEMS:
         raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
-    return SYSTEMS[name]
+    planned = memory_gib * PLANNED_MEMORY
+    return tuple(
+        tuple(override.format(memory_gib=planned) for override in overrides)
+        for overrides in SYSTEMS[name]
+    )

@@ -17,7 +17,7 @@ from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
 from wlb.plan import digest
-from wlb.spec import RunSpec, check, resolve_dp
+from wlb.spec import Recompute, RunSpec, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.calibrate import profile_path
 from wlb.train.loop import Job, run_rank
@@ -239,13 +239,19 @@ def _job(
 
 
 def _refuse_calibration(spec: RunSpec) -> None:
-    telemetry, steps = spec.telemetry, spec.training.steps
+    telemetry, steps, recompute = spec.telemetry, spec.training.steps, spec.training.recompute
     if not telemetry.enabled:
         raise ValueError("--calibrate needs measured times; set telemetry.enabled = true")
     if steps <= telemetry.warmup_steps:
         raise ValueError(
             f"--calibrate: training.steps = {steps} are all warm-up (telemetry.warmup_steps = "
             f"{telemetry.warmup_steps}); train more steps"
+        )
+    if recompute != Recompute.NONE:
+        raise ValueError(
+            f"--calibrate fits forward and backward apart, but with training.recompute = "
+            f"{recompute} backward holds forward work; set training.recompute = none (with a "
+            f"shorter data.context_window if that does not fit)"
         )
 
 

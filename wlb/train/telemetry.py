@@ -3,9 +3,9 @@
 A cell is a micro-batch on a stage on a rank. Measured times are the clock's (`wlb.parallel.clock`),
 predictions those of the profile that plans are priced with, for the rank's own spans. On CPU the
 predictions leave collectives out, as thread CPU time does. Cells without a token of a document are
-left out, filler having no price, and so are backward cells with activations computed again and,
-under FSDP, the first micro-batch's forward and the last one's backward, which hold the gathering
-of parameters and the reduction of gradients.
+left out, filler having no price, and so are, under FSDP, the first micro-batch's forward and the
+last one's backward, which hold the gathering of parameters and the reduction of gradients. What
+backward computes again (`training.recompute`) is part of backward, measured as predicted.
 
 One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
 float64 sum of 32 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
@@ -104,10 +104,10 @@ class TelemetryMeter:
                 predicted.linear_forward_ns[i],
                 times.part_ns(forward, Part.LAYERS),
             )
-        if not (has_fsdp and i == last) and not times.part_ns(backward, Part.RECOMPUTE):
+        if not (has_fsdp and i == last):
             pairs["attention_backward"] = (
                 predicted.attention_backward_ns[i, cp_rank],
-                times.part_ns(backward, Part.ATTENTION),
+                times.part_ns(backward, Part.ATTENTION, Part.RECOMPUTE),
             )
             pairs["linear_backward"] = (
                 predicted.linear_backward_ns[i],

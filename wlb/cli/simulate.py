@@ -1,0 +1,292 @@
+"""`wlb simulate`: what a run would take on a cluster, who waits, and how systems compare. No torch,
+but for --replay."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from wlb.cli import sources
+from wlb.cost import workload_for
+from wlb.cost.machine import program_version
+from wlb.plan import GlobalBatch
+from wlb.report import simulation_page, simulation_table, worth_of
+from wlb.report.timeline import timeline_figure
+from wlb.simulate import (
+    RunSimulation,
+    ShardedStep,
+    Simulation,
+    check_memory,
+    critical_path,
+    planner_of,
+    sharded_steps,
+    simulate_run,
+    write_trace,
+)
+from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
+
+REPLAYED_SHORTEST_S = 0.04
+"""Of a wait: long enough that what a replay adds of its own, 1 to 2 ms a pass, is little."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="what a run would take on a cluster",
+        description="Pack, shard and simulate the same global batches with the settings of NAME "
+        "and with other systems; print step time, tokens/s, bubbles, memory, and what the critical "
+        "path is made of. All times follow from the kernel profile.",
+    )
+    sources.add_arguments(parser, steps=32)
+    parser.add_argument(
+        "--systems",
+        nargs="*",
+        default=["plain_4d"],
+        choices=list(SYSTEMS),
+        metavar="SYSTEM",
+        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the last one is the "
+        f"baseline of the speed-ups",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="the step that is drawn and explained (default: the one of median time)",
+    )
+    parser.add_argument("--trace", metavar="FILE", help="that step for chrome://tracing, Perfetto")
+    parser.add_argument("--timeline", metavar="FILE", help="that step as .png, .svg or .pdf")
+    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout or a file"
+    )
+    parser.add_argument(
+        "--over-memory", action="store_true", help="simulate also what does not fit the devices"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse prices that the profile does not cover"
+    )
+    parser.add_argument(
+        "--replay",
+        nargs="?",
+        type=int,
+        const=4,
+        metavar="N",
+        help="also run the first N steps of each system as timed waits on real processes (cp x pp "
+        "x dp of them, TP 1) with the real pipeline executor, and compare; needs torch",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    sources.check_outputs(
+        options.json,
+        options.trace,
+        options.timeline,
+        options.html,
+        needs_plots=bool(options.timeline or options.html),
+    )
+    spec = priced_spec(load(options.name, options.overrides))
+    source = sources.open_source(options, spec)
+    batches = sources.batches_of(options, spec, source)
+    variants = [("run", spec), *_systems(options, spec)]
+    runs: list[RunSimulation] = []
+    quiet = Console(stderr=True)
+    for label, variant in variants:
+        if quiet.is_terminal:
+            quiet.print(f"simulating {label}", highlight=False)
+        runs.append(_simulated(options, variant, batches, label))
+    runs = _best_of_each(runs)
+    step = _chosen(options, runs[0])
+    steps, simulation = _one_step(spec, batches, runs[0], step)
+    _write(options, runs, simulation, steps, step)
+    if options.json == "-":
+        print(_json(options, runs))
+        return 0
+    _show(options, runs, simulation, step, source.name)
+    if options.replay is not None:
+        return _replay(options, batches, runs)
+    return 0
+
+
+def priced_spec(spec: RunSpec) -> RunSpec:
+    """`spec` with what training would fill in: dp, and the vocabulary of a BPE still to be made."""
+    dp = max(1, spec.parallel.dp)
+    model = spec.model
+    if not model.vocab_size:
+        model = replace(model, vocab_size=spec.data.bpe_vocab_size)
+    planner = replace(spec.planner, baseline=False)
+    return replace(spec, model=model, parallel=replace(spec.parallel, dp=dp), planner=planner)
+
+
+def _systems(options: argparse.Namespace, spec: RunSpec) -> list[tuple[str, RunSpec]]:
+    out: list[tuple[str, RunSpec]] = []
+    for name in options.systems:
+        for overrides in system_overrides(name, memory_gib=spec.cluster.memory_gib):
+            made = load(options.name, [*options.overrides, *overrides])
+            out.append((name, replace(priced_spec(made), parallel=spec.parallel)))
+    return out
+
+
+def _best_of_each(runs: list[RunSimulation]) -> list[RunSimulation]:
+    """Of a system's alternatives the fastest counts."""
+    best: dict[str, RunSimulation] = {}
+    for made in runs:
+        if made.label not in best or made.time_s < best[made.label].time_s:
+            best[made.label] = made
+    return list(best.values())
+
+
+def _simulated(
+    options: argparse.Namespace, spec: RunSpec, batches: Sequence[GlobalBatch], label: str
+) -> RunSimulation:
+    cost = workload_for(spec, options.device)
+    if options.strict and cost.notes:
+        raise ValueError(
+            f"cost.profile = {spec.cost.profile} does not cover this run: {'; '.join(cost.notes)}; "
+            f"measure one that does (wlb profile), or leave --strict out"
+        )
+    made = simulate_run(spec, cost, batches, label=label)
+    if not options.over_memory:
+        check_memory(made)
+    return made
+
+
+def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
+    count = made.step_time_s.size
+    if options.step is None:
+        return int(np.argsort(made.step_time_s, kind="stable")[count // 2])
+    if not 0 <= options.step < count:
+        raise ValueError(f"--step = {options.step}: there are steps 0..{count - 1}")
+    return options.step
+
+
+def _one_step(
+    spec: RunSpec, batches: Sequence[GlobalBatch], made: RunSimulation, step: int
+) -> tuple[tuple[ShardedStep, ...], Simulation]:
+    simulator = made.simulator
+    planner = planner_of(spec, simulator.cost, batches)
+    steps = tuple(sharded_steps(planner, dp=spec.parallel.dp, most=step + 1))[-1:]
+    return steps, simulator.run(simulator.price(steps))
+
+
+def _write(
+    options: argparse.Namespace,
+    runs: list[RunSimulation],
+    simulation: Simulation,
+    steps: tuple[ShardedStep, ...],
+    step: int,
+) -> None:
+    if options.trace:
+        write_trace(options.trace, simulation, first_step=step)
+    if options.timeline:
+        pipeline = critical_path(simulation).main_pipeline
+        title = f"{runs[0].label}, step {step}, pipeline {pipeline}"
+        figure = timeline_figure(simulation, 0, pipeline, title=title)
+        figure.savefig(options.timeline, dpi=150)
+    if options.html:
+        page = simulation_page(
+            title=f"{options.name}: {len(runs)} systems simulated",
+            runs=runs,
+            step=step,
+            provenance=[("command", _command(options))],
+        )
+        Path(options.html).write_text(page, "utf-8")
+    if options.json and options.json != "-":
+        Path(options.json).write_text(_json(options, runs) + "\n", "utf-8")
+
+
+def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> str:
+    profile = runs[0].simulator.cost.profile
+    data = {
+        "command": _command(options),
+        "version": program_version(),
+        "profile": profile.name,
+        "worth": worth_of(profile),
+        "notes": list(runs[0].simulator.cost.notes),
+        "spec": runs[0].simulator.spec.to_dict(),
+        "runs": [r.to_json() for r in runs],
+    }
+    return json.dumps(data, indent=1, allow_nan=False)
+
+
+def _layout(spec: RunSpec) -> str:
+    p, v = spec.parallel, spec.pp.virtual_stages
+    return (
+        f"{p.world_size:,} devices: tp {p.tp} cp {p.cp} pp {p.pp} dp {p.dp}, {v} virtual stages, "
+        f"{spec.pp.schedule}, {spec.num_micro_batches} micro-batches of up to "
+        f"{spec.data.context_window:,} tokens a global batch"
+    )
+
+
+def _show(
+    options: argparse.Namespace,
+    runs: list[RunSimulation],
+    simulation: Simulation,
+    step: int,
+    source: str,
+) -> None:
+    console = Console(highlight=False, markup=False)
+    own, cost = runs[0], runs[0].simulator.cost
+    console.print(_layout(own.simulator.spec))
+    console.print(worth_of(cost.profile))
+    for note in cost.notes:
+        console.print(f"  {note}")
+    title = f"{own.step_time_s.size} steps of {source}"
+    console.print(simulation_table(runs, title=title, own="run"))
+    path = critical_path(simulation)
+    console.print(f"step {step} of run, {path.step_time_s:.3f} s:")
+    for line in path.describe():
+        console.print(f"  {line}")
+    shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
+    console.print(f"  bubble of pipeline ranks: {shares}")
+    for path_name in (options.trace, options.timeline, options.html, options.json):
+        if path_name:
+            console.print(f"written: {path_name}")
+
+
+def _replay(
+    options: argparse.Namespace, batches: Sequence[GlobalBatch], runs: list[RunSimulation]
+) -> int:
+    try:
+        from wlb.train.replay_step import compare, waits_of
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--replay needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
+    if options.replay < 1:
+        raise ValueError(f"--replay = {options.replay} must be at least 1")
+    table = Table(title="Simulated and replayed", title_justify="left")
+    for name in ("step", "simulated s", "replayed s", "difference"):
+        table.add_column(name, justify="left" if name == "step" else "right")
+    worst = 0.0
+    for made in runs:
+        simulator, spec = made.simulator, made.simulator.spec
+        planner = planner_of(spec, simulator.cost, batches)
+        steps = tuple(sharded_steps(planner, dp=spec.parallel.dp, most=options.replay))
+        simulation = simulator.run(simulator.price(steps))
+        waits = [
+            waits_of(simulation, step=s, shortest_s=REPLAYED_SHORTEST_S) for s in range(len(steps))
+        ]
+        labels = [f"{made.label}, step {s}" for s in range(len(steps))]
+        v = spec.pp.virtual_stages
+        for found in compare(
+            waits, labels, schedule=spec.pp.schedule, pp=spec.parallel.pp, virtual_stages=v
+        ):
+            replayed = " ".join(f"{t:.3f}" for t in found.replayed_s)
+            difference = f"{found.difference:+.1%}"
+            table.add_row(found.label, f"{found.simulated_s:.3f}", replayed, difference)
+            worst = max(worst, abs(found.difference))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print(f"largest difference of medians: {worst:.1%}")
+    return 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    return shlex.join(["wlb", *options.words])
