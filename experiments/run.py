@@ -78,6 +78,7 @@ REGISTRY = (
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
+    Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
     Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
     Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501

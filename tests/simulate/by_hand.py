@@ -50,11 +50,11 @@ def simulation_of(
         attention_backward_ns=2 * forward,
         linear={Kind.FORWARD: FREE, Kind.BACKWARD: FREE},
         ends={},
-        message=dict.fromkeys(Scope, Terms(per_token={}, per_call={"p2p": message_ms * MS})),
+        message=dict.fromkeys(Scope, Terms(per_token={}, per_call={"calls": message_ms * MS})),
     )
     durations = simulator.run(prices).durations_ns
     for i, node in enumerate(simulator.graph.nodes):
-        if node.kind not in (NodeKind.PASS, NodeKind.MESSAGE):
+        if node.kind not in (NodeKind.PASS, NodeKind.MESSAGE, NodeKind.OVERHEAD):
             durations[i] = other_ms * MS
     ends = simulator.graph.ends(durations)
     return Simulation(simulator=simulator, prices=prices, durations_ns=durations, ends_ns=ends)

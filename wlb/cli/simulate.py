@@ -17,11 +17,10 @@ from wlb.cli import sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch
-from wlb.report import simulation_page, simulation_table, worth_of
+from wlb.report import layout_text, simulated, simulation_page, simulation_table, worth_of
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
     RunSimulation,
-    ShardedStep,
     Simulation,
     check_memory,
     critical_path,
@@ -51,7 +50,7 @@ def add_parser(commands: Any) -> None:
         default=["plain_4d"],
         choices=list(SYSTEMS),
         metavar="SYSTEM",
-        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the last one is the "
+        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first one is the "
         f"baseline of the speed-ups",
     )
     parser.add_argument(
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     spec = priced_spec(load(options.name, options.overrides))
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
-    variants = [("run", spec), *_systems(options, spec)]
+    variants = [*_systems(options, spec), ("run", spec)]
     runs: list[RunSimulation] = []
     quiet = Console(stderr=True)
     for label, variant in variants:
@@ -102,9 +101,10 @@ def run(options: argparse.Namespace) -> int:
             quiet.print(f"simulating {label}", highlight=False)
         runs.append(_simulated(options, variant, batches, label))
     runs = _best_of_each(runs)
-    step = _chosen(options, runs[0])
-    steps, simulation = _one_step(spec, batches, runs[0], step)
-    _write(options, runs, simulation, steps, step)
+    own = runs[-1]
+    step = _chosen(options, own)
+    simulation = simulated(own, step)
+    _write(options, runs, simulation, step)
     if options.json == "-":
         print(_json(options, runs))
         return 0
@@ -166,35 +166,27 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
     return options.step
 
 
-def _one_step(
-    spec: RunSpec, batches: Sequence[GlobalBatch], made: RunSimulation, step: int
-) -> tuple[tuple[ShardedStep, ...], Simulation]:
-    simulator = made.simulator
-    planner = planner_of(spec, simulator.cost, batches)
-    steps = tuple(sharded_steps(planner, dp=spec.parallel.dp, most=step + 1))[-1:]
-    return steps, simulator.run(simulator.price(steps))
-
-
 def _write(
     options: argparse.Namespace,
     runs: list[RunSimulation],
     simulation: Simulation,
-    steps: tuple[ShardedStep, ...],
     step: int,
 ) -> None:
     if options.trace:
         write_trace(options.trace, simulation, first_step=step)
     if options.timeline:
         pipeline = critical_path(simulation).main_pipeline
-        title = f"{runs[0].label}, step {step}, pipeline {pipeline}"
+        title = f"step {step} of {options.name}, pipeline {pipeline}"
         figure = timeline_figure(simulation, 0, pipeline, title=title)
         figure.savefig(options.timeline, dpi=150)
     if options.html:
         page = simulation_page(
             title=f"{options.name}: {len(runs)} systems simulated",
             runs=runs,
+            own="run",
             step=step,
             provenance=[("command", _command(options))],
+            notes=runs[-1].simulator.cost.notes,
         )
         Path(options.html).write_text(page, "utf-8")
     if options.json and options.json != "-":
@@ -202,26 +194,18 @@ def _write(
 
 
 def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> str:
-    profile = runs[0].simulator.cost.profile
+    own = runs[-1].simulator
+    profile = own.cost.profile
     data = {
         "command": _command(options),
         "version": program_version(),
         "profile": profile.name,
-        "worth": worth_of(profile),
-        "notes": list(runs[0].simulator.cost.notes),
-        "spec": runs[0].simulator.spec.to_dict(),
+        "worth": dict(worth_of(profile)),
+        "notes": list(own.cost.notes),
+        "spec": own.spec.to_dict(),
         "runs": [r.to_json() for r in runs],
     }
     return json.dumps(data, indent=1, allow_nan=False)
-
-
-def _layout(spec: RunSpec) -> str:
-    p, v = spec.parallel, spec.pp.virtual_stages
-    return (
-        f"{p.world_size:,} devices: tp {p.tp} cp {p.cp} pp {p.pp} dp {p.dp}, {v} virtual stages, "
-        f"{spec.pp.schedule}, {spec.num_micro_batches} micro-batches of up to "
-        f"{spec.data.context_window:,} tokens a global batch"
-    )
 
 
 def _show(
@@ -232,9 +216,10 @@ def _show(
     source: str,
 ) -> None:
     console = Console(highlight=False, markup=False)
-    own, cost = runs[0], runs[0].simulator.cost
-    console.print(_layout(own.simulator.spec))
-    console.print(worth_of(cost.profile))
+    own, cost = runs[-1], runs[-1].simulator.cost
+    console.print(layout_text(own.simulator.spec))
+    worth = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(cost.profile))
+    console.print(f"priced with {cost.profile.name} ({worth})")
     for note in cost.notes:
         console.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"

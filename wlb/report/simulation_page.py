@@ -5,7 +5,6 @@ from html import escape
 
 import numpy as np
 
-from wlb.cost import KernelProfile
 from wlb.cost.machine import program_version
 from wlb.report.page import STYLE
 from wlb.report.simulation_plots import (
@@ -13,9 +12,9 @@ from wlb.report.simulation_plots import (
     imbalance_figure,
     svg,
 )
+from wlb.report.simulation_tables import layout_text, worth_of
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import RunSimulation, Simulation, critical_path
-from wlb.spec import RunSpec
 
 Cell = Callable[[RunSimulation, RunSimulation], str]
 COLUMNS: tuple[tuple[str, Cell, str], ...] = (
@@ -25,7 +24,7 @@ COLUMNS: tuple[tuple[str, Cell, str], ...] = (
     (
         "gain",
         lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",
-        "speed-up: tokens a second over the last row's",
+        "speed-up: tokens a second over the first row's",
     ),
     (
         "bound",
@@ -66,10 +65,10 @@ def simulation_page(
     provenance: Sequence[tuple[str, str]] = (),
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as text. own: label of the run whose steps are drawn (default: the first). step:
+    """The page as text. own: label of the run whose steps are drawn (default: the last). step:
     which of them is drawn beside the slowest one (default: the median).
 
-    The last run is the baseline, as in `simulation_table`.
+    The first run is the baseline, as in `simulation_table`.
     provenance: what the caller knows besides (the command); profile, commit and seed are added.
     """
     if not runs:
@@ -77,7 +76,7 @@ def simulation_page(
     labels = [run.label for run in runs]
     if own and own not in labels:
         raise ValueError(f"no run is called {own!r}; there are {', '.join(labels)}")
-    shown = runs[labels.index(own)] if own else runs[0]
+    shown = runs[labels.index(own)] if own else runs[-1]
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in (*_lead(runs, shown), *notes)),
@@ -85,9 +84,9 @@ def simulation_page(
         _table(runs, shown),
         "<h2>Steps</h2>",
         _drawn(
-            svg(imbalance_figure(runs, baseline=runs[-1]), "steps"),
+            svg(imbalance_figure(runs), "steps"),
             "A point a step, running means as lines. Above: slowest over mean micro-batch in "
-            "predicted time. Below: simulated time over the mean of the last run, the baseline. "
+            "predicted time. Below: simulated time over the mean of the first run, the baseline. "
             "Policies that hold documents back have steps of different sizes; time a token "
             "compares them.",
         ),
@@ -111,36 +110,8 @@ def simulation_page(
     return head + "\n".join(parts) + "</body></html>\n"
 
 
-def layout_text(spec: RunSpec) -> str:
-    """ "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank"."""
-    p = spec.parallel
-    stages = f" with {spec.pp.virtual_stages} stages a rank" if spec.pp.virtual_stages > 1 else ""
-    return (
-        f"TP {p.tp}, CP {p.cp}, PP {p.pp}, DP {p.dp} ({p.world_size} GPUs), "
-        f"{spec.pp.schedule}{stages}, {spec.micro_batches_per_pipeline} micro-batches a pipeline"
-    )
-
-
-def _blocks_of(profile: KernelProfile) -> list[tuple[str, str]]:
-    """What a profile's blocks are worth: kind (published, measured, assumed) and blocks."""
-    blocks = [
-        (f"attention ({', '.join(t.backends)})", t.provenance.kind) for t in profile.attention
-    ]
-    blocks += [("GEMM", profile.gemm.provenance.kind)]
-    blocks += [("element-wise", cost.provenance.kind) for cost in profile.elementwise]
-    blocks += [("layer overhead", profile.layer.provenance.kind)]
-    blocks += [("output head", profile.head.provenance.kind)]
-    for cost in profile.collectives:
-        scope = cost.scope.replace("inter_node", "between nodes").replace("intra_node", "in a node")
-        blocks.append((f"{cost.op.replace('_', '-')} {scope}", cost.provenance.kind))
-    by_kind: dict[str, list[str]] = {}
-    for block, kind in dict.fromkeys(blocks):
-        by_kind.setdefault(str(kind), []).append(block)
-    return [(kind, ", ".join(found)) for kind, found in by_kind.items()]
-
-
 def _lead(runs: Sequence[RunSimulation], shown: RunSimulation) -> list[str]:
-    baseline, best = runs[-1], max(runs, key=lambda run: run.tokens_per_s)
+    baseline, best = runs[0], max(runs, key=lambda run: run.tokens_per_s)
     lines = [
         f"Simulated, not measured: {layout_text(shown.simulator.spec)}, priced with kernel profile "
         f"{shown.simulator.cost.profile.name}."
@@ -159,7 +130,7 @@ def _table(runs: Sequence[RunSimulation], own: RunSimulation) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name, _, _ in COLUMNS)
     rows: list[str] = []
     for run in runs:
-        cells = "".join(f"<td>{escape(cell(run, runs[-1]))}</td>" for _, cell, _ in COLUMNS)
+        cells = "".join(f"<td>{escape(cell(run, runs[0]))}</td>" for _, cell, _ in COLUMNS)
         mark = ' class="own"' if run is own else ""
         rows.append(f"<tr{mark}><td>{escape(run.label)}</td>{cells}</tr>")
     return (
@@ -228,7 +199,7 @@ def _provenance(run: RunSimulation) -> list[tuple[str, str]]:
     return [
         ("kernel profile", f"{profile.name}: {profile.device}, {profile.dtype}"),
         ("its source", f"{origin.kind}: {origin.source}"),
-        *((f"blocks that are {kind}", blocks) for kind, blocks in _blocks_of(profile)),
+        *((f"blocks that are {kind}", blocks) for kind, blocks in worth_of(profile)),
         *(("where the profile does not match", note) for note in cost.notes),
         ("layout", layout_text(spec)),
         ("seed", str(spec.run.seed)),

@@ -91,14 +91,12 @@ def heat_map_figure(
 # Steps of runs.
 
 
-def imbalance_figure(
-    runs: Sequence[RunSimulation], *, baseline: RunSimulation | None = None
-) -> Any:
-    """Imbalance and time of every step, time over the baseline's mean (default: the first run's):
-    faint points, and running means as lines. Time a token as well, where steps differ in tokens."""
+def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
+    """Imbalance and time of every step, time over the first run's mean: faint points, and running
+    means as lines. Time a token as well, where steps differ in tokens."""
     if not runs:
         raise ValueError("no run was given")
-    base = baseline or runs[0]
+    base = runs[0]
     of_base = f"\nmean of {base.label}"
     series = {
         "imbalance of packing": [
