@@ -67,11 +67,14 @@ class Experiment:
 REGISTRY = (
     Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
     Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
+    Experiment("fig02", "fig02", "Figure 2", 0.1, "who holds what in 4-D parallelism"),
     Experiment("fig03", "fig03", "Figure 3", 0.5, "how long documents are", "--lengths"),
+    Experiment("fig05", "fig05", "Figure 5", 0.1, "one slow micro-batch in a pipeline"),
     Experiment("fig07", "fig07", "Figure 7", 0.1, "operations' time by document length"),
     Experiment("fig08", "fig08_outlier_delay", "Figure 8", 0.2, "outliers wait and leave"),
     Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),
     Experiment("fig10", "fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
+    Experiment("fig11", "fig11", "Figure 11", 0.1, "choosing a micro-batch's sharding"),
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),

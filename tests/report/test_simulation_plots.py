@@ -14,15 +14,14 @@ from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import workload_for
 from wlb.report import simulation_page
 from wlb.report.simulation_plots import (
-    MICRO_BATCHES,
     WaterfallRow,
     heat_map_figure,
     imbalance_figure,
     running_mean,
     svg,
-    timeline_figure,
     waterfall_figure,
 )
+from wlb.report.timeline import MICRO_BATCHES, timeline_figure
 from wlb.simulate import RunSimulation, simulate_run
 
 
@@ -219,6 +218,17 @@ def test_a_page_of_one_step_and_of_none(runs):
         simulation_page(title="t", runs=[])
     with pytest.raises(ValueError, match="no run is called 'x'; there are one, two"):
         simulation_page(title="t", runs=runs, own="x")
+
+
+def test_the_page_draws_the_step_that_was_chosen(runs):
+    slowest = int(runs[0].step_time_s.argmax())
+    other = int(runs[0].step_time_s.argmin())
+    page = simulation_page(title="t", runs=runs, step=other)
+    assert re.findall(r"The \w+ step: (\d+)", page) == [str(slowest), str(other)]
+    page = simulation_page(title="t", runs=runs, step=slowest)
+    assert re.findall(r"The \w+ step: (\d+)", page) == [str(slowest)]
+    with pytest.raises(ValueError, match="step 99 is none"):
+        simulation_page(title="t", runs=runs, step=99)
 
 
 def test_figures_follow_the_pages_colours():

@@ -56,7 +56,7 @@ def test_what_a_pass_says_of_itself():
 
 
 def test_names_say_pipeline_rank_and_thread():
-    trace = trace_events(simulation_of([[[1, 2], [1, 1]]], pp=2))
+    trace = trace_events(simulation_of([[[1, 2], [1, 1]]], pp=2, other_ms=1))
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == [
         "critical path",

@@ -18,6 +18,7 @@ from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch
 from wlb.report import layout_text, simulated, simulation_page, simulation_table, worth_of
+from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
     RunSimulation,
     Simulation,
@@ -26,8 +27,8 @@ from wlb.simulate import (
     planner_of,
     sharded_steps,
     simulate_run,
+    write_trace,
 )
-from wlb.simulate.trace import write_trace
 from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
@@ -174,15 +175,16 @@ def _write(
     if options.trace:
         write_trace(options.trace, simulation, first_step=step)
     if options.timeline:
-        from wlb.report.simulation_plots import timeline_figure
-
-        figure = timeline_figure(simulation, title=f"step {step} of {options.name}, pipeline 0")
+        pipeline = critical_path(simulation).main_pipeline
+        title = f"step {step} of {options.name}, pipeline {pipeline}"
+        figure = timeline_figure(simulation, 0, pipeline, title=title)
         figure.savefig(options.timeline, dpi=150)
     if options.html:
         page = simulation_page(
             title=f"{options.name}: {len(runs)} systems simulated",
             runs=runs,
             own="run",
+            step=step,
             provenance=[("command", _command(options))],
             notes=runs[-1].simulator.cost.notes,
         )

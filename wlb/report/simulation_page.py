@@ -11,10 +11,10 @@ from wlb.report.simulation_plots import (
     heat_map_figure,
     imbalance_figure,
     svg,
-    timeline_figure,
 )
 from wlb.report.simulation_tables import layout_text, worth_of
-from wlb.simulate import CriticalPath, RunSimulation, Simulation, critical_path
+from wlb.report.timeline import timeline_figure
+from wlb.simulate import RunSimulation, Simulation, critical_path
 
 Cell = Callable[[RunSimulation, RunSimulation], str]
 COLUMNS: tuple[tuple[str, Cell, str], ...] = (
@@ -22,15 +22,15 @@ COLUMNS: tuple[tuple[str, Cell, str], ...] = (
     ("steps", lambda run, _: str(run.step_time_s.size), "that the global batches made"),
     ("tokens/s", lambda run, _: f"{run.tokens_per_s:,.0f}", "real tokens, without filler"),
     (
-        "speed-up",
-        lambda run, first: f"{run.tokens_per_s / first.tokens_per_s:.3f}",
-        "tokens a second over the first row's",
+        "gain",
+        lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",
+        "speed-up: tokens a second over the first row's",
     ),
     (
-        "over balanced",
-        lambda run, _: f"{run.time_s / run.balanced_time_s():.3f}",
-        "time over that of the same steps with every micro-batch and CP rank at its step's mean: "
-        "what is left to gain by balance alone",
+        "bound",
+        lambda run, _: f"{run.balanced_time_s() / run.time_s:.3f}",
+        "time with every micro-batch and CP rank at its step's mean / this: 1 where balance alone "
+        "has nothing left to gain",
     ),
     (
         "imbalance",
@@ -39,14 +39,19 @@ COLUMNS: tuple[tuple[str, Cell, str], ...] = (
     ),
     (
         "bubble",
-        lambda run, _: f"{run.bubble.mean():.1%}",
-        "share of a step that a pipeline rank is in no pass, mean of ranks and steps",
+        lambda run, _: f"{run.mean_bubble:.1%}",
+        "share of the time that a pipeline rank is in no pass",
     ),
     ("delay", lambda run, _: f"{run.mean_delay:.2f}", "steps that a token waits, mean"),
     (
         "memory (GiB)",
         lambda run, _: f"{run.peak_memory_bytes.max() / 2**30:.1f}",
         "most that a GPU holds, estimated",
+    ),
+    (
+        "MFU",
+        lambda run, _: f"{run.mfu(peak_tflops=run.simulator.spec.cluster.peak_tflops):.1%}",
+        "FLOPs of the documents, not of windows, over what the GPUs could do",
     ),
 )
 
@@ -56,11 +61,14 @@ def simulation_page(
     title: str,
     runs: Sequence[RunSimulation],
     own: str = "",
+    step: int | None = None,
     provenance: Sequence[tuple[str, str]] = (),
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as text. own: label of the run whose steps are drawn (default: the last).
+    """The page as text. own: label of the run whose steps are drawn (default: the last). step:
+    which of them is drawn beside the slowest one (default: the median).
 
+    The first run is the baseline, as in `simulation_table`.
     provenance: what the caller knows besides (the command); profile, commit and seed are added.
     """
     if not runs:
@@ -78,10 +86,11 @@ def simulation_page(
         _drawn(
             svg(imbalance_figure(runs), "steps"),
             "A point a step, running means as lines. Above: slowest over mean micro-batch in "
-            "predicted time. Below: simulated time over the mean of the first run. Policies that "
-            "hold documents back have steps of different sizes; time a token compares them.",
+            "predicted time. Below: simulated time over the mean of the first run, the baseline. "
+            "Policies that hold documents back have steps of different sizes; time a token "
+            "compares them.",
         ),
-        *_steps(shown),
+        *_steps(shown, step),
         *_gpus(shown),
         "<h2>What the columns mean</h2><dl>",
         *(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, _, text in COLUMNS),
@@ -102,17 +111,17 @@ def simulation_page(
 
 
 def _lead(runs: Sequence[RunSimulation], shown: RunSimulation) -> list[str]:
-    first, best = runs[0], max(runs, key=lambda run: run.tokens_per_s)
+    baseline, best = runs[0], max(runs, key=lambda run: run.tokens_per_s)
     lines = [
         f"Simulated, not measured: {layout_text(shown.simulator.spec)}, priced with kernel profile "
         f"{shown.simulator.cost.profile.name}."
     ]
-    if best is first and len(runs) > 1:
-        lines.append(f"{first.label}, the first row, is the fastest here.")
+    if best is baseline and len(runs) > 1:
+        lines.append(f"{baseline.label}, the baseline, is the fastest here.")
     elif len(runs) > 1:
-        ratio = best.tokens_per_s / first.tokens_per_s
+        ratio = best.tokens_per_s / baseline.tokens_per_s
         lines.append(
-            f"{best.label} trains {ratio:.2f} times as many tokens a second as {first.label}."
+            f"{best.label} trains {ratio:.3f} times as many tokens a second as {baseline.label}."
         )
     return lines
 
@@ -130,17 +139,21 @@ def _table(runs: Sequence[RunSimulation], own: RunSimulation) -> str:
     )
 
 
-def _steps(run: RunSimulation) -> list[str]:
-    """The slowest and the median step: timeline, and the critical path in words."""
+def _steps(run: RunSimulation, chosen: int | None) -> list[str]:
+    """The slowest and the median or chosen step: timeline, and the critical path in words."""
     order = np.argsort(run.step_time_s, kind="stable").tolist()
-    chosen = {"slowest": order[-1], "median": order[(len(order) - 1) // 2]}
+    if chosen is not None and chosen not in order:
+        raise ValueError(f"step {chosen} is none of the {len(order)} of {run.label}")
+    steps = {"slowest": int(order[-1])}
+    median = int(order[len(order) // 2])
+    steps["median" if chosen in (None, median) else "chosen"] = median if chosen is None else chosen
     parts: list[str] = []
-    for name, step in chosen.items():
-        if name == "median" and step == chosen["slowest"]:
+    for name, step in steps.items():
+        if name != "slowest" and step == steps["slowest"]:
             continue
         simulation = simulated(run, step)
         path = critical_path(simulation)
-        pipeline = main_pipeline(path)
+        pipeline = path.main_pipeline
         seconds = f"{path.step_time_s:.3f} s"
         title = f"{run.label}, step {step}, pipeline {pipeline}"
         parts += [
@@ -178,14 +191,6 @@ def _gpus(run: RunSimulation) -> list[str]:
 def simulated(run: RunSimulation, step: int) -> Simulation:
     """One of the run's steps again, with its events, as a simulation of one step."""
     return run.simulator.run(run.prices.select(slice(step, step + 1)))
-
-
-def main_pipeline(path: CriticalPath) -> int:
-    """The pipeline that most of the critical path's passes are of."""
-    seconds: dict[int, float] = {}
-    for (pipeline, _), s in path.by_rank.items():
-        seconds[pipeline] = seconds.get(pipeline, 0.0) + s
-    return max(seconds, key=lambda pipeline: seconds[pipeline], default=0)
 
 
 def _provenance(run: RunSimulation) -> list[tuple[str, str]]:

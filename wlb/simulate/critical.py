@@ -68,6 +68,14 @@ class CriticalPath:
         events = [e for e in self.events if e.node.kind == NodeKind.PASS]
         return _summed(events, lambda e: (e.pipeline, e.node.rank))
 
+    @property
+    def main_pipeline(self) -> int:
+        """That most time of its passes is spent on; 0 where it has none."""
+        seconds: dict[int, float] = {}
+        for (pipeline, _), s in self.by_rank.items():
+            seconds[pipeline] = seconds.get(pipeline, 0.0) + s
+        return max(seconds, key=lambda pipeline: seconds[pipeline], default=0)
+
     def describe(self) -> tuple[str, ...]:
         """What took the time, in words."""
         lines: list[str] = []
@@ -126,7 +134,7 @@ def _terms(
 ) -> tuple[dict[str, float], int]:
     """Seconds by term, and the slowest CP rank of a pass with attention."""
     if node.kind != NodeKind.PASS or node.action is None:
-        return {_NAMES[node.kind]: duration_ns * 1e-9}, -1
+        return {NAMES[node.kind]: duration_ns * 1e-9}, -1
     stage, kind, i = node.action
     tokens = int(prices.tokens[step, pipeline, i])
     out: dict[str, float] = {}
@@ -144,7 +152,7 @@ def _terms(
     return {name: seconds for name, seconds in out.items() if seconds}, cp_rank
 
 
-_NAMES = {
+NAMES = {
     NodeKind.MESSAGE: "p2p",
     NodeKind.GATHER: "parameter gather",
     NodeKind.PREFETCH: "parameter gather",

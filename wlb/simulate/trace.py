@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wlb.simulate.critical import event_of
+from wlb.simulate.critical import NAMES, event_of
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.order import Action, Kind
 from wlb.simulate.step import Simulation
@@ -32,13 +32,6 @@ _WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward, inputs",
     Kind.BACKWARD_WEIGHT: "backward, weights",
-    NodeKind.GATHER: "parameter gather",
-    NodeKind.PREFETCH: "parameter gather",
-    NodeKind.REDUCE_AHEAD: "gradient reduction",
-    NodeKind.REDUCE: "gradient reduction",
-    NodeKind.NORM: "gradient norm",
-    NodeKind.OPTIMIZER: "optimizer",
-    NodeKind.OVERHEAD: "overhead",
 }
 
 
@@ -185,8 +178,8 @@ class _Step:
         pp = self.simulation.simulator.spec.parallel.pp
         tid = COLLECTIVES if node.action is None else PASSES
         tid = self.tids.get((i, pipeline), tid)
-        # All ranks meet for the norm, which the graph has once.
-        for rank in range(pp) if node.kind == NodeKind.NORM else [node.rank]:
+        # The graph has once what all ranks do together at the end.
+        for rank in [node.rank] if node.rank >= 0 else range(pp):
             at = (_pid(pipeline, rank, pp), tid)
             yield self._complete(name, category, at, (start, stop), args)
         if is_critical:
@@ -212,7 +205,7 @@ class _Step:
     def _words(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
         """Name and arguments."""
         if node.action is None:
-            name = _WORDS[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
+            name = NAMES[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
             return name, {"step": self.name}
         stage, kind, micro_batch = node.action
         args: dict[str, Any] = {
