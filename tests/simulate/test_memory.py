@@ -15,9 +15,13 @@ ONE = np.array([1] * 64)
 ZERO_BUBBLE = Schedule.INTERLEAVED_ZERO_BUBBLE
 
 
-def peaks(schedule: Schedule, pp: int, v: int, n: int, **bytes_of: int) -> list[int]:
+def peaks(
+    schedule: Schedule, pp: int, v: int, n: int, *, delay: int = 1, **bytes_of: int
+) -> list[int]:
     """Of every rank, with passes that keep 1 byte and have no output unless told."""
-    order = pipeline_order(schedule, pp=pp, virtual_stages=v, num_micro_batches=n)
+    order = pipeline_order(
+        schedule, pp=pp, virtual_stages=v, num_micro_batches=n, weight_delay=delay
+    )
     kept, output, waiting = (
         bytes_of.get(name, other) * ONE[:n]
         for name, other in (("kept", 1), ("output", 0), ("waiting", 1))
@@ -35,6 +39,15 @@ def test_1f1b_holds_as_many_micro_batches_as_ranks_follow() -> None:
 def test_interleaved_holds_what_the_estimate_counts(pp: int, v: int, n: int) -> None:
     spec = spec_of(tp=1, cp=1, pp=pp, v=v, n=n, dp=1)
     assert peaks(spec.pp.schedule, pp, v, n) == [in_flight(spec, pp_rank=r) for r in range(pp)]
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5])
+@pytest.mark.parametrize(("pp", "v", "n"), [(4, 1, 8), (4, 2, 8), (4, 2, 4), (2, 4, 4), (4, 2, 2)])
+def test_zero_bubble_holds_what_the_estimate_counts(pp: int, v: int, n: int, delay: int) -> None:
+    spec = spec_of(tp=1, cp=1, pp=pp, v=v, n=n, dp=1)
+    spec = replace(spec, pp=replace(spec.pp, schedule=ZERO_BUBBLE, weight_delay=delay))
+    counted = [in_flight(spec, pp_rank=r) for r in range(pp)]
+    assert peaks(ZERO_BUBBLE, pp, v, n, delay=delay) == counted
 
 
 def test_zero_bubble_holds_more_than_its_warm_up() -> None:

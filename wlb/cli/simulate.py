@@ -259,9 +259,13 @@ def _replay(
             waits_of(simulation, step=s, shortest_s=REPLAYED_SHORTEST_S) for s in range(len(steps))
         ]
         labels = [f"{made.label}, step {s}" for s in range(len(steps))]
-        v = spec.pp.virtual_stages
         for found in compare(
-            waits, labels, schedule=spec.pp.schedule, pp=spec.parallel.pp, virtual_stages=v
+            waits,
+            labels,
+            schedule=spec.pp.schedule,
+            pp=spec.parallel.pp,
+            virtual_stages=spec.pp.virtual_stages,
+            weight_delay=spec.pp.weight_delay,
         ):
             replayed = " ".join(f"{t:.3f}" for t in found.replayed_s)
             difference = f"{found.difference:+.1%}"
