@@ -104,13 +104,15 @@ def _spec(folder: Path) -> RunSpec:
 
 
 def _metrics(path: Path) -> list[StepMetrics]:
-    """Measured steps in order; of one that was trained again after a resume, the last."""
+    """Measured steps in order, since the run was last started or resumed: the last checkpoint says
+    how those were configured."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; give the folder of a run that trained")
     lines: list[dict[str, Any]] = [json.loads(x) for x in path.read_text("utf-8").splitlines()]
-    found = (StepMetrics.from_json(x["measured"]) for x in lines if x["kind"] == "step")
-    by_step = {m.step: m for m in found if m.num_targets}
-    return [by_step[step] for step in sorted(by_step)]
+    starts = [i for i, line in enumerate(lines) if line["kind"] == "start"]
+    last = lines[max(starts, default=0) :]
+    found = [StepMetrics.from_json(x["measured"]) for x in last if x["kind"] == "step"]
+    return [m for m in found if m.num_targets]
 
 
 def _chunks(
