@@ -211,13 +211,13 @@ def _train(run: Run, steps: int) -> None:
 
 def _compared(run: Run) -> Trained:
     folder = FOLDER / run.name
-    made = simulate_recorded(folder, profile=str(_profile(run)), skip=WARM_UP)
+    made = simulate_recorded(folder, profile=str(_profile(run)))
     return Trained(
         run=run,
         load=load_now(),
         measured_s=made.measured_s.tolist(),
         simulated_s=made.simulated_s.tolist(),
-        before_s=simulate_recorded(folder, profile="cpu", skip=WARM_UP).simulated_s.tolist(),
+        before_s=simulate_recorded(folder, profile="cpu").simulated_s.tolist(),
         computing_s=_computing_s(made),
         simulated_computing_s=_simulated_computing_s(made),
     )

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.train.case import Run, small_spec, write_corpus
+from wlb.cli.main import main
 from wlb.train import start
 from wlb.train.recorded import simulate_recorded
 
@@ -22,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_step_is_simulated_from_the_plan_that_was_trained(run: Run) -> None:
-    made = simulate_recorded(run.folder)
+    made = simulate_recorded(run.folder, skip=0)
     assert [m.step for m in made.measured] == [s["measured"]["step"] for s in run.steps]
     assert made.measured_s.tolist() == [s["measured"]["step_time_s"] for s in run.steps]
     tokens = np.concatenate([s.prices.tokens.sum(axis=(1, 2)) for s in made.simulations])
@@ -60,14 +61,14 @@ def test_plans_that_are_not_those_that_were_trained_are_refused(run: Run, tmp_pa
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
     problem = rf"step 2 is planned with num_tokens = {was}, but {was - 1} is in .*metrics\.jsonl"
     with pytest.raises(ValueError, match=problem):
-        simulate_recorded(folder)
+        simulate_recorded(folder, skip=0)
 
 
 def test_only_steps_since_the_last_start_count(run: Run, tmp_path: Path) -> None:
     lines = [*run.lines[:5], {"kind": "start", "resumed_from": "x"}, *run.lines[5:]]
     folder = copied(run, tmp_path)
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    assert [m.step for m in simulate_recorded(folder).measured] == [4, 5]
+    assert [m.step for m in simulate_recorded(folder, skip=0).measured] == [4, 5]
 
 
 def test_folders_without_a_finished_run_are_refused(run: Run, tmp_path: Path) -> None:
@@ -78,3 +79,15 @@ def test_folders_without_a_finished_run_are_refused(run: Run, tmp_path: Path) ->
     (tmp_path / "metrics.jsonl").write_bytes((run.folder / "metrics.jsonl").read_bytes())
     with pytest.raises(ValueError, match="has no checkpoint, which says how the run was"):
         simulate_recorded(tmp_path)
+
+
+def test_the_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--run", str(run.folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(3 steps of warm-up left out)" in shown
+    words = ["simulate", "--run", str(run.folder), "--set", "cost.profile=h100", "--json"]
+    assert main(words) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["profile"], data["steps"]) == ("h100", [3, 4, 5])
+    assert main(["simulate", "--run", str(run.folder), "--set", "run.seed=1"]) == 2
+    assert "--set cost.profile=...; got run.seed=1" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from wlb.cost import workload_for
+from wlb.cost import KernelProfile, workload_for
 from wlb.parallel.mesh import choose_device
 from wlb.plan import StepMetrics
 from wlb.planner import open_planner
@@ -34,11 +34,18 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRun:
-    """Steps of a run, measured and simulated. simulations: of consecutive steps."""
+    """Steps of a run, measured and simulated. simulations: of consecutive steps. left_out: steps
+    before them."""
 
     spec: RunSpec
+    left_out: int
     measured: tuple[StepMetrics, ...]
     simulations: tuple[Simulation, ...]
+
+    @property
+    def profile(self) -> KernelProfile:
+        """What the steps were simulated with."""
+        return self.simulations[0].simulator.cost.profile
 
     @property
     def measured_s(self) -> FloatArray:
@@ -66,18 +73,20 @@ class RecordedRun:
 
 
 def simulate_recorded(
-    folder: Path, *, profile: str = "", skip: int = 0, console: Console | None = None
+    folder: Path, *, profile: str = "", skip: int | None = None, console: Console | None = None
 ) -> RecordedRun:
     """The run in `folder` (run.output_dir/run.name), on the device that it would take here.
 
     profile: name or path of the kernel profile to simulate with; "" for the run's own. skip: steps
-    at the start that are left out.
+    at the start that are left out; None for telemetry.warmup_steps.
     """
     written = folder / "metrics.jsonl"
-    metrics = _metrics(written)[skip:]
-    if not metrics:
-        raise ValueError(f"{written} has no step after the first {skip}")
+    metrics = _metrics(written)
     spec = _spec(folder)
+    left_out = spec.telemetry.warmup_steps if skip is None else skip
+    metrics = metrics[left_out:]
+    if not metrics:
+        raise ValueError(f"{written} has no step after the first {left_out}")
     stores = open_stores(spec, console or Console(quiet=True))
     device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
     spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
@@ -88,7 +97,9 @@ def simulate_recorded(
     wanted = {m.step: m for m in metrics}
     steps = sharded_steps(planner, dp=spec.parallel.dp, most=max(wanted) + 1)
     simulations = [simulator.run(simulator.price(s)) for s in _chunks(steps, wanted, written)]
-    return RecordedRun(spec=spec, measured=tuple(metrics), simulations=tuple(simulations))
+    return RecordedRun(
+        spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)
+    )
 
 
 def _spec(folder: Path) -> RunSpec:
