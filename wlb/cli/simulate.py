@@ -1,5 +1,5 @@
 """`wlb simulate`: what a run would take on a cluster, who waits, and how systems compare. No torch,
-but for --replay."""
+but for --replay and --run."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cli import sources
+from wlb.cli import recorded, sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch
@@ -43,7 +43,14 @@ def add_parser(commands: Any) -> None:
         "and with other systems; print step time, tokens/s, bubbles, memory, and what the critical "
         "path is made of. All times follow from the kernel profile.",
     )
-    sources.add_arguments(parser, steps=32)
+    source = sources.add_arguments(parser, steps=32)
+    source.add_argument(
+        "--run",
+        metavar="FOLDER",
+        dest="recorded",
+        help="the very steps of a finished run (run.output_dir/run.name), measured and simulated; "
+        "takes no other options than --set cost.profile=..., and --json; needs torch and the store",
+    )
     parser.add_argument(
         "--systems",
         nargs="*",
@@ -90,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
         options.html,
         needs_plots=bool(options.timeline or options.html),
     )
+    if options.recorded:
+        return recorded.show(options)
     spec = priced_spec(load(options.name, options.overrides))
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)

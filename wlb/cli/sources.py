@@ -3,6 +3,7 @@
 import argparse
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from wlb.corpus import (
     FAMILIES,
@@ -21,8 +22,8 @@ MOST_TOKENS = 1 << 40
 """Of all global batches together; a plan of more would take days."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> None:
-    """The run's settings, and exactly one source."""
+def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> Any:
+    """The run's settings, and exactly one source; returns the sources' group, to add others."""
     parser.add_argument(
         "name",
         nargs="?",
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> None:
         default="cuda",
         help="whose kernel profile prices documents where cost.profile is auto (default: cuda)",
     )
+    return source
 
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
