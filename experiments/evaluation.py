@@ -135,9 +135,7 @@ def outcomes(alternatives: Sequence[Sequence[Case]]) -> list[Outcome]:
     out: list[Outcome] = []
     for group in alternatives:
         results = [next(found) for _ in group]
-        fits = [
-            o for o in results if isinstance(o, Outcome) and o.memory_bytes <= MEMORY_GIB * GIB
-        ]
+        fits = [o for o in results if isinstance(o, Outcome) and o.memory_bytes <= MEMORY_GIB * GIB]
         if not fits:
             raise ValueError(f"nothing of {group[0].config}, {group[0].name} fits: {results}")
         out.append(min(fits, key=lambda o: o.time_s))

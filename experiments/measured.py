@@ -1,13 +1,12 @@
 """Measured speed-ups of finished runs, in the tables of the simulated ones.
 
-A run is a folder that `wlb train` wrote: `metrics.jsonl` has a line a step. Its system is told from
-its settings, as they stand in the checkpoint beside it or in `spec.json`.
+A run is a folder that `wlb train` wrote: `metrics.jsonl` has a line a step, and its last checkpoint
+the settings that tell which system it was.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.results import Table
 
@@ -35,14 +34,15 @@ def read_run(folder: Path) -> Measured:
     if not path.is_file():
         raise ValueError(f"{folder} is not a run: it has no metrics.jsonl")
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    steps = [line["measured"] for line in lines if line.get("measured")][WARMUP_STEPS:]
+    trained = [line for line in lines if line.get("kind") == "step"]
+    steps = [line["measured"] for line in trained][WARMUP_STEPS:]
     timed = [s for s in steps if s.get("step_time_s")]
     if not timed:
         raise ValueError(f"{folder} has no timed step after the first {WARMUP_STEPS}")
     seconds = sum(s["step_time_s"] for s in timed)
     return Measured(
         folder=folder,
-        system=_system(folder, lines),
+        system=_system(folder),
         steps=len(timed),
         tokens_per_s=sum(s["num_tokens"] for s in timed) / seconds,
         step_s=seconds / len(timed),
@@ -75,9 +75,13 @@ def measured_table(folders: list[Path]) -> Table:
     )
 
 
-def _system(folder: Path, lines: list[dict[str, Any]]) -> str:
-    policy = next((line["spec"]["packing"]["policy"] for line in lines if "spec" in line), "")
-    return SYSTEM_OF.get(policy, policy or folder.name)
+def _system(folder: Path) -> str:
+    """By the packing policy of the last checkpoint; the folder's name where there is none."""
+    checkpoints = sorted(folder.glob("checkpoints/step-*/run.json"))
+    if not checkpoints:
+        return folder.name
+    policy = json.loads(checkpoints[-1].read_text("utf-8"))["spec"]["packing"]["policy"]
+    return SYSTEM_OF.get(policy, policy)
 
 
 def _mean(values: list[float]) -> float:

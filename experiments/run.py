@@ -75,7 +75,11 @@ REGISTRY = (
     Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),
     Experiment("fig10", "fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
     Experiment("fig11", "fig11", "Figure 11", 0.1, "choosing a micro-batch's sharding"),
+    Experiment("fig12", "fig12", "Figure 12", 5, "speed-up of the systems, simulated", "--quick"),
+    Experiment("fig13", "fig13", "Figure 13", 1, "breakdown on 7B-128K, simulated", "--quick"),
+    Experiment("fig14", "fig14", "Figure 14", 3, "speed-up by window, simulated", "--quick"),
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
+    Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, scales, tails", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
     Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
