@@ -13,6 +13,7 @@ KEYS = [
     "checkpoint.interval",
     "checkpoint.keep",
     "cluster.memory_gib",
+    "cluster.overhead",
     "cluster.peak_tflops",
     "cluster.tp_overlap",
     "cost.profile",

@@ -11,7 +11,7 @@ from wlb.cost.flops import (
     linear_flops_per_token,
     tile_pairs,
 )
-from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns
+from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns, kernels_ns
 from wlb.cost.machine import machine_name
 from wlb.cost.memory import (
     MemoryEstimate,
@@ -47,7 +47,13 @@ from wlb.cost.profile_file import (
 )
 from wlb.cost.stage import StageTimes, stage_times, without_collectives
 from wlb.cost.surface import Curve, Surface, limit_curve_growth, limit_growth
-from wlb.cost.workload import FlopsWorkload, ProfiledWorkload, WorkloadModel, workload_for
+from wlb.cost.workload import (
+    FlopsWorkload,
+    ProfiledWorkload,
+    WorkloadModel,
+    workload_for,
+    workload_of,
+)
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -84,6 +90,7 @@ __all__ = [
     "head_flops",
     "ideal_kernels_ns",
     "in_flight",
+    "kernels_ns",
     "layer_linear_flops",
     "limit_curve_growth",
     "limit_growth",
@@ -103,4 +110,5 @@ __all__ = [
     "token_caps",
     "without_collectives",
     "workload_for",
+    "workload_of",
 ]

@@ -11,6 +11,7 @@ Ranks of a CP group meet in every layer's collectives, forward as backward, so w
 waits for is the slowest rank of each pass, not the rank with the largest sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,16 +55,35 @@ class AttentionLatency:
 
 def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLatency:
     """Predicted attention time of each rank of `plan`; pure, integer nanoseconds."""
-    q, kv = plan.stop - plan.start, plan.stop
-    forward, backward = cost.segment_times_ns(q, kv)
-    call_forward, call_backward = cost.attention_call_ns(q, kv, plan.rank_offsets)
+    forward, backward = kernels_ns([plan], cost, cp=plan.cp)
     gather, exchange = cost.kv_exchange_ns(plan.num_tokens, cp=plan.cp)
     return AttentionLatency(
-        forward_ns=_of_ranks(forward, plan.rank_offsets) + call_forward,
-        backward_ns=_of_ranks(backward, plan.rank_offsets) + call_backward,
+        forward_ns=forward[0],
+        backward_ns=backward[0],
         gather_forward_ns=gather,
         exchange_backward_ns=exchange,
     )
+
+
+def kernels_ns(
+    plans: Sequence[ShardingPlan], cost: WorkloadModel, *, cp: int
+) -> tuple[IntArray, IntArray]:
+    """Kernels and launches of each of `cp` ranks, forward and backward, shape [num_plans, cp].
+
+    All segments are priced together: it costs a tenth of one plan after the other.
+    """
+    if not plans:
+        return np.zeros((0, cp), np.int64), np.zeros((0, cp), np.int64)
+    stop = np.concatenate([plan.stop for plan in plans])
+    rows = stop - np.concatenate([plan.start for plan in plans])
+    offsets = offsets_of(np.concatenate([np.diff(plan.rank_offsets) for plan in plans]))
+    times = cost.segment_times_ns(rows, stop)
+    calls = cost.attention_call_ns(rows, stop, offsets)
+    forward, backward = (
+        (_of_ranks(segments, offsets) + call).reshape(len(plans), cp)
+        for segments, call in zip(times, calls, strict=True)
+    )
+    return forward, backward
 
 
 def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
@@ -79,6 +99,6 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:
     if float(times.sum(dtype=np.float64)) >= 2.0**63:
-        raise ValueError("the cost model's times of a micro-batch add up to over 292 years")
+        raise ValueError("the cost model's times of micro-batches add up to over 292 years")
     running = offsets_of(times)
     return running[rank_offsets[1:]] - running[rank_offsets[:-1]]

@@ -2,9 +2,10 @@
 
 The weights' pass has one of the two matrix products of every linear layer's backward. Under TP it
 gathers all four of a layer's [tokens, hidden] tensors again, its two inputs and its two outputs'
-gradients, with nothing to hide behind (`wlb.parallel.tensor`); the inputs' pass keeps the gathers
-of gradients and the reduce-scatters. So splitting costs two gathers a layer, besides the memory:
-what waits for the weights' pass is as large as what forward kept, but for the log-sum-exp.
+gradients, one ahead of the product that needs it (`wlb.parallel.deferred`); the inputs' pass keeps
+the gathers of gradients and the reduce-scatters. So splitting costs two gathers a layer, besides
+the memory: what waits for the weights' pass is as large as what forward kept, but for the
+log-sum-exp.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def split_backward(linear: LinearCost) -> SplitBackward:
     exposed = 1 - linear.tp_overlap
     return SplitBackward(
         product_ns_per_token=product,
-        weight_ns_per_token=product + linear.tp_wire_ns(WEIGHT_GATHERS, 0) * layers,
+        weight_ns_per_token=product + linear.tp_wire_ns(WEIGHT_GATHERS, 0) * layers * exposed,
         weight_call_ns=WEIGHT_GATHERS * alpha * layers,
         saved_ns_per_token=product + linear.tp_wire_ns(SAVED_GATHERS, 0) * layers * exposed,
         saved_call_ns=SAVED_GATHERS * alpha * layers,

@@ -354,6 +354,12 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
     machine = machine_name(device)
     is_auto = name == "auto"
     profile = matching_profile(device, machine, backend) if is_auto else load_profile(name)
+    return workload_of(spec, profile, machine=machine)
+
+
+def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> ProfiledWorkload:
+    """The workload of a run priced with `profile`; machine: what it runs on, for `.notes`."""
+    backend = str(spec.kernels.attention)
     return ProfiledWorkload(
         model=spec.model,
         parallel=spec.parallel,

@@ -19,29 +19,42 @@ from torch.distributed.tensor import DTensor
 
 from wlb.model import Ops
 
-Compute = Callable[[], Sequence[Tensor]]
+Begin = Callable[[], Tensor]
+Compute = Callable[[Tensor | None], Sequence[Tensor]]
 
 
 class WeightQueue:
     """Weight gradients of the backward pass at work, not computed yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence[nn.Parameter], Compute]] = []
+        self._waiting: list[tuple[Sequence[nn.Parameter], Begin | None, Compute]] = []
 
-    def push(self, parameters: Sequence[nn.Parameter], compute: Compute) -> None:
-        """compute() gives the local gradient of each of `parameters`, in order."""
+    def push(
+        self, parameters: Sequence[nn.Parameter], compute: Compute, *, begin: Begin | None = None
+    ) -> None:
+        """compute(begun) gives the local gradient of each of `parameters`, in order.
+
+        begin() starts a collective that compute waits for; it is called while the gradients before
+        are computed, so that one hides behind the other. None is passed where there is none.
+        """
         if any(parameter.requires_grad for parameter in parameters):
-            self._waiting.append((parameters, compute))
+            self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
         """A function that computes and adds all that waits now; the queue is empty after."""
         waiting, self._waiting = self._waiting, []
 
+        def begin_next() -> Tensor | None:
+            begin = waiting[-1][1] if waiting else None
+            return None if begin is None else begin()
+
         @torch.no_grad()
         def run() -> None:
+            begun = begin_next()
             while waiting:
-                parameters, compute = waiting.pop()  # frees its activations as it goes
-                for parameter, grad in zip(parameters, compute(), strict=True):
+                parameters, _, compute = waiting.pop()  # frees its activations as it goes
+                this, begun = begun, begin_next()
+                for parameter, grad in zip(parameters, compute(this), strict=True):
                     if parameter.requires_grad:
                         _add(parameter, grad)
 
@@ -98,7 +111,7 @@ class _Input(torch.autograd.Function):
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         x_TC, weight_FC = ctx.saved_tensors
         grad_TF = ctx.grads.pop(0)
-        ctx.queue.push([ctx.parameter], lambda: [grad_TF.t() @ x_TC])
+        ctx.queue.push([ctx.parameter], lambda _: [grad_TF.t() @ x_TC])
         return None, None, None, grad_TF @ weight_FC, None
 
 

@@ -82,11 +82,12 @@ class _GatherRows(torch.autograd.Function):
             dweights = [grad.t() @ x_TC for grad in grads_TF]
         elif queue is not None:
 
-            def later() -> list[Tensor]:
-                x_TC = all_gather(x_SC, group)
+            def later(gathering: Tensor | None) -> list[Tensor]:
+                assert gathering is not None
+                x_TC = wait(gathering)
                 return [grad.t() @ x_TC for grad in grads_TF]
 
-            queue.push(ctx.parameters, later)
+            queue.push(ctx.parameters, later, begin=lambda: start_all_gather(x_SC, group))
         return None, None, None, wait(scattering), *dweights
 
 
@@ -117,8 +118,13 @@ class _RowInput(torch.autograd.Function):
         grad_TC = all_gather(grad_SC, group)
         if queue is None:
             return None, None, None, grad_TC @ weight, grad_TC.t() @ x_TF
+
+        def later(gathering: Tensor | None) -> list[Tensor]:
+            assert gathering is not None
+            return [wait(gathering).t() @ x_TF]
+
         # Gathered once more then, so that what waits stays small.
-        queue.push([ctx.parameter], lambda: [all_gather(grad_SC, group).t() @ x_TF])
+        queue.push([ctx.parameter], later, begin=lambda: start_all_gather(grad_SC, group))
         return None, None, None, grad_TC @ weight, None
 
 

@@ -132,14 +132,11 @@ def _terms(
         cp_rank = int(ranks.argmax())
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
-    parts = [prices.linear[kind]]
-    parts += [prices.ends[kind, False]] if stage == 0 and (kind, False) in prices.ends else []
-    is_last = stage == num_stages - 1
-    parts += [prices.ends[kind, True]] if is_last and (kind, True) in prices.ends else []
-    for terms in parts:
+    for terms in prices.terms(stage, num_stages=num_stages, kind=kind):
         for name, ns in terms.per_token.items():
             out[name] = out.get(name, 0.0) + ns * tokens * 1e-9
-        out["calls"] = out.get("calls", 0.0) + terms.call_ns * 1e-9
+        for name, ns in terms.per_call.items():
+            out[name] = out.get(name, 0.0) + ns * 1e-9
     return {name: seconds for name, seconds in out.items() if seconds}, cp_rank
 
 
@@ -147,9 +144,11 @@ _NAMES = {
     NodeKind.MESSAGE: "p2p",
     NodeKind.GATHER: "parameter gather",
     NodeKind.PREFETCH: "parameter gather",
+    NodeKind.REDUCE_AHEAD: "gradient reduction",
     NodeKind.REDUCE: "gradient reduction",
     NodeKind.NORM: "gradient norm",
     NodeKind.OPTIMIZER: "optimizer",
+    NodeKind.OVERHEAD: "overhead",
 }
 
 

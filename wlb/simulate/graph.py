@@ -24,12 +24,21 @@ class NodeKind(StrEnum):
     MESSAGE = "message"
     GATHER = "gather"
     PREFETCH = "prefetch"
+    REDUCE_AHEAD = "reduce ahead"
     REDUCE = "reduce"
     NORM = "norm"
     OPTIMIZER = "optimizer"
+    OVERHEAD = "overhead"
 
 
-JOINT = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.NORM)
+JOINT = (
+    NodeKind.GATHER,
+    NodeKind.PREFETCH,
+    NodeKind.REDUCE_AHEAD,
+    NodeKind.REDUCE,
+    NodeKind.NORM,
+    NodeKind.OVERHEAD,
+)
 
 
 class Node(NamedTuple):

@@ -1,11 +1,13 @@
 """Most activations that a pipeline rank holds at once, from the order of its passes.
 
 Forward keeps a stage's activations and its output; backward frees both. Where backward is split,
-the inputs' pass frees the output, and what waits for the weights' pass (inputs of linear layers and
-gradients of their outputs) is as large as what was kept, so that it is freed there.
+the inputs' pass frees them as well and leaves what the weights' pass needs: inputs of linear
+layers and gradients of their outputs, as large as what forward keeps without recompute.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,35 +16,55 @@ from wlb.cost.memory import MemoryEstimate, layer_activation_bytes
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.plan import IntArray
 from wlb.simulate.order import Action, Kind
-from wlb.spec import RunSpec
+from wlb.spec import Recompute, RunSpec
 
 
-def activation_bytes(spec: RunSpec, tokens: IntArray) -> tuple[IntArray, IntArray]:
-    """(kept for backward, output) of one pass through one stage; tokens: of a micro-batch, all CP
-    ranks, any shape."""
+class PassBytes(NamedTuple):
+    """Of a pass of each micro-batch through one stage, [..., n]. kept: by forward for backward.
+    waiting: left by the inputs' pass for the weights'."""
+
+    kept: IntArray
+    output: IntArray
+    waiting: IntArray
+
+
+def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
+    """tokens: of micro-batches, all CP ranks, shape [..., n]."""
+    plain = replace(
+        spec,
+        training=replace(spec.training, recompute=Recompute.NONE),
+        cp=replace(spec.cp, keep_gathered_kv=False),
+    )
+    size = DTYPE_BYTES[str(spec.training.dtype)] * spec.model.hidden_size
+    local = -(-tokens // spec.parallel.cp)
+    return PassBytes(
+        kept=_layers_bytes(spec, tokens),
+        output=local * size // spec.parallel.tp,
+        waiting=_layers_bytes(plain, tokens),
+    )
+
+
+def _layers_bytes(spec: RunSpec, tokens: IntArray) -> IntArray:
     layers = spec.model.num_layers // spec.num_stages
     values, place = np.unique(tokens, return_inverse=True)
     kept = [layers * layer_activation_bytes(spec, micro_batch_tokens=int(t)) for t in values]
-    size = DTYPE_BYTES[str(spec.training.dtype)] * spec.model.hidden_size
-    local = -(-tokens // spec.parallel.cp)
-    return np.array(kept, np.int64)[place].reshape(tokens.shape), local * size // spec.parallel.tp
+    return np.array(kept, np.int64)[place].reshape(tokens.shape)
 
 
-def peak_activation_bytes(order: Sequence[Action], kept: IntArray, output: IntArray) -> IntArray:
-    """Most bytes held at once by a rank with these passes, shape [...]; kept, output: [..., n]."""
+def peak_activation_bytes(order: Sequence[Action], passes: PassBytes) -> IntArray:
+    """Most bytes held at once by a rank with this order, shape [...]."""
+    kept, output, waiting = passes
+    change = {
+        Kind.FORWARD: kept + output,
+        Kind.BACKWARD: -kept - output,
+        Kind.BACKWARD_INPUT: waiting - kept - output,
+        Kind.BACKWARD_WEIGHT: -waiting,
+    }
     held = np.zeros(kept.shape[:-1], np.int64)
     peak = held
     for _, kind, i in order:
-        match kind:
-            case Kind.FORWARD:
-                held = held + kept[..., i] + output[..., i]
-                peak = np.maximum(peak, held)
-            case Kind.BACKWARD:
-                held = held - kept[..., i] - output[..., i]
-            case Kind.BACKWARD_INPUT:
-                held = held - output[..., i]
-            case Kind.BACKWARD_WEIGHT:
-                held = held - kept[..., i]
+        held = held + change[kind][..., i]
+        peak = np.maximum(peak, held)
     return peak
 
 

@@ -1,11 +1,11 @@
 """What every pass of a step takes: each micro-batch on each stage and context-parallel rank.
 
-Attention is the predicted latency of each rank's own spans (`wlb.cost.attention_latency`), without
+Attention is the predicted latency of each rank's own spans (`wlb.cost.kernels_ns`), without
 CP's collectives; the rest of a layer is linear in a micro-batch's rows, filler included, plus what
 a micro-batch costs whatever it holds. The CP group meets in every layer, at the gather of keys and
 values forward and at the reduction of their gradients backward, so a pass takes its slowest rank's
 attention; TP ranks do equal work. Embedding belongs to the first stage, head and loss (both passes
-of it) to the last one's forward pass.
+of it) to the last one's forward pass, each with its TP collectives.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb.cost import Collective, ProfiledWorkload, attention_latency
+from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.cost.split import split_backward
 from wlb.plan import IntArray, PipelinePlan, StepPlan
 from wlb.simulate.order import Kind
-from wlb.spec import RunSpec, Schedule
+from wlb.spec import ParallelSpec, RunSpec, Schedule
 
 FloatArray = npt.NDArray[np.float64]
+CALLS = "calls"
+"""Launches, and what collectives take whatever they carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,14 +37,18 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """ns a token of a micro-batch and ns a micro-batch, by term, of one stage's layers."""
+    """ns a token of a micro-batch and ns a micro-batch, by term, of one stage's layers or ends."""
 
     per_token: dict[str, float]
-    call_ns: float
+    per_call: dict[str, float]
 
     @property
-    def total(self) -> float:
+    def token_ns(self) -> float:
         return sum(self.per_token.values())
+
+    @property
+    def call_ns(self) -> float:
+        return sum(self.per_call.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +57,7 @@ class StepPrices:
 
     tokens: [steps, dp, n]. attention_*_ns: of one stage's layers, each CP rank, [steps, dp, n, cp].
     linear: the rest of a pass on one stage, by kind (all but attention's kernels); ends: what the
-    first and the last stage have besides, by (kind, is last).
+    first and the last stage have besides, by (kind, is last). message: inside a node and between.
     """
 
     tokens: IntArray
@@ -59,7 +65,7 @@ class StepPrices:
     attention_backward_ns: IntArray
     linear: dict[Kind, Terms]
     ends: dict[tuple[Kind, bool], Terms]
-    message: Terms
+    message: dict[Scope, Terms]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -77,6 +83,13 @@ class StepPrices:
             case _:
                 return self.attention_backward_ns
 
+    def terms(self, stage: int, *, num_stages: int, kind: Kind | None = None) -> list[Terms]:
+        """All that passes of a stage have besides attention: of one kind, or of all."""
+        kinds = list(self.linear) if kind is None else [kind]
+        keys = [(k, False) for k in kinds if stage == 0]
+        keys += [(k, True) for k in kinds if stage == num_stages - 1]
+        return [self.linear[k] for k in kinds] + [self.ends[k] for k in keys if k in self.ends]
+
     def linear_ns(self, kind: Kind, *, is_first: bool, is_last: bool) -> FloatArray:
         """All of a pass but attention's kernels, [steps, dp, n]."""
         out = _of(self.linear[kind], self.tokens)
@@ -90,9 +103,9 @@ class StepPrices:
         linear = self.linear_ns(kind, is_first=is_first, is_last=is_last)
         return np.rint(self.attention_ns(kind).max(axis=3) + linear).astype(np.int64)
 
-    def message_ns(self) -> IntArray:
+    def message_ns(self, scope: Scope) -> IntArray:
         """[steps, dp, n]."""
-        return np.rint(_of(self.message, self.tokens)).astype(np.int64)
+        return np.rint(_of(self.message[scope], self.tokens)).astype(np.int64)
 
     def balanced(self) -> "StepPrices":
         """The same work with every micro-batch and CP rank at its step's mean: the bound of perfect
@@ -132,21 +145,21 @@ def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkl
     """Prices of all passes of `steps` (at least one)."""
     dp, n, cp = max(1, spec.parallel.dp), spec.micro_batches_per_pipeline, spec.parallel.cp
     shape = (len(steps), dp, n)
-    forward = np.zeros((*shape, cp), np.int64)
-    backward = np.zeros((*shape, cp), np.int64)
-    tokens = np.zeros(shape, np.int64)
+    plans = [s for step in steps for pipeline in step.pipelines for s in pipeline.shardings]
+    for step in steps:
+        found = [len(pipeline.shardings) for pipeline in step.pipelines]
+        if found != [n] * dp or step.plan.cp != cp:
+            raise ValueError(
+                f"step {step.plan.step} has pipelines of {found} micro-batches over cp = "
+                f"{step.plan.cp}; this layout has {dp} of {n} over cp = {cp}"
+            )
+    forward, backward = kernels_ns(plans, cost, cp=cp)
+    rows = [p.local_tokens for step in steps for p in step.pipelines]
     v = spec.pp.virtual_stages
-    for s, step in enumerate(steps):
-        for d, pipeline in enumerate(step.pipelines):
-            tokens[s, d] = np.array(pipeline.local_tokens) * cp
-            for i, sharding in enumerate(pipeline.shardings):
-                latency = attention_latency(sharding, cost)
-                forward[s, d, i] = latency.forward_ns // v
-                backward[s, d, i] = latency.backward_ns // v
     return StepPrices(
-        tokens=tokens,
-        attention_forward_ns=forward,
-        attention_backward_ns=backward,
+        tokens=np.array(rows, np.int64).reshape(shape) * cp,
+        attention_forward_ns=forward.reshape(*shape, cp) // v,
+        attention_backward_ns=backward.reshape(*shape, cp) // v,
         linear=linear_terms(spec, cost),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
@@ -166,7 +179,7 @@ def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
         names = [name for name in cost.ns_per_token if name.endswith(suffix)]
         return Terms(
             per_token={n.removesuffix(suffix): cost.ns_per_token[n] / v for n in names},
-            call_ns=call_ns / v,
+            per_call={CALLS: call_ns / v},
         )
 
     forward = of_pass("_forward", cost.linear.call_ns[0])
@@ -185,36 +198,68 @@ def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
     return {
         Kind.FORWARD: forward,
         Kind.BACKWARD_INPUT: Terms(
-            per_token=inputs, call_ns=backward.call_ns - split.saved_call_ns / v
+            per_token=inputs, per_call={CALLS: backward.call_ns - split.saved_call_ns / v}
         ),
-        Kind.BACKWARD_WEIGHT: Terms(per_token=weights, call_ns=split.weight_call_ns / v),
+        Kind.BACKWARD_WEIGHT: Terms(per_token=weights, per_call={CALLS: split.weight_call_ns / v}),
     }
 
 
 def end_terms(cost: ProfiledWorkload) -> dict[tuple[Kind, bool], Terms]:
-    """Embedding on the first stage, head and loss on the last; by (kind, is last stage)."""
-    embedding = cost.linear.embedding_ns_per_token
-    head = Terms(per_token={"head": cost.linear.head_ns_per_token}, call_ns=0.0)
-    scaled = Terms(per_token={}, call_ns=cost.linear.head_backward_ns)
-    first = Terms(per_token={"embedding": embedding[1]}, call_ns=0.0)
+    """Embedding on the first stage, head and loss on the last; by (kind, is last stage).
+
+    TP sums the embedding's rows (a reduce-scatter; its adjoint gathers) and gathers the head's,
+    whose gradients it scatters in the same pass. The loss's few numbers a token are left out.
+    """
+    forward, backward = cost.linear.embedding_ns_per_token
+    head = {"head": cost.linear.head_ns_per_token}
+    first = _end(cost, {"embedding": backward}, gathers=1, scatters=0)
+    scaled = Terms(per_token={}, per_call={"head": cost.linear.head_backward_ns})
     return {
-        (Kind.FORWARD, False): Terms(per_token={"embedding": embedding[0]}, call_ns=0.0),
+        (Kind.FORWARD, False): _end(cost, {"embedding": forward}, gathers=0, scatters=1),
         (Kind.BACKWARD, False): first,
         (Kind.BACKWARD_INPUT, False): first,
-        (Kind.FORWARD, True): head,
+        (Kind.FORWARD, True): _end(cost, head, gathers=1, scatters=1),
         (Kind.BACKWARD, True): scaled,
         (Kind.BACKWARD_INPUT, True): scaled,
     }
 
 
-def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> Terms:
+def _end(
+    cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
+) -> Terms:
+    """With TP's collectives, which have nothing to hide behind here."""
+    tp = cost.parallel.tp
+    if tp == 1:
+        return Terms(per_token=per_token, per_call={})
+    calls = ((Collective.ALL_GATHER, gathers), (Collective.REDUCE_SCATTER, scatters))
+    alphas = (cost.profile.collective(op, span_ranks=tp).alpha_ns * n for op, n in calls)
+    return Terms(
+        per_token={**per_token, "tp_comm": cost.linear.tp_wire_ns(gathers, scatters)},
+        per_call={CALLS: float(sum(alphas))},
+    )
+
+
+def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, Terms]:
     """Activations, or their gradients, to a neighbour stage: each TP rank sends its rows."""
-    parallel, model = spec.parallel, spec.model
-    reach = 2 * parallel.tp * parallel.cp
-    p2p = cost.profile.collective(Collective.P2P, span_ranks=reach)
-    size = model.hidden_size * DTYPE_BYTES[cost.profile.dtype] / (parallel.tp * parallel.cp)
-    return Terms(per_token={"p2p": p2p.wire_ns(size, num_ranks=2)}, call_ns=float(p2p.alpha_ns))
+    parallel, profile = spec.parallel, cost.profile
+    size = spec.model.hidden_size * DTYPE_BYTES[profile.dtype] / (parallel.tp * parallel.cp)
+    out: dict[Scope, Terms] = {}
+    for p2p in profile.collectives:
+        if p2p.op == Collective.P2P:
+            out[p2p.scope] = Terms(
+                per_token={"p2p": p2p.wire_ns(size, num_ranks=2)},
+                per_call={CALLS: float(p2p.alpha_ns)},
+            )
+    return out
+
+
+def message_scope(parallel: ParallelSpec, sender: int, receiver: int, *, node: int) -> Scope:
+    """Whether two pipeline ranks are inside one node, of `node` ranks."""
+    first, last = sorted((sender, receiver))
+    group = parallel.tp * parallel.cp
+    is_inside = first * group // node == ((last + 1) * group - 1) // node
+    return Scope.INTRA_NODE if is_inside else Scope.INTER_NODE
 
 
 def _of(terms: Terms, tokens: IntArray) -> FloatArray:
-    return tokens.astype(np.float64) * terms.total + terms.call_ns
+    return tokens.astype(np.float64) * terms.token_ns + terms.call_ns

@@ -6,14 +6,20 @@ peer's list, and wait for a receive when its pass begins, never for a send (torc
 go together, and it waits for both, so for the peer too (`Schedule1F1B`). A message moves once both
 sides have posted it.
 
-Parameters (FSDP2 over dp x cp): with several stages a rank, the gathers of the next three stages
-that will be needed are posted before each pass and others are dropped; with one stage a rank its
-layers are gathered one ahead of the other, so that the first pass waits for the first layer and
-what follows it for the rest. Gathers of a rank go one after the other. Gradients are reduced where
-a stage's last backward has run, and the rank waits for it. At the end all ranks meet for the
-gradient norm, then run the optimiser.
+Parameters (FSDP2 over dp x cp): interleaved schedules post the gathers of the next three stages
+that will be needed before each pass and drop others; in 1F1B and without a pipeline, layers are
+gathered one ahead of the other, so that the first pass waits for the first layer and what follows
+it for the rest. Gathers of a rank go one after the other. A stage's gradients are reduced when its
+last backward has run and its message is posted, in 1F1B when all sends are over, and the rank waits
+for it; without a pipeline all layers' but the first one's during the last backward. At the end all
+ranks meet for the gradient norm, run the optimiser, and do what nothing here explains
+(`cluster.overhead`).
+
+Programs of interleaved schedules are torch's own, action for action
+(tests/simulate/test_program.py).
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -54,11 +60,24 @@ class Prefetch(NamedTuple):
     stage: int
 
 
+class Drop(NamedTuple):
+    """A stage's gathered parameters; takes no time."""
+
+    stage: int
+
+
+class ReduceAhead(NamedTuple):
+    """A stage's gradients but its first layer's, while the next pass runs; then it is awaited."""
+
+    stage: int
+
+
 class Reduce(NamedTuple):
     stage: int
 
 
-Instruction = Pass | Send | Receive | Await | Gather | Prefetch | Reduce
+Instruction = Pass | Send | Receive | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
+Program = list[Instruction]
 
 
 def step_graph(
@@ -71,17 +90,34 @@ def step_graph(
     order = pipeline_order(
         schedule, pp=pp, virtual_stages=virtual_stages, num_micro_batches=num_micro_batches
     )
-    num_stages = pp * virtual_stages
-    if schedule == Schedule.ONE_F_ONE_B and pp > 1:
-        programs = [
-            _OneFOneB(rank=rank, pp=pp, n=num_micro_batches).program() for rank in range(pp)
-        ]
+    return order, _graph(rank_programs(schedule, order, has_fsdp=has_fsdp))
+
+
+def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
+    """What each rank does to run its passes of `order`, up to the gradient norm."""
+    pp = len(order)
+    if looks_ahead(schedule, pp=pp):
+        programs = _posted_early([list(_with_stages_ahead(passes)) for passes in order])
+        if not has_fsdp:
+            programs = [
+                [i for i in program if not isinstance(i, Gather | Drop | Reduce)]
+                for program in programs
+            ]
+        return programs
+    programs: list[Program]
+    if pp == 1:
+        passes: Program = [Pass(action) for action in order[0]]
+        ahead: Program = [ReduceAhead(0)] if has_fsdp else []
+        programs = [[*passes[:-1], *ahead, passes[-1]]]
     else:
-        programs = _posted_early(order, num_stages)
-    if has_fsdp:
-        look_ahead = pp > 1 and schedule != Schedule.ONE_F_ONE_B
-        programs = [list(_with_collectives(p, look_ahead=look_ahead)) for p in programs]
-    return order, _graph(programs)
+        n = len(order[0]) // 2
+        programs = [_OneFOneB(rank=rank, pp=pp, n=n).program() for rank in range(pp)]
+    return [_with_layers_ahead(p, rank) if has_fsdp else p for rank, p in enumerate(programs)]
+
+
+def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
+    """Whether whole stages are gathered ahead, else the layers of a rank's only one."""
+    return pp > 1 and schedule != Schedule.ONE_F_ONE_B
 
 
 def _input_of(action: Action, num_stages: int) -> Action | None:
@@ -103,38 +139,44 @@ def _output_of(action: Action, num_stages: int) -> tuple[Action, int] | None:
     return None
 
 
-def _posted_early(order: Order, num_stages: int) -> list[list[Instruction]]:
-    """Ranks take turns, in rank order, at their next pass; one whose input nobody has sent skips
-    its turn. A pass's send and the peer's receive are written down at once."""
-    pp = len(order)
-    programs: list[list[Instruction]] = [[] for _ in order]
+def _posted_early(programs: Sequence[Program]) -> list[Program]:
+    """`programs` with messages. Ranks take turns, in rank order, at their next instruction; one
+    whose input nobody has sent skips its turn. A pass's send and the peer's receive are written
+    down at once."""
+    pp = len(programs)
+    num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, Pass))
+    out: list[Program] = [[] for _ in programs]
     sent: set[Action] = set()
-    at = [0] * pp
-    if pp == 1:
-        return [[Pass(action) for action in order[0]]]
-    while any(at[rank] < len(order[rank]) for rank in range(pp)):
+    left = [deque(program) for program in programs]
+    while any(left):
         moved = False
-        for rank, actions in enumerate(order):
-            if at[rank] == len(actions):
+        for rank, coming in enumerate(left):
+            if not coming or not (ready := _ready(coming[0], sent, num_stages)):
                 continue
-            action = actions[at[rank]]
-            needed = _input_of(action, num_stages)
-            if needed is not None and needed not in sent:
-                continue
-            if needed is not None:
-                programs[rank].append(Await((needed,)))
-            programs[rank].append(Pass(action))
-            if (output := _output_of(action, num_stages)) is not None:
-                message, to_stage = output
-                programs[rank].append(Send(message))
-                programs[to_stage % pp].append(Receive(message))
-                sent.add(message)
-            at[rank] += 1
+            out[rank] += ready
             moved = True
+            instruction = coming.popleft()
+            if not isinstance(instruction, Pass):
+                continue
+            if (output := _output_of(instruction.action, num_stages)) is not None:
+                message, to_stage = output
+                out[rank].append(Send(message))
+                out[to_stage % pp].append(Receive(message))
+                sent.add(message)
         if not moved:
-            stuck = [str(actions[at[r]]) for r, actions in enumerate(order) if at[r] < len(actions)]
+            stuck = [str(c[0].action) for c in left if c and isinstance(c[0], Pass)]
             raise ValueError(f"these passes wait for inputs that nobody sends: {', '.join(stuck)}")
-    return programs
+    return out
+
+
+def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
+    """What is written down for an instruction; nothing while its input is not sent."""
+    if not isinstance(instruction, Pass):
+        return [instruction]
+    needed = _input_of(instruction.action, num_stages)
+    if needed is None:
+        return [instruction]
+    return [Await((needed,)), instruction] if needed in sent else []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +190,7 @@ class _OneFOneB:
     unfinished: list[Action] = field(default_factory=list[Action])
     """Sends posted and not waited for."""
 
-    def program(self) -> list[Instruction]:
+    def program(self) -> Program:
         warmup = min(self.n, self.pp - self.rank)
         for i in range(warmup):
             self.exchange(None, self.incoming(Kind.FORWARD, i))
@@ -203,27 +245,25 @@ class _OneFOneB:
         self.unfinished.clear()
 
 
-def _with_collectives(program: Sequence[Instruction], *, look_ahead: bool) -> Iterable[Instruction]:
-    passes = [i.action for i in program if isinstance(i, Pass)]
-    reduced_after = {a.stage: k for k, a in enumerate(passes) if a.kind != Kind.BACKWARD_INPUT}
+def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
+    """A rank's passes with the collectives of torch's pipeline runtime."""
+    last = {a.stage: k for k, a in enumerate(passes) if a.kind != Kind.BACKWARD_INPUT}
     active: list[int] = []
-    k = 0
-    for instruction in program:
-        if not isinstance(instruction, Pass):
-            yield instruction
-            continue
-        wanted = _next_stages(passes[k:], ACTIVE_STAGES if look_ahead else len(passes))
-        kept = [stage for stage in active if stage in wanted]
-        for stage in wanted:
-            if stage not in kept:
-                yield Gather(stage)
-            if stage not in kept and not look_ahead:
-                yield Prefetch(stage)
-        active = kept + [stage for stage in wanted if stage not in kept]
-        yield instruction
-        if reduced_after[instruction.action.stage] == k:
-            yield Reduce(instruction.action.stage)
-        k += 1
+    for k, action in enumerate(passes):
+        wanted = _next_stages(passes[k:], ACTIVE_STAGES)
+        yield from (Drop(stage) for stage in sorted(set(active) - set(wanted)))
+        yield from (Gather(stage) for stage in wanted if stage not in active)
+        active = [*(s for s in active if s in wanted), *(s for s in wanted if s not in active)]
+        yield Pass(action)
+        if last[action.stage] == k:
+            yield Reduce(action.stage)
+    yield from (Drop(stage) for stage in sorted(active))
+
+
+def _with_layers_ahead(program: Program, stage: int) -> Program:
+    """The program of a rank with one stage, with FSDP's own gathers and a reduction at the end."""
+    first = next(k for k, i in enumerate(program) if isinstance(i, Pass))
+    return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
 
 
 def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
@@ -261,8 +301,10 @@ def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
     made = _Builder()
     ends = [_read(made, rank, program) for rank, program in enumerate(programs)]
     norm = made.add(Node(NodeKind.NORM, -1, -1), set[int]().union(*ends))
-    for rank in range(len(programs)):
-        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm})
+    updates = {
+        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm}) for rank in range(len(programs))
+    }
+    made.add(Node(NodeKind.OVERHEAD, -1, -1), updates)
     graph, _ = sorted_graph(made.nodes, [sorted(b) for b in made.before])
     return graph
 
@@ -272,14 +314,14 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
     point: set[int] = set()  # what has to be over for the program to have come here
     gathered: dict[int, int] = {}
     channel: set[int] = set()  # the last gather
-    prefetched: set[int] = set()
+    hidden: set[int] = set()  # behind the next pass
     for instruction in program:
         match instruction:
             case Pass(action):
                 before = point | ({gathered[action.stage]} if gathered else set[int]())
                 node = Node(NodeKind.PASS, rank, action.stage, action)
-                point = {made.add(node, before)} | prefetched
-                prefetched = set()
+                point = {made.add(node, before)} | hidden
+                hidden = set()
             case Send(message):
                 made.before[made.message(message)] |= point
             case Receive(message):
@@ -292,9 +334,12 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
                 node = Node(NodeKind.GATHER, rank, stage)
                 channel = {made.add(node, point | channel)}
                 gathered[stage] = next(iter(channel))
-            case Prefetch(stage):
-                node = Node(NodeKind.PREFETCH, rank, stage)
-                prefetched = channel = {made.add(node, point | channel)}
+            case Prefetch(stage) | ReduceAhead(stage):
+                is_gather = isinstance(instruction, Prefetch)
+                kind = NodeKind.PREFETCH if is_gather else NodeKind.REDUCE_AHEAD
+                hidden = channel = {made.add(Node(kind, rank, stage), point | channel)}
+            case Drop():
+                pass
             case Reduce(stage):
                 point = {made.add(Node(NodeKind.REDUCE, rank, stage), point | channel)}
     return point | channel

@@ -1,18 +1,20 @@
 """What a step costs once, whatever is in it: sharded parameters, the gradient norm, AdamW.
 
 Parameters are gathered in the compute dtype and gradients reduced in float32 over dp x cp ranks
-(FSDP2), a stage at a time. The norm is one all-reduce of a few bytes over all ranks, after reading
-the gradients. AdamW reads weight, two moments and gradient and writes the first three, in float32,
-of this rank's shard: bound by memory, priced as the residual addition is.
+(FSDP2), a collective a layer; what a stage has besides (embedding, head) is counted among them. The
+norm is one all-reduce of a few bytes over all ranks, after reading the gradients. AdamW reads
+weight, two moments and gradient and writes the first three, in float32, of this rank's shard: bound
+by memory, priced as the residual addition is.
 """
 
 from dataclasses import dataclass
 
-from wlb.cost import Collective, Elementwise, ProfiledWorkload
+from wlb.cost import Collective, CollectiveCost, Elementwise, ProfiledWorkload
 from wlb.cost.memory import stage_parameters
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.simulate.graph import Node, NodeKind
-from wlb.spec import RunSpec
+from wlb.simulate.program import looks_ahead
+from wlb.spec import ParallelSpec, RunSpec
 
 GRADIENT_BYTES = 4
 ADAMW_VALUES, NORM_VALUES = 7, 1
@@ -21,33 +23,33 @@ ADAMW_VALUES, NORM_VALUES = 7, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """ns of each; gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank."""
+    """ns of each; gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank. gather_parts,
+    reduce_parts: where layers hide behind each other's passes, how many they are, else 1."""
 
     gather_ns: tuple[int, ...]
     reduce_ns: tuple[int, ...]
     norm_ns: int
     optimizer_ns: tuple[int, ...]
-    layers_per_stage: int
+    gather_parts: int
+    reduce_parts: int
 
     def of(self, node: Node) -> int:
         """Duration of a node that is neither a pass nor a message."""
         match node.kind:
             case NodeKind.GATHER:
-                # With one stage a rank only its first layer's gather has nothing to hide behind.
-                return self.gather_ns[node.stage] // self._parts
+                return self.gather_ns[node.stage] // self.gather_parts
             case NodeKind.PREFETCH:
-                return self.gather_ns[node.stage] * (self._parts - 1) // self._parts
+                whole = self.gather_ns[node.stage]
+                return whole - whole // self.gather_parts
             case NodeKind.REDUCE:
-                return self.reduce_ns[node.stage]
+                return self.reduce_ns[node.stage] // self.reduce_parts
+            case NodeKind.REDUCE_AHEAD:
+                whole = self.reduce_ns[node.stage]
+                return whole - whole // self.reduce_parts
             case NodeKind.NORM:
                 return self.norm_ns
             case _:
                 return self.optimizer_ns[node.rank]
-
-    @property
-    def _parts(self) -> int:
-        is_one_stage_a_rank = len(self.gather_ns) == len(self.optimizer_ns)
-        return self.layers_per_stage if is_one_stage_a_rank else 1
 
 
 def has_fsdp(spec: RunSpec) -> bool:
@@ -59,24 +61,41 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     """Prices for a layout."""
     parallel, profile = spec.parallel, cost.profile
     ranks = parallel.cp * max(1, parallel.dp)
-    # dp neighbours are a whole pipeline apart; cp neighbours a tp group.
-    spread = parallel.world_size if parallel.dp > 1 else parallel.tp * parallel.cp
-    gather = profile.collective(Collective.ALL_GATHER, span_ranks=spread, num_ranks=ranks)
-    scatter = profile.collective(Collective.REDUCE_SCATTER, span_ranks=spread, num_ranks=ranks)
+    spread = fsdp_span(parallel, profile.ranks_per_node)
+    gather, scatter = (
+        profile.collective(op, span_ranks=spread, num_ranks=ranks)
+        for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
+    layers = spec.model.num_layers // spec.num_stages
+    is_ahead = looks_ahead(spec.pp.schedule, pp=parallel.pp)
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
     of_rank = [sum(counts[r :: parallel.pp]) / ranks for r in range(parallel.pp)]
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     dtype = DTYPE_BYTES[profile.dtype]
     return ShardCosts(
-        gather_ns=tuple(round(gather.time_ns(c * dtype, num_ranks=ranks)) for c in counts),
-        reduce_ns=tuple(
-            round(scatter.time_ns(c * GRADIENT_BYTES, num_ranks=ranks)) for c in counts
-        ),
+        gather_ns=tuple(_layers_ns(gather, c * dtype, ranks, layers) for c in counts),
+        reduce_ns=tuple(_layers_ns(scatter, c * GRADIENT_BYTES, ranks, layers) for c in counts),
         norm_ns=round(
             max(of_rank) * NORM_VALUES * GRADIENT_BYTES / copy * 1e9
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
         ),
         optimizer_ns=tuple(round(c * ADAMW_VALUES * GRADIENT_BYTES / copy * 1e9) for c in of_rank),
-        layers_per_stage=spec.model.num_layers // spec.num_stages,
+        gather_parts=1 if is_ahead else layers,
+        reduce_parts=layers if parallel.pp == 1 else 1,
     )
+
+
+def fsdp_span(parallel: ParallelSpec, ranks_per_node: int) -> int:
+    """Over how many consecutive ranks the FSDP group lies as densely as it does in a node.
+
+    Its cp ranks are a tp group apart, its dp parts a pipeline: where a node holds several stages,
+    or part of one, only the ranks of one stage are members.
+    """
+    stage = parallel.tp * parallel.cp
+    return min(parallel.model_ranks, max(stage, ranks_per_node)) * max(1, parallel.dp)
+
+
+def _layers_ns(cost: CollectiveCost, size_bytes: float, num_ranks: int, layers: int) -> int:
+    """A stage's collectives, one a layer."""
+    return round(layers * cost.time_ns(size_bytes / layers, num_ranks=num_ranks))

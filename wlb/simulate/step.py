@@ -13,9 +13,16 @@ import numpy.typing as npt
 from wlb.cost import ProfiledWorkload
 from wlb.plan import IntArray, StepMetrics
 from wlb.simulate.graph import Graph, NodeKind
-from wlb.simulate.memory import activation_bytes, peak_activation_bytes, rest_bytes
+from wlb.simulate.memory import pass_bytes, peak_activation_bytes, rest_bytes
 from wlb.simulate.order import Kind, Order
-from wlb.simulate.prices import ShardedStep, StepPrices, step_prices
+from wlb.simulate.prices import (
+    CALLS,
+    ShardedStep,
+    StepPrices,
+    Terms,
+    message_scope,
+    step_prices,
+)
 from wlb.simulate.program import step_graph
 from wlb.simulate.shards import ShardCosts, has_fsdp, shard_costs
 from wlb.spec import RunSpec, check
@@ -38,6 +45,11 @@ class Simulator:
         check(self.spec)
         if self.spec.model.vocab_size < 1:
             raise ValueError("model.vocab_size is 0; set it to that of the tokenizer")
+        if self.spec.parallel.dp < 1:
+            raise ValueError(
+                f"parallel.dp = {self.spec.parallel.dp} stands for all ranks there are; set it to "
+                f"the number of pipelines to simulate"
+            )
         if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
             raise ValueError("the cost model is of another model or layout; make it with this spec")
         order, graph = step_graph(
@@ -69,20 +81,31 @@ class Simulator:
         steps, dp, _, _ = prices.shape
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
         last = self.spec.num_stages - 1
-        messages = prices.message_ns()
+        messages = {scope: prices.message_ns(scope) for scope in prices.message}
         known: dict[tuple[Kind, bool, bool], IntArray] = {}
+        busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
+            if node.kind == NodeKind.OVERHEAD:
+                out[i] = np.rint(busy * self.spec.cluster.overhead)[:, None]
+                continue
             if node.action is None:
                 out[i] = self.shards.of(node)
                 continue
             stage, kind, micro_batch = node.action
             if node.kind == NodeKind.MESSAGE:
-                out[i] = messages[:, :, micro_batch]
+                scope = message_scope(
+                    self.spec.parallel,
+                    stage % self.spec.parallel.pp,
+                    node.rank,
+                    node=self.cost.profile.ranks_per_node,
+                )
+                out[i] = messages[scope][:, :, micro_batch]
                 continue
             key = (kind, stage == 0, stage == last)
             if key not in known:
                 known[key] = prices.pass_ns(kind, is_first=key[1], is_last=key[2])
             out[i] = known[key][:, :, micro_batch]
+            busy += out[i].mean(axis=1) / self.spec.parallel.pp
         return out
 
 
@@ -131,28 +154,26 @@ class Simulation:
     def compute_s(self) -> FloatArray:
         """Kernels of each rank without collectives: [steps, dp, pp, cp]. TP ranks are alike."""
         spec, prices = self.simulator.spec, self.prices
-        tokens = prices.tokens.sum(axis=2)
-        per_token = [0.0] * spec.parallel.pp
+        out = self.attention_s
         for rank in range(spec.parallel.pp):
             for stage in range(rank, spec.num_stages, spec.parallel.pp):
-                for kind, terms in prices.linear.items():
-                    per_token[rank] += sum(
-                        ns for name, ns in terms.per_token.items() if name not in COMMUNICATION
-                    )
-                    for is_last, at in ((False, 0), (True, spec.num_stages - 1)):
-                        if stage == at and (kind, is_last) in prices.ends:
-                            per_token[rank] += prices.ends[kind, is_last].total
-        linear = tokens[:, :, None] * np.array(per_token) * 1e-9
-        return self.attention_s + linear[..., None]
+                for terms in prices.terms(stage, num_stages=spec.num_stages):
+                    out[:, :, rank] += self._kernels_s(terms)[..., None]
+        return out
+
+    def _kernels_s(self, terms: Terms) -> FloatArray:
+        """One stage's, all micro-batches, without what is no kernel: [steps, dp]."""
+        skipped = (*COMMUNICATION, CALLS)
+        token_ns = sum(ns for name, ns in terms.per_token.items() if name not in skipped)
+        call_ns = sum(ns for name, ns in terms.per_call.items() if name not in skipped)
+        n = self.prices.tokens.shape[2]
+        return (self.prices.tokens.sum(axis=2) * token_ns + n * call_ns) * 1e-9
 
     @property
     def peak_activation_bytes(self) -> IntArray:
         """Of the pipeline that holds most: [steps, pp]."""
-        kept, output = activation_bytes(self.simulator.spec, self.prices.tokens)
-        peaks = [
-            peak_activation_bytes(passes, kept, output).max(axis=1)
-            for passes in self.simulator.order
-        ]
+        held = pass_bytes(self.simulator.spec, self.prices.tokens)
+        peaks = [peak_activation_bytes(passes, held).max(axis=1) for passes in self.simulator.order]
         return np.stack(peaks, axis=1)
 
     @property

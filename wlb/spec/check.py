@@ -73,6 +73,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "checkpoint.interval": (spec.checkpoint.interval, 0),
         "checkpoint.keep": (spec.checkpoint.keep, 1),
         "model.vocab_size": (spec.model.vocab_size, 0),
+        "cluster.overhead": (spec.cluster.overhead, 0),
         "telemetry.interval": (spec.telemetry.interval, 1),
         "telemetry.warmup_steps": (spec.telemetry.warmup_steps, 0),
     }

@@ -202,6 +202,11 @@ class ClusterSection:
     peak_tflops: float = key(
         989.0, "dense peak of a device in training.dtype, for MFU", unit="TFLOP/s"
     )
+    overhead: float = key(
+        0.0,
+        "what a simulated step takes besides (host, input, jitter), as a share of the mean rank's "
+        "time in passes",
+    )
     tp_overlap: float = key(
         0.0,
         "share of TP's collectives that hides behind matrix products, for pricing; wlb's own "

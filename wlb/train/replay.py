@@ -344,7 +344,7 @@ class _Waiting(torch.autograd.Function):
         else:
             timer.compute(Action.INPUT, stage.index, micro_batch)
 
-            def later() -> list[Tensor]:
+            def later(_: Tensor | None) -> list[Tensor]:
                 timer.compute(Action.WEIGHT, stage.index, micro_batch)
                 return [no_grad_C]
 
