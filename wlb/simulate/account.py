@@ -6,7 +6,7 @@ collectives over the data-parallel axis that nothing hides, and what unequal mic
 ranks add:
 
     attention + gemm + elementwise + tp_comm + cp_comm + embedding + head + calls + recompute
-    + bubble + parameter gather + gradient reduction + gradient norm + optimizer
+    + bubble + parameter gather + gradient reduction + gradient norm + optimizer + overhead
     + imbalance of micro-batches + imbalance of CP ranks = time
 
 `work_terms` are those of the first line, without any graph; `even_terms` add the second, by the
@@ -34,9 +34,11 @@ Terms = dict[str, float]
 EXPOSED = {
     NodeKind.GATHER: "parameter gather",
     NodeKind.PREFETCH: "parameter gather",
+    NodeKind.REDUCE_AHEAD: "gradient reduction",
     NodeKind.REDUCE: "gradient reduction",
     NodeKind.NORM: "gradient norm",
     NodeKind.OPTIMIZER: "optimizer",
+    NodeKind.OVERHEAD: "overhead",
 }
 CHUNK = 64
 """Steps that are walked together."""
@@ -47,17 +49,13 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload, *, virtual_stages: in
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
     out = {"attention": float(attention) * virtual_stages}
-    for terms in prices.linear.values():
-        for name, ns in terms.per_token.items():
-            _add(out, name, ns * tokens * virtual_stages)
-        _add(out, "calls", terms.call_ns * n * virtual_stages)
     pp = cost.parallel.pp
-    for (kind, _), terms in prices.ends.items():
-        if kind not in prices.linear:
-            continue  # of schedules that divide backward, or of those that do not
-        for name, ns in terms.per_token.items():
-            _add(out, name, ns * tokens / pp)
-        _add(out, "calls", terms.call_ns * n / pp)
+    for stage in range(pp * virtual_stages):
+        for terms in prices.terms(stage, num_stages=pp * virtual_stages):
+            for name, ns in terms.per_token.items():
+                _add(out, name, ns * tokens / pp)
+            for name, ns in terms.per_call.items():
+                _add(out, name, ns * n / pp)
     _move_recompute(out, prices, cost, virtual_stages=virtual_stages)
     return {name: ns * 1e-9 for name, ns in out.items() if ns > 0}
 

@@ -13,13 +13,12 @@ longer ones where there is room (`Candidate.caps`), never shorter ones on averag
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from wlb.cost import TokenCaps, token_caps
-from wlb.cost.memory import layer_activation_bytes
-from wlb.cost.profile import DTYPE_BYTES
-from wlb.simulate.memory import rest_bytes
+from wlb.simulate.memory import pass_bytes, rest_bytes
 from wlb.simulate.order import Kind, Order, pipeline_order
-from wlb.spec import Policy, Recompute, RunSpec, Schedule, check
-from wlb.spec.systems import PLANNED_MEMORY
+from wlb.spec import PLANNED_MEMORY, Policy, Recompute, RunSpec, Schedule, check
 
 GIB = 2**30
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
@@ -231,9 +230,7 @@ def _add_fitting(spec: RunSpec, kept: "tuple[Counts, ...]", choices: Choices, ou
     for how in (r for r in Recompute if r in choices.recompute):
         made = replace(spec, training=replace(spec.training, recompute=how))
         if has_all_room:
-            out.refuse(
-                "less recompute leaves all the room that packing can use", made, "no need for it"
-            )
+            out.refuse("less recompute leaves all the room that packing can use", made, "")
             continue
         need, rank = need_of(made, kept)
         if need > planned_bytes(made):
@@ -260,8 +257,8 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
 
 
 Counts = tuple[tuple[int, int], ...]
-"""(activations kept, outputs kept) of stages at once, on one rank; those that others exceed left
-out."""
+"""Passes of one rank whose activations and outputs are held at once, and passes that left inputs
+and gradients for the weights' pass; each pair that the rank comes to, with most of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,30 +281,29 @@ class _Held:
 
 
 def held_at_once(order: Order) -> tuple[Counts, ...]:
-    """For each rank; backward frees both, a split one the output first."""
+    """For each rank, as `peak_activation_bytes` counts for micro-batches of one length."""
     out: list[Counts] = []
     for passes in order:
-        kept = outputs = 0
+        kept = waiting = 0
         most: dict[int, int] = {}
         for _, kind, _ in passes:
-            kept += (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
-            outputs += (kind == Kind.FORWARD) - kind.sends_gradient
-            most[kept] = max(outputs, most.get(kept, 0))
+            kept += (kind == Kind.FORWARD) - kind.sends_gradient
+            waiting += (kind == Kind.BACKWARD_INPUT) - (kind == Kind.BACKWARD_WEIGHT)
+            most[kept] = max(waiting, most.get(kept, 0))
         out.append(tuple(most.items()))
     return tuple(out)
 
 
 def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
     """(bytes, rank) of the fullest pipeline rank with micro-batches of one window."""
-    window, size = spec.data.context_window, DTYPE_BYTES[str(spec.training.dtype)]
-    layers = spec.model.num_layers // spec.num_stages
-    activations = layers * layer_activation_bytes(spec, micro_batch_tokens=window)
-    output = -(-window // spec.parallel.cp) * size * spec.model.hidden_size // spec.parallel.tp
+    window = spec.data.context_window
+    one = pass_bytes(spec, np.array([window]))
+    kept_bytes, waiting_bytes = int((one.kept + one.output)[0]), int(one.waiting[0])
     needs: list[tuple[int, int]] = []
     for rank, counts in enumerate(kept):
         rest = rest_bytes(spec, pp_rank=rank, longest=window)
         fixed = rest.total_bytes - rest.activations_bytes - rest.boundaries_bytes
-        needs.append((fixed + max(k * activations + o * output for k, o in counts), -rank))
+        needs.append((fixed + max(k * kept_bytes + w * waiting_bytes for k, w in counts), -rank))
     need, rank = max(needs)
     return need, -rank
 

@@ -17,7 +17,7 @@ Cost: 1,000 candidates for 256 devices take about a minute on one core.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from wlb.simulate.layouts import Candidate, Layouts
@@ -29,11 +29,11 @@ from wlb.spec import RunSpec, Strategy
 SLACK = 0.03
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
 MOST_TUNED = 32
-MOST_SHARDED = 2
-"""Packing settings of a layout that are tried with spans."""
+MOST_SHARDED, NEARLY = 2, 1.005
+"""Packing settings of a layout that are tried with spans: the best, and others as good as it."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and at most how much there is."""
+Progress = Callable[[str, int], None]
+"""Called with what was done to candidates, and with how many more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Tuner:
     workers: Workers
     top: int = 10
     max_delay_mean: float = 0.5
-    progress: Progress = lambda what, done, most: None
+    progress: Progress = lambda what, more: None
 
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
         """All steps. own: settings of a run that are tried as they are, besides.
@@ -133,7 +133,7 @@ class Tuner:
             for c in todo
             if (packing := self.settings.first(c)) is not None
         ]
-        found = self._grouped(specs, lambda s: s, _packed, "packed", len(todo))
+        found = self._grouped(specs, lambda s: s, _packed, "packed")
         for trial in found:
             if trial is not None:
                 known.packed[trial.layout] = trial
@@ -143,7 +143,7 @@ class Tuner:
         """Every packing setting, the best ones sharded; times of those that keep the delay."""
         todo = [c for c in candidates if c.name not in known.tuned]
         found = self._grouped(
-            todo, lambda c: c.spec, _tuned, "tuned", len(todo), self.settings, self.max_delay_mean
+            todo, lambda c: c.spec, _tuned, "tuned", self.settings, self.max_delay_mean
         )
         known.tuned.update({tuned.name: tuned for tuned in found})
         best = (known.tuned[c.name].best for c in candidates)
@@ -153,9 +153,7 @@ class Tuner:
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
     ) -> list[float]:
         what = "walked" if is_walked else "priced"
-        found = self._grouped(
-            candidates, lambda c: c.spec, _outlines, what, len(candidates), is_walked
-        )
+        found = self._grouped(candidates, lambda c: c.spec, _outlines, what, is_walked)
         known.update({outline.name: outline for outline in found})
         return [known[c.name].time_s for c in candidates]
 
@@ -188,7 +186,6 @@ class Tuner:
         spec_of: Callable[[Any], RunSpec],
         function: Callable[[Any], list[Any]],
         what: str,
-        total: int,
         *arguments: Any,
     ) -> list[Any]:
         """`function` of items that price documents alike together."""
@@ -199,7 +196,7 @@ class Tuner:
         out: list[Any] = []
         for made in self.workers.each(function, tasks):
             out += made
-            self.progress(what, len(out), total)
+            self.progress(what, len(made))
         return out
 
     def _too_late(self, known: Search) -> str:
@@ -256,12 +253,12 @@ def _tune_one(
     packed = sorted(trials.values(), key=lambda t: (t.time_s, t.name))
     good = [trial for trial in packed if trial.mean_delay <= max_delay_mean]
     sharded: list[Trial] = []
-    for trial in good[:MOST_SHARDED]:
+    near = [trial for trial in good[:MOST_SHARDED] if trial.time_s <= good[0].time_s * NEARLY]
+    for trial in near:
         for strategy in strategies:
             sharded += _sharded(bench, trial, strategy)
-        best = min(sharded, key=lambda t: (t.time_s, t.name), default=None)
-        if best is not None:
-            strategies = (best.spec.sharding.strategy,)
+        best = min(sharded, key=lambda t: (t.time_s, t.name), default=trial)
+        strategies = (best.spec.sharding.strategy,)
     best = min(sharded, key=lambda t: (t.time_s, t.name), default=None)
     return Tuned(
         name=candidate.name,
@@ -272,8 +269,7 @@ def _tune_one(
 
 
 def _sharded(bench: Bench, trial: Trial, strategy: Strategy) -> list[Trial]:
-    sharding = replace(trial.spec.sharding, strategy=strategy)
-    made = bench.sharded(replace(trial.spec, sharding=sharding))
+    made = bench.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
     return [] if made is None else [made]
 
 
