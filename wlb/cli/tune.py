@@ -1,4 +1,7 @@
-"""`wlb tune`: `packing` (thresholds, S_max and T on a sample, Section 4.2) and `layout`. No torch."""
+"""`wlb tune packing`: thresholds, S_max and T on a sample of documents (Section 4.2). No torch.
+
+`wlb tune layout` is in `wlb.cli.tune_layout`.
+"""
 
 import argparse
 import json

@@ -310,7 +310,7 @@ def _show(
 ) -> None:
     console = Console(highlight=False, markup=False)
     console.print(worth_of(profile))
-    console.print(layout_table(report, title=title))
+    console.print(layout_table(report, title=title, width=console.width))
     if report.own_note:
         console.print(report.own_note)
     console.print("why the others lost:")

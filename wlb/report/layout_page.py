@@ -22,6 +22,8 @@ from wlb.report.plots import (
 from wlb.simulate.account import BUBBLE, CP_RANKS, MICRO_BATCHES, RECOMPUTE, Terms
 from wlb.simulate.layouts import degrees_of
 from wlb.simulate.trial import Trial
+from wlb.simulate.why import COMPARED
+from wlb.spec import PLANNED_MEMORY, Recompute
 
 GIB = 2**30
 GROUPS = (
@@ -69,7 +71,8 @@ def layout_page(
             account_figure(report),
             "Work of the mean pipeline rank, then what it waits: for the pipeline, for collectives "
             "over the data-parallel axis that nothing hides, for unequal micro-batches and CP "
-            "ranks. The terms of a bar add up to a step.",
+            "ranks. Terms add up to a step. Degrees are tp x cp x pp x dp; below the best ones are "
+            "the run's own settings and the best of other degrees.",
         ),
         "<h2>Time and memory of all layouts that were packed</h2>",
         _drawn(
@@ -105,6 +108,7 @@ def account_figure(report: LayoutReport) -> str:
         widths = [max(0.0, _grouped(trial.terms)[name]) for _, trial in bars]
         axes.barh(names, widths, left=left, color=colour, label=name, height=0.7)
         left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set(xlabel="seconds a global batch")
     axes.grid(visible=False, axis="y")
@@ -130,7 +134,7 @@ def memory_figure(report: LayoutReport) -> str:
     winner = report.winner
     at = (winner.peak_memory_bytes / GIB, winner.time_s)
     axes.plot(*at, "*", ms=15, color="#000000", label=f"winner, tuned: {degrees_of(winner.spec)}")
-    limit = winner.spec.cluster.memory_gib * 0.95
+    limit = winner.spec.cluster.memory_gib * PLANNED_MEMORY
     axes.axvline(limit, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="fullest rank (GiB)", ylabel="seconds a global batch")
     figure.legend(frameon=False, loc="outside upper center", ncols=6, fontsize=8)
@@ -141,10 +145,15 @@ def _bars(report: LayoutReport) -> list[tuple[str, Trial]]:
     out = [(f"{i + 1}: {_short(t)}", t) for i, t in enumerate(report.best[:MOST_BARS])]
     if report.own is not None:
         out.append((f"own: {_short(report.own)}", report.own))
+    others: dict[str, tuple[list[str], Trial]] = {}
     for loser in report.losers:
-        axis = loser.label.split()[0]
-        if loser.trial is not None and axis in ("tp", "cp", "pp"):
-            out.append((f"{loser.label}: {_short(loser.trial)}", loser.trial))
+        if loser.trial is not None and loser.label.split()[0] in COMPARED:
+            labels, _ = others.setdefault(loser.trial.name, ([], loser.trial))
+            labels.append(loser.label)
+    shown = {trial.layout for _, trial in out}
+    for labels, trial in others.values():
+        if trial.layout not in shown:
+            out.append((f"{', '.join(labels)}: {_short(trial)}", trial))
     return out
 
 
@@ -153,7 +162,9 @@ def _short(trial: Trial) -> str:
     schedule = {"1f1b": "1f1b", "interleaved_1f1b": "int.", "interleaved_zero_bubble": "zero-b."}
     name = schedule[str(trial.spec.pp.schedule)]
     pipeline = f" {name} v {v}" if p.pp > 1 else ""
-    return f"{p.tp}x{p.cp}x{p.pp}x{p.dp}{pipeline} {trial.spec.training.recompute}"
+    recompute = trial.spec.training.recompute
+    again = "" if recompute == Recompute.NONE else f" recompute {recompute}"
+    return f"{p.tp} x {p.cp} x {p.pp} x {p.dp}{pipeline}{again}"
 
 
 def _grouped(terms: Terms) -> dict[str, float]:

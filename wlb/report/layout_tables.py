@@ -14,7 +14,10 @@ from wlb.simulate.why import Loser, References
 from wlb.spec import Recompute
 
 GIB = 2**30
-COLUMNS = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
+COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
+LEFT_OUT: tuple[str, ...] = ("ktok/s", "bound", "bubble", "MFU", "gain")
+"""Of a narrow terminal, in this order."""
+LAYOUT_WIDTH, COLUMN_WIDTH = 33, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
     )
 
 
-def layout_table(report: LayoutReport, *, title: str) -> Table:
+def layout_table(report: LayoutReport, *, title: str, width: int) -> Table:
     """The best layouts, and the run's own settings below them."""
     table = Table(
         title=title,
@@ -99,17 +102,24 @@ def layout_table(report: LayoutReport, *, title: str) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("layout, pipeline, packing", overflow="fold")
-    for name in COLUMNS:
+    shown = [name for name in COLUMNS if name not in _too_wide(width)]
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     rows = [(str(i + 1), trial) for i, trial in enumerate(report.best)]
     rows += [("own", report.own)] if report.own is not None else []
     for label, trial in rows:
         style = "bold" if trial is report.winner else ""
+        cells = dict(zip(COLUMNS, cells_of(trial, report.own), strict=True))
         text = "\n".join(lines_of(trial))
-        table.add_row(label, text, *cells_of(trial, report.own), style=style)
+        table.add_row(label, text, *(cells[name] for name in shown), style=style)
     return table
+
+
+def _too_wide(width: int) -> tuple[str, ...]:
+    room = (width - LAYOUT_WIDTH - 5) // COLUMN_WIDTH
+    return LEFT_OUT[: max(0, len(COLUMNS) - room)]
 
 
 CAPTION = (
@@ -121,18 +131,23 @@ CAPTION = (
 
 
 def loser_lines(report: LayoutReport) -> list[str]:
-    """A line a family, then packing policies and sharding on the winner's layout."""
-    out: list[str] = []
+    """A line for families with the same best layout, then packing policies and sharding on the
+    winner's layout."""
+    labels: dict[str, list[str]] = {}
     for loser in report.losers:
-        if loser.trial is None:
-            out.append(f"{loser.label}: {loser.why}")
-            continue
-        best = ", ".join(lines_of(loser.trial)[:2])
-        depth = "" if loser.trial.is_sharded else " (packed, CP ranks even)"
-        how = f"{loser.behind:+.1%} at best{depth}, {best}"
-        out.append(f"{loser.label}: {how}: {loser.why or 'as fast'}")
+        labels.setdefault(_of_loser(loser), []).append(loser.label)
+    out = [f"{'; '.join(families)}: {text}" for text, families in labels.items()]
     out += _beside("packing", report.references.policies, report.winner)
     return out + _beside("sharding", report.references.strategies, report.winner)
+
+
+def _of_loser(loser: Loser) -> str:
+    if loser.trial is None:
+        return loser.why
+    degrees, pipeline, packing = lines_of(loser.trial)
+    depth = "" if loser.trial.is_sharded else " packed, CP ranks even"
+    best = f"{loser.behind:+.1%}{depth} ({degrees}, {pipeline}; {packing})"
+    return f"{best}: {loser.why or 'as fast'}"
 
 
 def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:

@@ -46,18 +46,15 @@ class Settings:
                 out += self._capped(replace(base, policy=policy), candidate.spec)
         return out
 
-    def first(self, candidate: Candidate) -> PackingSection | None:
-        """The setting that layouts are ranked with: the first policy with most room, T 1.5."""
-        made = self.packings(candidate)
-        return max(
-            made,
-            key=lambda p: (
-                p.policy == made[0].policy,
-                p.s_max if p.policy in (Policy.BOUNDED, Policy.VAR_LEN) else 0,
-                p.step_tokens,
-            ),
-            default=None,
-        )
+    def first(self, candidate: Candidate) -> list[PackingSection]:
+        """The settings that layouts are ranked with: of each policy the one with most room and a
+        cap on T; the first that finds room counts."""
+        best: dict[Policy, PackingSection] = {}
+        for made in self.packings(candidate):
+            known = best.setdefault(made.policy, made)
+            if (made.s_max, made.step_tokens) > (known.s_max, known.step_tokens):
+                best[made.policy] = made
+        return list(best.values())
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
         section = replace(section, literal=False, memory_gib=planned_gib(spec))

@@ -5,7 +5,8 @@ Step by step, each more exact and dearer than the one before (`wlb.simulate.tria
 1. `layouts_of`: what divides and fits, with the least recompute and with more where it makes room.
 2. `work`: what a rank has to do, of every candidate. 3. `even`: the layout's graph.
 4. `packed`: all steps packed with one setting, CP ranks even.
-5. `tuned`: every packing setting `packed`, the best two sharded in every way.
+5. `tuned`: every packing setting `packed`, the best one sharded in every way, and the best of other
+   policies as it is, where that comes close.
 
 What a step finds is a lower bound of what the next one will, up to a few percent (`SLACK`). So each
 goes through candidates from the best of the step before on, in blocks, until what is to come cannot
@@ -29,8 +30,8 @@ from wlb.spec import RunSpec, Strategy
 SLACK = 0.03
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
 MOST_TUNED = 32
-MOST_SHARDED, NEARLY = 2, 1.005
-"""Packing settings of a layout that are tried with spans: the best, and others as good as it."""
+NEARLY = 1.02
+"""A layout's best setting of each policy is tried with spans where it is as good as that."""
 
 Progress = Callable[[str, int], None]
 """Called with what was done to candidates, and with how many more."""
@@ -128,15 +129,8 @@ class Tuner:
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
         """`packed` with the first setting; times of those that find room."""
         todo = [c for c in candidates if c.name not in known.packed]
-        specs = [
-            with_settings(c.spec, packing, self.settings.strategies[0])
-            for c in todo
-            if (packing := self.settings.first(c)) is not None
-        ]
-        found = self._grouped(specs, lambda s: s, _packed, "packed")
-        for trial in found:
-            if trial is not None:
-                known.packed[trial.layout] = trial
+        found = self._grouped(todo, lambda c: c.spec, _packed, "packed", self.settings)
+        known.packed.update({trial.layout: trial for trial in found if trial is not None})
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
@@ -229,10 +223,15 @@ def _outlines(task: tuple[Sample, Sequence[Candidate], bool]) -> list[Outline]:
     return [bench.outline(c, is_walked=is_walked) for c in candidates]
 
 
-def _packed(task: tuple[Sample, Sequence[RunSpec]]) -> list[Trial | None]:
-    sample, specs = task
-    bench = Bench.of(specs[0], sample)
-    return [bench.packed(spec) for spec in specs]
+def _packed(task: tuple[Sample, Sequence[Candidate], Settings]) -> list[Trial | None]:
+    sample, candidates, settings = task
+    bench = Bench.of(candidates[0].spec, sample)
+    out: list[Trial | None] = []
+    for c in candidates:
+        specs = (with_settings(c.spec, p, settings.strategies[0]) for p in settings.first(c))
+        trials = (bench.packed(spec) for spec in specs)
+        out.append(next((trial for trial in trials if trial is not None), None))
+    return out
 
 
 def _tuned(task: tuple[Sample, Sequence[Candidate], Settings, float]) -> list[Tuned]:
@@ -253,8 +252,9 @@ def _tune_one(
     packed = sorted(trials.values(), key=lambda t: (t.time_s, t.name))
     good = [trial for trial in packed if trial.mean_delay <= max_delay_mean]
     sharded: list[Trial] = []
-    near = [trial for trial in good[:MOST_SHARDED] if trial.time_s <= good[0].time_s * NEARLY]
-    for trial in near:
+    for trial in _best_of_policies(good):
+        if trial.time_s > good[0].time_s * NEARLY:
+            break
         for strategy in strategies:
             sharded += _sharded(bench, trial, strategy)
         best = min(sharded, key=lambda t: (t.time_s, t.name), default=trial)

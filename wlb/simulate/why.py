@@ -1,10 +1,10 @@
 """Why the others lost: the best of each family of layouts against the winner, term by term.
 
-A family is a degree of one axis, a schedule, a way of recompute, or the run's own layout. Its best
-candidate is compared with the winner at the same depth: both tuned, or both packed with the first
-setting and with even CP ranks. Differences of terms (`wlb.simulate.account`) add up to that of the
-times, so a reason is the terms that grew most. Of a family that has no candidate because of memory,
-the closest layout and what it lacks are named.
+A family is a degree of TP, CP or PP, a schedule, a way of recompute, or the run's own layout. Its
+best candidate is compared with the winner at the same depth: both tuned, or both packed with the
+first setting and with even CP ranks. Differences of terms (`wlb.simulate.account`) add up to that
+of the times, so a reason is the terms that grew most. Of a family that has no candidate because of
+memory, the closest layout and what it lacks are named.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb.simulate.account import BUBBLE, MICRO_BATCHES, RECOMPUTE, Terms
-from wlb.simulate.layouts import AXES, Candidate, Layouts, degrees_of
+from wlb.simulate.layouts import Candidate, Layouts, degrees_of
 from wlb.simulate.settings import POLICIES, Settings, with_settings
 from wlb.simulate.trial import Bench, Sample, Trial
 from wlb.simulate.tune import Search, Tuner
 from wlb.spec import Recompute, RunSpec, Schedule
 
 OWN = "the run's own layout"
+COMPARED = ("tp", "cp", "pp")
 WORTH_NAMING = 0.1
 """Share of all that grew from which on a term is named."""
 MOST_NAMED = 3
@@ -114,7 +115,8 @@ def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
     if name == MICRO_BATCHES and loser.caps.s_max < winner.caps.s_max:
         text += f" (S_max {loser.caps.s_max / loser.spec.data.context_window:.2f})"
     if name == RECOMPUTE:
-        text += f" ({loser.spec.training.recompute})"
+        how = loser.spec.training.recompute
+        text += f" ({winner.spec.training.recompute if how == Recompute.NONE else how})"
     return text
 
 
@@ -125,7 +127,7 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
     if own is not None and degrees_of(own) != degrees_of(winner):
         out[own_label] = []
     specs = [c.spec for c in layouts.candidates] + [t.spec for t in layouts.too_large]
-    for axis in AXES:
+    for axis in COMPARED:
         for degree in sorted({getattr(s.parallel, axis) for s in specs}):
             if degree != getattr(winner.parallel, axis):
                 out[f"{axis} {degree}"] = []
@@ -142,7 +144,7 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 def _labels(spec: RunSpec) -> list[str]:
     """All families that a layout may be of."""
-    degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in AXES]
+    degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
 
