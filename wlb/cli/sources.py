@@ -21,8 +21,11 @@ MOST_TOKENS = 1 << 40
 """Of all global batches together; a plan of more would take days."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> None:
-    """The run's settings, and exactly one source."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, steps: int | None, steps_default: str = ""
+) -> None:
+    """The run's settings, and exactly one source. steps: None where a command fills it in, as
+    `steps_default` says."""
     parser.add_argument(
         "name",
         nargs="?",
@@ -42,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> None:
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides"
     )
     parser.add_argument(
-        "--steps", type=int, default=steps, help=f"global batches packed (default: {steps})"
+        "--steps",
+        type=int,
+        default=steps,
+        help=f"global batches packed (default: {steps_default or steps})",
     )
     parser.add_argument(
         "--in-order", action="store_true", help="documents in the source's order, not shuffled"

@@ -43,6 +43,10 @@ from wlb.spec import (
     to_toml,
 )
 
+STEPS = (32, 12)
+MICRO_BATCHES = 256
+"""About so many are packed by default, within STEPS (most, fewest)."""
+
 
 def add_parser(what: Any) -> None:
     """Below `wlb tune`."""
@@ -53,7 +57,12 @@ def add_parser(what: Any) -> None:
         "batch of NAME, by simulation within memory; print the best with what they take and why "
         "the others lost. Every layout trains the same tokens a step.",
     )
-    sources.add_arguments(parser, steps=32)
+    most, fewest = STEPS
+    sources.add_arguments(
+        parser,
+        steps=None,
+        steps_default=f"{most}, fewer where steps have many micro-batches, at least {fewest}",
+    )
     parser.add_argument("--gpus", type=int, required=True, help="devices of the whole run")
     parser.add_argument(
         "--global-batch-tokens",
@@ -99,6 +108,9 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     given = load(options.name, options.overrides)
     spec = _searched(given, options)
+    if options.steps is None:
+        most, fewest = STEPS
+        options.steps = min(most, max(fewest, MICRO_BATCHES // spec.num_micro_batches))
     own, own_note = _own(spec, options.gpus)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)

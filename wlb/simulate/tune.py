@@ -5,8 +5,8 @@ Step by step, each more exact and dearer than the one before (`wlb.simulate.tria
 1. `layouts_of`: what divides and fits, with the least recompute and with more where it makes room.
 2. `work`: what a rank has to do, of every candidate. 3. `even`: the layout's graph.
 4. `packed`: all steps packed with one setting, CP ranks even.
-5. `tuned`: every packing setting `packed`, the best one sharded in every way, and the best of other
-   policies as it is, where that comes close.
+5. `tuned`: every packing setting `packed`, the best one sharded in one way.
+6. `polished`, the `top` best only: sharded in every way, other policies too where they come close.
 
 What a step finds is a lower bound of what the next one will, up to a few percent (`SLACK`). So each
 goes through candidates from the best of the step before on, in blocks, until what is to come cannot
@@ -18,14 +18,14 @@ Cost: 1,000 candidates for 256 devices take about a minute on one core.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wlb.simulate.layouts import Candidate, Layouts
 from wlb.simulate.settings import Settings, with_settings
 from wlb.simulate.trial import Bench, Outline, Sample, Trial, bench_key
 from wlb.simulate.workers import Workers
-from wlb.spec import RunSpec, Strategy
+from wlb.spec import RunSpec
 
 SLACK = 0.03
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
@@ -40,12 +40,13 @@ Progress = Callable[[str, int], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """A layout with the best packing and sharding. best: None where no setting keeps the delay.
-    packed: its settings by policy, CP ranks even. sharded: what was tried with spans."""
+    packed: the best setting of each policy, CP ranks even; in_time: of those that keep the delay.
+    """
 
     name: str
     best: Trial | None
     packed: tuple[Trial, ...]
-    sharded: tuple[Trial, ...]
+    in_time: tuple[Trial, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +125,7 @@ class Tuner:
         )
         if not known.ranking:
             raise ValueError(self._too_late(known))
+        self.polish([trial.layout for trial in known.ranking[: self.top]], known)
         return known
 
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
@@ -134,7 +136,7 @@ class Tuner:
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Every packing setting, the best ones sharded; times of those that keep the delay."""
+        """Every packing setting, the best one sharded; times of those that keep the delay."""
         todo = [c for c in candidates if c.name not in known.tuned]
         found = self._grouped(
             todo, lambda c: c.spec, _tuned, "tuned", self.settings, self.max_delay_mean
@@ -142,6 +144,14 @@ class Tuner:
         known.tuned.update({tuned.name: tuned for tuned in found})
         best = (known.tuned[c.name].best for c in candidates)
         return [trial.time_s for trial in best if trial is not None]
+
+    def polish(self, names: Sequence[str], known: Search) -> None:
+        """Every way of sharding, and policies that come close, of layouts that were tuned."""
+        todo = [t for name in names if (t := known.tuned[name]).best is not None]
+        found = self._grouped(
+            todo, lambda t: t.packed[0].spec, _polished, "polished", self.settings
+        )
+        known.tuned.update({tuned.name: tuned for tuned in found})
 
     def _outline(
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
@@ -240,37 +250,48 @@ def _tuned(task: tuple[Sample, Sequence[Candidate], Settings, float]) -> list[Tu
     return [_tune_one(bench, c, settings, max_delay_mean) for c in candidates]
 
 
+def _polished(task: tuple[Sample, Sequence[Tuned], Settings]) -> list[Tuned]:
+    sample, layouts, settings = task
+    bench = Bench.of(layouts[0].packed[0].spec, sample)
+    return [_polish_one(bench, tuned, settings) for tuned in layouts]
+
+
 def _tune_one(
     bench: Bench, candidate: Candidate, settings: Settings, max_delay_mean: float
 ) -> Tuned:
-    strategies = settings.strategies if candidate.spec.parallel.cp > 1 else settings.strategies[:1]
-    trials: dict[Any, Trial] = {}
+    trials: dict[str, Trial] = {}
     for packing in settings.packings(candidate):
-        trial = bench.packed(with_settings(candidate.spec, packing, strategies[0]))
+        trial = bench.packed(with_settings(candidate.spec, packing, settings.strategies[0]))
         if trial is not None:
             trials.setdefault(trial.packing, trial)
     packed = sorted(trials.values(), key=lambda t: (t.time_s, t.name))
-    good = [trial for trial in packed if trial.mean_delay <= max_delay_mean]
-    sharded: list[Trial] = []
-    for trial in _best_of_policies(good):
-        if trial.time_s > good[0].time_s * NEARLY:
-            break
-        for strategy in strategies:
-            sharded += _sharded(bench, trial, strategy)
-        best = min(sharded, key=lambda t: (t.time_s, t.name), default=trial)
-        strategies = (best.spec.sharding.strategy,)
-    best = min(sharded, key=lambda t: (t.time_s, t.name), default=None)
+    in_time = _best_of_policies([t for t in packed if t.mean_delay <= max_delay_mean])
     return Tuned(
         name=candidate.name,
-        best=best,
+        best=bench.sharded(in_time[0].spec) if in_time else None,
         packed=_best_of_policies(packed),
-        sharded=tuple(sharded),
+        in_time=in_time,
     )
 
 
-def _sharded(bench: Bench, trial: Trial, strategy: Strategy) -> list[Trial]:
-    made = bench.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
-    return [] if made is None else [made]
+def _polish_one(bench: Bench, tuned: Tuned, settings: Settings) -> Tuned:
+    best = tuned.best
+    if best is None:
+        return tuned
+    strategies = settings.strategies[1:] if best.spec.parallel.cp > 1 else ()
+    for strategy in strategies:
+        best = _faster(best, bench.sharded(with_settings(best.spec, best.spec.packing, strategy)))
+    strategy = best.spec.sharding.strategy
+    for trial in tuned.in_time[1:]:
+        if trial.time_s <= tuned.in_time[0].time_s * NEARLY:
+            made = bench.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
+            best = _faster(best, made)
+    return replace(tuned, best=best)
+
+
+def _faster(best: Trial, other: Trial | None) -> Trial:
+    """Ties go to the one that is known."""
+    return other if other is not None and other.time_s < best.time_s else best
 
 
 def _best_of_policies(packed: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -77,6 +77,7 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     for label, candidate in best.items():
         if label.startswith(OWN) and candidate.name in known.packed:
             tuner.tune([candidate], known)
+            tuner.polish([candidate.name], known)
     return [_compared(label, best.get(label), known, winner, node) for label in families]
 
 
