@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.validation.plans import PROCESSES, DrawnPlan, draw_plans
-from wlb.cost import workload_for
+from wlb.cost import Scope, workload_for
 from wlb.simulate import Simulation, Simulator, StepPrices
 from wlb.simulate.order import Kind
 from wlb.simulate.prices import Terms
@@ -13,6 +13,10 @@ from wlb.train.replay import StepWaits
 from wlb.train.replay_step import compare, simulated_s, waits_of
 
 MS = 1_000_000
+
+
+def calls(ns: float) -> Terms:
+    return Terms(per_token={}, per_call={"calls": ns})
 
 
 def simulation(
@@ -43,9 +47,9 @@ def simulation(
         tokens=np.array([[[100, 4096, 65536][:n]]]),
         attention_forward_ns=attention,
         attention_backward_ns=2 * attention,
-        linear={kind: Terms(per_token={}, call_ns=ms * MS) for kind, ms in linear.items()},
+        linear={kind: calls(ms * MS) for kind, ms in linear.items()},
         ends=ends or {},
-        message=Terms(per_token={}, call_ns=0.0),
+        message=dict.fromkeys(Scope, calls(0.0)),
     )
     return simulator.run(prices)
 
@@ -55,7 +59,7 @@ def test_waits_keep_their_proportions_and_the_shortest_is_as_long_as_asked() -> 
         Schedule.ONE_F_ONE_B,
         forward_ms=[[1, 3], [2, 4]],
         linear={Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0},
-        ends={(Kind.FORWARD, True): Terms(per_token={}, call_ns=6.0 * MS)},
+        ends={(Kind.FORWARD, True): calls(6.0 * MS)},
     )
     waits = waits_of(step, step=0, shortest_s=0.02)  # the shortest pass has 2 ms: ten times all
     assert waits.shape == (1, 2, 2, 2)

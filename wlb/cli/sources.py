@@ -22,8 +22,13 @@ MOST_TOKENS = 1 << 40
 """Of all global batches together; a plan of more would take days."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> Any:
-    """The run's settings, and exactly one source; returns the sources' group, to add others."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, steps: int | None, steps_default: str = ""
+) -> Any:
+    """The run's settings, and exactly one source; returns the sources' group, to add others.
+
+    steps: None where a command fills it in, as `steps_default` says.
+    """
     parser.add_argument(
         "name",
         nargs="?",
@@ -43,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, steps: int) -> Any:
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides"
     )
     parser.add_argument(
-        "--steps", type=int, default=steps, help=f"global batches packed (default: {steps})"
+        "--steps",
+        type=int,
+        default=steps,
+        help=f"global batches packed (default: {steps_default or steps})",
     )
     parser.add_argument(
         "--in-order", action="store_true", help="documents in the source's order, not shuffled"

@@ -1,4 +1,7 @@
-"""`wlb tune packing`: thresholds, S_max and T on a sample of documents (Section 4.2). No torch."""
+"""`wlb tune packing`: thresholds, S_max and T on a sample of documents (Section 4.2). No torch.
+
+`wlb tune layout` is in `wlb.cli.tune_layout`.
+"""
 
 import argparse
 import json
@@ -11,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from wlb.cli import sources
+from wlb.cli import sources, tune_layout
 from wlb.cost import workload_for
 from wlb.packing.tune import PRICES, S_MAX, STEP_TOKENS, THRESHOLDS, Grid, finish, tune_points
 from wlb.report import facts_of, tuning_table
@@ -22,7 +25,7 @@ from wlb.spec import Policy, load
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        help="find packing settings for document lengths",
+        help="find packing settings for document lengths, or a layout for a cluster",
         description="Try settings on a sample of documents and recommend one.",
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
@@ -57,6 +60,7 @@ def add_parser(commands: Any) -> None:
     )
     packing.add_argument("--plot", metavar="FILE", help="the front as .png, .svg or .pdf")
     packing.set_defaults(run=run)
+    tune_layout.add_parser(what)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ Everything that came in is trained: what a policy holds back is flushed at the e
 and the flush counts, so that withholding outliers cannot look like speed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from wlb.corpus import ListedBatches
 from wlb.cost import ProfiledWorkload, document_flops
-from wlb.plan import GlobalBatch, IntArray, StepMetrics
+from wlb.plan import GlobalBatch, IntArray, StepMetrics, StepPlan
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
 from wlb.simulate.step import Simulation, Simulator
@@ -95,9 +95,15 @@ class RunSimulation:
         }
 
 
-def sharded_steps(planner: Planner, *, dp: int, most: int | None = None) -> Iterator[ShardedStep]:
-    """Plans with the spans of all pipelines, to the end of the planner's source."""
-    for plan in islice(planner.steps(), most):
+def sharded_steps(
+    planner: Planner,
+    *,
+    dp: int,
+    most: int | None = None,
+    plans: Iterable[StepPlan] | None = None,
+) -> Iterator[ShardedStep]:
+    """Plans (given ones, or to the end of the planner's source) with the spans of all pipelines."""
+    for plan in islice(planner.steps() if plans is None else plans, most):
         pipelines = tuple(planner.shard(plan, pipeline) for pipeline in range(dp))
         yield ShardedStep(plan=plan, pipelines=pipelines)
 
@@ -108,23 +114,32 @@ def planner_of(spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBa
 
 
 def simulate_run(
-    spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBatch], *, label: str = ""
+    spec: RunSpec,
+    cost: ProfiledWorkload,
+    batches: Sequence[GlobalBatch],
+    *,
+    label: str = "",
+    steps: Iterable[ShardedStep] | None = None,
 ) -> RunSimulation:
-    """All steps that `batches` make, flush included; `spec.parallel.dp` must be filled in."""
+    """All steps that `batches` make, flush included; `spec.parallel.dp` must be filled in.
+
+    steps: what the run's planner makes of `batches`, where that is known already.
+    """
     simulator = Simulator(spec=spec, cost=cost)
-    planner = planner_of(spec, cost, batches)
+    if steps is None:
+        steps = sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp)
     prices: list[StepPrices] = []
     parts: list[tuple[Simulation, tuple[ShardedStep, ...]]] = []
     metrics: list[StepMetrics] = []
     flops = 0.0
-    coming = sharded_steps(planner, dp=spec.parallel.dp)
-    while steps := tuple(islice(coming, CHUNK)):
-        priced = simulator.price(steps)
+    coming = iter(steps)
+    while chunk := tuple(islice(coming, CHUNK)):
+        priced = simulator.price(chunk)
         simulation = simulator.run(priced)
         prices.append(priced)
-        parts.append((simulation, steps))
-        metrics += simulation.metrics(steps)
-        pieces = [step.plan.packing.pieces.length for step in steps]
+        parts.append((simulation, chunk))
+        metrics += simulation.metrics(chunk)
+        pieces = [step.plan.packing.pieces.length for step in chunk]
         flops += float(document_flops(spec.model, np.concatenate(pieces)).sum())
     if not parts:
         raise ValueError("no global batch was given; there is nothing to simulate")

@@ -19,9 +19,11 @@ from wlb.spec.run import (
     Schedule,
     Strategy,
 )
-from wlb.spec.systems import SYSTEMS, system_overrides
+from wlb.spec.systems import PLANNED_MEMORY, SYSTEMS, system_overrides
+from wlb.spec.write import to_toml
 
 __all__ = [
+    "PLANNED_MEMORY",
     "SYSTEMS",
     "AttentionBackend",
     "BinMethod",
@@ -50,4 +52,5 @@ __all__ = [
     "resolve_dp",
     "system_overrides",
     "to_dict",
+    "to_toml",
 ]

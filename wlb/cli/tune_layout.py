@@ -1,0 +1,340 @@
+"""`wlb tune layout`: layout, recompute, packing and sharding for a number of devices. No torch."""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import time
+from collections import Counter
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from wlb import __version__
+from wlb.cli import sources
+from wlb.cost import KernelProfile, workload_for
+from wlb.cost.machine import program_version
+from wlb.report import facts_of, worth_of
+from wlb.report.layout_tables import (
+    LayoutReport,
+    effort_line,
+    fits_own_devices,
+    layout_table,
+    loser_lines,
+    refusal_lines,
+)
+from wlb.simulate.layouts import GIB, Choices, layouts_of
+from wlb.simulate.settings import CHOSEN, POLICIES, STRATEGIES, Settings
+from wlb.simulate.trial import Sample
+from wlb.simulate.tune import Search, Tuner
+from wlb.simulate.why import losers_of, references_of
+from wlb.simulate.workers import Workers
+from wlb.spec import (
+    Recompute,
+    RunSpec,
+    Schedule,
+    load,
+    resolve_dp,
+    to_toml,
+)
+
+STEPS = (32, 12)
+MICRO_BATCHES = 256
+"""About so many are packed by default, within STEPS (most, fewest)."""
+
+
+def add_parser(what: Any) -> None:
+    """Below `wlb tune`."""
+    parser = what.add_parser(
+        "layout",
+        help="layout, recompute, packing and sharding for a number of devices",
+        description="Search layouts of so many devices for the model, window, cluster and global "
+        "batch of NAME, by simulation within memory; print the best with what they take and why "
+        "the others lost. Every layout trains the same tokens a step.",
+    )
+    most, fewest = STEPS
+    sources.add_arguments(
+        parser,
+        steps=None,
+        steps_default=f"{most}, fewer where steps have many micro-batches, at least {fewest}",
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="devices of the whole run")
+    parser.add_argument(
+        "--global-batch-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a step, a multiple of the window (default: NAME's)",
+    )
+    parser.add_argument(
+        "--max-delay-mean",
+        type=float,
+        default=0.5,
+        metavar="STEPS",
+        help="steps that a token may wait on average (default: 0.5)",
+    )
+    for axis in ("tp", "cp", "pp", "dp"):
+        parser.add_argument(
+            f"--{axis}", nargs="+", type=int, default=[], help=f"only these degrees of {axis}"
+        )
+    parser.add_argument("--virtual-stages", nargs="+", type=int, default=[], metavar="V")
+    for name, values, default in (
+        ("--schedules", Schedule, Schedule),
+        ("--recompute", Recompute, Recompute),
+        ("--policies", POLICIES, CHOSEN),
+        ("--sharding", STRATEGIES, STRATEGIES),
+    ):
+        parser.add_argument(
+            name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
+        )
+    parser.add_argument("--top", type=int, default=10, help="layouts that are printed")
+    parser.add_argument("--out", metavar="FILE", help="the best one as TOML for wlb train")
+    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout or a file"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="processes (default: as many as there are cores)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    _check(options)
+    given = load(options.name, options.overrides)
+    spec = _searched(given, options)
+    if options.steps is None:
+        most, fewest = STEPS
+        options.steps = min(most, max(fewest, MICRO_BATCHES // spec.num_micro_batches))
+    own, own_note = _own(spec, options.gpus)
+    source = sources.open_source(options, spec)
+    batches = sources.batches_of(options, spec, source)
+    layouts = layouts_of(spec, gpus=options.gpus, choices=_choices(options))
+    first = layouts.candidates[0].spec
+    profile = workload_for(first, options.device).profile
+    with Workers(jobs=options.jobs or _cores()) as workers, _Shown() as shown:
+        tuner = Tuner(
+            sample=Sample(batches=tuple(batches), device=options.device),
+            settings=_settings(options),
+            workers=workers,
+            top=options.top,
+            max_delay_mean=options.max_delay_mean,
+            progress=shown.more,
+        )
+        known = tuner.search(layouts, own)
+        losers = losers_of(tuner, known, own=own, node=profile.ranks_per_node)
+        report = LayoutReport(
+            search=known,
+            best=tuple(known.ranking[: options.top]),
+            losers=tuple(losers),
+            references=references_of(tuner, known.ranking[0]),
+            own_note=own_note or _own_note(known),
+        )
+    facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
+    title = (
+        f"{options.name} on {options.gpus} devices, {spec.tokens_per_step:,} tokens a step, "
+        f"{len(batches)} global batches of {source.name}"
+    )
+    toml = _toml(options, given, report)
+    _write(options, report, title, toml, facts.lines, profile)
+    if options.json == "-":
+        print(_json(options, report, profile))
+        return 0
+    _show(options, report, title, profile, time.monotonic() - started)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be refused before any work."""
+    for name in ("gpus", "top"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} = {getattr(options, name)} must be at least 1")
+    if options.jobs < 0:
+        raise ValueError(f"--jobs = {options.jobs} must be at least 0 (0 = as many as cores)")
+    if not 0 <= options.max_delay_mean < math.inf:
+        raise ValueError(
+            f"--max-delay-mean = {options.max_delay_mean} must be at least 0 and finite"
+        )
+    sources.check_outputs(options.out, options.html, options.json, needs_plots=bool(options.html))
+
+
+def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
+    """`given` with the number of micro-batches that all layouts have, and what training would fill
+    in: the vocabulary of a BPE still to be made."""
+    window = given.data.context_window
+    dp_of_own = given.parallel.dp or max(1, options.gpus // given.parallel.model_ranks)
+    own_tokens = replace(given, parallel=replace(given.parallel, dp=dp_of_own)).tokens_per_step
+    tokens = own_tokens if options.global_batch_tokens is None else options.global_batch_tokens
+    if tokens < window or tokens % window:
+        raise ValueError(
+            f"--global-batch-tokens = {tokens} must be a multiple of data.context_window = "
+            f"{window}, such as {max(1, round(tokens / window)) * window}"
+        )
+    model = given.model
+    if not model.vocab_size:
+        model = replace(model, vocab_size=given.data.bpe_vocab_size)
+    return replace(
+        given,
+        model=model,
+        data=replace(given.data, num_micro_batches=tokens // window),
+        planner=replace(given.planner, baseline=False),
+    )
+
+
+def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
+    """The run's own settings where they are of `gpus` devices, else why not."""
+    try:
+        return resolve_dp(spec, gpus), ""
+    except ValueError as error:
+        return None, f"the run's own layout is not compared: {error}"
+
+
+def _own_note(known: Search) -> str:
+    own = known.own
+    if own is None or fits_own_devices(own):
+        return ""
+    return (
+        f"the run's own settings do not fit: pipeline rank {own.fullest_rank} needs "
+        f"{own.peak_memory_bytes / GIB:.1f} GiB of {own.spec.cluster.memory_gib:g}; no gain is "
+        f"given over them"
+    )
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    return Choices(
+        **{axis: tuple(sorted(set(getattr(options, axis)))) for axis in ("tp", "cp", "pp", "dp")},
+        virtual_stages=tuple(sorted(set(options.virtual_stages))),
+        schedules=tuple(s for s in Schedule if str(s) in options.schedules),
+        recompute=tuple(r for r in Recompute if str(r) in options.recompute),
+    )
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
+        policies=tuple(p for p in POLICIES if str(p) in options.policies),
+        strategies=tuple(s for s in STRATEGIES if str(s) in options.sharding),
+    )
+
+
+class _Shown(AbstractContextManager["_Shown"]):
+    """How many candidates came how far, on a terminal's stderr."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self.counts: Counter[str] = Counter()
+        self.status: Status | None = None
+        if console.is_terminal:
+            self.status = console.status("layouts")
+
+    def __enter__(self) -> "_Shown":
+        if self.status is not None:
+            self.status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.status is not None:
+            self.status.stop()
+
+    def more(self, what: str, count: int) -> None:
+        self.counts[what] += count
+        if self.status is not None:
+            self.status.update(", ".join(f"{n} {name}" for name, n in self.counts.items()))
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> str:
+    """The winner as a run: what the search filled in is left to training again."""
+    spec, winner = winning_spec(given, report.winner.spec), report.winner
+    return to_toml(
+        spec,
+        comments=(
+            f"{winner.layout}",
+            f"found by: {_command(options)}",
+            f"simulated: {winner.time_s:.3f} s a step of {spec.tokens_per_step:,} tokens, "
+            f"{winner.peak_memory_bytes / GIB:.1f} GiB on the fullest rank",
+        ),
+    )
+
+
+def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
+    """`given` with what the search chose."""
+    return replace(
+        given,
+        parallel=found.parallel,
+        pp=found.pp,
+        packing=found.packing,
+        sharding=found.sharding,
+        data=replace(given.data, num_micro_batches=found.data.num_micro_batches),
+        training=replace(given.training, recompute=found.training.recompute),
+    )
+
+
+def _write(
+    options: argparse.Namespace,
+    report: LayoutReport,
+    title: str,
+    toml: str,
+    facts: tuple[str, ...],
+    profile: KernelProfile,
+) -> None:
+    if options.out:
+        Path(options.out).write_text(toml, "utf-8")
+    if options.html:
+        from wlb.report.layout_page import layout_page
+
+        provenance = [
+            ("command", _command(options)),
+            ("priced with", worth_of(profile)),
+            ("wlb", f"{__version__}, {program_version()}"),
+        ]
+        page = layout_page(report, title=title, toml=toml, facts=facts, provenance=provenance)
+        Path(options.html).write_text(page, "utf-8")
+    if options.json and options.json != "-":
+        Path(options.json).write_text(_json(options, report, profile) + "\n", "utf-8")
+
+
+def _json(options: argparse.Namespace, report: LayoutReport, profile: KernelProfile) -> str:
+    data = {
+        "command": _command(options),
+        "version": program_version(),
+        "profile": profile.name,
+        "worth": worth_of(profile),
+        "gpus": options.gpus,
+        **report.to_json(),
+    }
+    return json.dumps(data, indent=1, allow_nan=False)
+
+
+def _show(
+    options: argparse.Namespace,
+    report: LayoutReport,
+    title: str,
+    profile: KernelProfile,
+    seconds: float,
+) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(worth_of(profile))
+    console.print(layout_table(report, title=title, width=console.width))
+    if report.own_note:
+        console.print(report.own_note)
+    console.print("why the others lost:")
+    for line in loser_lines(report):
+        console.print(f"  {line}")
+    console.print(f"{effort_line(report)}; {seconds:.0f} s")
+    for line in refusal_lines(report):
+        console.print(f"  {line}")
+    for path in (options.out, options.html, options.json):
+        if path:
+            console.print(f"written: {path}")
+
+
+def _command(options: argparse.Namespace) -> str:
+    return shlex.join(["wlb", *options.words])

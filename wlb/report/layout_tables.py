@@ -1,0 +1,181 @@
+"""What a search of layouts found, as rich tables and sentences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from wlb.simulate.layouts import degrees_of, pipeline_of
+from wlb.simulate.trial import Trial
+from wlb.simulate.tune import Search
+from wlb.simulate.why import Loser, References
+from wlb.spec import Recompute
+
+GIB = 2**30
+COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
+LEFT_OUT: tuple[str, ...] = ("ktok/s", "bound", "bubble", "MFU", "gain")
+"""Of a narrow terminal, in this order."""
+LAYOUT_WIDTH, COLUMN_WIDTH = 33, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutReport:
+    """best: at most as many as were asked for, the winner first. own_note: about the run's own
+    settings, where there is something to say."""
+
+    search: Search
+    best: tuple[Trial, ...]
+    losers: tuple[Loser, ...]
+    references: References
+    own_note: str = ""
+
+    @property
+    def winner(self) -> Trial:
+        return self.best[0]
+
+    @property
+    def own(self) -> Trial | None:
+        return self.search.own
+
+    def to_json(self) -> dict[str, Any]:
+        known = self.search
+        return {
+            "best": [trial.to_json() for trial in self.best],
+            "own": None if self.own is None else self.own.to_json(),
+            "own_note": self.own_note,
+            "losers": [loser.to_json() for loser in self.losers],
+            "policies": [trial.to_json() for trial in self.references.policies],
+            "strategies": [trial.to_json() for trial in self.references.strategies],
+            "refused": [
+                {"reason": r.reason, "count": r.count, "first": r.name, "message": r.message}
+                for r in known.layouts.refusals.values()
+            ],
+            "candidates": len(known.layouts.candidates),
+            "walked": len(known.even),
+            "packed": len(known.packed),
+            "tuned": len(known.tuned),
+            "is_cut": known.is_cut,
+        }
+
+
+def fits_own_devices(trial: Trial) -> bool:
+    """Whether a run as it is stays within its devices, all of their memory counted."""
+    return trial.peak_memory_bytes <= trial.spec.cluster.memory_gib * GIB
+
+
+def lines_of(trial: Trial) -> tuple[str, str, str]:
+    """A layout in three lines: degrees; pipeline; packing and sharding."""
+    spec = trial.spec
+    second = f"{pipeline_of(spec)}, n {spec.micro_batches_per_pipeline}"
+    if spec.training.recompute != Recompute.NONE:
+        second += f", recompute {spec.training.recompute}"
+    third = trial.packing
+    if spec.parallel.cp > 1:
+        third += f", {spec.sharding.strategy}"
+    return degrees_of(spec), second, third
+
+
+def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
+    """In the order of COLUMNS."""
+    has_gain = own is not None and fits_own_devices(own)
+    return (
+        f"{trial.time_s:.3f}",
+        f"{trial.tokens_per_s / 1e3:.1f}",
+        f"{own.time_s / trial.time_s:.3f}" if own is not None and has_gain else "-",
+        f"{trial.mfu:.1%}",
+        f"{trial.peak_memory_bytes / GIB:.1f}",
+        f"{trial.mean_delay:.2f}/{trial.max_delay}",
+        f"{trial.bubble:.1%}",
+        f"{trial.of_bound:.3f}",
+    )
+
+
+def layout_table(report: LayoutReport, *, title: str, width: int) -> Table:
+    """The best layouts, and the run's own settings below them."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=CAPTION,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("layout, pipeline, packing", overflow="fold")
+    shown = [name for name in COLUMNS if name not in _too_wide(width)]
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [(str(i + 1), trial) for i, trial in enumerate(report.best)]
+    rows += [("own", report.own)] if report.own is not None else []
+    for label, trial in rows:
+        style = "bold" if trial is report.winner else ""
+        cells = dict(zip(COLUMNS, cells_of(trial, report.own), strict=True))
+        text = "\n".join(lines_of(trial))
+        table.add_row(label, text, *(cells[name] for name in shown), style=style)
+    return table
+
+
+def _too_wide(width: int) -> tuple[str, ...]:
+    room = (width - LAYOUT_WIDTH - 5) // COLUMN_WIDTH
+    return LEFT_OUT[: max(0, len(COLUMNS) - room)]
+
+
+CAPTION = (
+    "simulated, nothing measured. s/step: a global batch, the flush counted, same documents in all "
+    "rows; gain: speed-up over the run's own settings; GiB: fullest rank; delay: steps a token "
+    "waits, mean/most; bubble: share that pipeline ranks wait; bound: time with every micro-batch "
+    "and CP rank at its step's mean / this; MFU: FLOPs of the documents, not of windows"
+)
+
+
+def loser_lines(report: LayoutReport) -> list[str]:
+    """A line for families with the same best layout, then packing policies and sharding on the
+    winner's layout."""
+    labels: dict[str, list[str]] = {}
+    for loser in report.losers:
+        labels.setdefault(_of_loser(loser), []).append(loser.label)
+    out = [f"{'; '.join(families)}: {text}" for text, families in labels.items()]
+    out += _beside("packing", report.references.policies, report.winner)
+    return out + _beside("sharding", report.references.strategies, report.winner)
+
+
+def _of_loser(loser: Loser) -> str:
+    if loser.trial is None:
+        return loser.why
+    degrees, pipeline, packing = lines_of(loser.trial)
+    depth = "" if loser.trial.is_sharded else " packed, CP ranks even"
+    best = f"{loser.behind:+.1%}{depth} ({degrees}, {pipeline}; {packing})"
+    return f"{best}: {loser.why or 'as fast'}"
+
+
+def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
+    parts: list[str] = []
+    for trial in trials:
+        name = trial.packing if what == "packing" else str(trial.spec.sharding.strategy)
+        text = f"{name} {trial.time_s / winner.time_s - 1:+.1%}"
+        if what == "packing":
+            text += f" (delay {trial.mean_delay:.2f})"
+        parts.append(text)
+    note = "; original cuts documents and does less attention" if what == "packing" else ""
+    return [f"{what} on the winner's layout: {', '.join(parts)}{note}"] if len(parts) > 1 else []
+
+
+def refusal_lines(report: LayoutReport) -> list[str]:
+    """How many candidates were refused for what, with the first one's error."""
+    out: list[str] = []
+    for r in sorted(report.search.layouts.refusals.values(), key=lambda r: -r.count):
+        first = r.message if r.name in r.message else f"{r.name}: {r.message}" * bool(r.message)
+        out.append(f"{r.count} left out, {r.reason}{f'; first: {first}' if first else ''}")
+    return out
+
+
+def effort_line(report: LayoutReport) -> str:
+    """How far candidates came."""
+    known = report.search
+    text = (
+        f"{len(known.layouts.candidates):,} candidates fit; {len(known.even):,} walked with even "
+        f"micro-batches, {len(known.packed)} packed, {len(known.tuned)} with all settings"
+    )
+    return text + ("; more might have been among the best" if known.is_cut else "")

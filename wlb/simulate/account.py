@@ -1,0 +1,142 @@
+"""Where the time of simulated steps goes, in terms that add up to it; bounds from the same terms.
+
+Passes are counted on the mean pipeline rank, with every micro-batch and CP rank at the mean: what
+has to be done. Then come what a rank waits for the pipeline even so (messages included), the
+collectives over the data-parallel axis that nothing hides, and what unequal micro-batches and CP
+ranks add:
+
+    attention + gemm + elementwise + tp_comm + cp_comm + embedding + head + calls + recompute
+    + bubble + parameter gather + gradient reduction + gradient norm + optimizer + overhead
+    + imbalance of micro-batches + imbalance of CP ranks = time
+
+`work_terms` are those of the first line, without any graph; `even_terms` add the second, by the
+critical path of one mean step. Both are bounds of what packing and sharding can reach, nearly: a
+step whose short micro-batches come first and last can be a little faster than an even one.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from wlb.cost import ProfiledWorkload
+from wlb.plan import IntArray
+from wlb.simulate.graph import NodeKind
+from wlb.simulate.prices import StepPrices
+from wlb.simulate.step import Simulator
+from wlb.spec import Recompute
+
+RECOMPUTE = "recompute"
+BUBBLE = "bubble"
+MICRO_BATCHES = "imbalance of micro-batches"
+CP_RANKS = "imbalance of CP ranks"
+Terms = dict[str, float]
+"""Seconds by name."""
+EXPOSED = {
+    NodeKind.GATHER: "parameter gather",
+    NodeKind.PREFETCH: "parameter gather",
+    NodeKind.REDUCE_AHEAD: "gradient reduction",
+    NodeKind.REDUCE: "gradient reduction",
+    NodeKind.NORM: "gradient norm",
+    NodeKind.OPTIMIZER: "optimizer",
+    NodeKind.OVERHEAD: "overhead",
+}
+CHUNK = 64
+"""Steps that are walked together."""
+
+
+def work_terms(prices: StepPrices, cost: ProfiledWorkload, *, virtual_stages: int) -> Terms:
+    """Seconds in passes of the mean pipeline rank, all of the one step and pipeline of `prices`."""
+    tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
+    attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
+    out = {"attention": float(attention) * virtual_stages}
+    pp = cost.parallel.pp
+    for stage in range(pp * virtual_stages):
+        for terms in prices.terms(stage, num_stages=pp * virtual_stages):
+            for name, ns in terms.per_token.items():
+                _add(out, name, ns * tokens / pp)
+            for name, ns in terms.per_call.items():
+                _add(out, name, ns * n / pp)
+    _move_recompute(out, prices, cost, virtual_stages=virtual_stages)
+    return {name: ns * 1e-9 for name, ns in out.items() if ns > 0}
+
+
+def even_terms(simulator: Simulator, prices: StepPrices) -> Terms:
+    """Seconds of the one step and pipeline of `prices`, all micro-batches alike."""
+    simulation = simulator.run(prices)
+    graph = simulator.graph
+    out = work_terms(prices, simulator.cost, virtual_stages=simulator.spec.pp.virtual_stages)
+    work = sum(out.values())
+    exposed = 0.0
+    for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
+        kind = graph.nodes[i].kind
+        if kind in EXPOSED:
+            seconds = float(simulation.durations_ns[i, 0, 0]) * 1e-9
+            _add(out, EXPOSED[kind], seconds)
+            exposed += seconds
+    out[BUBBLE] = float(simulation.step_time_s[0]) - work - exposed
+    return out
+
+
+def account(simulator: Simulator, prices: StepPrices, time_s: float) -> Terms:
+    """Seconds of all steps of `prices`, which took `time_s` together."""
+    steps = prices.shape[0]
+    out = {name: s * steps for name, s in even_terms(simulator, mean_prices(prices)).items()}
+    even = sum(out.values())
+    with_even_ranks = time_s
+    if prices.shape[3] > 1:
+        parts = [_even_ranks(prices.select(slice(i, i + CHUNK))) for i in range(0, steps, CHUNK)]
+        with_even_ranks = sum(float(simulator.run(p).step_time_s.sum()) for p in parts)
+    out[MICRO_BATCHES] = with_even_ranks - even
+    out[CP_RANKS] = time_s - with_even_ranks
+    return out
+
+
+def mean_prices(prices: StepPrices) -> StepPrices:
+    """One step of one pipeline whose micro-batches are the mean of all."""
+
+    def mean(x: IntArray, shape: tuple[int, ...]) -> IntArray:
+        return np.full(shape, round(float(x.mean())), np.int64)
+
+    n = prices.shape[2]
+    return replace(
+        prices,
+        tokens=mean(prices.tokens, (1, 1, n)),
+        attention_forward_ns=mean(prices.attention_forward_ns, (1, 1, n, 1)),
+        attention_backward_ns=mean(prices.attention_backward_ns, (1, 1, n, 1)),
+    )
+
+
+def _even_ranks(prices: StepPrices) -> StepPrices:
+    def mean(x: IntArray) -> IntArray:
+        return np.rint(x.mean(axis=3, keepdims=True)).astype(np.int64)
+
+    return replace(
+        prices,
+        attention_forward_ns=mean(prices.attention_forward_ns),
+        attention_backward_ns=mean(prices.attention_backward_ns),
+    )
+
+
+def _move_recompute(
+    out: Terms, prices: StepPrices, cost: ProfiledWorkload, *, virtual_stages: int
+) -> None:
+    """What backward runs again becomes a term of its own."""
+    if cost.recompute == Recompute.NONE:
+        return
+    plain = replace(cost.linear, recompute=Recompute.NONE)
+    tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
+    for name, ns in cost.linear.ns_per_token.items():
+        term, _, one_pass = name.rpartition("_")
+        if one_pass == "backward":
+            again = (ns - plain.ns_per_token[name]) * tokens
+            _add(out, term, -again)
+            _add(out, RECOMPUTE, again)
+    calls = (cost.linear.call_ns[1] - plain.call_ns[1]) * n
+    attention = float(prices.attention_forward_ns.sum()) * virtual_stages
+    for term, again in (("calls", calls), ("attention", attention * cost.linear.again.attention)):
+        _add(out, term, -again)
+        _add(out, RECOMPUTE, again)
+
+
+def _add(terms: Terms, name: str, value: float) -> None:
+    terms[name] = terms.get(name, 0.0) + value

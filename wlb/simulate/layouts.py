@@ -1,0 +1,323 @@
+"""All layouts of a number of devices, and why those that cannot work cannot.
+
+Degrees of the four axes are divisors whose product is the number of devices; each layout is tried
+with every schedule, with every number of virtual stages that divides a pipeline rank's layers, and
+with every way of recompute. What cannot work is refused with the error of `wlb.spec.check` or of
+the schedule, and what does not fit the devices with the bytes that are missing. Of the ways of
+recompute that fit, more is dropped where less leaves packing all the room that it can use.
+
+Memory of a step whose micro-batches are all one window is what a layout must hold: packing may make
+longer ones where there is room (`Candidate.caps`), never shorter ones on average.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from wlb.cost import TokenCaps, token_caps
+from wlb.simulate.memory import pass_bytes, rest_bytes
+from wlb.simulate.order import Kind, Order, pipeline_order
+from wlb.spec import PLANNED_MEMORY, Policy, Recompute, RunSpec, Schedule, check
+
+GIB = 2**30
+MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
+"""Room beyond which packing gains nothing: S_max in windows, T in global batches."""
+AXES = ("tp", "cp", "pp", "dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a search may choose from; an empty tuple is everything that divides."""
+
+    tp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    dp: tuple[int, ...] = ()
+    virtual_stages: tuple[int, ...] = ()
+    schedules: tuple[Schedule, ...] = tuple(Schedule)
+    recompute: tuple[Recompute, ...] = tuple(Recompute)
+
+    def check(self, gpus: int) -> None:
+        """ValueError for a degree that no layout of `gpus` devices has."""
+        for axis in AXES:
+            for degree in getattr(self, axis):
+                if degree < 1 or gpus % degree:
+                    raise ValueError(
+                        f"{axis} = {degree} does not divide {gpus} devices; choose from "
+                        f"{', '.join(map(str, divisors(gpus)))}"
+                    )
+        bad = [v for v in self.virtual_stages if v < 1]
+        if bad:
+            raise ValueError(f"virtual stages = {bad[0]} must be at least 1")
+        for name in ("schedules", "recompute"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one to try")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A layout that fits. need_bytes: of the fullest rank, every micro-batch one window. caps: what
+    else fits; None where nothing longer than a window does."""
+
+    spec: RunSpec
+    need_bytes: int
+    caps: TokenCaps | None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.spec)
+
+    @property
+    def has_all_room(self) -> bool:
+        """Whether packing has all the room that it can use."""
+        if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
+            return False
+        most = MOST_STEP_TOKENS * self.spec.tokens_per_step
+        return self.caps.step_tokens is None or self.caps.step_tokens >= most
+
+
+@dataclass(slots=True, kw_only=True)
+class Refusal:
+    """Candidates that were left out for one reason; `name` and `message` are the first one's."""
+
+    reason: str
+    name: str
+    message: str
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLarge:
+    """A layout that needs `missing_bytes` more on pipeline rank `rank` than may be planned with."""
+
+    spec: RunSpec
+    missing_bytes: int
+    rank: int
+
+    @property
+    def message(self) -> str:
+        stages = range(self.rank, self.spec.num_stages, self.spec.parallel.pp)
+        return (
+            f"{name_of(self.spec)}: pipeline rank {self.rank} (stages "
+            f"{', '.join(map(str, stages))}) lacks {self.missing_bytes:,} bytes "
+            f"({self.missing_bytes / GIB:.1f} GiB) of {planned_bytes(self.spec) / GIB:.1f} GiB"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Layouts:
+    """candidates, in a fixed order; refusals by reason; too_large: what memory refused."""
+
+    candidates: list[Candidate] = field(default_factory=list[Candidate])
+    refusals: dict[str, Refusal] = field(default_factory=dict[str, Refusal])
+    too_large: list[TooLarge] = field(default_factory=list[TooLarge])
+
+    def refuse(self, reason: str, spec: RunSpec, message: str) -> None:
+        known = self.refusals.setdefault(
+            reason, Refusal(reason=reason, name=name_of(spec), message=message)
+        )
+        known.count += 1
+
+
+def name_of(spec: RunSpec) -> str:
+    """ "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none"."""
+    return f"{degrees_of(spec)} {pipeline_of(spec)} recompute {spec.training.recompute}"
+
+
+def degrees_of(spec: RunSpec) -> str:
+    return " ".join(f"{axis} {getattr(spec.parallel, axis)}" for axis in AXES)
+
+
+def pipeline_of(spec: RunSpec) -> str:
+    if spec.parallel.pp == 1:
+        return "no pipeline"
+    return f"{spec.pp.schedule} v {spec.pp.virtual_stages}"
+
+
+def planned_gib(spec: RunSpec) -> float:
+    """Of a device, as TOML takes it; the rest is for the context and libraries."""
+    return round(spec.cluster.memory_gib * PLANNED_MEMORY, 3)
+
+
+def planned_bytes(spec: RunSpec) -> int:
+    return int(planned_gib(spec) * GIB)
+
+
+def layouts_of(spec: RunSpec, *, gpus: int, choices: Choices) -> Layouts:
+    """Candidates for `spec` (its N micro-batches a step stay) on `gpus` devices.
+
+    ValueError where a restriction or memory leaves nothing, with the counts or the closest layout.
+    """
+    choices.check(gpus)
+    out = Layouts()
+    held = _Held()
+    for degrees in _degrees(gpus, choices):
+        tp, cp, pp, dp = degrees
+        parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
+        shaped = replace(spec, parallel=parallel)
+        if _is_refused(shaped, out):
+            continue
+        for piped in _pipelines(shaped, choices):
+            try:
+                kept = held.of(check(piped))
+            except ValueError as error:
+                out.refuse("the schedule or its stages do not divide", piped, str(error))
+                continue
+            _add_fitting(piped, kept, choices, out)
+    if not out.candidates:
+        raise ValueError(_nothing(gpus, out))
+    return out
+
+
+def _degrees(gpus: int, choices: Choices) -> Iterator[tuple[int, int, int, int]]:
+    for tp in choices.tp or divisors(gpus):
+        for cp in choices.cp or divisors(gpus // tp):
+            for pp in choices.pp or divisors(gpus // tp // cp if gpus % (tp * cp) == 0 else 1):
+                dp, rest = divmod(gpus, tp * cp * pp)
+                if not rest and (not choices.dp or dp in choices.dp):
+                    yield tp, cp, pp, dp
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def _is_refused(spec: RunSpec, out: Layouts) -> bool:
+    """Whether no pipeline of this layout can work; one axis after the other, so that an axis is
+    named for what it does alone."""
+    one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
+    plain = replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1)
+    for reason, axis in (
+        ("tp does not divide the model", "tp"),
+        ("cp is too large for the window", "cp"),
+        ("dp does not divide the micro-batches of a step", "dp"),
+        ("pp does not divide the layers", "pp"),
+    ):
+        alone = replace(one, **{axis: getattr(spec.parallel, axis)})
+        if axis == "pp":
+            alone = spec.parallel
+        try:
+            check(replace(spec, parallel=alone, pp=plain))
+        except ValueError as error:
+            out.refuse(reason, spec, str(error))
+            return True
+    if spec.parallel.cp * spec.quantum > spec.data.context_window:
+        message = f"{spec.parallel.cp} ranks of {spec.quantum} rows exceed the window"
+        out.refuse("cp is too large for the window", spec, message)
+        return True
+    return False
+
+
+def _pipelines(spec: RunSpec, choices: Choices) -> Iterator[RunSpec]:
+    """Schedules and virtual stages."""
+    pp = spec.parallel.pp
+    if pp == 1:
+        if not choices.virtual_stages or 1 in choices.virtual_stages:
+            schedule = choices.schedules[0]
+            yield replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=1))
+        return
+    for schedule in choices.schedules:
+        possible = divisors(spec.model.num_layers // pp)
+        for v in (1,) if schedule == Schedule.ONE_F_ONE_B else possible:
+            if not choices.virtual_stages or v in choices.virtual_stages:
+                yield replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v))
+
+
+def _add_fitting(spec: RunSpec, kept: "tuple[Counts, ...]", choices: Choices, out: Layouts) -> None:
+    """The ways of recompute, least first, until one has all the room."""
+    has_all_room = False
+    for how in (r for r in Recompute if r in choices.recompute):
+        made = replace(spec, training=replace(spec.training, recompute=how))
+        if has_all_room:
+            out.refuse("less recompute leaves all the room that packing can use", made, "")
+            continue
+        need, rank = need_of(made, kept)
+        if need > planned_bytes(made):
+            lacking = TooLarge(spec=made, missing_bytes=need - planned_bytes(made), rank=rank)
+            out.too_large.append(lacking)
+            out.refuse("not enough memory", made, lacking.message)
+            continue
+        candidate = Candidate(spec=made, need_bytes=need, caps=caps_of_layout(made))
+        out.candidates.append(candidate)
+        has_all_room = candidate.has_all_room
+
+
+def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
+    """Room for packing within planned memory; None where a window is all that fits."""
+    packing = replace(spec.packing, policy=Policy.BOUNDED, s_max=MOST_S_MAX)
+    try:
+        caps = token_caps(replace(spec, packing=packing), memory_bytes=planned_bytes(spec))
+    except ValueError:
+        return None
+    is_too_short = caps.s_max <= spec.data.context_window
+    if is_too_short or (caps.step_tokens or spec.tokens_per_step + 1) <= spec.tokens_per_step:
+        return None
+    return caps
+
+
+Counts = tuple[tuple[int, int], ...]
+"""Passes of one rank whose activations and outputs are held at once, and passes that left inputs
+and gradients for the weights' pass; each pair that the rank comes to, with most of the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What ranks hold at once, by schedule: the same for all layouts that share one."""
+
+    known: dict[tuple[Schedule, int, int, int], tuple[Counts, ...]] = field(
+        default_factory=dict[tuple[Schedule, int, int, int], tuple[Counts, ...]]
+    )
+
+    def of(self, spec: RunSpec) -> tuple[Counts, ...]:
+        v, n = spec.pp.virtual_stages, spec.micro_batches_per_pipeline
+        key = (spec.pp.schedule, spec.parallel.pp, v, n)
+        if key not in self.known:
+            order = pipeline_order(
+                spec.pp.schedule, pp=spec.parallel.pp, virtual_stages=v, num_micro_batches=n
+            )
+            self.known[key] = held_at_once(order)
+        return self.known[key]
+
+
+def held_at_once(order: Order) -> tuple[Counts, ...]:
+    """For each rank, as `peak_activation_bytes` counts for micro-batches of one length."""
+    out: list[Counts] = []
+    for passes in order:
+        kept = waiting = 0
+        most: dict[int, int] = {}
+        for _, kind, _ in passes:
+            kept += (kind == Kind.FORWARD) - kind.sends_gradient
+            waiting += (kind == Kind.BACKWARD_INPUT) - (kind == Kind.BACKWARD_WEIGHT)
+            most[kept] = max(waiting, most.get(kept, 0))
+        out.append(tuple(most.items()))
+    return tuple(out)
+
+
+def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
+    """(bytes, rank) of the fullest pipeline rank with micro-batches of one window."""
+    window = spec.data.context_window
+    one = pass_bytes(spec, np.array([window]))
+    kept_bytes, waiting_bytes = int((one.kept + one.output)[0]), int(one.waiting[0])
+    needs: list[tuple[int, int]] = []
+    for rank, counts in enumerate(kept):
+        rest = rest_bytes(spec, pp_rank=rank, longest=window)
+        fixed = rest.total_bytes - rest.activations_bytes - rest.boundaries_bytes
+        needs.append((fixed + max(k * kept_bytes + w * waiting_bytes for k, w in counts), -rank))
+    need, rank = max(needs)
+    return need, -rank
+
+
+def _nothing(gpus: int, out: Layouts) -> str:
+    """Why there is no candidate at all."""
+    if out.too_large:
+        closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
+        return (
+            f"no layout of {gpus} devices fits within {planned_gib(closest.spec):g} GiB "
+            f"({PLANNED_MEMORY:.0%} of cluster.memory_gib); closest is {closest.message}; use more "
+            f"devices, more ways of recompute or a smaller window"
+        )
+    if not out.refusals:
+        return f"no layout of {gpus} devices is within the restrictions; give fewer of them"
+    listed = "; ".join(f"{r.reason} ({r.count}): {r.message}" for r in out.refusals.values())
+    return f"no layout of {gpus} devices is possible: {listed}"

@@ -1,0 +1,77 @@
+"""Packing and sharding that a layout is tried with: what `wlb tune layout` chooses from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from wlb.simulate.layouts import Candidate, planned_gib
+from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy
+
+QUEUES = ((0.2, 0.63), (0.4,))
+"""Thresholds that are tried besides a run's own, in windows."""
+POLICIES = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED, Policy.ORIGINAL)
+CHOSEN = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED)
+"""Without `original`, unless it is asked for: it cuts documents at windows and saves the attention
+over the cuts, so that it is not slower work that it does in less time, but less work."""
+STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """s_max in windows, step_tokens in global batches (0 = no cap), as in [packing]; both are
+    lowered to what memory allows. queues: thresholds of Algorithm 1, besides the run's own."""
+
+    policies: tuple[Policy, ...] = CHOSEN
+    s_max: tuple[float, ...] = (1.25, 1.5, 2.0)
+    step_tokens: tuple[float, ...] = (0.0, 1.1, 1.5)
+    queues: tuple[tuple[float, ...], ...] = QUEUES
+    strategies: tuple[Strategy, ...] = STRATEGIES
+
+    def __post_init__(self) -> None:
+        for name in ("policies", "s_max", "step_tokens", "strategies"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one to try")
+        unknown = [p for p in self.policies if p not in POLICIES]
+        if unknown:
+            raise ValueError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
+
+    def packings(self, candidate: Candidate) -> list[PackingSection]:
+        """Every setting for a layout; policies of longer micro-batches where there is room."""
+        base = candidate.spec.packing
+        out: list[PackingSection] = []
+        for policy in self.policies:
+            if policy in (Policy.FIXED, Policy.ORIGINAL):
+                whole = replace(base, policy=policy, window_batches=1, memory_gib=0.0)
+                out.append(replace(whole, literal=False))
+            elif candidate.caps is not None:
+                out += self._capped(replace(base, policy=policy), candidate.spec)
+        return out
+
+    def first(self, candidate: Candidate) -> list[PackingSection]:
+        """The settings that layouts are ranked with: of each policy the one with most room and a
+        cap on T; the first that finds room counts."""
+        best: dict[Policy, PackingSection] = {}
+        for made in self.packings(candidate):
+            known = best.setdefault(made.policy, made)
+            if (made.s_max, made.step_tokens) > (known.s_max, known.step_tokens):
+                best[made.policy] = made
+        return list(best.values())
+
+    def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
+        section = replace(section, literal=False, memory_gib=planned_gib(spec))
+        for s_max in self.s_max:
+            for step_tokens in self.step_tokens:
+                if step_tokens and step_tokens >= s_max:
+                    continue  # S_max alone keeps a step below that
+                made = replace(section, s_max=s_max, step_tokens=step_tokens)
+                if section.policy == Policy.BOUNDED:
+                    yield replace(made, delay_price=0.0)
+                elif not step_tokens:
+                    own = spec.packing.queue_thresholds
+                    for queues in dict.fromkeys((own, *self.queues)):
+                        yield replace(made, queue_thresholds=queues)
+
+
+def with_settings(spec: RunSpec, packing: PackingSection, strategy: Strategy) -> RunSpec:
+    """`spec` packed and sharded so; the tokens over of a document are merged into its chunks."""
+    sharding = replace(spec.sharding, strategy=strategy, remainder=Remainder.MERGED)
+    return replace(spec, packing=packing, sharding=sharding)

@@ -1,0 +1,360 @@
+"""A layout with its packing and sharding, tried on a sample of global batches, in four depths.
+
+    work      what the mean pipeline rank has to do, no graph                        a lower bound
+    even      one mean step through the layout's graph, all micro-batches alike      nearly one
+    packed    every step packed; attention of a micro-batch spread evenly over CP ranks
+    sharded   every step packed and sharded: `simulate_run`, the number that counts
+
+`even` and `work` are `Outline`s, the others `Trial`s; all are seconds a global batch, so layouts
+compare on the same documents, the flush included. Trials of layouts that have the same degrees and
+recompute price documents alike (`Bench`): plans and spans are shared between them where their
+memory gives the same S_max and T.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from wlb.corpus import ListedBatches
+from wlb.cost import ProfiledWorkload, TokenCaps, document_flops, workload_for
+from wlb.packing.policies import caps_of
+from wlb.plan import GlobalBatch, IntArray, StepPlan, local_tokens, offsets_of
+from wlb.planner import Planner
+from wlb.simulate.account import Terms, account, even_terms, work_terms
+from wlb.simulate.layouts import GIB, Candidate, name_of, planned_bytes
+from wlb.simulate.prices import (
+    ShardedStep,
+    StepPrices,
+    end_terms,
+    joined,
+    linear_terms,
+    message_terms,
+)
+from wlb.simulate.run import CHUNK, RunSimulation, sharded_steps, simulate_run
+from wlb.simulate.step import Simulator
+from wlb.spec import Policy, RunSpec
+
+RETRIES = 3
+"""Times that a trial's packing is given less memory because it took more than was planned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """What every trial packs. device: whose profile prices where cost.profile is auto."""
+
+    batches: tuple[GlobalBatch, ...]
+    device: str
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(batch.documents.num_tokens for batch in self.batches)
+
+    def pieces(self, window: int) -> IntArray:
+        """Lengths of all documents, cut at the window as packing does."""
+        lengths = np.concatenate([batch.documents.length for batch in self.batches])
+        whole = np.full(int((lengths // window).sum()), window, np.int64)
+        rest = lengths % window
+        return np.concatenate([whole, rest[rest > 0]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A bound; terms: seconds a global batch. is_walked: `even`, else `work`."""
+
+    name: str
+    terms: Terms
+    is_walked: bool
+
+    @property
+    def time_s(self) -> float:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Simulated on the sample. time_s, balanced_s, terms: seconds a global batch. caps: S_max and T
+    that packing had. is_sharded: False where CP ranks were taken to be even."""
+
+    spec: RunSpec
+    is_sharded: bool
+    num_batches: int
+    num_steps: int
+    time_s: float
+    balanced_s: float
+    terms: Terms
+    tokens_per_s: float
+    mfu: float
+    bubble: float
+    imbalance: float
+    mean_delay: float
+    max_delay: int
+    peak_memory_bytes: int
+    fullest_rank: int
+    caps: TokenCaps
+
+    @property
+    def name(self) -> str:
+        return f"{name_of(self.spec)} {self.packing} {self.spec.sharding.strategy}"
+
+    @property
+    def layout(self) -> str:
+        return name_of(self.spec)
+
+    @property
+    def of_bound(self) -> float:
+        """What perfect balance would take / this."""
+        return self.balanced_s / self.time_s
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_memory_bytes <= planned_bytes(self.spec)
+
+    @property
+    def packing(self) -> str:
+        """The policy with what it was allowed: "bounded S 1.5 T 1.1"."""
+        section, window = self.spec.packing, self.spec.data.context_window
+        if section.policy not in (Policy.BOUNDED, Policy.VAR_LEN):
+            is_fixed = section.policy == Policy.FIXED
+            return f"fixed W {section.window_batches}" if is_fixed else str(section.policy)
+        out = f"{section.policy} S {_short(self.caps.s_max / window)}"
+        if self.caps.step_tokens is not None:
+            out += f" T {_short(self.caps.step_tokens / self.spec.tokens_per_step)}"
+        if section.policy == Policy.VAR_LEN:
+            return f"{out} L {' '.join(f'{t:g}' for t in section.queue_thresholds) or '-'}"
+        return out + (f" price {section.delay_price:.2g}" if section.delay_price else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "packing": self.packing,
+            "sharding": str(self.spec.sharding.strategy),
+            "is_sharded": self.is_sharded,
+            "s_per_batch": self.time_s,
+            "balanced_s_per_batch": self.balanced_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "imbalance": self.imbalance,
+            "mean_delay": self.mean_delay,
+            "max_delay": self.max_delay,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "fullest_rank": self.fullest_rank,
+            "steps": self.num_steps,
+            "terms": self.terms,
+            "spec": self.spec.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bench:
+    """Trials of layouts that price documents alike, with what they share."""
+
+    sample: Sample
+    cost: ProfiledWorkload
+    plans: dict[tuple[Any, ...], tuple[StepPlan, ...]] = field(
+        default_factory=dict[tuple[Any, ...], tuple[StepPlan, ...]]
+    )
+    spans: dict[tuple[Any, ...], tuple[ShardedStep, ...]] = field(
+        default_factory=dict[tuple[Any, ...], tuple[ShardedStep, ...]]
+    )
+
+    @classmethod
+    def of(cls, spec: RunSpec, sample: Sample) -> "Bench":
+        return cls(sample=sample, cost=workload_for(spec, sample.device))
+
+    def outline(self, candidate: Candidate, *, is_walked: bool) -> Outline:
+        """`work` or `even`."""
+        spec = candidate.spec
+        prices = _even_prices(spec, self.cost, self.sample)
+        if is_walked:
+            terms = even_terms(Simulator(spec=spec, cost=self.cost), prices)
+        else:
+            terms = work_terms(prices, self.cost, virtual_stages=spec.pp.virtual_stages)
+        return Outline(name=candidate.name, terms=terms, is_walked=is_walked)
+
+    def packed(self, spec: RunSpec) -> Trial | None:
+        """A `packed` trial; None where packing finds no room."""
+        return self._within_memory(spec, is_sharded=False)
+
+    def sharded(self, spec: RunSpec) -> Trial | None:
+        """A `sharded` trial; None where packing finds no room."""
+        return self._within_memory(spec, is_sharded=True)
+
+    def as_it_is(self, spec: RunSpec) -> Trial:
+        """A `sharded` trial, whatever memory it needs."""
+        return self._try(spec, is_sharded=True)
+
+    def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
+        limit = planned_bytes(spec)
+        for _ in range(RETRIES):
+            try:
+                trial = self._try(spec, is_sharded=is_sharded)
+            except ValueError:
+                return None  # memory leaves packing no room to catch up
+            if trial.fits:
+                return trial
+            if not spec.packing.memory_gib:
+                return None
+            over = (trial.peak_memory_bytes - limit) / GIB
+            gib = round(spec.packing.memory_gib - 1.02 * over - 0.01, 3)
+            if gib <= 0:
+                return None
+            spec = replace(spec, packing=replace(spec.packing, memory_gib=gib))
+        return None
+
+    def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
+        caps = effective_caps(spec)
+        key = _packing_key(spec, caps)
+        simulator = Simulator(spec=spec, cost=self.cost)
+        if key not in self.plans:
+            planner = Planner.from_spec(spec, ListedBatches(self.sample.batches), self.cost)
+            self.plans[key] = tuple(planner.steps())
+        if is_sharded:
+            steps = self._spans(spec, key)
+            run = simulate_run(spec, self.cost, self.sample.batches, steps=steps)
+        else:
+            run = _packed_run(simulator, self.plans[key])
+        return _trial(run, caps, is_sharded=is_sharded, num_batches=len(self.sample.batches))
+
+    def _spans(self, spec: RunSpec, packing: tuple[Any, ...]) -> tuple[ShardedStep, ...]:
+        key = (*packing, spec.sharding)
+        if key not in self.spans:
+            planner = Planner.from_spec(spec, ListedBatches(self.sample.batches), self.cost)
+            steps = sharded_steps(planner, dp=spec.parallel.dp, plans=self.plans[packing])
+            self.spans[key] = tuple(steps)
+        return self.spans[key]
+
+
+def bench_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
+    """Specs with equal keys price documents alike."""
+    p = spec.parallel
+    return p.tp, p.cp, p.pp, p.dp, str(spec.training.recompute)
+
+
+def effective_caps(spec: RunSpec) -> TokenCaps:
+    """S_max and T that packing has; windows for policies without them."""
+    if spec.packing.policy in (Policy.BOUNDED, Policy.VAR_LEN):
+        s_max, step_tokens = caps_of(spec)
+        return TokenCaps(s_max=s_max, step_tokens=step_tokens)
+    return TokenCaps(s_max=spec.data.context_window, step_tokens=None)
+
+
+def _packing_key(spec: RunSpec, caps: TokenCaps) -> tuple[Any, ...]:
+    rest = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0)
+    return rest, caps
+
+
+def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: Sample) -> StepPrices:
+    """One mean step of one pipeline."""
+    n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
+    num = len(sample.batches) * spec.num_micro_batches
+    lengths, counts = np.unique(sample.pieces(window), return_counts=True)
+    tokens = min(window, -(-sample.num_tokens // num))
+    calls = cost.attention_call_ns([tokens], [tokens], np.array([0, 1]))
+    attention = [
+        int((table.at(lengths.astype(np.float64)) * counts).sum()) // num + int(call[0])
+        for table, call in zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
+    ]
+    rows = local_tokens(tokens, cp=cp, quantum=spec.quantum) * cp
+    shape = (1, 1, n, 1)
+    return _prices(
+        spec,
+        cost,
+        tokens=np.full(shape[:3], rows, np.int64),
+        forward=np.full(shape, attention[0], np.int64),
+        backward=np.full(shape, attention[1], np.int64),
+    )
+
+
+def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
+    """Prices of packed steps with every micro-batch's attention spread evenly over CP ranks."""
+    dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
+    tokens = np.zeros((len(plans), dp, n), np.int64)
+    both = np.zeros((2, len(plans), dp, n, 1), np.int64)
+    for s, plan in enumerate(plans):
+        pieces, offsets = plan.packing.pieces.length, plan.packing.offsets
+        calls = cost.attention_call_ns(pieces, pieces, offsets)
+        for k, (table, call) in enumerate(
+            zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
+        ):
+            running = offsets_of(table.at(pieces.astype(np.float64)))
+            times = running[offsets[1:]] - running[offsets[:-1]] + call
+            both[k, s, :, :, 0] = times[plan.pipelines]
+        for d in range(dp):
+            tokens[s, d] = np.array(plan.local_tokens(d)) * cp
+    return _prices(spec, cost, tokens=tokens, forward=both[0], backward=both[1])
+
+
+def _prices(
+    spec: RunSpec,
+    cost: ProfiledWorkload,
+    *,
+    tokens: IntArray,
+    forward: IntArray,
+    backward: IntArray,
+) -> StepPrices:
+    v = spec.pp.virtual_stages
+    return StepPrices(
+        tokens=tokens,
+        attention_forward_ns=forward // v,
+        attention_backward_ns=backward // v,
+        linear=linear_terms(spec, cost),
+        ends=end_terms(cost),
+        message=message_terms(spec, cost),
+    )
+
+
+def _packed_run(simulator: Simulator, plans: tuple[StepPlan, ...]) -> RunSimulation:
+    """`simulate_run` without sharding."""
+    prices: list[StepPrices] = []
+    times: list[Any] = []
+    bubbles: list[Any] = []
+    memory: list[Any] = []
+    for start in range(0, len(plans), CHUNK):
+        priced = packed_prices(plans[start : start + CHUNK], simulator.spec, simulator.cost)
+        simulation = simulator.run(priced)
+        prices.append(priced)
+        times.append(simulation.step_time_s)
+        bubbles.append(simulation.bubble.mean(axis=1))
+        memory.append(simulation.peak_memory_bytes)
+    pieces = np.concatenate([plan.packing.pieces.length for plan in plans])
+    return RunSimulation(
+        label="",
+        simulator=simulator,
+        prices=joined(prices),
+        metrics=tuple(plan.predicted for plan in plans),
+        step_time_s=np.concatenate(times),
+        tokens=np.array([plan.predicted.num_tokens for plan in plans], np.int64),
+        bubble=np.concatenate(bubbles),
+        peak_memory_bytes=np.concatenate(memory),
+        model_flops=float(document_flops(simulator.spec.model, pieces).sum()),
+    )
+
+
+def _trial(run: RunSimulation, caps: TokenCaps, *, is_sharded: bool, num_batches: int) -> Trial:
+    spec, peak = run.simulator.spec, run.peak_memory_bytes
+    terms = account(run.simulator, run.prices, run.time_s)
+    return Trial(
+        spec=spec,
+        is_sharded=is_sharded,
+        num_batches=num_batches,
+        num_steps=run.step_time_s.size,
+        time_s=run.time_s / num_batches,
+        balanced_s=run.balanced_time_s() / num_batches,
+        terms={name: seconds / num_batches for name, seconds in terms.items()},
+        tokens_per_s=run.tokens_per_s,
+        mfu=run.mfu(peak_tflops=spec.cluster.peak_tflops),
+        bubble=run.mean_bubble,
+        imbalance=run.imbalance,
+        mean_delay=run.mean_delay,
+        max_delay=max(m.max_delay for m in run.metrics),
+        peak_memory_bytes=int(peak.max()),
+        fullest_rank=int(peak.max(axis=0).argmax()),
+        caps=caps,
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

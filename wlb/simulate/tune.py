@@ -1,0 +1,301 @@
+"""The search of `wlb tune layout`: layout, recompute, packing and sharding for a number of devices.
+
+Step by step, each more exact and dearer than the one before (`wlb.simulate.trial`):
+
+1. `layouts_of`: what divides and fits, with the least recompute and with more where it makes room.
+2. `work`: what a rank has to do, of every candidate. 3. `even`: the layout's graph.
+4. `packed`: all steps packed with one setting, CP ranks even.
+5. `tuned`: every packing setting `packed`, the best one sharded in one way.
+6. `polished`, the `top` best only: sharded in every way, other policies too where they come close.
+
+What a step finds is a lower bound of what the next one will, up to a few percent (`SLACK`). So each
+goes through candidates from the best of the step before on, in blocks, until what is to come cannot
+be among the `top` best any more: nothing is lost by halving, but for layouts within SLACK of those
+that end the search, and what `MOST_TUNED` cuts off (`Search.is_cut` says so). Equal inputs give
+equal results: nothing depends on time or on the number of workers, and ties go by name.
+
+Cost: 1,000 candidates for 256 devices take about a minute on one core.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wlb.simulate.layouts import Candidate, Layouts
+from wlb.simulate.settings import Settings, with_settings
+from wlb.simulate.trial import Bench, Outline, Sample, Trial, bench_key
+from wlb.simulate.workers import Workers
+from wlb.spec import RunSpec
+
+SLACK = 0.03
+BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
+MOST_TUNED = 32
+NEARLY = 1.02
+"""A layout's best setting of each policy is tried with spans where it is as good as that."""
+
+Progress = Callable[[str, int], None]
+"""Called with what was done to candidates, and with how many more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """A layout with the best packing and sharding. best: None where no setting keeps the delay.
+    packed: the best setting of each policy, CP ranks even; in_time: of those that keep the delay.
+    """
+
+    name: str
+    best: Trial | None
+    packed: tuple[Trial, ...]
+    in_time: tuple[Trial, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """What a search knows by candidates' names. is_cut: candidates were left that might be among
+    the best."""
+
+    layouts: Layouts
+    work: dict[str, Outline] = field(default_factory=dict[str, Outline])
+    even: dict[str, Outline] = field(default_factory=dict[str, Outline])
+    packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
+    tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
+    own: Trial | None = None
+    is_cut: bool = False
+
+    @property
+    def ranking(self) -> list[Trial]:
+        """The best trial of each layout that was tuned, fastest first."""
+        best = [t.best for t in self.tuned.values() if t.best is not None]
+        return sorted(best, key=lambda t: (t.time_s, t.name))
+
+    def bound_s(self, name: str) -> float:
+        """The most exact of what is known to bound a candidate."""
+        known = self.even.get(name) or self.work[name]
+        return known.time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuner:
+    """top: layouts that the search has to get right. max_delay_mean: steps a token may wait on
+    average."""
+
+    sample: Sample
+    settings: Settings
+    workers: Workers
+    top: int = 10
+    max_delay_mean: float = 0.5
+    progress: Progress = lambda what, more: None
+
+    def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
+        """All steps. own: settings of a run that are tried as they are, besides.
+
+        ValueError where no setting of any layout keeps the delay.
+        """
+        known = Search(layouts=layouts)
+        if own is not None:
+            (made,) = self.workers.map(_as_it_is, [(self.sample, own)])
+            known.own = made
+        self._outline(layouts.candidates, known.work, is_walked=False)
+        by_work = _sorted(layouts.candidates, lambda c: known.work[c.name].time_s)
+        self._best_first(
+            by_work,
+            lower=lambda c: known.work[c.name].time_s,
+            evaluate=lambda block: self._outline(block, known.even, is_walked=True),
+            block=BLOCK_WALKED,
+        )
+        by_even = _sorted(
+            [c for c in by_work if c.name in known.even], lambda c: known.even[c.name].time_s
+        )
+        self._best_first(
+            by_even,
+            lower=lambda c: known.even[c.name].time_s,
+            evaluate=lambda block: self.pack(block, known),
+            block=BLOCK_PACKED,
+        )
+        by_packed = _sorted(
+            [c for c in by_even if c.name in known.packed], lambda c: known.packed[c.name].time_s
+        )
+        most = max(MOST_TUNED, self.top)
+        known.is_cut = self._best_first(
+            by_packed,
+            lower=lambda c: known.packed[c.name].time_s,
+            evaluate=lambda block: self.tune(block, known),
+            block=BLOCK_TUNED,
+            most=most,
+        )
+        if not known.ranking:
+            raise ValueError(self._too_late(known))
+        self.polish([trial.layout for trial in known.ranking[: self.top]], known)
+        return known
+
+    def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
+        """`packed` with the first setting; times of those that find room."""
+        todo = [c for c in candidates if c.name not in known.packed]
+        found = self._grouped(todo, lambda c: c.spec, _packed, "packed", self.settings)
+        known.packed.update({trial.layout: trial for trial in found if trial is not None})
+        return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
+
+    def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
+        """Every packing setting, the best one sharded; times of those that keep the delay."""
+        todo = [c for c in candidates if c.name not in known.tuned]
+        found = self._grouped(
+            todo, lambda c: c.spec, _tuned, "tuned", self.settings, self.max_delay_mean
+        )
+        known.tuned.update({tuned.name: tuned for tuned in found})
+        best = (known.tuned[c.name].best for c in candidates)
+        return [trial.time_s for trial in best if trial is not None]
+
+    def polish(self, names: Sequence[str], known: Search) -> None:
+        """Every way of sharding, and policies that come close, of layouts that were tuned."""
+        todo = [t for name in names if (t := known.tuned[name]).best is not None]
+        found = self._grouped(
+            todo, lambda t: t.packed[0].spec, _polished, "polished", self.settings
+        )
+        known.tuned.update({tuned.name: tuned for tuned in found})
+
+    def _outline(
+        self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
+    ) -> list[float]:
+        what = "walked" if is_walked else "priced"
+        found = self._grouped(candidates, lambda c: c.spec, _outlines, what, is_walked)
+        known.update({outline.name: outline for outline in found})
+        return [known[c.name].time_s for c in candidates]
+
+    def _best_first(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        lower: Callable[[Candidate], float],
+        evaluate: Callable[[Sequence[Candidate]], list[float]],
+        block: int,
+        most: int | None = None,
+    ) -> bool:
+        """Evaluate from the front until what is left is too slow; whether `most` ended it."""
+        times: list[float] = []
+        for start in range(0, len(candidates), block):
+            enough = sorted(times)[self.top - 1] if len(times) >= self.top else float("inf")
+            part = [
+                c for c in candidates[start : start + block] if lower(c) * (1 - SLACK) <= enough
+            ]
+            if not part:
+                return False
+            if most is not None and start >= most:
+                return True
+            times += evaluate(part)
+        return False
+
+    def _grouped(
+        self,
+        items: Sequence[Any],
+        spec_of: Callable[[Any], RunSpec],
+        function: Callable[[Any], list[Any]],
+        what: str,
+        *arguments: Any,
+    ) -> list[Any]:
+        """`function` of items that price documents alike together."""
+        groups: dict[Any, list[Any]] = {}
+        for item in items:
+            groups.setdefault(bench_key(spec_of(item)), []).append(item)
+        tasks = [(self.sample, group, *arguments) for group in groups.values()]
+        out: list[Any] = []
+        for made in self.workers.each(function, tasks):
+            out += made
+            self.progress(what, len(made))
+        return out
+
+    def _too_late(self, known: Search) -> str:
+        trials = [trial for tuned in known.tuned.values() for trial in tuned.packed]
+        if not trials:
+            return (
+                "no layout has room for any of the packing policies; allow fixed or original "
+                "(--policies), or more recompute"
+            )
+        least = min(trials, key=lambda t: (t.mean_delay, t.name))
+        return (
+            f"no setting keeps the mean delay within {self.max_delay_mean:g} steps; the least is "
+            f"{least.mean_delay:.3f} ({least.packing} on {least.layout}); raise --max-delay-mean "
+            f"or try more policies"
+        )
+
+
+def _sorted(candidates: Iterable[Candidate], time_s: Callable[[Candidate], float]) -> list[Any]:
+    return sorted(candidates, key=lambda c: (time_s(c), c.name))
+
+
+def _as_it_is(task: tuple[Sample, RunSpec]) -> Trial:
+    sample, spec = task
+    return Bench.of(spec, sample).as_it_is(spec)
+
+
+def _outlines(task: tuple[Sample, Sequence[Candidate], bool]) -> list[Outline]:
+    sample, candidates, is_walked = task
+    bench = Bench.of(candidates[0].spec, sample)
+    return [bench.outline(c, is_walked=is_walked) for c in candidates]
+
+
+def _packed(task: tuple[Sample, Sequence[Candidate], Settings]) -> list[Trial | None]:
+    sample, candidates, settings = task
+    bench = Bench.of(candidates[0].spec, sample)
+    out: list[Trial | None] = []
+    for c in candidates:
+        specs = (with_settings(c.spec, p, settings.strategies[0]) for p in settings.first(c))
+        trials = (bench.packed(spec) for spec in specs)
+        out.append(next((trial for trial in trials if trial is not None), None))
+    return out
+
+
+def _tuned(task: tuple[Sample, Sequence[Candidate], Settings, float]) -> list[Tuned]:
+    sample, candidates, settings, max_delay_mean = task
+    bench = Bench.of(candidates[0].spec, sample)
+    return [_tune_one(bench, c, settings, max_delay_mean) for c in candidates]
+
+
+def _polished(task: tuple[Sample, Sequence[Tuned], Settings]) -> list[Tuned]:
+    sample, layouts, settings = task
+    bench = Bench.of(layouts[0].packed[0].spec, sample)
+    return [_polish_one(bench, tuned, settings) for tuned in layouts]
+
+
+def _tune_one(
+    bench: Bench, candidate: Candidate, settings: Settings, max_delay_mean: float
+) -> Tuned:
+    trials: dict[str, Trial] = {}
+    for packing in settings.packings(candidate):
+        trial = bench.packed(with_settings(candidate.spec, packing, settings.strategies[0]))
+        if trial is not None:
+            trials.setdefault(trial.packing, trial)
+    packed = sorted(trials.values(), key=lambda t: (t.time_s, t.name))
+    in_time = _best_of_policies([t for t in packed if t.mean_delay <= max_delay_mean])
+    return Tuned(
+        name=candidate.name,
+        best=bench.sharded(in_time[0].spec) if in_time else None,
+        packed=_best_of_policies(packed),
+        in_time=in_time,
+    )
+
+
+def _polish_one(bench: Bench, tuned: Tuned, settings: Settings) -> Tuned:
+    best = tuned.best
+    if best is None:
+        return tuned
+    strategies = settings.strategies[1:] if best.spec.parallel.cp > 1 else ()
+    for strategy in strategies:
+        best = _faster(best, bench.sharded(with_settings(best.spec, best.spec.packing, strategy)))
+    strategy = best.spec.sharding.strategy
+    for trial in tuned.in_time[1:]:
+        if trial.time_s <= tuned.in_time[0].time_s * NEARLY:
+            made = bench.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
+            best = _faster(best, made)
+    return replace(tuned, best=best)
+
+
+def _faster(best: Trial, other: Trial | None) -> Trial:
+    """Ties go to the one that is known."""
+    return other if other is not None and other.time_s < best.time_s else best
+
+
+def _best_of_policies(packed: Sequence[Trial]) -> tuple[Trial, ...]:
+    best: dict[str, Trial] = {}
+    for trial in packed:
+        best.setdefault(str(trial.spec.packing.policy), trial)
+    return tuple(best.values())

@@ -1,0 +1,219 @@
+"""Why the others lost: the best of each family of layouts against the winner, term by term.
+
+A family is a degree of TP, CP or PP, a schedule, a way of recompute, or the run's own layout. Its
+best candidate is compared with the winner at the same depth: both tuned, or both packed with the
+first setting and with even CP ranks. Differences of terms (`wlb.simulate.account`) add up to that
+of the times, so a reason is the terms that grew most. Of a family that has no candidate because of
+memory, the closest layout and what it lacks are named.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wlb.simulate.account import BUBBLE, MICRO_BATCHES, RECOMPUTE, Terms
+from wlb.simulate.layouts import Candidate, Layouts, degrees_of
+from wlb.simulate.settings import POLICIES, Settings, with_settings
+from wlb.simulate.trial import Bench, Sample, Trial
+from wlb.simulate.tune import Search, Tuner
+from wlb.spec import Recompute, RunSpec, Schedule
+
+OWN = "the run's own layout"
+COMPARED = ("tp", "cp", "pp")
+WORTH_NAMING = 0.1
+"""Share of all that grew from which on a term is named."""
+MOST_NAMED = 3
+WORDS = {
+    "gemm": "matrix products",
+    "elementwise": "element-wise operators",
+    "tp_comm": "TP communication",
+    "cp_comm": "CP communication",
+    "calls": "launches and latency",
+    "head": "head and loss",
+    BUBBLE: "bubble",
+}
+"""Terms whose names say too little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loser:
+    """label: the family. trial: its best, None where nothing fits. behind: its time / the winner's
+    at the same depth - 1."""
+
+    label: str
+    why: str
+    trial: Trial | None = None
+    behind: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "family": self.label,
+            "why": self.why,
+            "behind": self.behind,
+            "best": None if self.trial is None else self.trial.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """The winner's layout with other policies and with other sharding, all with spans."""
+
+    policies: tuple[Trial, ...]
+    strategies: tuple[Trial, ...]
+
+
+def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) -> list[Loser]:
+    """The families that the winner is not of. own: whose layout is a family. node: ranks of one.
+
+    What is not known yet is tried: the best candidate of each family `packed`, of the own layout
+    `tuned`.
+    """
+    winner = known.ranking[0]
+    families = _families(known.layouts, winner.spec, own)
+    best = {label: _likeliest(group, known) for label, group in families.items() if group}
+    tuner.pack([c for c in best.values() if c.name not in known.tuned], known)
+    winners = [c for c in known.layouts.candidates if c.name == winner.layout]
+    tuner.pack(winners, known)
+    for label, candidate in best.items():
+        if label.startswith(OWN) and candidate.name in known.packed:
+            tuner.tune([candidate], known)
+            tuner.polish([candidate.name], known)
+    return [_compared(label, best.get(label), known, winner, node) for label in families]
+
+
+def references_of(tuner: Tuner, winner: Trial) -> References:
+    """Trials of the winner's layout with every policy and every sharding strategy."""
+    task = (tuner.sample, winner, tuner.settings)
+    (made,) = tuner.workers.map(_references, [task])
+    return made
+
+
+def difference(loser: Terms, winner: Terms) -> Terms:
+    """Seconds more (or less, if negative), largest first."""
+    names = dict.fromkeys([*winner, *loser])
+    found = {name: loser.get(name, 0.0) - winner.get(name, 0.0) for name in names}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
+    """The terms that grew most, and what shrank most."""
+    terms = difference(loser.terms, winner.terms)
+    grown = sum(s for s in terms.values() if s > 0)
+    named = [(n, s) for n, s in terms.items() if s > 0 and s >= WORTH_NAMING * grown][:MOST_NAMED]
+    parts = [f"{_words(name, loser, winner, node)} +{seconds:.3f} s" for name, seconds in named]
+    least, seconds = min(terms.items(), key=lambda item: item[1], default=("", 0.0))
+    if -seconds >= WORTH_NAMING * grown:
+        parts.append(f"though {_words(least, loser, winner, node)} {seconds:.3f} s")
+    return ", ".join(parts)
+
+
+def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
+    text, parallel = WORDS.get(name, name), loser.spec.parallel
+    if name == "tp_comm" and parallel.tp > node:
+        text += f" (groups over {-(-parallel.tp // node)} nodes)"
+    if name == "cp_comm" and parallel.tp * parallel.cp > node:
+        text += " (between nodes)"
+    if name == MICRO_BATCHES and loser.caps.s_max < winner.caps.s_max:
+        text += f" (S_max {loser.caps.s_max / loser.spec.data.context_window:.2f})"
+    if name == RECOMPUTE:
+        how = loser.spec.training.recompute
+        text += f" ({winner.spec.training.recompute if how == Recompute.NONE else how})"
+    return text
+
+
+def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[str, list[Candidate]]:
+    """Candidates by family, those of the winner left out; empty where nothing fits."""
+    out: dict[str, list[Candidate]] = {}
+    own_label = "" if own is None else f"{OWN}, {degrees_of(own)}"
+    if own is not None and degrees_of(own) != degrees_of(winner):
+        out[own_label] = []
+    specs = [c.spec for c in layouts.candidates] + [t.spec for t in layouts.too_large]
+    for axis in COMPARED:
+        for degree in sorted({getattr(s.parallel, axis) for s in specs}):
+            if degree != getattr(winner.parallel, axis):
+                out[f"{axis} {degree}"] = []
+    mine = set(_pipeline_labels(winner))
+    labels = [str(s) for s in Schedule] + [f"recompute {r}" for r in Recompute]
+    known = {label for s in specs for label in _pipeline_labels(s)}
+    out |= {label: [] for label in labels if label in known and label not in mine}
+    for candidate in layouts.candidates:
+        for label in _labels(candidate.spec):
+            if label in out:
+                out[label].append(candidate)
+    return out
+
+
+def _labels(spec: RunSpec) -> list[str]:
+    """All families that a layout may be of."""
+    degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
+    return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
+
+
+def _pipeline_labels(spec: RunSpec) -> list[str]:
+    recompute = f"recompute {spec.training.recompute}"
+    return [recompute] if spec.parallel.pp == 1 else [str(spec.pp.schedule), recompute]
+
+
+def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
+    """The fastest of what is known best."""
+
+    def key(candidate: Candidate) -> tuple[int, float, str]:
+        name = candidate.name
+        tuned = known.tuned.get(name)
+        if tuned is not None and tuned.best is not None:
+            return 0, tuned.best.time_s, name
+        if name in known.packed:
+            return 1, known.packed[name].time_s, name
+        return 2, known.bound_s(name), name
+
+    return min(group, key=key)
+
+
+def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, node: int) -> Loser:
+    if best is None:
+        return Loser(label=label, why=_does_not_fit(label, known.layouts))
+    tuned = known.tuned.get(best.name)
+    if tuned is not None and tuned.best is not None:
+        trial, against = tuned.best, winner
+    elif best.name in known.packed and winner.layout in known.packed:
+        trial, against = known.packed[best.name], known.packed[winner.layout]
+    else:
+        return Loser(label=label, why=f"{best.name}: no packing setting finds room in its memory")
+    return Loser(
+        label=label,
+        why=reasons(trial, against, node=node),
+        trial=trial,
+        behind=trial.time_s / against.time_s - 1,
+    )
+
+
+def _does_not_fit(label: str, layouts: Layouts) -> str:
+    found = [large for large in layouts.too_large if label in _labels(large.spec)]
+    if not found:
+        return "no such layout is possible or within the restrictions"
+    closest = min(found, key=lambda large: large.missing_bytes)
+    return f"does not fit; closest: {closest.message}"
+
+
+def _references(task: tuple[Sample, Trial, Settings]) -> References:
+    sample, winner, settings = task
+    bench = Bench.of(winner.spec, sample)
+    candidate = Candidate(spec=winner.spec, need_bytes=0, caps=winner.caps)
+    own = winner.spec.sharding.strategy
+    best: dict[str, Trial] = {str(winner.spec.packing.policy): winner}
+    for packing in replace(settings, policies=POLICIES).packings(candidate):
+        trial = bench.packed(with_settings(winner.spec, packing, own))
+        name = str(packing.policy)
+        if trial is None or (name in best and best[name].time_s <= trial.time_s):
+            continue
+        if name != str(winner.spec.packing.policy):
+            best[name] = trial
+    policies = [bench.sharded(trial.spec) for trial in best.values()]
+    strategies = [
+        bench.sharded(with_settings(winner.spec, winner.spec.packing, strategy))
+        for strategy in (settings.strategies if winner.spec.parallel.cp > 1 else (own,))
+    ]
+    return References(
+        policies=tuple(trial for trial in policies if trial is not None),
+        strategies=tuple(trial for trial in strategies if trial is not None),
+    )

@@ -1,0 +1,55 @@
+"""Independent tasks on several processes; results in the order of the tasks."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(slots=True, kw_only=True)
+class Workers:
+    """A context manager. jobs = 1: in this process. Functions and tasks must pickle."""
+
+    jobs: int = 1
+    pool: ProcessPoolExecutor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise ValueError(f"jobs = {self.jobs} must be at least 1")
+
+    def __enter__(self) -> "Workers":
+        if self.jobs > 1:
+            self.pool = ProcessPoolExecutor(
+                self.jobs, mp_context=get_context("spawn"), initializer=_leave_interrupts
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+            self.pool = None
+
+    def each(self, function: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
+        """Results in the tasks' order, as they are there."""
+        if self.pool is None or len(tasks) < 2:
+            return map(function, tasks)
+        return self.pool.map(function, tasks)
+
+    def map(self, function: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
+        return list(self.each(function, tasks))
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C is for the process that waits for these."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
