@@ -102,14 +102,13 @@ def run(options: argparse.Namespace) -> int:
     spec = priced_spec(load(options.name, options.overrides))
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
-    variants = [*_systems(options, spec), ("run", spec)]
+    systems = {name: _alternatives(options, spec, name) for name in options.systems}
     runs: list[RunSimulation] = []
     quiet = Console(stderr=True)
-    for label, variant in variants:
+    for label, alternatives in {**systems, "run": [spec]}.items():
         if quiet.is_terminal:
             quiet.print(f"simulating {label}", highlight=False)
-        runs.append(_simulated(options, variant, batches, label))
-    runs = _best_of_each(runs)
+        runs.append(_fastest(options, alternatives, batches, label))
     own = runs[-1]
     step = _chosen(options, own)
     simulation = simulated(own, step)
@@ -133,22 +132,34 @@ def priced_spec(spec: RunSpec) -> RunSpec:
     return replace(spec, model=model, parallel=replace(spec.parallel, dp=dp), planner=planner)
 
 
-def _systems(options: argparse.Namespace, spec: RunSpec) -> list[tuple[str, RunSpec]]:
-    out: list[tuple[str, RunSpec]] = []
-    for name in options.systems:
-        for overrides in system_overrides(name, memory_gib=spec.cluster.memory_gib):
-            made = load(options.name, [*options.overrides, *overrides])
-            out.append((name, replace(priced_spec(made), parallel=spec.parallel)))
-    return out
+def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
+    """What a system may run with on this layout."""
+    return [
+        replace(
+            priced_spec(load(options.name, [*options.overrides, *overrides])),
+            parallel=spec.parallel,
+        )
+        for overrides in system_overrides(system, memory_gib=spec.cluster.memory_gib)
+    ]
 
 
-def _best_of_each(runs: list[RunSimulation]) -> list[RunSimulation]:
-    """Of a system's alternatives the fastest counts."""
-    best: dict[str, RunSimulation] = {}
-    for made in runs:
-        if made.label not in best or made.time_s < best[made.label].time_s:
-            best[made.label] = made
-    return list(best.values())
+def _fastest(
+    options: argparse.Namespace,
+    alternatives: Sequence[RunSpec],
+    batches: Sequence[GlobalBatch],
+    label: str,
+) -> RunSimulation:
+    """Of a system's alternatives the fastest that fits; ValueError saying why none does."""
+    fits: list[RunSimulation] = []
+    refused: list[ValueError] = []
+    for spec in alternatives:
+        try:
+            fits.append(_simulated(options, spec, batches, label))
+        except ValueError as error:
+            refused.append(error)
+    if not fits:
+        raise refused[0]
+    return min(fits, key=lambda made: made.time_s)
 
 
 def _simulated(

@@ -93,24 +93,7 @@ class Calibration:
             return
         old = cost.profile.name
         name = path.stem
-        factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
-        kernel = cost.backend or cost.table.backends[0]
-        extra = " / ".join(
-            f"{ns * 1e-6:.3g}"
-            for ns in (scales.linear_forward_extra_ns, scales.linear_backward_extra_ns)
-        )
-        provenance = Provenance(
-            kind=Kind.MEASURED,
-            source=f"run {run}: profile {old!r} with times of {kernel} and of linear layers "
-            f"multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch and "
-            f"stage on top, forward and backward (weighted medians of {scales.num_records} "
-            f"records, {scales.num_steps} steps)",
-            device=cost.machine or cost.profile.device,
-            dtype=cost.profile.dtype,
-            date=date.today().isoformat(),
-            commit=program_version(),
-            command=f"wlb train --calibrate {name}",
-        )
+        provenance = _provenance(scales, cost, run, name)
         # A cell is a stage; all stages hold equally many layers.
         layers = self.spec.model.num_layers // self.spec.num_stages
         made = scaled_profile(
@@ -134,6 +117,27 @@ class Calibration:
             console.print(f"{taken} was written by another run meanwhile")
         _say(scales, self.spec.telemetry.drift_threshold, old, console)
         console.print(f"profile: {path} (this run's plans were priced by {old!r} to the end)")
+
+
+def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) -> Provenance:
+    factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
+    kernel = cost.backend or cost.table.backends[0]
+    extra = " / ".join(
+        f"{ns * 1e-6:.3g}"
+        for ns in (scales.linear_forward_extra_ns, scales.linear_backward_extra_ns)
+    )
+    return Provenance(
+        kind=Kind.MEASURED,
+        source=f"run {run}: profile {cost.profile.name!r} with times of {kernel} and of linear "
+        f"layers multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch and "
+        f"stage on top, forward and backward (weighted medians of {scales.num_records} "
+        f"records, {scales.num_steps} steps)",
+        device=cost.machine or cost.profile.device,
+        dtype=cost.profile.dtype,
+        date=date.today().isoformat(),
+        commit=program_version(),
+        command=f"wlb train --calibrate {name}",
+    )
 
 
 def _say(scales: Scales, threshold: float, profile: str, console: Console) -> None:

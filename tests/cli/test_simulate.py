@@ -1,0 +1,111 @@
+"""`wlb simulate`: systems beside each other, files, and what is refused."""
+
+import json
+
+import pytest
+
+from wlb.cli import main
+
+BASE = ["simulate", "7b_128k", "--synthetic", "wlb_paper", "--steps", "3"]
+
+
+def simulate(capsys, *words: str) -> str:
+    assert main([*BASE, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = simulate(capsys)
+    assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
+    assert "priced with h100 (published: attention" in text
+    assert "simulated, nothing measured" in text
+    assert "critical path" in text
+    assert "by term: " in text
+    rows = [
+        line.split() for line in text.splitlines() if line.split()[:1] in (["plain_4d"], ["run"])
+    ]
+    assert [row[0] for row in rows] == ["plain_4d", "run"]
+    assert rows[0][3] == "1.000"
+
+
+def test_every_system_on_the_same_documents(capsys):
+    text = simulate(capsys, "--systems", "plain_4d", "fixed_4d", "paper", "wlb", "--json")
+    data = json.loads(text)
+    runs = {run["label"]: run for run in data["runs"]}
+    assert list(runs) == ["plain_4d", "fixed_4d", "paper", "wlb", "run"]
+    assert len({run["tokens"] for run in runs.values()}) == 1
+    assert runs["paper"]["time_s"] < runs["plain_4d"]["time_s"]
+    assert runs["wlb"]["time_s"] < runs["plain_4d"]["time_s"]
+    assert data["profile"] == "h100"
+    assert len(runs["run"]["step_time_s"]) == runs["run"]["steps"]
+    for run in runs.values():
+        assert sum(run["step_time_s"]) == pytest.approx(run["time_s"])
+
+
+def test_a_step_can_be_chosen(capsys):
+    assert "step 1 of run" in simulate(capsys, "--step", "1")
+
+
+def test_the_time_is_that_of_the_trace(tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    text = simulate(capsys, "--step", "0", "--trace", str(trace), "--json")
+    step_s = next(r for r in json.loads(text)["runs"] if r["label"] == "run")["step_time_s"][0]
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert max(e["ts"] + e["dur"] for e in events) * 1e-6 == pytest.approx(step_s, rel=1e-6)
+
+
+def test_memory_beyond_the_limit_names_rank_stages_and_bytes(capsys):
+    assert main([*BASE, "--systems", "--set", "cluster.memory_gib=30"]) == 2
+    message = capsys.readouterr().err
+    assert "run: pipeline rank 0 (stages 0, 4, 8, 12) needs " in message
+    assert "bytes (4" in message
+    assert "cluster.memory_gib = 30" in message
+    assert "training.recompute" in message
+    assert main([*BASE, "--systems", "--set", "cluster.memory_gib=30", "--over-memory"]) == 0
+
+
+def test_alternatives_that_do_not_fit_are_passed_over(capsys):
+    """30B-128K: `wlb` needs recomputed MLPs where memory is short."""
+    words = ["simulate", "30b_128k", "--synthetic", "wlb_paper", "--steps", "2", "--json"]
+    assert main([*words, "--systems", "wlb", "--set", "cluster.memory_gib=70"]) == 0
+    wlb, _ = json.loads(capsys.readouterr().out)["runs"]
+    assert max(wlb["peak_memory_bytes"]) <= 70 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "99"], "--step = 99: there are steps 0.."),
+        (["--strict"], "does not cover this run: 1 query heads a KV head"),
+        (["--set", "parallel.tp=3"], "is not a multiple of parallel.tp = 3"),
+        (["--set", "parallel.pp=3"], "not a multiple of pp 3 x virtual stages 4"),
+        (["--set", "cost.profile=nothing"], "nothing"),
+        (["--set", "pp.weight_delay=0"], "pp.weight_delay = 0 must be at least 1"),
+        (["--set", "cluster.tp_overlap=1.5"], "cluster.tp_overlap = 1.5 must be in [0, 1]"),
+        (["--replay", "0"], "--replay = 0 must be at least 1"),
+        (["--trace", "/no/such/folder/t.json"], "cannot be written"),
+    ],
+)
+def test_refused(capsys, words, message):
+    assert main([*BASE, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_systems_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        main([*BASE, "--systems", "megatron"])
+    assert "plain_4d" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_a_replay_is_beside_the_simulation(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    layout = ["parallel.cp=1", "parallel.pp=2", "pp.virtual_stages=2", "data.num_micro_batches=2"]
+    text = simulate(capsys, "--systems", "--replay", "1", "--over-memory", "--set", *layout)
+    (row,) = [line for line in text.splitlines() if "run, step 0" in line]
+    simulated, *replayed = [
+        float(x) for x in row.replace("│", " ").split()[3:7]
+    ]  # run, step 0 S R R R
+    assert all(simulated <= seconds < 1.5 * simulated for seconds in replayed)
+    assert "largest difference of medians" in text
