@@ -268,7 +268,7 @@ def parse(record: dict[str, Any]) -> tuple[Conditions, list[Trained]]:
         Trained(**{**r, "run": Run(**{**r["run"], "overrides": tuple(r["run"]["overrides"])})})
         for r in record["runs"]
     ]
-    return Conditions(**record["conditions"]), found
+    return Conditions.parse(record["conditions"]), found
 
 
 def table(found: Sequence[Trained]) -> Table:
