@@ -27,6 +27,10 @@ class Conditions:
     cores: int
     load: tuple[float, float]
 
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> "Conditions":
+        return cls(**{**data, "load": tuple(data["load"])})
+
     def words(self) -> str:
         before, after = self.load
         return (

@@ -79,7 +79,7 @@ def parse(record: dict[str, Any]) -> tuple[Conditions, list[Replayed]]:
         )
         for p in record["plans"]
     ]
-    return Conditions(**record["conditions"]), found
+    return Conditions.parse(record["conditions"]), found
 
 
 def table(found: list[Replayed]) -> Table:

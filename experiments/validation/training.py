@@ -1,7 +1,8 @@
 """Real training runs on a CPU, predicted by a profile that was calibrated on another run.
 
 A profile is calibrated once for each number of processes, since two busy cores share caches and
-memory; every other run is then planned and simulated with it, and compared step by step.
+memory; every other run is then planned and simulated with it, and compared step by step. Steps in
+which other programs used the cores are told apart (`others.py`).
 """
 
 import shutil
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from experiments.drawing import LINES, new_figure
 from experiments.results import ROOT, Picture, Table
+from experiments.validation.others import watch
 from experiments.validation.record import Conditions, conditions, load_now
 from wlb.train.recorded import RecordedRun, simulate_recorded
 
@@ -24,6 +26,8 @@ LIMIT = 0.15
 CONFIGURATION = Path(__file__).with_name("run.toml")
 FOLDER = ROOT / "runs" / "validation"
 WARM_UP = 3
+DISTURBED = 0.05
+"""Of a core, used by other programs during a step: such steps are counted apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ def _run(name: str, processes: int, differs: str, *overrides: str, calibrates: b
 
 
 PLAIN = ("packing.policy=original", "run.seed=1")
-SHORT = ("data.context_window=2048", "data.num_micro_batches=4")
+SHORT = ("data.context_window=1536", "data.num_micro_batches=4")
 WIDER = (
     "model.hidden_size=384",
     "model.num_layers=6",
@@ -57,24 +61,24 @@ WIDER = (
     "model.ffn_hidden_size=1024",
 )
 RUNS = (
-    _run("one", 1, "calibration: Algorithm 1, window 4,096", calibrates=True),
+    _run("one", 1, "calibration: Algorithm 1, window 3,072", calibrates=True),
     _run("plain", 1, "Plain-4D, other documents", *PLAIN),
-    _run("short", 1, "bounded, 4 windows of 2,048", "packing.policy=bounded", *SHORT),
+    _run("short", 1, "bounded, 4 windows of 1,536", "packing.policy=bounded", *SHORT),
     _run(
         "long",
         1,
-        "fixed greedy, 1 window of 8,192, other documents",
+        "fixed greedy, 1 window of 6,144, other documents",
         "packing.policy=fixed",
         "run.seed=2",
-        "data.context_window=8192",
+        "data.context_window=6144",
         "data.num_micro_batches=1",
     ),
     _run(
         "wider",
         1,
-        "model of 3.4 times the layers' parameters, window 2,048",
+        "model of 3.4 times the layers' parameters, window 1,536",
         *WIDER,
-        "data.context_window=2048",
+        "data.context_window=1536",
         *PLAIN,
     ),
     _run("two", 2, "calibration: CP 2, Algorithm 1", "parallel.cp=2", calibrates=True),
@@ -89,16 +93,16 @@ RUNS = (
     _run(
         "cp_wider",
         2,
-        "balanced sharding, wider model, window 2,048",
+        "balanced sharding, wider model, window 1,536",
         "parallel.cp=2",
         "sharding.strategy=balanced",
         *WIDER,
-        "data.context_window=2048",
+        "data.context_window=1536",
     ),
     _run(
         "dp",
         2,
-        "DP 2, Plain-4D, 4 windows of 4,096",
+        "DP 2, Plain-4D, 4 windows of 3,072",
         "parallel.dp=2",
         *PLAIN,
         "data.num_micro_batches=4",
@@ -107,7 +111,7 @@ RUNS = (
     _run(
         "pp_1f1b",
         2,
-        "PP 2 1F1B, Plain-4D, 4 windows of 2,048",
+        "PP 2 1F1B, Plain-4D, 4 windows of 1,536",
         "parallel.pp=2",
         "pp.schedule=1f1b",
         *PLAIN,
@@ -116,7 +120,7 @@ RUNS = (
     _run(
         "pp_interleaved",
         2,
-        "PP 2 interleaved, 2 stages a rank, 4 windows of 2,048",
+        "PP 2 interleaved, 2 stages a rank, 4 windows of 1,536",
         "parallel.pp=2",
         "pp.virtual_stages=2",
         *SHORT,
@@ -124,7 +128,7 @@ RUNS = (
     _run(
         "pp_zero_bubble",
         2,
-        "PP 2 zero-bubble, 2 stages a rank, bounded, 4 windows of 2,048",
+        "PP 2 zero-bubble, 2 stages a rank, bounded, 4 windows of 1,536",
         "parallel.pp=2",
         "pp.schedule=interleaved_zero_bubble",
         "pp.virtual_stages=2",
@@ -138,13 +142,13 @@ RUNS = (
 class Trained:
     """A run's steps, warm-up left out, in seconds.
 
-    computing_s, waiting_s: of the mean rank, a step: CPU time in passes and the rest of the step;
-    simulated_*: the same. before_s: simulated with the profile that was calibrated. load: average
-    of a minute when the run ended.
+    computing_s: CPU time in passes, of the mean rank, a step; simulated_computing_s: the same.
+    before_s: simulated with the profile that was calibrated. others: cores' time that other
+    programs took during each step, over the step's time; empty if unknown.
     """
 
     run: Run
-    load: float
+    others: list[float]
     measured_s: list[float]
     simulated_s: list[float]
     before_s: list[float]
@@ -152,16 +156,37 @@ class Trained:
     simulated_computing_s: float
 
     @property
-    def mape(self) -> float:
-        measured, simulated = self.arrays()
-        return float(np.mean(np.abs(simulated / measured - 1)))
+    def undisturbed(self) -> NDArray[np.bool_]:
+        """Which steps had the cores for themselves; all where that is not known."""
+        if not self.others:
+            return np.ones(len(self.measured_s), np.bool_)
+        return np.array(self.others) <= DISTURBED
 
     @property
-    def correlation(self) -> float:
-        return float(np.corrcoef(*self.arrays())[0, 1])
+    def mape(self) -> float | None:
+        """Of undisturbed steps; None if there are none."""
+        return self._mape(self.undisturbed)
+
+    @property
+    def mape_of_all(self) -> float | None:
+        return self._mape(np.ones(len(self.measured_s), np.bool_))
+
+    def _mape(self, chosen: NDArray[np.bool_]) -> float | None:
+        measured, simulated = (x[chosen] for x in self.arrays())
+        return float(np.mean(np.abs(simulated / measured - 1))) if measured.size else None
+
+    @property
+    def correlation(self) -> float | None:
+        measured, simulated = (x[self.undisturbed] for x in self.arrays())
+        return float(np.corrcoef(measured, simulated)[0, 1]) if measured.size > 2 else None
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return np.array(self.measured_s), np.array(self.simulated_s)
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Of undisturbed steps, or of all if there are none."""
+        chosen = self.undisturbed if self.undisturbed.any() else slice(None)
+        return float(np.array(values)[chosen].mean())
 
 
 def measure(runs: Sequence[Run], *, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -170,13 +195,12 @@ def measure(runs: Sequence[Run], *, steps: int, say: Callable[[str], None]) -> d
     shutil.rmtree(FOLDER, ignore_errors=True)
     found: list[Trained] = []
     for run in runs:
-        _train(run, steps)
-        found.append(_compared(run))
+        found.append(_compared(run, _train(run, steps)))
         t = found[-1]
-        measured, simulated = t.arrays()
         say(
-            f"{run.name}: {measured.mean():.3f} s measured, {simulated.mean():.3f} simulated, MAPE "
-            f"{t.mape:.1%}, load {t.load:.1f}"
+            f"{run.name}: {t.mean(t.measured_s):.3f} s measured, {t.mean(t.simulated_s):.3f} "
+            f"simulated; MAPE {_percent(t.mape)} of {t.undisturbed.sum()} undisturbed steps, "
+            f"{_percent(t.mape_of_all)} of all {len(t.measured_s)}"
         )
     return {
         "conditions": asdict(conditions(before)),
@@ -185,36 +209,40 @@ def measure(runs: Sequence[Run], *, steps: int, say: Callable[[str], None]) -> d
     }
 
 
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"
+
+
 def _profile(run: Run) -> Path:
     return FOLDER / f"calibrated-{run.processes}.json"
 
 
-def _train(run: Run, steps: int) -> None:
-    """One thread a rank, so that ranks do not outnumber cores and thread CPU time is the work."""
-    command = [sys.executable, "-m", "wlb", "train", str(CONFIGURATION)]
+def _train(run: Run, steps: int) -> list[float]:
+    """What others took of the cores, a step. One thread a rank, so that ranks do not outnumber
+    cores and thread CPU time is the work."""
+    command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "wlb", "train", str(CONFIGURATION)]
     command += ["--set", f"run.name={run.name}", f"training.steps={steps}", *run.overrides]
     command += [f"telemetry.warmup_steps={WARM_UP}", "checkpoint.keep=1"]
     if run.calibrates:
         command += ["cost.profile=cpu", "--calibrate", str(_profile(run))]
     else:
         command += [f"cost.profile={_profile(run)}"]
-    done = subprocess.run(
-        ["env", "OMP_NUM_THREADS=1", *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{run.name} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    log = FOLDER / f"{run.name}.log"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        training = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        others = watch(training, FOLDER / run.name / "metrics.jsonl")
+    if training.returncode:
+        raise SystemExit(f"{run.name} failed:\n{log.read_text('utf-8')[-3000:]}")
+    return others[WARM_UP - 1 :]
 
 
-def _compared(run: Run) -> Trained:
+def _compared(run: Run, others: list[float]) -> Trained:
     folder = FOLDER / run.name
     made = simulate_recorded(folder, profile=str(_profile(run)))
     return Trained(
         run=run,
-        load=load_now(),
+        others=others,
         measured_s=made.measured_s.tolist(),
         simulated_s=made.simulated_s.tolist(),
         before_s=simulate_recorded(folder, profile="cpu").simulated_s.tolist(),
@@ -240,31 +268,31 @@ def parse(record: dict[str, Any]) -> tuple[Conditions, list[Trained]]:
         Trained(**{**r, "run": Run(**{**r["run"], "overrides": tuple(r["run"]["overrides"])})})
         for r in record["runs"]
     ]
-    return Conditions(**record["conditions"]), found
+    return Conditions.parse(record["conditions"]), found
 
 
 def table(found: Sequence[Trained]) -> Table:
     rows: list[tuple[Any, ...]] = []
     for t in found:
-        measured, simulated = t.arrays()
-        mean = measured.mean()
+        mean = t.mean(t.measured_s)
         rows.append(
             (
                 t.run.name,
                 t.run.processes,
                 t.run.differs,
+                int(t.undisturbed.sum()),
                 mean,
-                simulated.mean(),
-                simulated.mean() / mean,
-                float(np.mean(t.before_s)) / mean,
-                100 * t.mape,
+                t.mean(t.simulated_s),
+                t.mean(t.simulated_s) / mean,
+                t.mean(t.before_s) / mean,
+                None if t.mape is None else 100 * t.mape,
+                None if t.mape_of_all is None else 100 * t.mape_of_all,
                 t.correlation,
                 t.computing_s,
                 t.simulated_computing_s,
-                t.load,
             )
         )
-    others = [t.mape for t in found if not t.run.calibrates]
+    others = [t.mape for t in found if not t.run.calibrates and t.mape is not None]
     return Table(
         name="training",
         title="Training steps, measured and simulated",
@@ -272,30 +300,31 @@ def table(found: Sequence[Trained]) -> Table:
             "run",
             "processes",
             "differs from the calibrated run in",
+            "steps",
             "measured s",
             "simulated s",
             "ratio",
             "ratio before",
             "MAPE %",
+            "of all steps",
             "correlation",
             "computing s",
             "simulated computing s",
-            "load",
         ),
         rows=rows,
         formats={
             **dict.fromkeys(("measured s", "simulated s", "ratio", "ratio before"), ".3f"),
             **dict.fromkeys(("computing s", "simulated computing s"), ".3f"),
-            "MAPE %": ".1f",
+            **dict.fromkeys(("MAPE %", "of all steps"), ".1f"),
             "correlation": ".3f",
-            "load": ".1f",
         },
         note=(
             f"MAPE of the {len(others)} runs that were not calibrated on: largest "
             f"{max(others, default=0.0):.1%}, mean {sum(others) / max(1, len(others)):.1%}, at "
-            f"most {LIMIT:.0%} in {sum(m <= LIMIT for m in others)}. Ratio: simulated over "
-            f"measured; before: with the shipped `cpu` profile. Computing: a rank's CPU time in "
-            f"passes, without collectives, a step."
+            f"most {LIMIT:.0%} in {sum(m <= LIMIT for m in others)}. Steps: those in which other "
+            f"programs used at most {DISTURBED:.0%} of a core; all columns but `of all steps` and "
+            f"computing are of them. Ratio: simulated over measured; before: with the shipped "
+            f"`cpu` profile. Computing: a rank's CPU time in passes, without collectives, a step."
         ),
     )
 
@@ -322,9 +351,11 @@ def picture(found: Sequence[Trained]) -> Picture:
         x = np.arange(len(measured)) + WARM_UP
         axis.plot(x, measured, linestyle=LINES[0], label="measured")
         axis.plot(x, simulated, linestyle=LINES[1], label="simulated")
+        disturbed = ~t.undisturbed
+        axis.plot(x[disturbed], measured[disturbed], "x", color="black", label="disturbed")
         axis.set_ylim(0, 1.25 * max(measured.max(), simulated.max()))
         axis.set_title(
-            f"{t.run.name}, {'calibration' if t.run.calibrates else f'MAPE {t.mape:.1%}'}",
+            f"{t.run.name}, {'calibration' if t.run.calibrates else f'MAPE {_percent(t.mape)}'}",
             fontsize=10,
         )
     for axis in axes[len(found) :]:
@@ -333,5 +364,7 @@ def picture(found: Sequence[Trained]) -> Picture:
     figure.supxlabel("step")
     figure.supylabel("seconds")
     return Picture(
-        name="training", caption="Each step's time, measured and simulated.", figure=figure
+        name="training",
+        caption="Each step's time, measured and simulated; crosses: others used the cores.",
+        figure=figure,
     )

@@ -1,0 +1,80 @@
+"""How much of a core other programs took during each step of a training run (Linux).
+
+While the run works, its metrics are watched: a line is the end of a step. Between two lines, what
+all cores were busy (stolen time included: other guests of the machine) less what the run's own
+processes used is what others took. Cost: a look at /proc a step; counted in hundredths of a second,
+so shares of steps well below a second mean little.
+"""
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, NamedTuple
+
+_PROC = Path("/proc")
+_POLL_S = 0.02
+_IDLE = (3, 4)
+"""Fields of /proc/stat: idle, waiting for a disk."""
+
+
+class _Reading(NamedTuple):
+    at_s: float
+    busy_s: float
+    own_s: float
+
+
+def watch(run: "Popen[Any]", metrics: Path) -> list[float]:
+    """Waits for `run` to end; for each step but the first the cores' time that others took, over
+    the step's. Empty where /proc does not tell."""
+    readings: list[_Reading] = []
+    seen = 0
+    while run.poll() is None:
+        time.sleep(_POLL_S)
+        size = metrics.stat().st_size if metrics.exists() else 0
+        if size == seen or not (_PROC / "stat").exists():
+            continue
+        seen = size
+        num_steps = metrics.read_text("utf-8").count('"kind": "step"')
+        if num_steps > len(readings):
+            readings += [_read(run.pid)] * (num_steps - len(readings))
+    return [
+        max(0.0, (b.busy_s - a.busy_s) - (b.own_s - a.own_s)) / max(1e-3, b.at_s - a.at_s)
+        for a, b in pairwise(readings)
+    ]
+
+
+def _read(pid: int) -> _Reading:
+    ticks = os.sysconf("SC_CLK_TCK")
+    first, *_ = (_PROC / "stat").read_text().splitlines()
+    times = [int(x) for x in first.split()[1:9]]
+    busy = sum(t for i, t in enumerate(times) if i not in _IDLE)
+    return _Reading(time.monotonic(), busy / ticks, _own_ticks(pid) / ticks)
+
+
+def _own_ticks(pid: int) -> int:
+    """CPU time of this process, `pid` and all that descends from it."""
+    parents: dict[int, int] = {}
+    used: dict[int, int] = {}
+    for path in _PROC.iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            _, _, rest = (path / "stat").read_text().rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        values = rest.split()
+        parents[int(path.name)] = int(values[1])
+        used[int(path.name)] = int(values[11]) + int(values[12])
+    return sum(
+        ticks
+        for child, ticks in used.items()
+        if child == os.getpid() or _descends(child, pid, parents)
+    )
+
+
+def _descends(child: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while child in parents and child != ancestor:
+        child = parents[child]
+    return child == ancestor
