@@ -129,8 +129,8 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
     return Provenance(
         kind=Kind.MEASURED,
         source=f"run {run}: profile {cost.profile.name!r} with times of {kernel} and of linear "
-        f"layers multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch and "
-        f"stage on top, forward and backward (weighted medians of {scales.num_records} "
+        f"layers multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch "
+        f"and stage on top, forward and backward (weighted medians of {scales.num_records} "
         f"records, {scales.num_steps} steps)",
         device=cost.machine or cost.profile.device,
         dtype=cost.profile.dtype,
