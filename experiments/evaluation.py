@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from wlb.spec import RunSpec, system_overrides
 STEPS = 160
 SEED = 1
 GIB = 2**30
+MEMORY_GIB = 80.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,23 +117,43 @@ def outcome(case: Case) -> Outcome:
     )
 
 
-def outcomes(cases: Sequence[Case]) -> list[Outcome]:
-    """All of them, on all cores, in their order."""
+def _outcome_or_reason(case: Case) -> Outcome | str:
+    try:
+        return outcome(case)
+    except ValueError as error:
+        return str(error)
+
+
+def outcomes(alternatives: Sequence[Sequence[Case]]) -> list[Outcome]:
+    """The fastest of each group of alternatives that fits the devices; on all cores, in order.
+
+    ValueError with the reasons where none of a group fits.
+    """
+    cases = [case for group in alternatives for case in group]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(outcome, cases))
+        found = iter(list(pool.map(_outcome_or_reason, cases)))
+    out: list[Outcome] = []
+    for group in alternatives:
+        results = [next(found) for _ in group]
+        fits = [o for o in results if isinstance(o, Outcome) and o.memory_bytes <= MEMORY_GIB * GIB]
+        if not fits:
+            raise ValueError(f"nothing of {group[0].config}, {group[0].name} fits: {results}")
+        out.append(min(fits, key=lambda o: o.time_s))
+    return out
 
 
-def system_cases(config: str, system: str, **options: object) -> list[Case]:
-    """A system's alternatives on a configuration."""
+def system(name: str, config: str, *more: str, label: str = "", **options: Any) -> list[Case]:
+    """A system's alternatives on a configuration, with more overrides."""
     return [
-        Case(name=system, config=config, overrides=overrides, **options)  # type: ignore[arg-type]
-        for overrides in system_overrides(system, memory_gib=80.0)
+        Case(name=label or name, config=config, overrides=(*overrides, *more), **options)
+        for overrides in system_overrides(name, memory_gib=MEMORY_GIB)
     ]
 
 
-def fastest(found: Iterable[Outcome]) -> Outcome:
-    """Of a system's alternatives the one that counts."""
-    return min(found, key=lambda o: o.time_s)
+def chosen(outcome: Outcome, *keys: str) -> str:
+    """What an outcome's overrides say of `keys`, in words for a table."""
+    said = dict(override.split("=", 1) for override in outcome.case.overrides)
+    return ", ".join(said[key] for key in keys if said.get(key, "none") != "none")
 
 
 def mean(values: Iterable[float]) -> float:

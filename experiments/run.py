@@ -67,17 +67,26 @@ class Experiment:
 REGISTRY = (
     Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
     Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
+    Experiment("fig02", "fig02", "Figure 2", 0.1, "who holds what in 4-D parallelism"),
     Experiment("fig03", "fig03", "Figure 3", 0.5, "how long documents are", "--lengths"),
+    Experiment("fig05", "fig05", "Figure 5", 0.1, "one slow micro-batch in a pipeline"),
     Experiment("fig07", "fig07", "Figure 7", 0.1, "operations' time by document length"),
     Experiment("fig08", "fig08_outlier_delay", "Figure 8", 0.2, "outliers wait and leave"),
     Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),
     Experiment("fig10", "fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
+    Experiment("fig11", "fig11", "Figure 11", 0.1, "choosing a micro-batch's sharding"),
+    Experiment("fig12", "fig12", "Figure 12", 5, "speed-up of the systems, simulated", "--quick"),
+    Experiment("fig13", "fig13", "Figure 13", 1, "breakdown on 7B-128K, simulated", "--quick"),
+    Experiment("fig14", "fig14", "Figure 14", 3, "speed-up by window, simulated", "--quick"),
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
+    Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, scales, tails", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
+    Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
     Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
     Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
+    Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501
     Experiment("torch_balancers", "torch_balancers", "", 4, "torch's CP balancers", "--quick"),
 )
 # fmt: on

@@ -12,6 +12,7 @@ from wlb.cost import (
     Provenance,
     Scales,
     calibrated_name,
+    end_times_ns,
     fit_scales,
     load_profile,
     save_profile,
@@ -123,9 +124,26 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
         assert getattr(after, f"{name}_ns") == pytest.approx(expected, rel=1e-4)
 
 
+def test_head_and_loss_have_a_factor_of_their_own() -> None:
+    """The weighted median too; it is 1 for records that did not predict it, and cannot drift."""
+    terms = tuple((name, Moments.of(1.0, 1.0)) for name in TERMS)
+    seen = [record(terms=terms, head_s=head_s, predicted_head_s=0.2) for head_s in (0.1, 0.12, 0.9)]
+    assert fit_scales([record(terms=terms)]).head == 1.0
+    fit = fit_scales([*seen, record(terms=terms)])
+    assert fit.head == pytest.approx(0.6)
+    assert fit.drifted(0.15) == ()
+    cost = priced("cpu")
+    made = scaled_profile(
+        cost.profile, **dict.fromkeys(TERMS, 1.0), head=0.5, name="x", provenance=PROVENANCE
+    )
+    embedding, head = end_times_ns(first_plan(), cost)
+    after = end_times_ns(first_plan(), replace(cost, profile=made))
+    assert after == pytest.approx((embedding, head / 2), abs=1)
+
+
 def test_linear_factors_are_the_layers() -> None:
-    """Operators one by one, embedding, head and attention stay; a collective has one price for both
-    passes, four calls forward and six backward."""
+    """Operators one by one, embedding, attention and a head that was not measured stay; a
+    collective has one price for both passes, four calls forward and six backward."""
     profile = load_profile("h100")
     made = scaled_profile(
         profile,

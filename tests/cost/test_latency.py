@@ -5,7 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb.cost import Collective, FlopsWorkload, ProfiledWorkload, attention_latency, load_profile
+from wlb.cost import (
+    Collective,
+    FlopsWorkload,
+    ProfiledWorkload,
+    attention_latency,
+    kernels_ns,
+    load_profile,
+)
 from wlb.sharding import per_document, per_sequence
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
@@ -119,3 +126,17 @@ def test_linear_work_counts_the_second_gather():
     )
     assert parts[0] - parts[1] == pytest.approx(gather, rel=1e-6)
     assert again.linear.call_ns[1] > kept.linear.call_ns[1]
+
+
+@pytest.mark.parametrize("profile", ["h100", "cpu"])
+def test_plans_priced_together_are_bit_equal_to_one_by_one(profile):
+    rng = np.random.default_rng(5)
+    cost = replace(workload(4), profile=load_profile(profile))
+    lengths = [rng.integers(1, 3000, rng.integers(0, 20)).tolist() for _ in range(30)]
+    plans = [method(d, cp=4) for d in lengths for method in (per_document, per_sequence)]
+    forward, backward = kernels_ns(plans, cost, cp=4)
+    for i, plan in enumerate(plans):
+        alone = attention_latency(plan, cost)
+        assert np.array_equal(forward[i], alone.forward_ns)
+        assert np.array_equal(backward[i], alone.backward_ns)
+    assert [x.shape for x in kernels_ns([], cost, cp=4)] == [(0, 4), (0, 4)]

@@ -6,6 +6,7 @@ import pytest
 from wlb.cost import (
     ProfiledWorkload,
     attention_latency,
+    end_times_ns,
     load_profile,
     stage_times,
     without_collectives,
@@ -46,6 +47,17 @@ def test_stages_add_up_to_a_pipeline_ranks_layers(profile: str) -> None:
         assert linear == pytest.approx(cost.linear_ns([sharding.num_tokens])[0] + calls, abs=8)
         # Two GEMMs backward for one forward, and more to read and to send.
         assert 1.3 < times.linear_backward_ns[i] / times.linear_forward_ns[i] < 2.7
+
+
+def test_embedding_and_head_of_all_rows() -> None:
+    """Filler too; the head's gradient is scaled once a micro-batch."""
+    cost, plan = priced(), first_plan()
+    rows = 2 * sum(plan.local_tokens)
+    assert rows >= sum(s.num_tokens for s in plan.shardings)
+    embedding, head = end_times_ns(plan, cost)
+    assert embedding == pytest.approx(rows * sum(cost.linear.embedding_ns_per_token), abs=1)
+    once = len(plan.micro_batches) * cost.linear.head_backward_ns
+    assert head == pytest.approx(rows * cost.linear.head_ns_per_token + once, abs=1)
 
 
 def test_without_collectives_only_they_are_free() -> None:

@@ -49,6 +49,7 @@ class Case:
     head_dim: int = 4
     keep_gathered_kv: bool = False
     recompute: Recompute = Recompute.NONE
+    weight_delay: int = 1
 
     @property
     def world(self) -> int:
@@ -57,6 +58,7 @@ class Case:
     def __str__(self) -> str:
         layout = f"tp{self.tp}-cp{self.cp}-pp{self.pp}-dp{self.dp}"
         name = f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
+        name += "" if self.weight_delay == 1 else f"-w{self.weight_delay}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -79,7 +81,12 @@ def spec_of(case: Case) -> RunSpec:
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
             cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
-            pp=replace(spec.pp, schedule=case.schedule, virtual_stages=case.v),
+            pp=replace(
+                spec.pp,
+                schedule=case.schedule,
+                virtual_stages=case.v,
+                weight_delay=case.weight_delay,
+            ),
             data=replace(
                 spec.data,
                 context_window=WINDOW,

@@ -24,6 +24,7 @@ CASES = [
     Case(pp=2, schedule=F1B),
     Case(pp=2, v=2),
     Case(pp=2, v=2, schedule=IZB),
+    Case(tp=2, pp=2, v=2, schedule=IZB, weight_delay=3),
     Case(pp=4, v=2, layers=8, num_micro_batches=6),
     Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
     # Two axes.

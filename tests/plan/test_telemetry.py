@@ -83,5 +83,13 @@ def test_records_survive_json_inside_metrics() -> None:
     assert shown["terms"]["linear_forward"]["ratio"] == pytest.approx(7 / 3)
 
 
+def test_records_of_before_the_head_was_predicted_are_read() -> None:
+    data = record(predicted_head_s=0.1).to_json()
+    assert Telemetry.from_json(data).head_ratio == pytest.approx(2.0)
+    del data["predicted_head_s"], data["predicted_embedding_s"]
+    assert Telemetry.from_json(data) == record()
+    assert record().head_ratio is None
+
+
 def test_imbalance_of_no_time_is_one() -> None:
     assert record(slowest_ns=0, mean_ns=0.0).imbalance == 1.0

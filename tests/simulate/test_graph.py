@@ -58,6 +58,22 @@ def test_zero_bubble_computes_weights_where_others_wait() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "v", "step"),
+    [
+        (Schedule.ONE_F_ONE_B, 1, 3 * (8 + 3)),
+        (Schedule.INTERLEAVED_1F1B, 1, 3 * (8 + 3)),
+        (Schedule.INTERLEAVED_1F1B, 2, 3 * (2 * 8 + 3)),
+        (Schedule.INTERLEAVED_ZERO_BUBBLE, 1, 3 * 8 + 3),
+    ],
+)
+def test_steps_take_what_the_papers_say(schedule: Schedule, v: int, step: int) -> None:
+    """Equal passes, 4 ranks, 8 micro-batches: (n + (pp - 1) / v) (F + B), and zero-bubble's
+    n (F + I + W) + (pp - 1) (F + I - W); interleaved stages are of half the size."""
+    graph = graph_of(schedule, 4, v, 8)
+    assert graph.ends(durations_of(graph)).max() == step
+
+
 def test_without_a_pipeline_passes_follow_each_other() -> None:
     graph = graph_of(Schedule.ONE_F_ONE_B, 1, 1, 2)
     durations = durations_of(graph)

@@ -33,6 +33,18 @@ def test_zero_bubble_splits_backward_and_delays_weights():
     assert words(order, 1) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
+def test_weights_can_wait_longer():
+    order = pipeline_order(
+        Schedule.INTERLEAVED_ZERO_BUBBLE,
+        pp=2,
+        virtual_stages=1,
+        num_micro_batches=3,
+        weight_delay=2,
+    )
+    assert words(order, 0) == "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"
+    assert words(order, 1) == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"
+
+
 def test_without_a_pipeline_micro_batches_follow_each_other():
     order = pipeline_order(Schedule.INTERLEAVED_1F1B, pp=1, virtual_stages=1, num_micro_batches=2)
     assert words(order, 0) == "0F0 0B0 0F1 0B1"
@@ -62,6 +74,25 @@ class _Stage:
         self.stage_index_to_group_rank = {}
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.has_backward, self.submod, self.submodule = True, None, None
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3, 20])
+@pytest.mark.parametrize(("pp", "v", "n"), [(2, 1, 3), (2, 2, 4), (4, 2, 4), (4, 4, 8), (3, 2, 2)])
+def test_what_is_executed_waits_as_long(pp, v, n, delay):
+    from wlb.parallel.pipeline import LateWeights
+
+    stages = [_Stage(c * pp, pp * v, 0, pp) for c in range(v)]
+    made = LateWeights(stages, n, loss_fn=lambda output, target: output, weight_delay=delay)
+    ours = pipeline_order(
+        Schedule.INTERLEAVED_ZERO_BUBBLE,
+        pp=pp,
+        virtual_stages=v,
+        num_micro_batches=n,
+        weight_delay=delay,
+    )
+    for rank in range(pp):
+        theirs = [repr(action) for action in made.pipeline_order[rank] if action is not None]
+        assert theirs == [str(action) for action in ours[rank]], rank
 
 
 def torch_schedule(schedule, pp, v, n):

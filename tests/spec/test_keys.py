@@ -67,6 +67,7 @@ KEYS = [
     "planner.baseline",
     "pp.schedule",
     "pp.virtual_stages",
+    "pp.weight_delay",
     "run.device",
     "run.name",
     "run.output_dir",

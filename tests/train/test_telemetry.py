@@ -18,7 +18,7 @@ from tests.plan.test_telemetry import record
 from tests.planner.test_compose import planner
 from tests.train.case import Run, small_spec, train, write_corpus, write_store
 from tests.train.slow import calibrated
-from wlb.cost import Scales, load_profile
+from wlb.cost import Scales, end_times_ns, load_profile, workload_for
 from wlb.parallel.clock import Cell, Part, Pass, StepTimes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
@@ -94,6 +94,10 @@ def test_sums_and_maxima_of_four_ranks(repeat: int) -> None:
     assert r.bubble.mean_s == pytest.approx(12.5e-3)
     assert (r.bubble.max_s, r.bubble.max_rank) == (pytest.approx(20e-3), 3)
     assert (r.embedding_s, r.head_s) == (pytest.approx(2e-3), pytest.approx(6e-3))
+    cost = workload_for(spec_of_ranks(cp=2, dp=2), "cpu")
+    ends = [end_times_ns(first_step(d), cost) for d in range(2)]
+    assert r.predicted_embedding_s == pytest.approx(1e-9 * sum(e[0] for e in ends) / 2)
+    assert r.predicted_head_s == pytest.approx(1e-9 * sum(e[1] for e in ends) / 2)
     terms = dict(r.terms)
     # FSDP gathers in the first micro-batch's forward and reduces in the last one's backward: one
     # of two is left, on two CP ranks of two pipelines; one of the four micro-batches is empty.

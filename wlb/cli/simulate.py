@@ -1,5 +1,5 @@
 """`wlb simulate`: what a run would take on a cluster, who waits, and how systems compare. No torch,
-but for --replay."""
+but for --replay and --run."""
 
 import argparse
 import json
@@ -13,21 +13,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from wlb import __version__
-from wlb.cli import sources
+from wlb.cli import recorded, sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch
-from wlb.report import simulation_table, worth_of
+from wlb.report import layout_text, simulated, simulation_page, simulation_table, worth_of
+from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
     RunSimulation,
-    ShardedStep,
     Simulation,
     check_memory,
     critical_path,
     planner_of,
     sharded_steps,
     simulate_run,
+    write_trace,
 )
 from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
 
@@ -43,14 +43,21 @@ def add_parser(commands: Any) -> None:
         "and with other systems; print step time, tokens/s, bubbles, memory, and what the critical "
         "path is made of. All times follow from the kernel profile.",
     )
-    sources.add_arguments(parser, steps=32)
+    source = sources.add_arguments(parser, steps=32)
+    source.add_argument(
+        "--run",
+        metavar="FOLDER",
+        dest="recorded",
+        help="the very steps of a finished run (run.output_dir/run.name), measured and simulated; "
+        "takes no other options than --set cost.profile=..., and --json; needs torch and the store",
+    )
     parser.add_argument(
         "--systems",
         nargs="*",
         default=["plain_4d"],
         choices=list(SYSTEMS),
         metavar="SYSTEM",
-        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the last one is the "
+        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first one is the "
         f"baseline of the speed-ups",
     )
     parser.add_argument(
@@ -90,10 +97,12 @@ def run(options: argparse.Namespace) -> int:
         options.html,
         needs_plots=bool(options.timeline or options.html),
     )
+    if options.recorded:
+        return recorded.show(options)
     spec = priced_spec(load(options.name, options.overrides))
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
-    variants = [("run", spec), *_systems(options, spec)]
+    variants = [*_systems(options, spec), ("run", spec)]
     runs: list[RunSimulation] = []
     quiet = Console(stderr=True)
     for label, variant in variants:
@@ -101,9 +110,10 @@ def run(options: argparse.Namespace) -> int:
             quiet.print(f"simulating {label}", highlight=False)
         runs.append(_simulated(options, variant, batches, label))
     runs = _best_of_each(runs)
-    step = _chosen(options, runs[0])
-    steps, simulation = _one_step(spec, batches, runs[0], step)
-    _write(options, runs, simulation, steps, step)
+    own = runs[-1]
+    step = _chosen(options, own)
+    simulation = simulated(own, step)
+    _write(options, runs, simulation, step)
     if options.json == "-":
         print(_json(options, runs))
         return 0
@@ -165,39 +175,27 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
     return options.step
 
 
-def _one_step(
-    spec: RunSpec, batches: Sequence[GlobalBatch], made: RunSimulation, step: int
-) -> tuple[tuple[ShardedStep, ...], Simulation]:
-    simulator = made.simulator
-    planner = planner_of(spec, simulator.cost, batches)
-    steps = tuple(sharded_steps(planner, dp=spec.parallel.dp, most=step + 1))[-1:]
-    return steps, simulator.run(simulator.price(steps))
-
-
 def _write(
     options: argparse.Namespace,
     runs: list[RunSimulation],
     simulation: Simulation,
-    steps: tuple[ShardedStep, ...],
     step: int,
 ) -> None:
     if options.trace:
-        from wlb.simulate.trace import write_trace
-
-        write_trace(options.trace, simulation)
+        write_trace(options.trace, simulation, first_step=step)
     if options.timeline:
-        from wlb.report.simulation_plots import timeline_figure
-
-        timeline_figure(simulation, step=0).savefig(options.timeline, dpi=150)
+        pipeline = critical_path(simulation).main_pipeline
+        title = f"step {step} of {options.name}, pipeline {pipeline}"
+        figure = timeline_figure(simulation, 0, pipeline, title=title)
+        figure.savefig(options.timeline, dpi=150)
     if options.html:
-        from wlb.report.simulation_plots import simulation_page
-
         page = simulation_page(
             title=f"{options.name}: {len(runs)} systems simulated",
             runs=runs,
-            simulation=simulation,
+            own="run",
             step=step,
-            provenance=_provenance(options, runs[0]),
+            provenance=[("command", _command(options))],
+            notes=runs[-1].simulator.cost.notes,
         )
         Path(options.html).write_text(page, "utf-8")
     if options.json and options.json != "-":
@@ -205,37 +203,18 @@ def _write(
 
 
 def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> str:
-    profile = runs[0].simulator.cost.profile
+    own = runs[-1].simulator
+    profile = own.cost.profile
     data = {
         "command": _command(options),
         "version": program_version(),
         "profile": profile.name,
-        "worth": worth_of(profile),
-        "notes": list(runs[0].simulator.cost.notes),
-        "spec": runs[0].simulator.spec.to_dict(),
+        "worth": dict(worth_of(profile)),
+        "notes": list(own.cost.notes),
+        "spec": own.spec.to_dict(),
         "runs": [r.to_json() for r in runs],
     }
     return json.dumps(data, indent=1, allow_nan=False)
-
-
-def _provenance(options: argparse.Namespace, made: RunSimulation) -> list[tuple[str, str]]:
-    spec = made.simulator.spec
-    return [
-        ("command", _command(options)),
-        ("priced with", worth_of(made.simulator.cost.profile)),
-        ("layout", _layout(spec)),
-        ("seed", str(spec.run.seed)),
-        ("wlb", f"{__version__}, {program_version()}"),
-    ]
-
-
-def _layout(spec: RunSpec) -> str:
-    p, v = spec.parallel, spec.pp.virtual_stages
-    return (
-        f"{p.world_size:,} devices: tp {p.tp} cp {p.cp} pp {p.pp} dp {p.dp}, {v} virtual stages, "
-        f"{spec.pp.schedule}, {spec.num_micro_batches} micro-batches of up to "
-        f"{spec.data.context_window:,} tokens a global batch"
-    )
 
 
 def _show(
@@ -246,9 +225,10 @@ def _show(
     source: str,
 ) -> None:
     console = Console(highlight=False, markup=False)
-    own, cost = runs[0], runs[0].simulator.cost
-    console.print(_layout(own.simulator.spec))
-    console.print(worth_of(cost.profile))
+    own, cost = runs[-1], runs[-1].simulator.cost
+    console.print(layout_text(own.simulator.spec))
+    worth = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(cost.profile))
+    console.print(f"priced with {cost.profile.name} ({worth})")
     for note in cost.notes:
         console.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"
@@ -288,9 +268,13 @@ def _replay(
             waits_of(simulation, step=s, shortest_s=REPLAYED_SHORTEST_S) for s in range(len(steps))
         ]
         labels = [f"{made.label}, step {s}" for s in range(len(steps))]
-        v = spec.pp.virtual_stages
         for found in compare(
-            waits, labels, schedule=spec.pp.schedule, pp=spec.parallel.pp, virtual_stages=v
+            waits,
+            labels,
+            schedule=spec.pp.schedule,
+            pp=spec.parallel.pp,
+            virtual_stages=spec.pp.virtual_stages,
+            weight_delay=spec.pp.weight_delay,
         ):
             replayed = " ".join(f"{t:.3f}" for t in found.replayed_s)
             difference = f"{found.difference:+.1%}"

@@ -3,6 +3,7 @@
 import argparse
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from wlb.corpus import (
     FAMILIES,
@@ -23,9 +24,11 @@ MOST_TOKENS = 1 << 40
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, steps: int | None, steps_default: str = ""
-) -> None:
-    """The run's settings, and exactly one source. steps: None where a command fills it in, as
-    `steps_default` says."""
+) -> Any:
+    """The run's settings, and exactly one source; returns the sources' group, to add others.
+
+    steps: None where a command fills it in, as `steps_default` says.
+    """
     parser.add_argument(
         "name",
         nargs="?",
@@ -59,6 +62,7 @@ def add_arguments(
         default="cuda",
         help="whose kernel profile prices documents where cost.profile is auto (default: cuda)",
     )
+    return source
 
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:

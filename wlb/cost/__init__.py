@@ -45,7 +45,7 @@ from wlb.cost.profile_file import (
     profile_to_json,
     save_profile,
 )
-from wlb.cost.stage import StageTimes, stage_times, without_collectives
+from wlb.cost.stage import StageTimes, end_times_ns, stage_times, without_collectives
 from wlb.cost.surface import Curve, Surface, limit_curve_growth, limit_growth
 from wlb.cost.workload import (
     FlopsWorkload,
@@ -86,6 +86,7 @@ __all__ = [
     "causal_pairs",
     "default_profile_name",
     "document_flops",
+    "end_times_ns",
     "fit_scales",
     "head_flops",
     "ideal_kernels_ns",

@@ -9,6 +9,9 @@ Linear terms are a line: what a token costs (the slope, which W_l is) and what a
 whatever it holds (the intercept), medians over records that tell the two apart; where fewer than
 half do, because their micro-batches are too much alike, the factor stands for both.
 
+Head and loss have a factor of their own. They are no part of the workload that plans compare, so
+they cannot drift; simulated steps hold them.
+
 Packing and sharding only compare prices, so what changes plans is a term's factor relative to the
 others': `Scales.relative`, over the median of the other terms. That is what drift is judged by; a
 machine that is slower in everything shows in `Scales.common`.
@@ -26,6 +29,7 @@ from wlb.cost.profile import (
     CollectiveCost,
     Elementwise,
     ElementwiseCost,
+    HeadCost,
     KernelProfile,
     LayerCost,
     Provenance,
@@ -38,7 +42,8 @@ LINEAR = ("linear_forward", "linear_backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Measured over predicted time by term. *_extra_ns: on top, once a micro-batch and stage.
+    """Measured over predicted time by term. *_extra_ns: on top, once a micro-batch and stage. head:
+    of output head and loss, 1 where they were not predicted.
 
     num_records, num_steps: what they were fitted to.
     """
@@ -49,6 +54,7 @@ class Scales:
     linear_backward: float
     linear_forward_extra_ns: float = 0.0
     linear_backward_extra_ns: float = 0.0
+    head: float = 1.0
     num_records: int
     num_steps: int
 
@@ -94,6 +100,10 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
             )
         else:
             scales[name] = _weighted_median([(_ratio(m), m.predicted_s) for m in known])
+    heads = [(r.head_ratio, r.predicted_head_s) for r in records]
+    heads = [(ratio, weight) for ratio, weight in heads if ratio]
+    if heads:
+        scales["head"] = _weighted_median(heads)
     steps = sum(record.num_steps for record in records)
     return Scales(**scales, num_records=len(records), num_steps=steps)
 
@@ -124,6 +134,7 @@ def scaled_profile(
     linear_backward: float,
     linear_forward_extra_ns: float = 0.0,
     linear_backward_extra_ns: float = 0.0,
+    head: float = 1.0,
     name: str,
     provenance: Provenance,
     table: AttentionTable | None = None,
@@ -138,9 +149,9 @@ def scaled_profile(
     and reduce-scatters of layers too (not where their time was not part of what was measured). A
     collective has one price for both passes, so their factors are averaged by calls under TP, 2 to
     3. The linear factors go to the layer's own (`LayerCost`): what its operators take one by one
-    was not measured. Embedding and head stay.
+    was not measured. head: of output head and loss. The embedding stays.
     """
-    factors = (attention_forward, attention_backward, linear_forward, linear_backward)
+    factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
         raise ValueError(f"factors of {name!r} must be finite and above 0, got {factors}")
     return replace(
@@ -162,6 +173,7 @@ def scaled_profile(
             (linear_forward_extra_ns, linear_backward_extra_ns),
             provenance,
         ),
+        head=profile.head if head == 1 else _slower_head(profile.head, head, provenance),
         collectives=_slower_collectives(profile.collectives, linear_forward, linear_backward)
         if collectives
         else profile.collectives,
@@ -207,6 +219,14 @@ def _slower_layer(
         backward_factor=layer.backward_factor * factors[1],
         forward_call_ns=calls["forward_call_ns"] + round(extra_ns[0]),
         backward_call_ns=calls["backward_call_ns"] + round(extra_ns[1]),
+        provenance=provenance,
+    )
+
+
+def _slower_head(head: HeadCost, factor: float, provenance: Provenance) -> HeadCost:
+    return HeadCost(
+        tflops=head.tflops / factor,
+        backward_bytes_per_s=head.backward_bytes_per_s / factor,
         provenance=provenance,
     )
 

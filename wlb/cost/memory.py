@@ -82,7 +82,8 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
     1F1B: pp - pp_rank micro-batches. Interleaved: the warm-up, (v - 1) * round + 2 * (pp - 1 -
     pp_rank) passes of a chunk (v chunks a rank), and the one that runs; never more than n * v.
-    Zero-bubble schedules delay weight gradients and hold somewhat more than is counted here.
+    Zero-bubble warms up with half of those hops, and what was kept waits for the weights' pass,
+    pp_rank * weight_delay passes later.
     """
     pp, v = spec.parallel.pp, spec.pp.virtual_stages
     n = spec.micro_batches_per_pipeline
@@ -92,8 +93,11 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
         return 1
     if spec.pp.schedule == Schedule.ONE_F_ONE_B:
         return min(n, pp - pp_rank)
+    hops, waiting = 2 * (pp - 1 - pp_rank), 0
+    if spec.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE:
+        hops, waiting = pp - 1 - pp_rank, pp_rank * spec.pp.weight_delay
     micro_batches_a_round = n // max(1, n // pp)
-    return min(n * v, (v - 1) * micro_batches_a_round + 2 * (pp - 1 - pp_rank) + 1)
+    return min(n * v, (v - 1) * micro_batches_a_round + hops + 1 + waiting)
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:

@@ -1,8 +1,8 @@
 """Predicted times of what a rank can time: each micro-batch on each stage, in the terms of Eq. 2.
 
-Decoder layers only: embedding and head belong to single stages and have prices of their own
-(`ProfiledWorkload.linear`). Unlike W_l, linear times hold what a micro-batch costs whatever is in
-it: calls of operators and layers, latency of collectives.
+Embedding and head belong to single stages and are apart (`end_times_ns`). Unlike W_l, linear times
+hold what a micro-batch costs whatever is in it: calls of operators and layers, latency of
+collectives.
 """
 
 from dataclasses import dataclass, replace
@@ -48,6 +48,15 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, virtual_stages: i
         linear_forward_ns=linear[0] // virtual_stages,
         linear_backward_ns=linear[1] // virtual_stages,
     )
+
+
+def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
+    """Embedding and head (with the loss), both passes, of all micro-batches: what a rank of the
+    first stage and one of the last have besides their layers. Filler is computed too."""
+    linear = cost.linear
+    rows = sum(plan.local_tokens) * cost.parallel.cp
+    head = rows * linear.head_ns_per_token + len(plan.micro_batches) * linear.head_backward_ns
+    return round(rows * sum(linear.embedding_ns_per_token)), round(head)
 
 
 def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:

@@ -71,6 +71,7 @@ class Executor:
                     for index, module in self.stages.items()
                 ],
                 schedule=spec.pp.schedule,
+                weight_delay=spec.pp.weight_delay,
             )
 
     @property

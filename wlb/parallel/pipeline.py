@@ -17,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     Schedule1F1B,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    _Action,  # pyright: ignore[reportPrivateUsage]
 )
 
 from wlb.parallel.clock import Part, Pass, StepClock
@@ -151,6 +154,35 @@ class VarLenStage(PipelineStage):
         """2.11 compares with the one static shape."""
 
 
+class LateWeights(ScheduleInterleavedZeroBubble):
+    """torch's interleaved zero-bubble schedule with weights' passes `rank * weight_delay` backward
+    passes after their inputs' (torch: `rank`); 1 is torch's own.
+
+    Where attention is most of a backward pass, weights' passes are short and more of them are
+    needed to fill the end of a step, in which rank r waits for r ranks before it.
+    """
+
+    def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:
+        self.weight_delay = weight_delay
+        super().__init__(*args, **options)
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
+        actions = [a for a in super()._calculate_single_rank_operations(rank) if a is not None]
+        weights = [a for a in actions if a.computation_type == BACKWARD_WEIGHT]
+        out: list[_Action | None] = []
+        num_inputs = num_weights = 0
+        for action in actions:
+            if action.computation_type == BACKWARD_WEIGHT:
+                continue
+            out.append(action)
+            if action.computation_type == BACKWARD_INPUT:
+                if num_inputs >= rank * self.weight_delay:
+                    out.append(weights[num_weights])
+                    num_weights += 1
+                num_inputs += 1
+        return out + weights[num_weights:]
+
+
 def _loss_itself(output: Tensor, _target: Any) -> Tensor:
     return output
 
@@ -161,6 +193,7 @@ class Pipeline:
 
     stages: list[VarLenStage]
     schedule: Schedule
+    weight_delay: int = 1
     _schedules: dict[int, Any] = field(default_factory=dict)
 
     def run(
@@ -196,6 +229,7 @@ class Pipeline:
                 case Schedule.INTERLEAVED_1F1B:
                     made = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
                 case Schedule.INTERLEAVED_ZERO_BUBBLE:
-                    made = ScheduleInterleavedZeroBubble(stages, num_micro_batches, **options)
+                    options["weight_delay"] = self.weight_delay
+                    made = LateWeights(stages, num_micro_batches, **options)
             self._schedules[num_micro_batches] = made
         return self._schedules[num_micro_batches]

@@ -108,8 +108,9 @@ class Telemetry:
     slowest_ns, mean_ns: forward latency of the slowest and of the mean micro-batch, summed over
     steps. A micro-batch's latency is the sum over stages of its slowest CP and TP rank's time in
     decoder layers (Section 7.4); predicted_*: the same of predictions; whole_*: measured, with
-    embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step.
-    compute: time in chunks. bubble: the step's passes less that.
+    embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step
+    (also of ranks that have none), predicted beside it; under FSDP the embedding's holds the
+    gathering of parameters. compute: time in chunks. bubble: the step's passes less that.
     """
 
     num_steps: int
@@ -124,6 +125,13 @@ class Telemetry:
     head_s: float
     compute: Spread
     bubble: Spread
+    predicted_embedding_s: float = 0.0
+    predicted_head_s: float = 0.0
+
+    @property
+    def head_ratio(self) -> float | None:
+        """Measured over predicted time of head and loss."""
+        return self.head_s / self.predicted_head_s if self.predicted_head_s else None
 
     @property
     def imbalance(self) -> float:
@@ -152,7 +160,7 @@ class Telemetry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Telemetry":
-        values = {f.name: data[f.name] for f in fields(cls)}
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         sums = [f.name for f in fields(Moments)]
         values["terms"] = tuple(
             (name, Moments(**{key: term[key] for key in sums}))

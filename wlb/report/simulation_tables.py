@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from wlb.cost import KernelProfile, Kind
+from wlb.cost import KernelProfile
 from wlb.simulate import RunSimulation
+from wlb.spec import RunSpec
 
 GIB = 2**30
 
 
 def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = "") -> Table:
-    """A row for each run; speed-up over the last one, which is the baseline."""
+    """A row for each run; speed-up over the first one, which is the baseline."""
     table = Table(
         title=title,
         title_justify="left",
@@ -24,17 +25,17 @@ def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = ""
     table.add_column("system", no_wrap=True)
     for name in ("s/step", "ktok/s", "gain", "bound", "imb.", "bubble", "delay", "GiB", "MFU"):
         table.add_column(name, justify="right", no_wrap=True)
-    baseline = runs[-1]
+    baseline = runs[0]
     for run in runs:
         cluster = run.simulator.spec.cluster
         table.add_row(
             run.label,
-            f"{float(run.step_time_s.mean()):.3f}",
-            f"{run.tokens_per_s / 1e3:.1f}",
+            f"{float(run.step_time_s.mean()):.2f}",
+            f"{run.tokens_per_s / 1e3:,.0f}",
             f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",
             f"{run.balanced_time_s() / run.time_s:.3f}",
             f"{run.imbalance:.3f}",
-            f"{run.mean_bubble:.1%}",
+            f"{run.mean_bubble:.0%}",
             f"{run.mean_delay:.2f}",
             f"{int(run.peak_memory_bytes.max()) / GIB:.1f}",
             f"{run.mfu(peak_tflops=cluster.peak_tflops):.1%}",
@@ -44,7 +45,7 @@ def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = ""
 
 
 CAPTION = (
-    "simulated, nothing measured. gain: speed-up over the last row, same documents, flush counted; "
+    "simulated, nothing measured. gain: over the first row, same documents, flush counted; "
     "bound: time with every micro-batch and CP rank at its step's mean / this; imb.: slowest "
     "micro-batch over mean, forward and backward, time-weighted; bubble: time-weighted share that "
     "pipeline ranks wait; delay: steps a token waits; GiB: most that a rank needs; MFU: FLOPs of "
@@ -52,16 +53,29 @@ CAPTION = (
 )
 
 
-def worth_of(profile: KernelProfile) -> str:
-    """What a profile's blocks are worth: how many are measured, published, assumed."""
-    blocks = {
-        "attention": [t.provenance.kind for t in profile.attention],
-        "GEMM": [profile.gemm.provenance.kind],
-        "element-wise": [e.provenance.kind for e in profile.elementwise],
-        "collectives": [c.provenance.kind for c in profile.collectives],
-    }
-    parts: list[str] = []
-    for kind in Kind:
-        names = [name for name, kinds in blocks.items() if kind in kinds]
-        parts += [f"{kind}: {', '.join(names)}"] if names else []
-    return f"profile {profile.name} ({profile.device}); " + "; ".join(parts)
+def layout_text(spec: RunSpec) -> str:
+    """ "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank"."""
+    p = spec.parallel
+    stages = f" with {spec.pp.virtual_stages} stages a rank" if spec.pp.virtual_stages > 1 else ""
+    return (
+        f"TP {p.tp}, CP {p.cp}, PP {p.pp}, DP {p.dp} ({p.world_size} GPUs), "
+        f"{spec.pp.schedule}{stages}, {spec.micro_batches_per_pipeline} micro-batches a pipeline"
+    )
+
+
+def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
+    """What a profile's blocks are worth: kind (published, measured, assumed) and blocks."""
+    blocks = [
+        (f"attention ({', '.join(t.backends)})", t.provenance.kind) for t in profile.attention
+    ]
+    blocks += [("GEMM", profile.gemm.provenance.kind)]
+    blocks += [("element-wise", cost.provenance.kind) for cost in profile.elementwise]
+    blocks += [("layer overhead", profile.layer.provenance.kind)]
+    blocks += [("output head", profile.head.provenance.kind)]
+    for cost in profile.collectives:
+        scope = cost.scope.replace("inter_node", "between nodes").replace("intra_node", "in a node")
+        blocks.append((f"{cost.op.replace('_', '-')} {scope}", cost.provenance.kind))
+    by_kind: dict[str, list[str]] = {}
+    for block, kind in dict.fromkeys(blocks):
+        by_kind.setdefault(str(kind), []).append(block)
+    return [(kind, ", ".join(found)) for kind, found in by_kind.items()]

@@ -13,6 +13,7 @@ from wlb.simulate.run import (
     simulate_run,
 )
 from wlb.simulate.step import Simulation, Simulator
+from wlb.simulate.trace import trace_events, write_trace
 
 __all__ = [
     "Action",
@@ -35,4 +36,6 @@ __all__ = [
     "sharded_steps",
     "simulate_run",
     "step_graph",
+    "trace_events",
+    "write_trace",
 ]

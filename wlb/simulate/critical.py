@@ -68,6 +68,14 @@ class CriticalPath:
         events = [e for e in self.events if e.node.kind == NodeKind.PASS]
         return _summed(events, lambda e: (e.pipeline, e.node.rank))
 
+    @property
+    def main_pipeline(self) -> int:
+        """That most time of its passes is spent on; 0 where it has none."""
+        seconds: dict[int, float] = {}
+        for (pipeline, _), s in self.by_rank.items():
+            seconds[pipeline] = seconds.get(pipeline, 0.0) + s
+        return max(seconds, key=lambda pipeline: seconds[pipeline], default=0)
+
     def describe(self) -> tuple[str, ...]:
         """What took the time, in words."""
         lines: list[str] = []
@@ -93,28 +101,32 @@ class CriticalPath:
 
 def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
     """The critical path of one of the simulated steps."""
-    graph, prices = simulation.simulator.graph, simulation.prices
+    path = simulation.simulator.graph.critical_path(
+        simulation.ends_ns, simulation.durations_ns, step=step
+    )
+    events = (event_of(simulation, i, step=step, pipeline=pipeline) for i, pipeline in path)
+    return CriticalPath(
+        events=tuple(event for event in events if event.duration_s),
+        step_time_s=float(simulation.step_time_s[step]),
+    )
+
+
+def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) -> Event:
+    """When the graph's node `index` runs, and what its time is made of."""
+    node = simulation.simulator.graph.nodes[index]
+    stop, duration = (
+        int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
+    )
     num_stages = simulation.simulator.spec.num_stages
-    path = graph.critical_path(simulation.ends_ns, simulation.durations_ns, step=step)
-    events: list[Event] = []
-    for i, pipeline in path:
-        node = graph.nodes[i]
-        stop, duration = (
-            int(x[i, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
-        )
-        if duration:
-            terms, cp_rank = _terms(node, prices, step, pipeline, num_stages, duration)
-            events.append(
-                Event(
-                    node=node,
-                    pipeline=pipeline,
-                    start_s=(stop - duration) * 1e-9,
-                    stop_s=stop * 1e-9,
-                    cp_rank=cp_rank,
-                    terms_s=terms,
-                )
-            )
-    return CriticalPath(events=tuple(events), step_time_s=float(simulation.step_time_s[step]))
+    terms, cp_rank = _terms(node, simulation.prices, step, pipeline, num_stages, duration)
+    return Event(
+        node=node,
+        pipeline=pipeline,
+        start_s=(stop - duration) * 1e-9,
+        stop_s=stop * 1e-9,
+        cp_rank=cp_rank,
+        terms_s=terms,
+    )
 
 
 def _terms(
@@ -122,7 +134,7 @@ def _terms(
 ) -> tuple[dict[str, float], int]:
     """Seconds by term, and the slowest CP rank of a pass with attention."""
     if node.kind != NodeKind.PASS or node.action is None:
-        return {_NAMES[node.kind]: duration_ns * 1e-9}, -1
+        return {NAMES[node.kind]: duration_ns * 1e-9}, -1
     stage, kind, i = node.action
     tokens = int(prices.tokens[step, pipeline, i])
     out: dict[str, float] = {}
@@ -140,7 +152,7 @@ def _terms(
     return {name: seconds for name, seconds in out.items() if seconds}, cp_rank
 
 
-_NAMES = {
+NAMES = {
     NodeKind.MESSAGE: "p2p",
     NodeKind.GATHER: "parameter gather",
     NodeKind.PREFETCH: "parameter gather",

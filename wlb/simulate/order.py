@@ -6,8 +6,10 @@ Micro-batches go round in groups of m = n / rounds, rounds = max(1, n // pp). A 
 1F1B (Narayanan et al., 2021) warms up with (v - 1) m + 2 (pp - 1 - rank) forward passes, then
 alternates; 1F1B is the case of v = 1 with half that warm-up. Zero-bubble (ZB1P, Qi et al., 2023)
 also warms up with half; a backward pass is split into that of inputs (I), at once, and that of
-weights (W), `rank` passes later. Equal to torch's `pipeline_order` with its idle slots left out,
-which its runtime does not wait for either (tests/simulate/test_order.py).
+weights (W), `rank * weight_delay` passes later: 1 is ZB1P, more fills the end of the step, where
+later ranks wait for earlier ones, where attention makes the weights' passes short. Equal to torch's
+`pipeline_order` with its idle slots left out, which its runtime does not wait for either
+(tests/simulate/test_order.py).
 """
 
 from enum import StrEnum
@@ -45,11 +47,21 @@ Order = tuple[tuple[Action, ...], ...]
 
 
 def pipeline_order(
-    schedule: Schedule, *, pp: int, virtual_stages: int, num_micro_batches: int
+    schedule: Schedule,
+    *,
+    pp: int,
+    virtual_stages: int,
+    num_micro_batches: int,
+    weight_delay: int = 1,
 ) -> Order:
     """Every rank's passes; ValueError where a schedule has no order for these numbers."""
     n, v = num_micro_batches, virtual_stages
-    for name, value in (("pp", pp), ("virtual_stages", v), ("num_micro_batches", n)):
+    for name, value in (
+        ("pp", pp),
+        ("virtual_stages", v),
+        ("num_micro_batches", n),
+        ("weight_delay", weight_delay),
+    ):
         if value < 1:
             raise ValueError(f"{name} = {value} must be at least 1")
     if pp == 1:
@@ -63,7 +75,7 @@ def pipeline_order(
         raise ValueError(
             f"{n} micro-batches a pipeline do not divide into {rounds} equal rounds over pp = {pp}"
         )
-    return tuple(_rank_order(schedule, rank, pp, v, n) for rank in range(pp))
+    return tuple(_rank_order(schedule, rank, pp, v, n, weight_delay) for rank in range(pp))
 
 
 def _one_rank(n: int) -> tuple[Action, ...]:
@@ -71,7 +83,9 @@ def _one_rank(n: int) -> tuple[Action, ...]:
     return tuple(Action(0, kind, i) for i in range(n) for kind in (Kind.FORWARD, Kind.BACKWARD))
 
 
-def _rank_order(schedule: Schedule, rank: int, pp: int, v: int, n: int) -> tuple[Action, ...]:
+def _rank_order(
+    schedule: Schedule, rank: int, pp: int, v: int, n: int, weight_delay: int
+) -> tuple[Action, ...]:
     group = n // max(1, n // pp)
     is_split = schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
     hops = 2 if schedule == Schedule.INTERLEAVED_1F1B else 1
@@ -90,7 +104,7 @@ def _rank_order(schedule: Schedule, rank: int, pp: int, v: int, n: int) -> tuple
         if warmup + k < n * v:
             out.append(action(Kind.FORWARD, warmup + k))
         out.append(action(backward, k))
-        if is_split and k >= rank:
+        if is_split and k >= rank * weight_delay:
             out.append(action(Kind.BACKWARD_WEIGHT, num_weights))
             num_weights += 1
     if is_split:

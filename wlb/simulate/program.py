@@ -81,14 +81,24 @@ Program = list[Instruction]
 
 
 def step_graph(
-    schedule: Schedule, *, pp: int, virtual_stages: int, num_micro_batches: int, has_fsdp: bool
+    schedule: Schedule,
+    *,
+    pp: int,
+    virtual_stages: int,
+    num_micro_batches: int,
+    has_fsdp: bool,
+    weight_delay: int = 1,
 ) -> tuple[Order, Graph]:
     """The passes of every rank, and the graph of a step.
 
     has_fsdp: whether parameters are gathered and gradients reduced over other ranks.
     """
     order = pipeline_order(
-        schedule, pp=pp, virtual_stages=virtual_stages, num_micro_batches=num_micro_batches
+        schedule,
+        pp=pp,
+        virtual_stages=virtual_stages,
+        num_micro_batches=num_micro_batches,
+        weight_delay=weight_delay,
     )
     return order, _graph(rank_programs(schedule, order, has_fsdp=has_fsdp))
 

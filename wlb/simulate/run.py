@@ -89,7 +89,7 @@ class RunSimulation:
             "tokens_per_s": self.tokens_per_s,
             "imbalance": self.imbalance,
             "mean_delay": self.mean_delay,
-            "bubble": self.bubble.mean(axis=0).tolist(),
+            "bubble": np.average(self.bubble, axis=0, weights=self.step_time_s).tolist(),
             "peak_memory_bytes": self.peak_memory_bytes.max(axis=0).tolist(),
             "step_time_s": self.step_time_s.tolist(),
         }

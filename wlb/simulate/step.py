@@ -58,6 +58,7 @@ class Simulator:
             virtual_stages=self.spec.pp.virtual_stages,
             num_micro_batches=self.spec.micro_batches_per_pipeline,
             has_fsdp=has_fsdp(self.spec),
+            weight_delay=self.spec.pp.weight_delay,
         )
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "graph", graph)

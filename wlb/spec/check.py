@@ -62,6 +62,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "data.bpe_vocab_size": (spec.data.bpe_vocab_size, 300),
         "planner.ahead": (spec.planner.ahead, 2),
         "pp.virtual_stages": (spec.pp.virtual_stages, 1),
+        "pp.weight_delay": (spec.pp.weight_delay, 1),
         "training.steps": (spec.training.steps, 1),
         "training.warmup_steps": (spec.training.warmup_steps, 0),
         "training.loss_chunk": (spec.training.loss_chunk, 1),

@@ -218,6 +218,11 @@ class ClusterSection:
 class PipelineSection:
     schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
     virtual_stages: int = key(1, "stages (model chunks) a pipeline rank; more with interleaving")
+    weight_delay: int = key(
+        1,
+        "interleaved_zero_bubble: passes that weights' gradients wait, times the pipeline rank; 1 "
+        "= ZB1P, more where attention is long",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 plain_4d, fixed_4d and paper are the paper's Plain-4D, Fixed-4D and WLB-LLM (Section 7.1): their
 per-document sharding deals tokens over one by one. Fixed-4D uses one static sharding for all
-batches, the better one of its two for a configuration. wlb is ours.
+batches, the better one of its two for a configuration. wlb is ours: it recomputes MLPs where memory
+would limit packing, if that is faster.
 """
 
 from collections.abc import Mapping
@@ -27,14 +28,16 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "paper": (("packing.policy=var_len", "sharding.strategy=adaptive", *_PAPER_SHARDS),),
-    "wlb": (
+    "wlb": tuple(
         (
             "packing.policy=bounded",
             "packing.s_max=2.0",
             "packing.step_tokens=1.5",
             "packing.memory_gib={memory_gib:g}",
             "sharding.strategy=balanced",
-        ),
+            f"training.recompute={recompute}",
+        )
+        for recompute in ("none", "selective")
     ),
 }
 """Overrides (as of `--set`) of each system; several: alternatives, the fastest of which counts."""

@@ -102,9 +102,9 @@ class Calibration:
         provenance = Provenance(
             kind=Kind.MEASURED,
             source=f"run {run}: profile {old!r} with times of {kernel} and of linear layers "
-            f"multiplied by {factors}, and {extra} ms a micro-batch and stage on top, forward and "
-            f"backward (weighted medians of {scales.num_records} records, {scales.num_steps} "
-            f"steps)",
+            f"multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch and "
+            f"stage on top, forward and backward (weighted medians of {scales.num_records} "
+            f"records, {scales.num_steps} steps)",
             device=cost.machine or cost.profile.device,
             dtype=cost.profile.dtype,
             date=date.today().isoformat(),
@@ -118,6 +118,7 @@ class Calibration:
             **scales.by_term,
             linear_forward_extra_ns=scales.linear_forward_extra_ns / layers,
             linear_backward_extra_ns=scales.linear_backward_extra_ns / layers,
+            head=scales.head,
             name=name,
             provenance=provenance,
             table=cost.table,
@@ -149,6 +150,10 @@ def _say(scales: Scales, threshold: float, profile: str, console: Console) -> No
         console.print(
             f"  {term.replace('_', ' '):<19} {scale:.3f}  {scales.relative[term]:.3f}  "
             f"{verdict}{more}"
+        )
+    if scales.head != 1:
+        console.print(
+            f"  {'head and loss':<19} {scales.head:.3f}         not part of plans' prices"
         )
     if not drifted and abs(scales.common - 1) > threshold:
         console.print(

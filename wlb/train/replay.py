@@ -146,6 +146,7 @@ def replay(
     virtual_stages: int,
     repeats: int = 3,
     width: int = 16,
+    weight_delay: int = 1,
 ) -> list[list[Replayed]]:
     """Every step's `repeats` runs, on dp * pp * cp processes; TP is 1.
 
@@ -166,6 +167,7 @@ def replay(
         virtual_stages=virtual_stages,
         repeats=repeats,
         width=width,
+        weight_delay=weight_delay,
     )
     ranks: list[list[list[_Seen]]] = run_local(
         _run_rank,
@@ -235,6 +237,7 @@ class _Job:
     virtual_stages: int
     repeats: int
     width: int
+    weight_delay: int
 
     @property
     def num_stages(self) -> int:
@@ -451,5 +454,6 @@ def _build_rank(job: _Job) -> _Rank:
                 for stage in stages
             ],
             schedule=job.schedule,
+            weight_delay=job.weight_delay,
         )
     return _Rank(job=job, mesh=mesh, timer=timer, stages=stages, pipeline=pipeline)

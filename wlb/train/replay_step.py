@@ -64,11 +64,18 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
     return StepWaits(forward=forward, backward=back, weight=weight, rows=rows)
 
 
-def simulated_s(waits: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int) -> float:
+def simulated_s(
+    waits: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int, weight_delay: int = 1
+) -> float:
     """The step time that the simulator gives for these waits."""
     dp, n, _, _ = waits.shape
     _, graph = step_graph(
-        schedule, pp=pp, virtual_stages=virtual_stages, num_micro_batches=n, has_fsdp=False
+        schedule,
+        pp=pp,
+        virtual_stages=virtual_stages,
+        num_micro_batches=n,
+        has_fsdp=False,
+        weight_delay=weight_delay,
     )
     whole = waits.backward + waits.weight
     of_kind = {
@@ -93,6 +100,7 @@ def compare(
     schedule: Schedule,
     pp: int,
     virtual_stages: int,
+    weight_delay: int = 1,
     repeats: int = 3,
 ) -> list[Agreement]:
     """Simulated and replayed times of each step; ValueError for too many processes."""
@@ -102,12 +110,25 @@ def compare(
             f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, more than "
             f"{MOST_PROCESSES}; lower parallel.dp, cp or pp"
         )
-    runs = replay(waits, schedule=schedule, pp=pp, virtual_stages=virtual_stages, repeats=repeats)
+    runs = replay(
+        waits,
+        schedule=schedule,
+        pp=pp,
+        virtual_stages=virtual_stages,
+        repeats=repeats,
+        weight_delay=weight_delay,
+    )
     return [
         Agreement(
             label=label,
             schedule=schedule,
-            simulated_s=simulated_s(w, schedule=schedule, pp=pp, virtual_stages=virtual_stages),
+            simulated_s=simulated_s(
+                w,
+                schedule=schedule,
+                pp=pp,
+                virtual_stages=virtual_stages,
+                weight_delay=weight_delay,
+            ),
             replayed_s=tuple(run.step_s for run in repeated),
         )
         for w, label, repeated in zip(waits, labels, runs, strict=True)

@@ -8,7 +8,7 @@ last one's backward, which hold the gathering of parameters and the reduction of
 backward computes again (`training.recompute`) is part of backward, measured as predicted.
 
 One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
-float64 sum of 32 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
+float64 sum of 34 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
 run after the optimiser was launched, so that a GPU has work in the meantime.
 """
 
@@ -18,7 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from wlb.cost import StageTimes, stage_times, without_collectives, workload_for
+from wlb.cost import (
+    StageTimes,
+    end_times_ns,
+    stage_times,
+    without_collectives,
+    workload_for,
+)
 from wlb.parallel.clock import Cell, Part, Pass, StepTimes
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.pipeline import local_stages
@@ -51,6 +57,7 @@ class TelemetryMeter:
         self._moments: dict[str, Moments] = dict.fromkeys(TERMS, Moments())
         self._latencies_ns: list[np.ndarray] = []
         self._embedding_ns = self._head_ns = self._compute_ns = self._bubble_ns = 0
+        self._predicted_embedding_ns = self._predicted_head_ns = 0
 
     @property
     def times_hold_collectives(self) -> bool:
@@ -75,6 +82,11 @@ class TelemetryMeter:
         self._latencies_ns.append(latencies)
         self._embedding_ns += times.total_ns(Part.EMBEDDING)
         self._head_ns += times.total_ns(Part.HEAD)
+        embedding_ns, head_ns = end_times_ns(plan, self._priced)
+        if 0 in self._stages:
+            self._predicted_embedding_ns += embedding_ns
+        if self.spec.num_stages - 1 in self._stages:
+            self._predicted_head_ns += head_ns
         self._compute_ns += times.compute_ns
         self._bubble_ns += times.bubble_ns
 
@@ -121,6 +133,7 @@ class TelemetryMeter:
         """The record of all ranks' steps since the last one; a collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         sums += [self._embedding_ns, self._head_ns, self._compute_ns, self._bubble_ns]
+        sums += [self._predicted_embedding_ns, self._predicted_head_ns]
         total = torch.tensor(sums, dtype=torch.float64)
         codes = torch.tensor([self._code(self._compute_ns), self._code(self._bubble_ns)])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
@@ -143,8 +156,11 @@ class TelemetryMeter:
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
         steps = self.num_steps
         width = len(_COLUMNS)
-        *terms, ends = (total[i : i + width] for i in range(0, len(total), width))
-        embedding, head, compute, bubble = (x * 1e-9 / steps / self.mesh.world_size for x in ends)
+        of_terms = width * len(TERMS)
+        terms = (total[i : i + width] for i in range(0, of_terms, width))
+        embedding, head, compute, bubble, predicted_embedding, predicted_head = (
+            x * 1e-9 / steps / self.mesh.world_size for x in total[of_terms:]
+        )
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
         latencies = peaks[2:].view(shape).sum(2)  # [steps, micro-batches, 3]
         slowest = latencies.amax(1).sum(0).tolist()
@@ -165,6 +181,8 @@ class TelemetryMeter:
             head_s=head,
             compute=self._spread(compute, int(peaks[0]), steps),
             bubble=self._spread(bubble, int(peaks[1]), steps),
+            predicted_embedding_s=predicted_embedding,
+            predicted_head_s=predicted_head,
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:

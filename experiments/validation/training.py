@@ -1,0 +1,337 @@
+"""Real training runs on a CPU, predicted by a profile that was calibrated on another run.
+
+A profile is calibrated once for each number of processes, since two busy cores share caches and
+memory; every other run is then planned and simulated with it, and compared step by step.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.drawing import LINES, new_figure
+from experiments.results import ROOT, Picture, Table
+from experiments.validation.record import Conditions, conditions, load_now
+from wlb.train.recorded import RecordedRun, simulate_recorded
+
+LIMIT = 0.15
+CONFIGURATION = Path(__file__).with_name("run.toml")
+FOLDER = ROOT / "runs" / "validation"
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """differs: from the run that its profile was calibrated on. calibrates: whether it is that."""
+
+    name: str
+    processes: int
+    differs: str
+    overrides: tuple[str, ...]
+    calibrates: bool = False
+
+
+def _run(name: str, processes: int, differs: str, *overrides: str, calibrates: bool = False) -> Run:
+    return Run(
+        name=name,
+        processes=processes,
+        differs=differs,
+        overrides=overrides,
+        calibrates=calibrates,
+    )
+
+
+PLAIN = ("packing.policy=original", "run.seed=1")
+SHORT = ("data.context_window=2048", "data.num_micro_batches=4")
+WIDER = (
+    "model.hidden_size=384",
+    "model.num_layers=6",
+    "model.num_heads=6",
+    "model.num_kv_heads=6",
+    "model.ffn_hidden_size=1024",
+)
+RUNS = (
+    _run("one", 1, "calibration: Algorithm 1, window 4,096", calibrates=True),
+    _run("plain", 1, "Plain-4D, other documents", *PLAIN),
+    _run("short", 1, "bounded, 4 windows of 2,048", "packing.policy=bounded", *SHORT),
+    _run(
+        "long",
+        1,
+        "fixed greedy, 1 window of 8,192, other documents",
+        "packing.policy=fixed",
+        "run.seed=2",
+        "data.context_window=8192",
+        "data.num_micro_batches=1",
+    ),
+    _run(
+        "wider",
+        1,
+        "model of 3.4 times the layers' parameters, window 2,048",
+        *WIDER,
+        "data.context_window=2048",
+        *PLAIN,
+    ),
+    _run("two", 2, "calibration: CP 2, Algorithm 1", "parallel.cp=2", calibrates=True),
+    _run(
+        "cp_document",
+        2,
+        "Plain-4D, per-document sharding, other documents",
+        "parallel.cp=2",
+        "sharding.strategy=per_document",
+        *PLAIN,
+    ),
+    _run(
+        "cp_wider",
+        2,
+        "balanced sharding, wider model, window 2,048",
+        "parallel.cp=2",
+        "sharding.strategy=balanced",
+        *WIDER,
+        "data.context_window=2048",
+    ),
+    _run(
+        "dp",
+        2,
+        "DP 2, Plain-4D, 4 windows of 4,096",
+        "parallel.dp=2",
+        *PLAIN,
+        "data.num_micro_batches=4",
+    ),
+    _run("tp", 2, "TP 2, Plain-4D", "parallel.tp=2", *PLAIN),
+    _run(
+        "pp_1f1b",
+        2,
+        "PP 2 1F1B, Plain-4D, 4 windows of 2,048",
+        "parallel.pp=2",
+        "pp.schedule=1f1b",
+        *PLAIN,
+        *SHORT,
+    ),
+    _run(
+        "pp_interleaved",
+        2,
+        "PP 2 interleaved, 2 stages a rank, 4 windows of 2,048",
+        "parallel.pp=2",
+        "pp.virtual_stages=2",
+        *SHORT,
+    ),
+    _run(
+        "pp_zero_bubble",
+        2,
+        "PP 2 zero-bubble, 2 stages a rank, bounded, 4 windows of 2,048",
+        "parallel.pp=2",
+        "pp.schedule=interleaved_zero_bubble",
+        "pp.virtual_stages=2",
+        "packing.policy=bounded",
+        *SHORT,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A run's steps, warm-up left out, in seconds.
+
+    computing_s, waiting_s: of the mean rank, a step: CPU time in passes and the rest of the step;
+    simulated_*: the same. before_s: simulated with the profile that was calibrated. load: average
+    of a minute when the run ended.
+    """
+
+    run: Run
+    load: float
+    measured_s: list[float]
+    simulated_s: list[float]
+    before_s: list[float]
+    computing_s: float
+    simulated_computing_s: float
+
+    @property
+    def mape(self) -> float:
+        measured, simulated = self.arrays()
+        return float(np.mean(np.abs(simulated / measured - 1)))
+
+    @property
+    def correlation(self) -> float:
+        return float(np.corrcoef(*self.arrays())[0, 1])
+
+    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return np.array(self.measured_s), np.array(self.simulated_s)
+
+
+def measure(runs: Sequence[Run], *, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part's record. steps: of each run, warm-up included."""
+    before = load_now()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    found: list[Trained] = []
+    for run in runs:
+        _train(run, steps)
+        found.append(_compared(run))
+        t = found[-1]
+        measured, simulated = t.arrays()
+        say(
+            f"{run.name}: {measured.mean():.3f} s measured, {simulated.mean():.3f} simulated, MAPE "
+            f"{t.mape:.1%}, load {t.load:.1f}"
+        )
+    return {
+        "conditions": asdict(conditions(before)),
+        "steps": steps,
+        "runs": [asdict(t) for t in found],
+    }
+
+
+def _profile(run: Run) -> Path:
+    return FOLDER / f"calibrated-{run.processes}.json"
+
+
+def _train(run: Run, steps: int) -> None:
+    """One thread a rank, so that ranks do not outnumber cores and thread CPU time is the work."""
+    command = [sys.executable, "-m", "wlb", "train", str(CONFIGURATION)]
+    command += ["--set", f"run.name={run.name}", f"training.steps={steps}", *run.overrides]
+    command += [f"telemetry.warmup_steps={WARM_UP}", "checkpoint.keep=1"]
+    if run.calibrates:
+        command += ["cost.profile=cpu", "--calibrate", str(_profile(run))]
+    else:
+        command += [f"cost.profile={_profile(run)}"]
+    done = subprocess.run(
+        ["env", "OMP_NUM_THREADS=1", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{run.name} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def _compared(run: Run) -> Trained:
+    folder = FOLDER / run.name
+    made = simulate_recorded(folder, profile=str(_profile(run)))
+    return Trained(
+        run=run,
+        load=load_now(),
+        measured_s=made.measured_s.tolist(),
+        simulated_s=made.simulated_s.tolist(),
+        before_s=simulate_recorded(folder, profile="cpu").simulated_s.tolist(),
+        computing_s=_computing_s(made),
+        simulated_computing_s=_simulated_computing_s(made),
+    )
+
+
+def _computing_s(made: RecordedRun) -> float:
+    records = [m.telemetry for m in made.measured if m.telemetry is not None]
+    return float(np.mean([r.compute.mean_s for r in records]))
+
+
+def _simulated_computing_s(made: RecordedRun) -> float:
+    """Without collectives, as CPU time is."""
+    return float(
+        np.concatenate([s.compute_s.mean(axis=(1, 2, 3)) for s in made.simulations]).mean()
+    )
+
+
+def parse(record: dict[str, Any]) -> tuple[Conditions, list[Trained]]:
+    found = [
+        Trained(**{**r, "run": Run(**{**r["run"], "overrides": tuple(r["run"]["overrides"])})})
+        for r in record["runs"]
+    ]
+    return Conditions(**record["conditions"]), found
+
+
+def table(found: Sequence[Trained]) -> Table:
+    rows: list[tuple[Any, ...]] = []
+    for t in found:
+        measured, simulated = t.arrays()
+        mean = measured.mean()
+        rows.append(
+            (
+                t.run.name,
+                t.run.processes,
+                t.run.differs,
+                mean,
+                simulated.mean(),
+                simulated.mean() / mean,
+                float(np.mean(t.before_s)) / mean,
+                100 * t.mape,
+                t.correlation,
+                t.computing_s,
+                t.simulated_computing_s,
+                t.load,
+            )
+        )
+    others = [t.mape for t in found if not t.run.calibrates]
+    return Table(
+        name="training",
+        title="Training steps, measured and simulated",
+        columns=(
+            "run",
+            "processes",
+            "differs from the calibrated run in",
+            "measured s",
+            "simulated s",
+            "ratio",
+            "ratio before",
+            "MAPE %",
+            "correlation",
+            "computing s",
+            "simulated computing s",
+            "load",
+        ),
+        rows=rows,
+        formats={
+            **dict.fromkeys(("measured s", "simulated s", "ratio", "ratio before"), ".3f"),
+            **dict.fromkeys(("computing s", "simulated computing s"), ".3f"),
+            "MAPE %": ".1f",
+            "correlation": ".3f",
+            "load": ".1f",
+        },
+        note=(
+            f"MAPE of the {len(others)} runs that were not calibrated on: largest "
+            f"{max(others, default=0.0):.1%}, mean {sum(others) / max(1, len(others)):.1%}, at "
+            f"most {LIMIT:.0%} in {sum(m <= LIMIT for m in others)}. Ratio: simulated over "
+            f"measured; before: with the shipped `cpu` profile. Computing: a rank's CPU time in "
+            f"passes, without collectives, a step."
+        ),
+    )
+
+
+def text(at: Conditions, found: Sequence[Trained]) -> str:
+    steps = len(found[0].measured_s)
+    return f"""### Training
+`wlb train` on the standard library's sources (`run.toml`: 4 layers of width 256, 5.5M parameters,
+float32, Gloo, one thread a rank, as many ranks as cores at most), {steps} steps a run after
+{WARM_UP} of warm-up that are left out. Two runs calibrate the shipped `cpu` profile
+(`wlb train --calibrate`): one of one process, one of two. What they fit: attention and linear
+layers, forward and backward, and output head with loss; by CPU time, so that waiting for a core
+does not count. Collectives, messages, optimiser and embedding keep the shipped profile's prices.
+Every other run is planned with that profile, differs as the table says, and each of its steps is
+simulated from the same plan (`wlb.train.recorded`). {at.words()}"""
+
+
+def picture(found: Sequence[Trained]) -> Picture:
+    ncols = 3
+    nrows = -(-len(found) // ncols)
+    figure, axes = new_figure(nrows=nrows, ncols=ncols, height=1.9 * nrows)
+    for axis, t in zip(axes, found, strict=False):
+        measured, simulated = t.arrays()
+        x = np.arange(len(measured)) + WARM_UP
+        axis.plot(x, measured, linestyle=LINES[0], label="measured")
+        axis.plot(x, simulated, linestyle=LINES[1], label="simulated")
+        axis.set_ylim(0, 1.25 * max(measured.max(), simulated.max()))
+        axis.set_title(
+            f"{t.run.name}, {'calibration' if t.run.calibrates else f'MAPE {t.mape:.1%}'}",
+            fontsize=10,
+        )
+    for axis in axes[len(found) :]:
+        axis.set_axis_off()
+    axes[0].legend(loc="lower left", fontsize=8)
+    figure.supxlabel("step")
+    figure.supylabel("seconds")
+    return Picture(
+        name="training", caption="Each step's time, measured and simulated.", figure=figure
+    )

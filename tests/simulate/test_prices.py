@@ -1,0 +1,269 @@
+"""What passes and messages take: sums that the cost model gives, shares by hand, bad plans."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulate.runs import MODEL, WINDOW, cost_of, made, spec_of, steps_of
+from wlb.cost import Collective, Scope, attention_latency, stage_times
+from wlb.simulate import Kind, Simulator, StepPrices
+from wlb.simulate.prices import end_terms, linear_terms, message_scope, message_terms
+from wlb.spec import ParallelSpec, Recompute, RunSpec, Schedule
+
+ALIGNED = [WINDOW] * 4
+MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
+KINDS = {
+    Schedule.ONE_F_ONE_B: (Kind.FORWARD, Kind.BACKWARD),
+    Schedule.INTERLEAVED_1F1B: (Kind.FORWARD, Kind.BACKWARD),
+    Schedule.INTERLEAVED_ZERO_BUBBLE: (
+        Kind.FORWARD,
+        Kind.BACKWARD_INPUT,
+        Kind.BACKWARD_WEIGHT,
+    ),
+}
+
+
+def middle_ns(prices: StepPrices, kinds) -> np.ndarray:
+    """All passes of a stage without ends, [steps, dp, n]."""
+    return sum(prices.pass_ns(kind, is_first=False, is_last=False) for kind in kinds)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_stages_add_up_to_what_the_planner_prices(v: int) -> None:
+    """v stages of a rank: W_l, attention of the slowest CP rank, and what a micro-batch costs
+    whatever it holds."""
+    spec = spec_of(v=v)
+    simulator, steps = made(spec, ALIGNED)
+    prices = simulator.price(steps)
+    work = v * middle_ns(prices, KINDS[spec.pp.schedule])
+    cost = simulator.cost
+    (step,) = steps
+    for d, pipeline in enumerate(step.pipelines):
+        for i, sharding in enumerate(pipeline.shardings):
+            expected = (
+                cost.linear_ns([sharding.num_tokens])[0]
+                + attention_latency(sharding, cost).slowest_kernels_ns
+                + sum(cost.linear.call_ns)
+            )
+            assert work[0, d, i] == pytest.approx(expected, abs=4 * v + 4)
+
+
+def test_passes_are_the_stage_times_that_telemetry_compares_with() -> None:
+    spec = spec_of(v=2)
+    simulator, steps = made(spec, ALIGNED)
+    prices = simulator.price(steps)
+    for d, pipeline in enumerate(steps[0].pipelines):
+        times = stage_times(pipeline, simulator.cost, virtual_stages=2)
+        assert np.array_equal(prices.attention_forward_ns[0, d], times.attention_forward_ns)
+        assert np.array_equal(prices.attention_backward_ns[0, d], times.attention_backward_ns)
+        for kind, linear in (
+            (Kind.FORWARD, times.linear_forward_ns),
+            (Kind.BACKWARD, times.linear_backward_ns),
+        ):
+            ours = prices.linear_ns(kind, is_first=False, is_last=False)[0, d]
+            assert np.abs(ours - linear).max() <= 2
+
+
+def test_attention_of_many_steps_at_once_is_that_of_one_plan() -> None:
+    simulator, steps = made(spec_of(cp=4, v=2), MIXED * 3)
+    prices = simulator.price(steps)
+    for s, step in enumerate(steps):
+        for d, pipeline in enumerate(step.pipelines):
+            for i, sharding in enumerate(pipeline.shardings):
+                alone = attention_latency(sharding, simulator.cost)
+                assert np.array_equal(prices.attention_forward_ns[s, d, i], alone.forward_ns // 2)
+                assert np.array_equal(prices.attention_backward_ns[s, d, i], alone.backward_ns // 2)
+
+
+def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
+    simulator, steps = made(spec_of(), ALIGNED)
+    prices = simulator.price(steps)
+    uneven = prices.attention_forward_ns.copy()
+    uneven[0, 0, 0] = [10_000, 70_000]
+    changed = replace(prices, attention_forward_ns=uneven)
+    linear = prices.linear_ns(Kind.FORWARD, is_first=False, is_last=False)[0, 0, 0]
+    passes = changed.pass_ns(Kind.FORWARD, is_first=False, is_last=False)
+    assert passes[0, 0, 0] == round(70_000 + linear)
+
+
+def test_filler_is_computed_too() -> None:
+    """1 token on two CP ranks of 128 rows each: linear work of 256."""
+    spec = spec_of(n=2, dp=1)
+    spec = replace(spec, data=replace(spec.data, token_quantum=128))
+    simulator, steps = made(spec, [1])
+    assert simulator.price(steps).tokens.tolist() == [[[256, 256]]]  # the other one is empty
+
+
+@pytest.mark.parametrize("how", list(Recompute))
+@pytest.mark.parametrize("overlap", [0.0, 0.25])
+def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap: float) -> None:
+    """A weights' pass gathers four [tokens, hidden] a layer, two of them backward would have."""
+    whole, split = (spec_of(v=2, schedule=s) for s in (Schedule.INTERLEAVED_1F1B, ZERO_BUBBLE))
+    specs = [with_(s, how, overlap) for s in (whole, split)]
+    plain, apart = (linear_terms(s, cost_of(s)) for s in specs)
+    backward, inputs, weights = (
+        plain[Kind.BACKWARD],
+        apart[Kind.BACKWARD_INPUT],
+        apart[Kind.BACKWARD_WEIGHT],
+    )
+    cost = cost_of(specs[0])
+    gather = cost.profile.collective(Collective.ALL_GATHER, span_ranks=2)
+    layers, row_bytes = 2, 512 * 2 / 2  # of a stage; bfloat16 over cp = 2
+    wire = gather.wire_ns(row_bytes, num_ranks=2) * layers
+    for name in ("gemm", "elementwise", "cp_comm"):
+        parts = inputs.per_token[name] + weights.per_token.get(name, 0.0)
+        assert parts == pytest.approx(backward.per_token[name])
+    more = inputs.per_token["tp_comm"] + weights.per_token["tp_comm"]
+    expected = backward.per_token["tp_comm"] + 2 * wire * (1 - overlap)
+    assert more == pytest.approx(expected)
+    calls = inputs.call_ns + weights.call_ns - backward.call_ns
+    assert calls == pytest.approx(2 * layers * gather.alpha_ns)
+    assert apart[Kind.FORWARD] == plain[Kind.FORWARD]
+
+
+ZERO_BUBBLE = Schedule.INTERLEAVED_ZERO_BUBBLE
+
+
+def with_(spec: RunSpec, how: Recompute, overlap: float) -> RunSpec:
+    return replace(
+        spec,
+        training=replace(spec.training, recompute=how),
+        cluster=replace(spec.cluster, tp_overlap=overlap),
+    )
+
+
+def test_tp_overlap_hides_its_share_of_bandwidth_and_no_latency() -> None:
+    none, half = (with_(spec_of(), Recompute.NONE, share) for share in (0.0, 0.5))
+    before, after = (linear_terms(s, cost_of(s)) for s in (none, half))
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert after[kind].per_token["tp_comm"] == before[kind].per_token["tp_comm"] / 2
+        assert after[kind].per_token["gemm"] == before[kind].per_token["gemm"]
+        assert after[kind].call_ns == before[kind].call_ns
+
+
+def test_embedding_and_head_are_at_the_ends() -> None:
+    spec = spec_of()
+    simulator, steps = made(spec, ALIGNED)
+    prices = simulator.price(steps)
+    cost = simulator.cost
+    first, last, middle, only = (
+        [prices.linear_ns(kind, is_first=f, is_last=e)[0, 0, 0] for kind in KINDS[ONE_F]]
+        for f, e in ((True, False), (False, True), (False, False), (True, True))
+    )
+    wire, alpha = {}, {}
+    for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        found = cost.profile.collective(op, span_ranks=2)
+        # 4,096 tokens of 512 bfloat16 values, half of them on a CP rank.
+        wire[op] = found.wire_ns(WINDOW * 512 * 2 / 2, num_ranks=2)
+        alpha[op] = found.alpha_ns
+    gather, scatter = (wire[op] + alpha[op] for op in wire)
+    embedding = [WINDOW * ns for ns in cost.linear.embedding_ns_per_token]
+    head = WINDOW * cost.linear.head_ns_per_token
+    assert first[0] - middle[0] == pytest.approx(embedding[0] + scatter)
+    assert first[1] - middle[1] == pytest.approx(embedding[1] + gather)
+    assert last[0] - middle[0] == pytest.approx(head + gather + scatter)
+    assert last[1] - middle[1] == pytest.approx(cost.linear.head_backward_ns)
+    for kind in range(2):
+        assert only[kind] == pytest.approx(first[kind] + last[kind] - middle[kind])
+
+
+ONE_F = Schedule.ONE_F_ONE_B
+
+
+def test_the_weights_pass_has_no_ends_and_no_attention() -> None:
+    simulator, steps = made(spec_of(schedule=ZERO_BUBBLE), ALIGNED)
+    prices = simulator.price(steps)
+    weight = Kind.BACKWARD_WEIGHT
+    passes = [prices.pass_ns(weight, is_first=e, is_last=e) for e in (False, True)]
+    assert np.array_equal(*passes)
+    assert not prices.attention_ns(weight).any()
+
+
+def test_one_tensor_parallel_rank_sends_nothing() -> None:
+    cost = cost_of(spec_of(tp=1))
+    terms = [*linear_terms(spec_of(tp=1), cost).values(), *end_terms(cost).values()]
+    assert all(not t.per_token.get("tp_comm", 0.0) for t in terms)
+    alone = cost_of(spec_of(tp=1, cp=1))
+    for t in linear_terms(spec_of(tp=1, cp=1), alone).values():
+        assert not t.per_token["cp_comm"]
+
+
+def test_a_message_is_the_rows_of_a_rank() -> None:
+    """4,096 tokens over cp 2 and tp 2: 1,024 rows of 512 bfloat16 values, 1 MiB."""
+    spec = spec_of()
+    cost = cost_of(spec)
+    terms = message_terms(spec, cost)
+    for scope, span in ((Scope.INTRA_NODE, 2), (Scope.INTER_NODE, 16)):
+        p2p = cost.profile.collective(Collective.P2P, span_ranks=span)
+        expected = p2p.alpha_ns + 2**20 / p2p.bytes_per_s * 1e9
+        found = terms[scope].per_token["p2p"] * WINDOW + terms[scope].call_ns
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "inside"),
+    [(2, 2, [True, False, True, False]), (8, 1, [False] * 4), (1, 1, [True] * 4)],
+)
+def test_messages_cross_nodes_where_stages_lie_in_two(tp: int, cp: int, inside: list[bool]) -> None:
+    """Four stages on nodes of 8: two a node at 4 ranks a stage, so every other message leaves."""
+    parallel = ParallelSpec(tp=tp, cp=cp, pp=4)
+    hops = [(0, 1), (1, 2), (3, 2), (3, 0)]
+    scopes = [message_scope(parallel, a, b, node=8) == Scope.INTRA_NODE for a, b in hops]
+    assert scopes == inside
+
+
+def test_evened_out_prices_have_the_same_work() -> None:
+    simulator, steps = made(spec_of(cp=4), MIXED * 3)
+    prices = simulator.price(steps)
+    even = prices.balanced()
+    for name in ("tokens", "attention_forward_ns", "attention_backward_ns"):
+        before, after = (getattr(p, name).reshape(len(steps), -1) for p in (prices, even))
+        assert np.abs(before.sum(1) - after.sum(1)).max() <= before.shape[1]  # rounding
+        assert (after == after[:, :1]).all()
+    # Of equal micro-batches only CP ranks are evened out, which makes nothing slower.
+    simulator, steps = made(spec_of(cp=4), ALIGNED)
+    prices = simulator.price(steps)
+    slow, fast = (simulator.run(p).step_time_s for p in (prices, prices.balanced()))
+    assert (fast <= slow).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, WINDOW), min_size=1, max_size=40), st.sampled_from((1, 2, 4)))
+def test_work_of_any_documents_is_that_of_its_micro_batches(lengths, cp: int) -> None:
+    spec = spec_of(cp=cp, dp=1, tp=1)
+    simulator, steps = made(spec, lengths)
+    prices = simulator.price(steps)
+    assert (prices.attention_forward_ns >= 0).all()
+    assert int(prices.tokens.sum()) >= sum(lengths)
+    found = [s.num_tokens for step in steps for p in step.pipelines for s in p.shardings]
+    assert sum(found) == sum(lengths)
+
+
+def test_plans_of_another_layout_are_refused() -> None:
+    simulator, _ = made(spec_of(), ALIGNED)
+    for other, words in (
+        (spec_of(dp=1), r"pipelines of \[2\] micro-batches over cp = 2; this layout has 2 of 2"),
+        (spec_of(n=4), r"pipelines of \[4, 4\]"),
+        (spec_of(cp=1), "over cp = 1; this layout has 2 of 2 over cp = 2"),
+    ):
+        steps = steps_of(other, cost_of(other), ALIGNED)
+        with pytest.raises(ValueError, match=words):
+            simulator.price(steps)
+
+
+def test_specs_that_cannot_be_simulated_are_refused() -> None:
+    spec = spec_of()
+    cost = cost_of(spec)
+    without = replace(spec, model=replace(MODEL, vocab_size=0))
+    undecided = replace(spec, parallel=replace(spec.parallel, dp=0))
+    for bad, words in (
+        (without, "model.vocab_size is 0"),
+        (undecided, "parallel.dp = 0"),
+        (spec_of(cp=1), "another model or layout"),
+        (replace(spec, pp=replace(spec.pp, virtual_stages=8)), "fewer than pp 2 x virtual stages"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Simulator(spec=bad, cost=cost)

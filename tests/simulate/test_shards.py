@@ -1,0 +1,121 @@
+"""Sharded parameters, norm and optimiser: bytes by hand, and what hides behind passes."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulate.runs import cost_of, made, spec_of
+from wlb.cost import Collective, Elementwise
+from wlb.cost.memory import stage_parameters
+from wlb.simulate import Node, NodeKind
+from wlb.simulate.shards import ShardCosts, fsdp_span, has_fsdp, shard_costs
+from wlb.spec import ParallelSpec, RunSpec, Schedule
+
+
+def costs(spec: RunSpec) -> ShardCosts:
+    return shard_costs(spec, cost_of(spec))
+
+
+def of(spec: RunSpec, kind: NodeKind, *, stage: int = 0, rank: int = 0) -> int:
+    return costs(spec).of(Node(kind, rank, stage))
+
+
+def test_a_stage_of_four_layers_by_hand() -> None:
+    """hidden 512, 8 and 4 heads of 64, MLP 1,408, tp 2; gathered in bfloat16, reduced in float32
+    over dp 2 x cp 2 ranks, of which a node of 8 holds two stages' cp ranks: 2."""
+    spec = spec_of()  # pp 2, dp 2: 16 ranks on two nodes
+    layer = 512 * (2 * 512 + 2 * 256) // 2 + 3 * 512 * 1408 // 2 + 2 * 512
+    vocabulary = 1024 * 512 // 2
+    first, last = 4 * layer + vocabulary, 4 * layer + vocabulary + 512
+    assert [stage_parameters(spec, stage=s) for s in range(2)] == [first, last]
+    found, profile = costs(spec), cost_of(spec).profile
+    for count, gather_ns, reduce_ns in zip(
+        (first, last), found.gather_ns, found.reduce_ns, strict=True
+    ):
+        for op, size, ns in (
+            (Collective.ALL_GATHER, 2 * count, gather_ns),
+            (Collective.REDUCE_SCATTER, 4 * count, reduce_ns),
+        ):
+            between = profile.collective(op, span_ranks=16)
+            one = profile.collective(op, span_ranks=16, num_ranks=2)  # one member a node
+            # Two links a node; 3 of 4 parts come from others; a collective a layer.
+            wire = size * 3 / 4 / min(2 * one.bytes_per_s, between.bytes_per_s) * 1e9
+            assert ns == pytest.approx(4 * one.alpha_ns + wire, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "pp", "dp", "members"),
+    [
+        (8, 2, 4, 2, 1),  # a node is one tp group
+        (2, 4, 4, 2, 4),  # a node is one stage
+        (2, 2, 4, 2, 2),  # a node holds two stages
+        (2, 1, 2, 4, 2),  # a node holds two pipelines
+        (1, 16, 4, 2, 8),  # a stage is two nodes
+    ],
+)
+def test_links_of_a_node_are_those_of_a_stages_ranks(tp, cp, pp, dp, members: int) -> None:
+    span = fsdp_span(ParallelSpec(tp=tp, cp=cp, pp=pp, dp=dp), 8)
+    assert span > 8
+    assert dp * cp * 8 // span == members
+
+
+@pytest.mark.parametrize(("tp", "cp", "pp", "dp"), [(2, 4, 4, 1), (2, 2, 1, 2), (1, 2, 2, 2)])
+def test_a_group_inside_a_node(tp: int, cp: int, pp: int, dp: int) -> None:
+    assert fsdp_span(ParallelSpec(tp=tp, cp=cp, pp=pp, dp=dp), 8) <= 8
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "gathered", "reduced"),
+    [
+        (1, Schedule.INTERLEAVED_1F1B, 8, 8),
+        (2, Schedule.ONE_F_ONE_B, 4, 1),
+        # torch's pipeline runtime gathers a stage whole, also where it is a rank's only one.
+        (2, Schedule.INTERLEAVED_1F1B, 1, 1),
+        (2, Schedule.INTERLEAVED_ZERO_BUBBLE, 1, 1),
+    ],
+)
+def test_what_hides_behind_passes(pp: int, schedule: Schedule, gathered: int, reduced: int) -> None:
+    spec = spec_of(pp=pp, schedule=schedule)
+    found = costs(spec)
+    assert of(spec, NodeKind.GATHER) == found.gather_ns[0] // gathered
+    assert of(spec, NodeKind.REDUCE) == found.reduce_ns[0] // reduced
+    whole = of(spec, NodeKind.GATHER) + of(spec, NodeKind.PREFETCH)
+    assert whole == found.gather_ns[0]
+    assert of(spec, NodeKind.REDUCE) + of(spec, NodeKind.REDUCE_AHEAD) == found.reduce_ns[0]
+
+
+def test_adamw_moves_seven_float32_values_a_parameter_of_the_shard() -> None:
+    spec = spec_of()
+    speed = cost_of(spec).profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
+    for rank in range(2):
+        shard = stage_parameters(spec, stage=rank) / 4
+        expected = 7 * 4 * shard / speed * 1e9
+        assert of(spec, NodeKind.OPTIMIZER, rank=rank) == pytest.approx(expected, abs=1)
+
+
+def test_the_norm_reads_the_largest_shard_and_meets_everybody() -> None:
+    spec = spec_of()
+    profile = cost_of(spec).profile
+    speed = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
+    reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=16)
+    shard = stage_parameters(spec, stage=1) / 4
+    expected = 4 * shard / speed * 1e9 + reduce.time_ns(4, num_ranks=16)
+    assert of(spec, NodeKind.NORM) == pytest.approx(expected, abs=1)
+
+
+def test_one_rank_has_nobody_to_gather_from() -> None:
+    alone = spec_of(tp=1, cp=1, pp=1, dp=1)
+    assert not has_fsdp(alone)
+    found = costs(alone)
+    assert (found.gather_ns, found.reduce_ns) == ((0,), (0,))
+    assert found.optimizer_ns[0] > 0
+    simulator, _ = made(alone, [4096] * 2)
+    kinds = {node.kind for node in simulator.graph.nodes}
+    assert kinds == {NodeKind.PASS, NodeKind.NORM, NodeKind.OPTIMIZER, NodeKind.OVERHEAD}
+
+
+def test_more_pipelines_share_the_optimizer() -> None:
+    two, four = (spec_of(dp=dp) for dp in (2, 4))
+    assert of(two, NodeKind.OPTIMIZER) == pytest.approx(2 * of(four, NodeKind.OPTIMIZER), rel=1e-3)
+    wide = replace(two, parallel=replace(two.parallel, tp=4))
+    assert of(wide, NodeKind.OPTIMIZER) < of(two, NodeKind.OPTIMIZER)

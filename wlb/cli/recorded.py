@@ -1,0 +1,62 @@
+"""`wlb simulate --run FOLDER`: a finished run's steps, measured beside simulated."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from wlb.report import worth_of
+
+_PROFILE = "cost.profile="
+_SHOWN = 40
+
+
+def show(options: argparse.Namespace) -> int:
+    try:
+        from wlb.train.recorded import simulate_recorded
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--run needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
+    other = [o for o in options.overrides if not o.startswith(_PROFILE)]
+    if other:
+        raise ValueError(
+            f"--run takes the configuration of the run, but for the profile that simulates it: "
+            f"--set {_PROFILE}...; got {', '.join(other)}"
+        )
+    profile = options.overrides[-1].removeprefix(_PROFILE) if options.overrides else ""
+    made = simulate_recorded(Path(options.recorded), profile=profile)
+    if options.json:
+        data = {
+            "run": options.recorded,
+            "profile": made.profile.name,
+            "steps": [m.step for m in made.measured],
+            "measured_s": made.measured_s.tolist(),
+            "simulated_s": made.simulated_s.tolist(),
+            "ratio": made.ratio,
+            "mape": made.mape,
+        }
+        text = json.dumps(data, indent=1, allow_nan=False)
+        if options.json == "-":
+            print(text)
+            return 0
+        Path(options.json).write_text(text + "\n", "utf-8")
+    console = Console(highlight=False, markup=False)
+    console.print(worth_of(made.profile))
+    table = Table("step", "measured s", "simulated s", "difference")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = list(zip(made.measured, made.measured_s, made.simulated_s, strict=True))
+    for metrics, measured, simulated in rows[:_SHOWN]:
+        difference = f"{simulated / measured - 1:+.1%}"
+        table.add_row(str(metrics.step), f"{measured:.3f}", f"{simulated:.3f}", difference)
+    console.print(table)
+    if len(rows) > _SHOWN:
+        console.print(f"the first {_SHOWN} of {len(rows)} steps; --json FILE has all")
+    console.print(
+        f"simulated / measured {made.ratio:.3f}, MAPE {made.mape:.1%}, correlation "
+        f"{made.correlation:.3f} ({made.left_out} steps of warm-up left out)"
+    )
+    return 0

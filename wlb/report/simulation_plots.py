@@ -1,0 +1,270 @@
+"""Figures of simulated runs: GPUs, steps, a breakdown; needs matplotlib.
+
+Each returns a matplotlib Figure, nine inches wide, that is legible 800 pixels wide; `svg` makes it
+part of a page. No axis hides a value; where one does not begin at 0 its label says so.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.report.plots import (
+    _svg,  # pyright: ignore[reportPrivateUsage]
+    require_matplotlib,
+)
+from wlb.simulate import RunSimulation
+
+FloatArray = npt.NDArray[np.float64]
+
+RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), "-", "-")
+INK = "#111111"
+"""Text on a bar; not black, which follows a page's colours in `svg`."""
+WIDTH = 9.0
+ANNOTATED_CELLS = 200
+MORE_TOKENS = 0.02
+"""Coefficient of variation of steps' tokens from which on time a token is shown as well."""
+
+
+def svg(figure: Any, name: str) -> str:
+    """The figure as an <svg> element; `name` must differ from other figures' of the page."""
+    return _svg(figure, name)
+
+
+# GPUs.
+
+
+def heat_map_figure(
+    values: FloatArray, *, what: str = "computing time", title: str = "", tp: int = 1
+) -> Any:
+    """values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
+
+    tp: GPUs that each cell stands for.
+    """
+    if values.ndim != 3 or not values.size:
+        raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")
+    dp, pp, cp = values.shape
+    mean = float(values.mean())
+    relative = (values / mean if mean else np.ones_like(values)).transpose(0, 2, 1)
+    relative = relative.reshape(dp * cp, pp)
+    rows = dp * cp
+    figure, (axes,) = stacked_figure(height=1.6 + min(6.0, max(1.2, 0.3 * rows)))
+    low, high = float(relative.min()), float(relative.max())
+    if high - low < 1e-3:
+        low, high = low - 0.01, high + 0.01
+    mesh = axes.pcolormesh(relative, cmap="cividis", vmin=low, vmax=high)
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+    axes.set(xlabel="pipeline rank", xticks=np.arange(pp) + 0.5, xticklabels=range(pp))
+    if cp > 1 and rows <= 32:
+        labels = [f"dp {d}, cp {c}" for d in range(dp) for c in range(cp)]
+        axes.set(yticks=np.arange(rows) + 0.5, yticklabels=labels)
+    else:
+        axes.set(yticks=(np.arange(dp) + 0.5) * cp, yticklabels=[f"dp {d}" for d in range(dp)])
+        if cp > 1:
+            axes.set_ylabel(f"{cp} rows each: CP ranks")
+    axes.tick_params(length=0)
+    for d in range(1, dp if cp > 1 else 1):
+        axes.axhline(d * cp, color="white", linewidth=2 if rows <= 32 else 1)
+    if relative.size <= ANNOTATED_CELLS:
+        for (row, column), value in np.ndenumerate(relative):
+            is_dark = value < (low + high) / 2
+            axes.text(
+                column + 0.5,
+                row + 0.5,
+                f"{value:.3f}" if high - low < 0.1 else f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if is_dark else INK,
+            )
+    figure.colorbar(mesh, ax=axes, label="relative to mean")
+    words = f"{title}: " if title else ""
+    words += f"{what} / mean of all GPUs, {relative.min():.3f} to {relative.max():.3f}"
+    words += f"; {tp} TP ranks a cell" if tp > 1 else ""
+    axes.set_title(words, fontsize=10, loc="left")
+    return figure
+
+
+# Steps of runs.
+
+
+def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
+    """Imbalance and time of every step, time over the first run's mean: faint points, and running
+    means as lines. Time a token as well, where steps differ in tokens."""
+    if not runs:
+        raise ValueError("no run was given")
+    base = runs[0]
+    of_base = f"\nmean of {base.label}"
+    series = {
+        "imbalance of packing": [
+            (
+                np.array([1.0 if m.imbalance is None else m.imbalance for m in run.metrics]),
+                np.array([m.mean_workload_ns for m in run.metrics]),
+            )
+            for run in runs
+        ],
+        f"step time /{of_base}": [
+            (run.step_time_s / float(base.step_time_s.mean()), np.ones(run.step_time_s.size))
+            for run in runs
+        ],
+    }
+    if any(float(run.tokens.std()) > MORE_TOKENS * float(run.tokens.mean()) for run in runs):
+        a_token = base.time_s / float(base.tokens.sum())
+        series[f"time a token /{of_base}"] = [
+            (run.step_time_s / np.maximum(1, run.tokens) / a_token, run.tokens.astype(np.float64))
+            for run in runs
+        ]
+    figure, axes = stacked_figure(height=0.9 + 1.9 * len(series), nrows=len(series), sharex=True)
+    for panel, (name, values) in zip(axes, series.items(), strict=True):
+        for k, (run, (of_run, weights)) in enumerate(zip(runs, values, strict=True)):
+            colour, dash = RUNS[k % len(RUNS)], DASHES[k % len(DASHES)]
+            steps = np.arange(of_run.size)
+            faint = 0.25 if of_run.size > 40 else 0.5
+            panel.plot(steps, of_run, "o", color=colour, markersize=2.5, alpha=faint, mew=0)
+            line = running_mean(of_run, weights)
+            panel.plot(steps, line, color=colour, ls=dash, linewidth=1.8, label=run.label)
+        panel.set_ylabel(name)
+        panel.margins(x=0.01)
+        _keep_far_points_at_the_edge(panel, [of_run for of_run, _ in values])
+    axes[-1].set_xlabel("step")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _keep_far_points_at_the_edge(axes: Any, values: Sequence[FloatArray]) -> None:
+    """Where a few steps (a flush of little data) would flatten all others, the axis ends before
+    them, and they stand as triangles with their values at its top."""
+    together = np.concatenate(values)
+    usual = float(np.percentile(together, 98))
+    low = float(together.min())
+    top = usual + 0.15 * (usual - low)
+    if float(together.max()) - low < 2 * (top - low) or top <= low:
+        return
+    axes.set_ylim(top=top)
+    for k, of_run in enumerate(values):
+        for step in np.flatnonzero(of_run > top).tolist():
+            axes.plot(step, top, "^", color=RUNS[k % len(RUNS)], markersize=5, clip_on=False)
+            axes.annotate(
+                f"{of_run[step]:.2g}", (step, top), xytext=(0, 4), textcoords="offset points",
+                ha="right", va="bottom", fontsize=8,
+            )  # fmt: skip
+
+
+def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
+    """Over about a twentieth of the steps, fewer at both ends; 0 where nothing weighs anything.
+
+    Weighted by work or tokens, a mean of ratios is what the steps had together.
+    """
+    half = values.size // 40
+    first = np.maximum(np.arange(values.size) - half, 0)
+    after = np.minimum(np.arange(values.size) + half + 1, values.size)
+
+    def sums(x: FloatArray) -> FloatArray:
+        total = np.concatenate([[0.0], np.cumsum(x)])
+        return total[after] - total[first]
+
+    return sums(values * weights) / np.maximum(sums(weights), np.finfo(np.float64).tiny)
+
+
+# Breakdown.
+
+
+class WaterfallRow(NamedTuple):
+    """contribution: what it adds to the total; of the first row, where the total begins. paper: the
+    paper's total after it, if it gives one."""
+
+    label: str
+    contribution: float
+    paper: float | None = None
+
+
+def waterfall_figure(
+    rows: Sequence[WaterfallRow],
+    *,
+    total: str = "all together",
+    paper: float | None = None,
+    ylabel: str = "speed-up",
+) -> Any:
+    """Where a total comes from: the first row and the last bar are totals, others contributions.
+
+    total, paper: the last bar's label, and the paper's total if no row has it.
+    """
+    if not rows:
+        raise ValueError("no row was given")
+    ends = np.cumsum([row.contribution for row in rows])
+    starts = np.concatenate([[0.0], ends[:-1]])
+    figure, (axes,) = stacked_figure(height=3.8)
+    papers = [row.paper for row in rows] + [rows[-1].paper if paper is None else paper]
+    shown = [*ends.tolist(), *(p for p in papers if p is not None)]
+    spread = max(shown) - min(shown) or abs(shown[0]) or 1.0
+    bottom = 0.0 if min(shown) < 2 * spread else min(shown) - 0.35 * spread
+    for x, (row, start, end) in enumerate(zip(rows, starts.tolist(), ends.tolist(), strict=True)):
+        grows = row.contribution >= 0
+        colour = RUNS[2] if x == 0 else RUNS[3] if grows else RUNS[1]
+        from_ = bottom if x == 0 else start
+        axes.bar(x, end - from_, 0.62, from_, color=colour, hatch="" if grows else "////",
+                 edgecolor="white", gid=f"bar{x}")  # fmt: skip
+        axes.plot([x + 0.31, x + 1 - 0.31], [end, end], color="#555555", linewidth=0.8)
+        words = f"{end:.3f}" if x == 0 else f"{row.contribution:+.3f}"
+        axes.annotate(
+            words, (x, max(start, end) if x else end), xytext=(0, 3), textcoords="offset points",
+            ha="center", fontsize=9,
+        )  # fmt: skip
+    last = float(ends[-1])
+    axes.bar(len(rows), last - bottom, 0.62, bottom, color=RUNS[2], gid="total")
+    axes.annotate(
+        f"{last:.3f}", (len(rows), last), xytext=(0, 3), textcoords="offset points",
+        ha="center", fontsize=9, fontweight="bold",
+    )  # fmt: skip
+    _paper_marks(axes, papers)
+    labels = [_folded(label) for label in [*(row.label for row in rows), total]]
+    axes.set(xticks=range(len(labels)), xticklabels=labels)
+    axes.set_ylim(bottom, max(shown) + 0.18 * spread)
+    axes.set_ylabel(ylabel + (f" (axis begins at {bottom:.2f})" if bottom else ""))
+    axes.grid(visible=False, axis="x")
+    return figure
+
+
+def _paper_marks(axes: Any, papers: Sequence[float | None]) -> None:
+    """Diamonds beside our bars, at the paper's totals."""
+    marks = [(x + 0.38, p) for x, p in enumerate(papers) if p is not None]
+    if not marks:
+        return
+    xs, ys = zip(*marks, strict=True)
+    axes.plot(xs, ys, "D", color="#000000", markersize=6, ls="", label="paper, total", zorder=5)
+    for x, y in marks:
+        axes.annotate(
+            f"{y:.2f}", (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _folded(label: str) -> str:
+    """In lines of about 14 letters."""
+    lines = [""]
+    for word in label.split():
+        if lines[-1] and len(lines[-1]) + len(word) >= 14:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+# Shared.
+
+
+def stacked_figure(*, height: float, nrows: int = 1, **subplots: Any) -> tuple[Any, list[Any]]:
+    """A Figure of the common width without any window system, and its axes from above."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes: list[Any] = list(figure.subplots(nrows, 1, squeeze=False, **subplots).flat)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.set_axisbelow(True)
+    return figure, axes

@@ -1,0 +1,246 @@
+"""Timelines of simulated steps; needs matplotlib.
+
+A row a pipeline rank, a bar a pass; see `timeline_figure`. `draw_timeline` draws into axes of a
+larger figure.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb.report.simulation_plots import INK, WIDTH, FloatArray, stacked_figure
+from wlb.simulate import Kind, Node, NodeKind, Simulation
+
+MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
+"""Of backward passes, by micro-batch, again from the first after the last. Told apart by people who
+do not see all colours, also from each other's light shades, which are forward passes."""
+LIGHT = 0.58
+"""White in the shade of a forward pass."""
+COLLECTIVE = "#F0E442"
+BAR = 0.86
+CHUNK_SHIFT = 0.32
+"""Part of a bar's height by which chunks of a rank stand lower than the first."""
+MIN_FONT = 6.5
+ASIDE = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE_AHEAD)
+"""What goes on beside passes."""
+
+
+def timeline_figure(
+    simulation: Simulation, step: int = 0, pipeline: int = 0, *, title: str = ""
+) -> Any:
+    """A row a pipeline rank: passes coloured by micro-batch, forward light and backward dark, what
+    is waited for besides in yellow, bubbles blank; the critical path outlined and joined up."""
+    pp = simulation.simulator.spec.parallel.pp
+    figure, (axes,) = stacked_figure(height=1.5 + row_inches(pp) * pp)
+    draw_timeline(axes, simulation, step, pipeline)
+    axes.set_title(title or f"pipeline {pipeline}", fontsize=10, loc="left")
+    add_timeline_legend(figure, simulation)
+    return figure
+
+
+def row_inches(pp: int) -> float:
+    """A readable height of a timeline's row."""
+    return 0.5 if pp <= 8 else 0.28
+
+
+def draw_timeline(
+    axes: Any, simulation: Simulation, step: int = 0, pipeline: int = 0, *, end_s: float = 0.0
+) -> None:
+    """Draws into given axes. end_s: of the time axis, so that timelines share it; else the step's.
+
+    Each pass is a part of a collection with the gid `mb<i><kind>`; data are seconds or ms as the
+    axis says, and rows are ranks.
+    """
+    total_s = max(end_s, float(simulation.step_time_s[step]))
+    unit, scale = ("ms", 1e-6) if total_s < 2 else ("s", 1e-9)
+    pp, v = simulation.simulator.spec.parallel.pp, simulation.simulator.spec.pp.virtual_stages
+    ends, durations = (x[:, step, pipeline] for x in (simulation.ends_ns, simulation.durations_ns))
+    start, stop = (np.asarray(x * scale, np.float64) for x in (ends - durations, ends))
+    axes.set(xlim=(0, total_s * 1e9 * scale), ylim=(pp - 0.5, -0.5), yticks=range(pp))
+    axes.set_xlabel(f"time ({unit})")
+    axes.set_ylabel("pipeline rank")
+    if v > 1:
+        axes.set_title(f"lower in a row: later of {v} chunks", fontsize=8, loc="right")
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0)
+    bars = _Bars(axes=axes, simulation=simulation, start=start, stop=stop)
+    bars.waits()
+    bars.passes()
+    bars.critical(step, pipeline)
+    busy = simulation.bubble[step, pipeline]
+    for rank in range(pp):
+        axes.text(
+            1.006, rank, f"{busy[rank]:.0%}", transform=axes.get_yaxis_transform(),
+            va="center", fontsize=8,
+        )  # fmt: skip
+    axes.text(1.006, -0.62, "idle", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
+
+
+def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
+    """Below the figure: what shades, colours and lines mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    n = simulation.simulator.spec.micro_batches_per_pipeline
+    grey = MICRO_BATCHES[-1]
+    splits = any(a.kind == Kind.BACKWARD_WEIGHT for a in simulation.simulator.order[0])
+    handles: list[Any] = [
+        Patch(facecolor=_mixed(grey, LIGHT), label="forward"),
+        Patch(facecolor=grey, label="backward, inputs" if splits else "backward"),
+    ]
+    if splits:
+        handles.append(
+            Patch(facecolor=grey, edgecolor="white", hatch="////", label="backward, weights")
+        )
+    graph, durations = simulation.simulator.graph, simulation.durations_ns
+    if any(durations[i].any() for i, node in enumerate(graph.nodes) if node.action is None):
+        handles.append(Patch(facecolor=COLLECTIVE, label="collective, optimizer"))
+    handles.append(Line2D([], [], color="#000000", linewidth=1.6, label="critical path"))
+    cycle = len(MICRO_BATCHES)
+    for i in range(min(n, cycle)):
+        same = ", ".join(str(k) for k in range(i, n, cycle)[:3])
+        more = ", .." if len(range(i, n, cycle)) > 3 else ""
+        words = "micro-batch " if i == 0 else ""
+        handles.append(Patch(facecolor=MICRO_BATCHES[i], label=f"{words}{same}{more}"))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), 6),
+        frameon=False,
+        fontsize=8,
+        columnspacing=1.2,
+        handlelength=1.4,
+    )
+
+
+class _Bars(NamedTuple):
+    """Draws nodes of one step of one pipeline; start, stop: in the axis' unit, [nodes]."""
+
+    axes: Any
+    simulation: Simulation
+    start: FloatArray
+    stop: FloatArray
+
+    def box(self, i: int, node: Node) -> tuple[float, float, float, float]:
+        """left, right, top, bottom; rows grow downwards."""
+        spec = self.simulation.simulator.spec
+        v = spec.pp.virtual_stages
+        height, shift = BAR, 0.0
+        if v > 1 and node.kind == NodeKind.PASS:
+            height = BAR * (1 - CHUNK_SHIFT)
+            shift = BAR * CHUNK_SHIFT * (node.stage // spec.parallel.pp) / (v - 1)
+        top = node.rank - BAR / 2 + shift
+        return float(self.start[i]), float(self.stop[i]), top, top + height
+
+    def passes(self) -> None:
+        from matplotlib.collections import PolyCollection
+
+        groups: dict[tuple[int, Kind], list[tuple[float, float, float, float]]] = {}
+        for i, node in enumerate(self.simulation.simulator.graph.nodes):
+            if node.kind == NodeKind.PASS and node.action is not None:
+                key = (node.action.micro_batch, node.action.kind)
+                groups.setdefault(key, []).append(self.box(i, node))
+        for (micro_batch, kind), boxes in groups.items():
+            colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
+            colour = _mixed(colour, LIGHT) if kind == Kind.FORWARD else colour
+            collection = PolyCollection(
+                [_corners(box) for box in boxes],
+                facecolors=colour,
+                edgecolors="white",
+                linewidths=0.4,
+                hatch="////" if kind == Kind.BACKWARD_WEIGHT else None,
+            )
+            collection.set_gid(f"mb{micro_batch}{kind}")
+            self.axes.add_collection(collection)
+            if kind != Kind.BACKWARD_WEIGHT:
+                self.numbers(micro_batch, boxes, colour)
+
+    def numbers(
+        self, micro_batch: int, boxes: list[tuple[float, float, float, float]], colour: str
+    ) -> None:
+        """The micro-batch's number in each bar that has room for it."""
+        rows, across = abs(np.diff(self.axes.get_ylim())[0]), self.axes.get_xlim()[1]
+        inches = row_inches(self.simulation.simulator.spec.parallel.pp)
+        for left, right, top, bottom in boxes:
+            font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
+            wide = (right - left) / across * 0.86 * WIDTH * 72
+            if font < MIN_FONT or wide < 0.75 * font * len(str(micro_batch)) or not rows:
+                continue
+            self.axes.text(
+                (left + right) / 2,
+                (top + bottom) / 2,
+                str(micro_batch),
+                ha="center",
+                va="center_baseline",
+                fontsize=font,
+                color=INK if _is_light(colour) else "white",
+                clip_on=True,
+            )
+
+    def waits(self) -> None:
+        """What goes on beside passes as a strip under the row; what a rank waits for over all of
+        the row."""
+        from matplotlib.collections import PolyCollection
+
+        boxes: list[tuple[float, float, float, float]] = []
+        graph = self.simulation.simulator.graph
+        for i, node in enumerate(graph.nodes):
+            if node.action is not None or self.stop[i] <= self.start[i]:
+                continue
+            ranks = range(graph.num_ranks) if node.rank < 0 else [node.rank]
+            is_aside = node.kind in ASIDE
+            for rank in ranks:
+                left, right, top, bottom = self.box(i, node._replace(rank=rank))
+                boxes.append((left, right, bottom, bottom + 0.09) if is_aside
+                             else (left, right, top, bottom))  # fmt: skip
+        collection = PolyCollection(
+            [_corners(box) for box in boxes], facecolors=COLLECTIVE, linewidths=0
+        )
+        collection.set_gid("waits")
+        self.axes.add_collection(collection)
+
+    def critical(self, step: int, pipeline: int) -> None:
+        from matplotlib.collections import PolyCollection
+
+        s = self.simulation
+        graph = s.simulator.graph
+        path = graph.critical_path(s.ends_ns, s.durations_ns, step=step)
+        boxes: list[tuple[float, float, float, float]] = []
+        line: list[tuple[float, float]] = []
+        for i, of_pipeline in path:
+            node = graph.nodes[i]
+            if of_pipeline != pipeline:
+                line += [(np.nan, np.nan)]
+            elif node.kind == NodeKind.PASS:
+                box = self.box(i, node)
+                boxes.append(box)
+                middle = (box[2] + box[3]) / 2
+                line += [(box[0], middle), (np.nan, np.nan), (box[1], middle)]
+        collection = PolyCollection(
+            [_corners(box) for box in boxes],
+            facecolors="none",
+            edgecolors="#000000",
+            linewidths=1.4,
+            zorder=4,
+        )
+        collection.set_gid("critical")
+        self.axes.add_collection(collection)
+        if line:
+            # From where a pass ends to where the next one begins, not through the bars.
+            xs, ys = zip(*line, strict=True)
+            self.axes.plot(xs, ys, color="#000000", linewidth=1.4, zorder=4)
+
+
+def _corners(box: tuple[float, float, float, float]) -> list[tuple[float, float]]:
+    left, right, top, bottom = box
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def _mixed(colour: str, white: float) -> str:
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(p + (255 - p) * white):02X}" for p in parts)
+
+
+def _is_light(colour: str) -> bool:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 140

@@ -1,0 +1,270 @@
+"""Simulated steps in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+A process for each pipeline rank of each pipeline, with its passes, the messages that come to it and
+its collectives; before them one with the steps and the critical path. A pass is named as in
+schedules (`2F0`) and says what its time is made of. Arrows lead from the pass that sends to the
+pass that waits for it. What is on the critical path has category `critical` and a colour of its
+own; of events in Perfetto: `select * from slice where category glob '*critical*'`.
+
+Steps follow each other without a gap. Files are written event by event, so that a step of many
+thousand GPUs needs no memory for them; an event takes about 300 bytes and 20 microseconds.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wlb.simulate.critical import NAMES, event_of
+from wlb.simulate.graph import Node, NodeKind
+from wlb.simulate.order import Action, Kind
+from wlb.simulate.step import Simulation
+
+TraceEvent = dict[str, Any]
+
+STEPS, PASSES, MESSAGES, COLLECTIVES = 0, 1, 2, 3
+CRITICAL = "critical path"
+OVERLAPPING = 100
+"""Threads from this number on hold messages that are under way together with others."""
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, inputs",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+
+
+def trace_events(simulation: Simulation, *, step: int = 0) -> dict[str, Any]:
+    """One step as the JSON object that trace viewers read."""
+    _check(simulation, [step])
+    return {"traceEvents": list(_all(simulation, [step], 0)), **_about(simulation, [step])}
+
+
+def write_trace(
+    path: str | Path,
+    simulation: Simulation,
+    *,
+    steps: Sequence[int] | None = None,
+    first_step: int = 0,
+) -> int:
+    """Writes `steps` of the simulation (default: all) one after the other; the number of events.
+
+    first_step: what the simulation's first step is called.
+    """
+    chosen = range(simulation.num_steps) if steps is None else steps
+    _check(simulation, chosen)
+    num = 0
+    with Path(path).open("w", encoding="utf-8") as file:
+        rest = json.dumps(_about(simulation, chosen))
+        file.write(rest[:-1] + ', "traceEvents": [')
+        for event in _all(simulation, chosen, first_step):
+            file.write(("\n" if num == 0 else ",\n") + json.dumps(event))
+            num += 1
+        file.write("\n]}\n")
+    return num
+
+
+def _about(simulation: Simulation, steps: Sequence[int]) -> dict[str, Any]:
+    spec = simulation.simulator.spec
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "run": spec.run.name,
+            "schedule": str(spec.pp.schedule),
+            "virtual_stages": spec.pp.virtual_stages,
+            **{name: getattr(spec.parallel, name) for name in ("tp", "cp", "pp", "dp")},
+            "kernel_profile": simulation.simulator.cost.profile.name,
+            "step_time_s": [float(simulation.step_time_s[s]) for s in steps],
+        },
+    }
+
+
+def _check(simulation: Simulation, steps: Sequence[int]) -> None:
+    if not steps:
+        raise ValueError("no step was asked for")
+    for step in steps:
+        if not 0 <= step < simulation.num_steps:
+            raise ValueError(f"step {step} is none of the {simulation.num_steps} simulated")
+
+
+def _all(simulation: Simulation, steps: Sequence[int], first_step: int) -> Iterator[TraceEvent]:
+    writers: list[_Step] = []
+    offset_ns = 0
+    for step in steps:
+        name = f"step {first_step + step}"
+        writers.append(_Step(simulation=simulation, step=step, offset_ns=offset_ns, name=name))
+        offset_ns += int(simulation.ends_ns[:, step].max())
+    yield from _names(simulation, lanes=max(w.lanes for w in writers))
+    for writer in writers:
+        yield from writer.events()
+
+
+def _names(simulation: Simulation, *, lanes: int) -> Iterator[TraceEvent]:
+    """Names of processes and threads, and their order."""
+    yield from _name(0, "process", CRITICAL)
+    yield from _name(0, "thread", "steps", tid=STEPS)
+    yield from _name(0, "thread", CRITICAL, tid=PASSES)
+    parallel = simulation.simulator.spec.parallel
+    threads = {PASSES: "passes", MESSAGES: "messages", COLLECTIVES: "collectives, optimizer"}
+    threads |= {OVERLAPPING + i: f"messages {i + 1}" for i in range(1, lanes)}
+    for pipeline in range(parallel.dp):
+        for rank in range(parallel.pp):
+            pid = _pid(pipeline, rank, parallel.pp)
+            yield from _name(pid, "process", f"pipeline {pipeline}, rank {rank}")
+            for tid, name in threads.items():
+                yield from _name(pid, "thread", name, tid=tid)
+
+
+def _name(pid: int, what: str, name: str, *, tid: int = 0) -> Iterator[TraceEvent]:
+    at = {"ph": "M", "pid": pid, "tid": tid}
+    index = pid if what == "process" else tid
+    yield {"name": f"{what}_name", **at, "args": {"name": name}}
+    yield {"name": f"{what}_sort_index", **at, "args": {"sort_index": index}}
+
+
+def _pid(pipeline: int, rank: int, pp: int) -> int:
+    return 1 + pipeline * pp + rank
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """A step's events. offset_ns: where it begins. lanes: most messages under way to a rank."""
+
+    simulation: Simulation
+    step: int
+    offset_ns: int
+    name: str
+    critical: frozenset[tuple[int, int]] = field(init=False)
+    receivers: dict[Action, int] = field(init=False)
+    senders: dict[Action, int] = field(init=False)
+    tids: dict[tuple[int, int], int] = field(init=False)
+    lanes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        simulation, graph = self.simulation, self.simulation.simulator.graph
+        self.critical = frozenset(
+            graph.critical_path(simulation.ends_ns, simulation.durations_ns, step=self.step)
+        )
+        self.senders = {
+            node.action: i
+            for i, node in enumerate(graph.nodes)
+            if node.kind == NodeKind.PASS and node.action is not None
+        }
+        self.receivers = {
+            m.action: self.senders[self._next(m.action)]
+            for m in graph.nodes
+            if m.kind == NodeKind.MESSAGE and m.action is not None
+        }
+        self.tids, self.lanes = self._message_tids()
+
+    def events(self) -> Iterator[TraceEvent]:
+        graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
+        total = int(self.simulation.ends_ns[:, self.step].max())
+        yield self._complete(self.name, "step", (0, STEPS), (0, total), {"step": self.name})
+        for i, node in enumerate(graph.nodes):
+            for pipeline in range(parallel.dp):
+                yield from self._node(i, node, pipeline)
+
+    def _node(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
+        if node.kind == NodeKind.MESSAGE:
+            yield from self._arrow(i, node, pipeline)
+        start, stop = self._times(i, pipeline)
+        if start == stop and node.kind != NodeKind.PASS:
+            return
+        name, args = self._words(i, node, pipeline)
+        is_critical = (i, pipeline) in self.critical
+        category = f"{node.kind},critical" if is_critical else str(node.kind)
+        pp = self.simulation.simulator.spec.parallel.pp
+        tid = COLLECTIVES if node.action is None else PASSES
+        tid = self.tids.get((i, pipeline), tid)
+        # The graph has once what all ranks do together at the end.
+        for rank in [node.rank] if node.rank >= 0 else range(pp):
+            at = (_pid(pipeline, rank, pp), tid)
+            yield self._complete(name, category, at, (start, stop), args)
+        if is_critical:
+            where = {"pipeline": pipeline, "rank": node.rank}
+            yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
+
+    def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
+        """From the pass that sends to the pass that receives; its ends must lie in them."""
+        graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
+        assert node.action is not None
+        sender, receiver = self.senders[node.action], self.receivers[node.action]
+        number = (self.step * len(graph.nodes) + i) * parallel.dp + pipeline
+        shared = {"name": "message", "cat": "message", "id": number}
+        start, stop = self._times(sender, pipeline)
+        for phase, index, ns in (
+            ("s", sender, max(start, stop - 1)),
+            ("f", receiver, self._times(receiver, pipeline)[0]),
+        ):
+            pid = _pid(pipeline, graph.nodes[index].rank, parallel.pp)
+            event = {**shared, "ph": phase, "pid": pid, "tid": PASSES, "ts": self._us(ns)}
+            yield event | ({"bp": "e"} if phase == "f" else {})
+
+    def _words(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
+        """Name and arguments."""
+        if node.action is None:
+            name = NAMES[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
+            return name, {"step": self.name}
+        stage, kind, micro_batch = node.action
+        args: dict[str, Any] = {
+            "step": self.name,
+            "micro_batch": micro_batch,
+            "stage": stage,
+            "kind": _WORDS[kind],
+        }
+        if node.kind == NodeKind.MESSAGE:
+            return f"output of {node.action}", args
+        event = event_of(self.simulation, i, step=self.step, pipeline=pipeline)
+        args["tokens"] = int(self.simulation.prices.tokens[self.step, pipeline, micro_batch])
+        if event.cp_rank >= 0:
+            args["slowest_cp_rank"] = event.cp_rank
+        args["terms_ms"] = {term: round(s * 1e3, 6) for term, s in event.terms_s.items()}
+        return str(node.action), args
+
+    def _complete(
+        self,
+        name: str,
+        category: str,
+        at: tuple[int, int],
+        times_ns: tuple[int, int],
+        args: dict[str, Any],
+    ) -> TraceEvent:
+        """at: process and thread. times_ns: after the step's start."""
+        start, stop = times_ns
+        event: TraceEvent = {"name": name, "cat": category, "ph": "X", "pid": at[0], "tid": at[1]}
+        event |= {"ts": self._us(start), "dur": (stop - start) / 1000, "args": args}
+        if category.endswith(",critical"):
+            event["cname"] = "terrible"
+        return event
+
+    def _us(self, ns: int) -> float:
+        return (self.offset_ns + ns) / 1000
+
+    def _times(self, i: int, pipeline: int) -> tuple[int, int]:
+        stop = int(self.simulation.ends_ns[i, self.step, pipeline])
+        return stop - int(self.simulation.durations_ns[i, self.step, pipeline]), stop
+
+    def _next(self, message: Action) -> Action:
+        to_stage = message.stage + (1 if message.kind == Kind.FORWARD else -1)
+        return message._replace(stage=to_stage)
+
+    def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:
+        """A thread for each message: the first where none is under way."""
+        graph, dp = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel.dp
+        by_rank: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for i in graph.indices(NodeKind.MESSAGE):
+            for pipeline in range(dp):
+                key = (pipeline, graph.nodes[i].rank)
+                by_rank.setdefault(key, []).append((*self._times(i, pipeline), i))
+        tids: dict[tuple[int, int], int] = {}
+        lanes = 1
+        for (pipeline, _), messages in by_rank.items():
+            free_at: list[int] = []
+            for start, stop, i in sorted(messages):
+                lane = next((k for k, end in enumerate(free_at) if end <= start), len(free_at))
+                free_at[lane : lane + 1] = [stop]
+                tids[i, pipeline] = MESSAGES if lane == 0 else OVERLAPPING + lane
+            lanes = max(lanes, len(free_at))
+        return tids, lanes
