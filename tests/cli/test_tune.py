@@ -1,0 +1,163 @@
+"""`wlb tune layout` from the command line: what it prints and writes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wlb.cli import main
+from wlb.cli.tune_layout import winning_spec
+from wlb.spec import load
+
+SMALL = ["--device", "cpu", "--steps", "4", "--jobs", "1", "--top", "3"]
+SETTINGS = ["--set", "data.context_window=2048", "data.num_micro_batches=4"]
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("lengths") / "lengths.npy"
+    draw = np.random.default_rng(0)
+    np.save(path, np.minimum(draw.lognormal(5, 1.5, 800).astype(np.int64) + 1, 6000))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def made(lengths: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A search of `demo` on 8 devices, all outputs written."""
+    folder = tmp_path_factory.mktemp("tuned")
+    paths = {name: str(folder / f"made.{name}") for name in ("toml", "html", "json")}
+    words = ["tune", "layout", "demo", "--gpus", "8", "--lengths", lengths, *SMALL, *SETTINGS]
+    code = main([*words, "--out", paths["toml"], "--html", paths["html"], "--json", paths["json"]])
+    assert code == 0
+    return {**paths, "words": words, "data": json.loads(Path(paths["json"]).read_text("utf-8"))}
+
+
+def test_the_winner_is_written_as_a_run(made: dict[str, Any]) -> None:
+    spec, best = load(made["toml"]), made["data"]["best"][0]
+    given = load("demo", SETTINGS[1:])
+    assert winning_spec(given, spec) == spec
+    assert spec.parallel.world_size == 8
+    assert spec.model == given.model
+    assert spec.data == given.data
+    assert spec.planner == given.planner
+    for section in ("parallel", "pp", "packing", "sharding"):
+        assert spec.to_dict()[section] == best["spec"][section]
+    assert spec.training.recompute == best["spec"]["training"]["recompute"]
+    text = Path(made["toml"]).read_text("utf-8")
+    assert "# found by: wlb tune layout demo --gpus 8" in text
+
+
+def test_json_has_the_best_and_why_others_lost(made: dict[str, Any]) -> None:
+    data = made["data"]
+    times = [trial["s_per_batch"] for trial in data["best"]]
+    assert times == sorted(times)
+    assert len(times) == 3
+    assert data["own"]["layout"].startswith("tp 2 cp 2 pp 2 dp 1 interleaved_1f1b v 2")
+    assert sum(data["best"][0]["terms"].values()) == pytest.approx(times[0])
+    families = {loser["family"] for loser in data["losers"]}
+    assert families & {"tp 1", "tp 2"}
+    reasons = {refused["reason"] for refused in data["refused"]}
+    assert "tp does not divide the model" in reasons
+    assert {t["sharding"] for t in data["strategies"]} == {"balanced", "hybrid", "adaptive"}
+
+
+def test_the_page_is_whole(made: dict[str, Any]) -> None:
+    page = Path(made["html"]).read_text("utf-8")
+    assert page.count("<svg") == 2
+    assert page.count("<tr") == 1 + 3 + 1
+    for words in ("Why the others lost", "What was left out", "[parallel]", "TP communication"):
+        assert words in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_the_table_fits_terminals(
+    lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["tune", "layout", "demo", "--gpus", "4", "--lengths", lengths, *SMALL, *SETTINGS]
+    for width, columns in ((80, ["s/step", "gain", "GiB"]), (120, ["ktok/s", "bubble", "bound"])):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main([*words, "--tp", "2"]) == 0
+        out = capsys.readouterr().out
+        assert max(len(line) for line in out.splitlines()) <= width
+        head = next(line for line in out.splitlines() if "s/step" in line)
+        assert all(name in head for name in columns)
+        assert "no gain" not in out
+        assert "own layout is not compared: too few ranks" in " ".join(out.split())
+
+
+def test_json_on_stdout_is_the_same_twice(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune", "layout", "demo", "--gpus", "2", "--lengths", lengths, *SMALL, *SETTINGS]
+    words += ["--pp", "2", "--json"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+    assert json.loads(first)["gpus"] == 2
+
+
+def test_another_global_batch_keeps_tokens(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", "layout", "demo", "--gpus", "2", "--lengths", lengths, *SMALL, *SETTINGS]
+    assert main([*words, "--global-batch-tokens", "16384", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    for trial in data["best"]:
+        assert trial["spec"]["data"]["num_micro_batches"] == 8
+        assert 8 % trial["spec"]["parallel"]["dp"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0"], "--gpus = 0 must be at least 1"),
+        (["--gpus", "8", "--top", "0"], "--top = 0 must be at least 1"),
+        (["--gpus", "8", "--jobs", "-1"], "--jobs = -1 must be at least 0"),
+        (["--gpus", "8", "--max-delay-mean", "nan"], "must be at least 0 and finite"),
+        (["--gpus", "8", "--tp", "3"], "tp = 3 does not divide 8 devices; choose from 1, 2, 4, 8"),
+        (["--gpus", "8", "--tp", "8", "--cp", "8"], "no layout of 8 devices is within"),
+        (["--gpus", "8", "--virtual-stages", "0"], "virtual stages = 0 must be at least 1"),
+        (["--gpus", "8", "--global-batch-tokens", "3000"], "such as 2048"),
+        (["--gpus", "8", "--global-batch-tokens", "0"], "must be a multiple of"),
+        (["--gpus", "8", "--out", "/nowhere/best.toml"], "/nowhere/best.toml cannot be written"),
+        (["--gpus", "8", "--html", "/nowhere/page.html"], "cannot be written"),
+        (["--gpus", "8", "--set", "cluster.memory_gib=0.001"], "closest is tp "),
+        (["--gpus", "8", "--max-delay-mean", "0", "--policies", "bounded"], "raise --max-delay"),
+    ],
+)
+def test_bad_input_is_refused(
+    words: list[str], message: str, lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["tune", "layout", "demo", "--lengths", lengths, *SMALL, *SETTINGS]
+    assert main([*base, *words]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_no_torch_is_imported(lengths: str) -> None:
+    code = (
+        "import sys; from wlb.cli import main; "
+        f"main(['tune', 'layout', 'demo', '--gpus', '2', '--lengths', {lengths!r}, '--pp', '2', "
+        f"*{[*SMALL, *SETTINGS]!r}]); print([m for m in sys.modules if m.startswith('torch')])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_training_takes_the_winner(
+    made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "texts"
+    corpus.mkdir()
+    draw = np.random.default_rng(1)
+    for i in range(60):
+        words = draw.integers(0, 500, size=int(draw.integers(20, 2000)))
+        (corpus / f"{i}.txt").write_text(" ".join(f"w{w}" for w in words), "utf-8")
+    words = ["train", made["toml"], "--dry-run", "--set", f"data.corpus={corpus}"]
+    assert main([*words, f"data.cache_dir={tmp_path}", "run.device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "First plan, pipeline 0" in out

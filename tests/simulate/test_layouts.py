@@ -1,0 +1,137 @@
+"""Which layouts are tried, and why others are not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.simulate.searched import WINDOW, N, spec_of
+from wlb.simulate.layouts import (
+    Choices,
+    Layouts,
+    degrees_of,
+    divisors,
+    held_at_once,
+    layouts_of,
+    need_of,
+    pipeline_of,
+    planned_bytes,
+)
+from wlb.simulate.memory import pass_bytes, peak_activation_bytes, rest_bytes
+from wlb.simulate.order import pipeline_order
+from wlb.spec import Recompute, Schedule, check
+
+SCHEDULES = [
+    (Schedule.ONE_F_ONE_B, 1),
+    (Schedule.INTERLEAVED_1F1B, 2),
+    (Schedule.INTERLEAVED_ZERO_BUBBLE, 2),
+]
+
+
+def degrees(found: Layouts) -> set[str]:
+    return {degrees_of(c.spec) for c in found.candidates}
+
+
+def test_divisors() -> None:
+    assert divisors(12) == (1, 2, 3, 4, 6, 12)
+
+
+def test_all_layouts_of_two_devices() -> None:
+    found = layouts_of(spec_of(), gpus=2, choices=Choices())
+    named = [f"{degrees_of(c.spec)} | {pipeline_of(c.spec)}" for c in found.candidates]
+    pipelines = (
+        ["1f1b v 1"]
+        + [f"interleaved_1f1b v {v}" for v in (1, 2)]
+        + [f"interleaved_zero_bubble v {v}" for v in (1, 2)]
+    )
+    assert named == [
+        "tp 1 cp 1 pp 1 dp 2 | no pipeline",
+        *(f"tp 1 cp 1 pp 2 dp 1 | {p}" for p in pipelines),
+        "tp 1 cp 2 pp 1 dp 1 | no pipeline",
+        "tp 2 cp 1 pp 1 dp 1 | no pipeline",
+    ]
+    assert all(c.spec.tokens_per_step == N * WINDOW for c in found.candidates)
+    assert all(check(c.spec) is c.spec for c in found.candidates)
+    # 80 GiB leave all the room without recompute: the other ways are not tried.
+    (refusal,) = found.refusals.values()
+    assert refusal.reason == "less recompute leaves all the room that packing can use"
+    assert refusal.count == 2 * len(named)
+
+
+def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
+    found = layouts_of(spec_of("data.token_quantum=4096"), gpus=32, choices=Choices())
+    by_reason = {r.reason: r for r in found.refusals.values()}
+    tp = by_reason["tp does not divide the model"]
+    assert "parallel.tp = 16 is more than model.num_kv_heads = 8" in tp.message
+    dp = by_reason["dp does not divide the micro-batches of a step"]
+    assert "4 micro-batches a step are not a multiple of parallel.dp = 32" in dp.message
+    layers = by_reason["pp does not divide the layers"]
+    assert "model.num_layers = 4 is fewer than pp 8" in layers.message
+    schedule = by_reason["the schedule or its stages do not divide"]
+    assert "1f1b needs at least pp = 4 micro-batches a pipeline, got" in schedule.message
+    assert (
+        "ranks of 4096 rows exceed the window"
+        in by_reason["cp is too large for the window"].message
+    )
+
+
+def test_restrictions() -> None:
+    choices = Choices(tp=(2,), pp=(2,), schedules=(Schedule.INTERLEAVED_1F1B,), virtual_stages=(2,))
+    found = layouts_of(spec_of(), gpus=8, choices=choices)
+    assert degrees(found) == {"tp 2 cp 1 pp 2 dp 2", "tp 2 cp 2 pp 2 dp 1"}
+    assert {pipeline_of(c.spec) for c in found.candidates} == {"interleaved_1f1b v 2"}
+    with pytest.raises(ValueError, match="cp = 3 does not divide 8 devices; choose from 1, 2, 4"):
+        layouts_of(spec_of(), gpus=8, choices=Choices(cp=(3,)))
+    with pytest.raises(ValueError, match="no layout of 8 devices is within the restrictions"):
+        layouts_of(spec_of(), gpus=8, choices=Choices(tp=(4,), cp=(4,)))
+    with pytest.raises(ValueError, match=r"no layout of 32 devices is possible: tp .* \(\d+\)"):
+        layouts_of(spec_of(), gpus=32, choices=Choices(tp=(16,)))
+
+
+@pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
+@pytest.mark.parametrize("how", Recompute)
+def test_memory_of_windows_is_that_of_the_simulated_order(
+    schedule: Schedule, v: int, how: Recompute
+) -> None:
+    spec = spec_of(f"training.recompute={how}")
+    spec = replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v))
+    order = pipeline_order(schedule, pp=2, virtual_stages=v, num_micro_batches=N)
+    need, rank = need_of(spec, held_at_once(order))
+    passes = pass_bytes(spec, np.full(N, WINDOW))
+    per_rank: list[int] = []
+    for r in range(2):
+        rest = rest_bytes(spec, pp_rank=r, longest=WINDOW)
+        fixed = rest.total_bytes - rest.activations_bytes - rest.boundaries_bytes
+        per_rank.append(fixed + int(peak_activation_bytes(order[r], passes)))
+    assert need == max(per_rank)
+    assert per_rank[rank] == need
+
+
+def test_less_memory_brings_recompute_and_then_nothing() -> None:
+    few = Choices(tp=(1,), cp=(1,), pp=(2,), schedules=(Schedule.ONE_F_ONE_B,))
+
+    def ways(memory_gib: float) -> list[Recompute]:
+        found = layouts_of(spec_of(f"cluster.memory_gib={memory_gib}"), gpus=2, choices=few)
+        assert all(c.need_bytes <= planned_bytes(c.spec) for c in found.candidates)
+        return [c.spec.training.recompute for c in found.candidates]
+
+    assert ways(80) == [Recompute.NONE]
+    needs = {
+        c.spec.training.recompute: c.need_bytes / 2**30 / 0.95
+        for gib in (2.5, 3, 4, 5, 6, 8)
+        for c in layouts_of(spec_of(f"cluster.memory_gib={gib}"), gpus=2, choices=few).candidates
+    }
+    tight = needs[Recompute.NONE] * 1.01  # a window fits, packing has no room: all ways are tried
+    assert ways(tight) == [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
+    with pytest.raises(
+        ValueError, match=r"closest is tp 1 cp 1 .* pipeline rank \d \(stages \d\) "
+    ):
+        ways(0.5)
+
+
+def test_the_closest_layout_and_the_missing_bytes_are_named() -> None:
+    spec = spec_of("cluster.memory_gib=0.1")
+    with pytest.raises(ValueError, match=r"no layout of 8 devices fits within 0\.095 GiB") as error:
+        layouts_of(spec, gpus=8, choices=Choices())
+    assert "lacks" in str(error.value)
+    assert " bytes (" in str(error.value)

@@ -1,0 +1,229 @@
+"""The search of layouts: it finds the best, keeps its limits, and says why the others lost."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.simulate.searched import WINDOW, N, sample, spec_of
+from wlb.simulate import check_memory, simulate_run
+from wlb.simulate.layouts import GIB, Choices, layouts_of, planned_bytes
+from wlb.simulate.settings import Settings, with_settings
+from wlb.simulate.trial import Bench, Trial, bench_key
+from wlb.simulate.tune import Search, Tuner
+from wlb.simulate.why import difference, losers_of, references_of
+from wlb.simulate.workers import Workers
+from wlb.spec import Policy, Recompute, RunSpec, Schedule, Strategy
+
+FEW = Settings(s_max=(1.25, 2.0), step_tokens=(0.0, 1.1), queues=())
+SAMPLE = sample()
+
+
+def search(
+    spec: RunSpec,
+    *,
+    gpus: int = 8,
+    choices: Choices | None = None,
+    settings: Settings = FEW,
+    top: int = 3,
+    own: RunSpec | None = None,
+    max_delay_mean: float = 0.5,
+    jobs: int = 1,
+) -> tuple[Tuner, Search]:
+    layouts = layouts_of(spec, gpus=gpus, choices=choices or Choices())
+    with Workers(jobs=jobs) as workers:
+        tuner = Tuner(
+            sample=SAMPLE,
+            settings=settings,
+            workers=workers,
+            top=top,
+            max_delay_mean=max_delay_mean,
+        )
+        return tuner, tuner.search(layouts, own)
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return search(spec_of(), own=spec_of())[1]
+
+
+def exhaustive(known: Search, settings: Settings, max_delay_mean: float) -> list[Trial]:
+    """Every layout with every packing and every sharding, by `simulate_run`."""
+    out: list[Trial] = []
+    benches: dict[object, Bench] = {}
+    for c in known.layouts.candidates:
+        key = bench_key(c.spec)
+        bench = benches.setdefault(key, Bench.of(c.spec, SAMPLE))
+        for packing, strategy in product(settings.packings(c), settings.strategies):
+            trial = bench.sharded(with_settings(c.spec, packing, strategy))
+            if trial is not None and trial.mean_delay <= max_delay_mean:
+                out.append(trial)
+    return out
+
+
+@pytest.mark.parametrize(("memory_gib", "tp"), [(80.0, (1, 2)), (0.8, (2,))])
+def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
+    memory_gib: float, tp: tuple[int, ...]
+) -> None:
+    spec = spec_of(f"cluster.memory_gib={memory_gib}")
+    choices = Choices(tp=tp, cp=(2, 4), schedules=(Schedule.INTERLEAVED_1F1B,))
+    settings = replace(FEW, s_max=(2.0,))
+    _, known = search(spec, choices=choices, settings=settings, top=1)
+    everything = exhaustive(known, settings, 0.5)
+    assert len({t.layout for t in everything}) > 5
+    best = min(everything, key=lambda t: t.time_s)
+    assert known.ranking[0].time_s == pytest.approx(best.time_s, rel=1e-12)
+    is_pruned = len(known.tuned) < len(known.layouts.candidates)
+    assert is_pruned or memory_gib < 80
+
+
+def test_the_winner_is_what_simulate_says(found: Search) -> None:
+    best = found.ranking[0]
+    bench = Bench.of(best.spec, SAMPLE)
+    run = simulate_run(best.spec, bench.cost, SAMPLE.batches)
+    check_memory(run)
+    assert best.time_s == pytest.approx(run.time_s / len(SAMPLE.batches), rel=1e-12)
+    assert best.tokens_per_s == run.tokens_per_s
+    assert best.mfu == run.mfu(peak_tflops=989.0)
+    assert best.peak_memory_bytes == int(run.peak_memory_bytes.max())
+    assert best.mean_delay == run.mean_delay
+    assert best.max_delay == max(m.max_delay for m in run.metrics)
+    assert sum(best.terms.values()) == pytest.approx(best.time_s)
+    assert int(run.tokens.sum()) == SAMPLE.num_tokens
+    assert best.spec.parallel.world_size == 8
+    assert best.spec.num_micro_batches == N
+
+
+def test_each_step_bounds_the_next(found: Search) -> None:
+    for name, trial in found.packed.items():
+        assert found.work[name].time_s <= found.even[name].time_s * 1.001
+        assert found.even[name].time_s <= trial.time_s * 1.03
+
+
+def test_the_own_settings_are_tried_as_they_are(found: Search) -> None:
+    assert found.own is not None
+    assert found.own.spec == spec_of()
+    assert found.own.time_s > found.ranking[0].time_s
+
+
+def test_equal_inputs_give_equal_results_on_any_number_of_workers(found: Search) -> None:
+    _, again = search(spec_of(), own=spec_of(), jobs=2)
+    assert [t.name for t in again.ranking] == [t.name for t in found.ranking]
+    assert again.ranking == found.ranking
+    assert again.even == found.even
+    assert again.packed == found.packed
+
+
+def test_memory_is_kept_and_costs_time(found: Search) -> None:
+    gib = 1.0
+    _, tight = search(spec_of(f"cluster.memory_gib={gib}"), choices=Choices(cp=(2, 4)))
+    for trial in tight.ranking:
+        assert trial.peak_memory_bytes <= planned_bytes(trial.spec) < gib * GIB
+    assert found.ranking[0].peak_memory_bytes > gib * GIB
+    assert tight.ranking[0].time_s > found.ranking[0].time_s
+
+
+def test_the_delay_is_kept() -> None:
+    tuner, known = search(spec_of(), max_delay_mean=0.1)
+    assert all(t.mean_delay <= 0.1 for t in known.ranking)
+    with pytest.raises(ValueError, match=r"within 0\.0001 steps; the least is 0\.\d+ \(.* on tp"):
+        search(spec_of(), max_delay_mean=0.0001, choices=Choices(tp=(2,), cp=(2,), pp=(2,)))
+    assert tuner.max_delay_mean == 0.1
+
+
+def test_original_wins_only_where_it_is_asked_for() -> None:
+    small = Choices(tp=(2,), cp=(2,), pp=(2,), schedules=(Schedule.INTERLEAVED_1F1B,))
+    _, known = search(spec_of(), choices=small)
+    assert Policy.ORIGINAL not in {t.spec.packing.policy for t in known.ranking}
+    _, known = search(spec_of(), choices=small, settings=Settings(policies=(Policy.ORIGINAL,)))
+    assert {t.packing for t in known.ranking} == {"original"}
+
+
+def test_a_sequence_on_one_rank_is_sharded_in_one_way() -> None:
+    _, known = search(spec_of(), choices=Choices(cp=(1,), tp=(2,)))
+    assert {t.spec.sharding.strategy for t in known.ranking} == {Strategy.BALANCED}
+
+
+def test_why_the_others_lost(found: Search) -> None:
+    tuner = Tuner(sample=SAMPLE, settings=FEW, workers=Workers(), top=3)
+    own = spec_of()
+    losers = {loser.label: loser for loser in losers_of(tuner, found, own=own, node=8)}
+    winner = found.ranking[0].spec
+    assert f"tp {winner.parallel.tp}" not in losers
+    assert str(winner.training.recompute) == "none"
+    own_label = "the run's own layout, tp 2 cp 2 pp 2 dp 1"
+    expected = {
+        *(f"tp {d}" for d in (1, 2, 4, 8) if d != winner.parallel.tp),
+        *(f"cp {d}" for d in (1, 2, 4, 8) if d != winner.parallel.cp),
+        *(f"pp {d}" for d in (1, 2, 4) if d != winner.parallel.pp),
+        own_label,
+    }
+    assert expected <= set(losers)
+    most = losers["tp 8"]
+    assert most.trial is not None
+    assert most.behind > 0
+    assert "TP communication +" in most.why
+    of_own = losers[own_label].trial
+    assert of_own is not None
+    assert of_own.is_sharded
+    made = references_of(tuner, found.ranking[0])
+    assert {str(t.spec.packing.policy) for t in made.policies} == {
+        "bounded",
+        "var_len",
+        "fixed",
+        "original",
+    }
+    assert all(t.is_sharded for t in (*made.policies, *made.strategies))
+    best = {str(t.spec.sharding.strategy): t.time_s for t in made.strategies}
+    assert min(best.values()) == pytest.approx(found.ranking[0].time_s)
+
+
+def test_a_family_that_does_not_fit_is_said() -> None:
+    tuner, known = search(spec_of("cluster.memory_gib=0.4"), top=1)
+    losers = {x.label: x for x in losers_of(tuner, known, own=None, node=8)}
+    for label in ("tp 1", "cp 8", "pp 4"):
+        assert losers[label].trial is None
+        assert losers[label].why.startswith("does not fit; closest: tp ")
+        assert " lacks " in losers[label].why
+
+
+def test_differences_are_sorted_and_keep_the_sign() -> None:
+    assert difference({"a": 1.0, "b": 3.0}, {"a": 2.0, "c": 0.5}) == {
+        "b": 3.0,
+        "c": -0.5,
+        "a": -1.0,
+    }
+
+
+def test_settings_are_what_the_room_allows() -> None:
+    (candidate,) = layouts_of(
+        spec_of(), gpus=1, choices=Choices(recompute=(Recompute.NONE,))
+    ).candidates
+    settings = Settings(s_max=(1.5,), step_tokens=(0.0, 1.1, 1.5), queues=((0.4,),))
+    shown = [
+        (str(p.policy), p.s_max, p.step_tokens, p.queue_thresholds)
+        for p in settings.packings(candidate)
+    ]
+    own = spec_of().packing.queue_thresholds
+    assert shown == [
+        ("bounded", 1.5, 0.0, own),
+        ("bounded", 1.5, 1.1, own),
+        ("var_len", 1.5, 0.0, own),
+        ("var_len", 1.5, 0.0, (0.4,)),
+        ("fixed", 1.5, 0.0, own),
+    ]
+    assert [str(p.policy) for p in settings.first(candidate)] == ["bounded", "var_len", "fixed"]
+    assert settings.first(candidate)[0].step_tokens == 1.1
+    windows = replace(candidate, caps=None)
+    assert [str(p.policy) for p in settings.packings(windows)] == ["fixed"]
+    for name in ("policies", "s_max", "step_tokens", "strategies"):
+        with pytest.raises(ValueError, match=f"{name} is empty"):
+            Settings(**{name: ()})
+    with pytest.raises(ValueError, match="policy capacity is not tried"):
+        Settings(policies=(Policy.CAPACITY,))
+    assert candidate.spec.data.context_window == WINDOW
+
+
+def test_jobs() -> None:
+    with pytest.raises(ValueError, match="jobs = 0 must be at least 1"):
+        Workers(jobs=0)
