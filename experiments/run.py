@@ -67,9 +67,12 @@ class Experiment:
 REGISTRY = (
     Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
     Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
+    Experiment("fig01", "fig01", "Figure 1", 5, "computing of 8,192 GPUs, simulated", "--quick"),
     Experiment("fig02", "fig02", "Figure 2", 0.1, "who holds what in 4-D parallelism"),
     Experiment("fig03", "fig03", "Figure 3", 0.5, "how long documents are", "--lengths"),
+    Experiment("fig04", "fig04", "Figure 4", 0.2, "attention of 8,192 GPUs, simulated", "--quick"),
     Experiment("fig05", "fig05", "Figure 5", 0.1, "one slow micro-batch in a pipeline"),
+    Experiment("fig06", "fig06", "Figure 6", 1, "balance by packing window", "--quick"),
     Experiment("fig07", "fig07", "Figure 7", 0.1, "operations' time by document length"),
     Experiment("fig08", "fig08_outlier_delay", "Figure 8", 0.2, "outliers wait and leave"),
     Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),

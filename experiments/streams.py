@@ -1,12 +1,16 @@
 """Length sources that experiments share: the fitted family, the standard library, files of lengths.
 
-The cost is the ratio that reproduces the paper's tables (W_a / W_l = 1.67 at a window of 128K for
-its 7B model), so imbalance here is that of forward latency, as in Section 7.4.
+Two fits to the paper. "evaluation" are the documents of the simulated 7B-128K runs, drawn from the
+family of `experiments/constants.py`; what takes them makes its cost from the same constants.
+"wlb_paper" is the library's default family; `COST` goes with it, a ratio (W_a / W_l = 1.67 at a
+window of 128K for the 7B model), so that imbalance is that of forward latency, as in Section 7.4.
 """
 
 from itertools import islice
 from pathlib import Path
 
+from experiments import constants, evaluation
+from experiments.configurations import configuration
 from wlb.corpus import (
     GlobalBatches,
     LengthSource,
@@ -49,6 +53,9 @@ def batches_of(
     name: str, *, num_micro_batches: int, num_batches: int, seed: int
 ) -> list[GlobalBatch]:
     """The first `num_batches` global batches of N x 128K tokens; a short source is repeated."""
+    if name == "evaluation":
+        spec = configuration("7b_128k", f"data.num_micro_batches={num_micro_batches}")
+        return evaluation.batches_of(spec, family=constants.FAMILY, steps=num_batches, seed=seed)
     per_batch = num_micro_batches * WINDOW
     source = source_of(name, num_tokens=per_batch * num_batches, seed=seed)
     stream = GlobalBatches(source, tokens_per_batch=per_batch, seed=seed)
@@ -57,6 +64,7 @@ def batches_of(
 
 def title_of(name: str) -> str:
     return {
+        "evaluation": "fitted distribution (constants of the evaluation)",
         "wlb_paper": "fitted distribution (wlb_paper)",
         "stdlib": "Python standard library, 32K BPE",
     }.get(name, Path(name).name)

@@ -1,8 +1,12 @@
-"""The presets of the paper's Table 1: its layouts, and how many parameters our dimensions make."""
+"""The presets of the paper's configurations: layouts, and how many parameters our dimensions make.
+
+Table 1's eight, and the 405B job that its Figures 1 and 4 trace.
+"""
 
 import pytest
 
-from wlb.spec import Policy, RunSpec, Schedule, check, load, presets
+from wlb.cost import memory_estimate
+from wlb.spec import Policy, Recompute, RunSpec, Schedule, check, load, presets
 
 # name: (tp, cp, pp, dp), GPUs, billions of parameters the name means, parameters exactly.
 TABLE_1 = {
@@ -17,8 +21,8 @@ TABLE_1 = {
 }
 
 
-def test_the_presets_are_the_demos_and_table_1() -> None:
-    assert presets() == sorted(["demo", "demo_single", *TABLE_1])
+def test_the_presets_are_the_demos_table_1_and_the_405b_job() -> None:
+    assert presets() == sorted(["demo", "demo_single", *TABLE_1, "405b_128k"])
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -51,6 +55,27 @@ def test_each_can_run_and_differs_only_in_model_and_layout(name: str) -> None:
     other = preset("7b_128k")
     for section in ("cp", "packing", "sharding", "cost", "kernels", "training", "eval", "pp"):
         assert getattr(spec, section) == getattr(other, section), section
+
+
+def test_the_405b_job_has_llama_3s_dimensions_on_8192_gpus() -> None:
+    spec = load("405b_128k")
+    p, model = spec.parallel, spec.model
+    assert (p.tp, p.cp, p.pp, p.dp) == (8, 16, 16, 4)
+    assert p.world_size == 8192
+    assert spec.num_micro_batches == p.pp * p.dp
+    layers = (model.num_parameters - 2 * 128256 * 16384 - 16384) / model.num_layers
+    # Two layers more than LLaMA-3-405B's 126, which 16 ranks x 4 virtual stages do not divide.
+    assert model.num_parameters - 2 * layers == pytest.approx(405.8e9, rel=1e-3)
+    assert model.head_size == 128
+
+
+def test_the_405b_job_fits_80_gib_with_mlps_recomputed() -> None:
+    needed = {
+        how: memory_estimate(load("405b_128k", [f"training.recompute={how}"])).total_bytes / 2**30
+        for how in (Recompute.NONE, Recompute.SELECTIVE)
+    }
+    assert load("405b_128k").training.recompute is Recompute.SELECTIVE
+    assert needed[Recompute.SELECTIVE] < 50 < 80 < needed[Recompute.NONE]
 
 
 def preset(name: str) -> RunSpec:
