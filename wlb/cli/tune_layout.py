@@ -292,7 +292,7 @@ def _write(
 
         provenance = [
             ("command", _command(options)),
-            ("priced with", worth_of(profile)),
+            ("priced with", _worth(profile)),
             ("wlb", f"{__version__}, {program_version()}"),
         ]
         page = layout_page(report, title=title, toml=toml, facts=facts, provenance=provenance)
@@ -306,7 +306,7 @@ def _json(options: argparse.Namespace, report: LayoutReport, profile: KernelProf
         "command": _command(options),
         "version": program_version(),
         "profile": profile.name,
-        "worth": worth_of(profile),
+        "worth": dict(worth_of(profile)),
         "gpus": options.gpus,
         **report.to_json(),
     }
@@ -321,7 +321,7 @@ def _show(
     seconds: float,
 ) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(worth_of(profile))
+    console.print(_worth(profile))
     console.print(layout_table(report, title=title, width=console.width))
     if report.own_note:
         console.print(report.own_note)
@@ -334,6 +334,11 @@ def _show(
     for path in (options.out, options.html, options.json):
         if path:
             console.print(f"written: {path}")
+
+
+def _worth(profile: KernelProfile) -> str:
+    kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
+    return f"profile {profile.name} ({profile.device}); {kinds}"
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -274,7 +274,11 @@ class _Held:
         key = (spec.pp.schedule, spec.parallel.pp, v, n)
         if key not in self.known:
             order = pipeline_order(
-                spec.pp.schedule, pp=spec.parallel.pp, virtual_stages=v, num_micro_batches=n
+                spec.pp.schedule,
+                pp=spec.parallel.pp,
+                virtual_stages=v,
+                num_micro_batches=n,
+                weight_delay=spec.pp.weight_delay,
             )
             self.known[key] = held_at_once(order)
         return self.known[key]
