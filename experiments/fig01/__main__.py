@@ -7,6 +7,7 @@ up. Kernels of all kinds, and attention alone, which is what Section 3.1 adds up
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from experiments.large_job import (
     traced_step,
 )
 from experiments.results import Against, How, Picture, Table, show, write_results
+from wlb.cost import memory_estimate
 from wlb.simulate import Simulation
+from wlb.spec import Recompute
 
 SYSTEMS = {"plain_4d": "Plain-4D", "paper": "WLB-LLM", "wlb": "ours"}
 NOTES = {
@@ -130,15 +133,17 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
     tp = plain.simulator.spec.parallel.tp
     every = {kind: over_others(getattr(plain, kind), tp=tp) for kind in KINDS}
     whole, attention = every.values()
+    keeping = replace(plain.simulator.spec.training, recompute=Recompute.NONE)
+    unfit = memory_estimate(replace(plain.simulator.spec, training=keeping)).total_bytes / 2**30
     return (
         f"**What was simulated.** LLaMA-3-405B's dimensions (with 128 layers for its 126, which 16 "
         f"pipeline ranks of 4 virtual stages divide) on 8,192 GPUs: TP 8, CP 16, PP 16, DP 4, "
         f"64 windows of 128K tokens a step, interleaved 1F1B, MLPs recomputed in backward (the "
-        f"fullest GPU of all three systems has {gib:.0f} GiB; without, Plain-4D would need 87). "
-        f"{steps} steps, seed 1, the lengths and kernel times of `experiments/constants.py`. "
-        f"Under Plain-4D a pipeline trains its own loader's windows in their order; for the others the "
-        f"planner deals micro-batches by predicted work. The step shown "
-        f"is the one whose ratio is in the middle of all; no step was picked for its ratio.\n\n"
+        f"fullest GPU of all three systems has {gib:.0f} GiB; without, Plain-4D would need "
+        f"{unfit:.0f}). {steps} steps with the lengths and kernel times of `experiments/constants.py`. "
+        f"Under Plain-4D a pipeline trains its own loader's windows in their order; for the others "
+        f"the planner deals micro-batches by predicted work. The step shown is the one in the "
+        f"middle when a system's steps are put in the order of their ratio for all kernels.\n\n"
         f"**Where ours differs.** Of all kernels, the slowest GPU computes "
         f"{float(np.median(whole)):.2f} times as long as the others ({whole.min():.2f} to "
         f"{whole.max():.2f}), clearly less than the paper's 1.44. Attention alone, which "

@@ -91,8 +91,8 @@ def draw(values: FloatArray, tp: int) -> Any:
     group = np.repeat(values[d, p], tp)
     right.plot(np.arange(cp * tp), group, "o", color=COLOURS[int(d)], markersize=3.5, mew=0)
     right.axhline(group.mean(), color="#000000", linewidth=0.8)
-    right.annotate("mean of the group", (cp * tp, group.mean()), xytext=(0, 3),
-                   textcoords="offset points", ha="right", fontsize=9)  # fmt: skip
+    right.annotate("mean of the group", (0, group.mean()), xytext=(0, 4),
+                   textcoords="offset points", fontsize=9)  # fmt: skip
     right.set(xlabel=f"GPUs of one CP group: {cp} CP ranks of {tp} TP ranks")
     right.set(xticks=np.arange(0, cp * tp + 1, tp * 2), xticklabels=range(0, cp + 1, 2))
     right.set_title(f"(2) the slowest GPU's CP group, DP {d}, PP {p}", fontsize=10)

@@ -109,7 +109,7 @@ def draw(results: list[Result]) -> Any:
         panel.minorticks_off()
         panel.set(xlabel="packing window (global batches)")
         panel.set_title(title, fontsize=10)
-        panel.legend(frameon=False, fontsize=9, loc="upper right")
+        panel.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.94))
     panels[0].set_ylabel("imbalance: largest / mean micro-batch")
     return figure
 
