@@ -4,6 +4,7 @@ Every run trains the same global batches of its configuration, drawn from the on
 the end: what a policy held back is flushed and counted.
 """
 
+import argparse
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,10 +22,24 @@ from wlb.plan import GlobalBatch
 from wlb.simulate import RunSimulation, simulate_run
 from wlb.spec import RunSpec, system_overrides
 
-STEPS = 160
+STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 GIB = 2**30
 MEMORY_GIB = 80.0
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """What every figure of the evaluation takes."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS, help="global batches of each run")
+    parser.add_argument("--seed", type=int, default=SEED)
+    quick = f"{QUICK_STEPS} global batches, nothing written"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def steps_of(options: argparse.Namespace) -> int:
+    return QUICK_STEPS if options.quick else options.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

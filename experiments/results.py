@@ -39,6 +39,7 @@ from rich.console import Console
 
 from wlb.cost import KernelProfile
 from wlb.cost.machine import program_version
+from wlb.report import worth_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS_ONLY = ":(exclude,glob)experiments/*/results/**"
@@ -184,18 +185,7 @@ def priced_with(*profiles: KernelProfile) -> str:
 
 
 def _worth(profile: KernelProfile) -> str:
-    blocks: list[tuple[str, str]] = [("attention", profile.attention[0].provenance.kind)]
-    blocks += [("GEMM", profile.gemm.provenance.kind)]
-    blocks += [("element-wise", cost.provenance.kind) for cost in profile.elementwise]
-    blocks += [("layer overhead", profile.layer.provenance.kind)]
-    blocks += [("output head", profile.head.provenance.kind)]
-    for cost in profile.collectives:
-        scope = cost.scope.replace("inter_node", "between nodes").replace("intra_node", "in a node")
-        blocks.append((f"{cost.op.replace('_', '-')} {scope}", cost.provenance.kind))
-    by_kind: dict[str, list[str]] = {}
-    for block, kind in dict.fromkeys(blocks):
-        by_kind.setdefault(kind, []).append(block)
-    worth = "; ".join(f"**{kind}**: {', '.join(found)}" for kind, found in by_kind.items())
+    worth = "; ".join(f"**{kind}**: {blocks}" for kind, blocks in worth_of(profile))
     return (
         f"times from kernel profile `{profile.name}` ({profile.device}, {profile.dtype}; "
         f"{profile.provenance.kind}: {profile.provenance.source}). Its blocks are {worth}."

@@ -10,7 +10,6 @@
 4. 7B-128K with longer and shorter tails of the length distribution.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from experiments import constants
 from experiments.configurations import TABLE_1, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.evaluation import GIB, SEED, STEPS, Case, Outcome, mean, outcomes, system
+from experiments.evaluation import GIB, Case, Outcome, arguments, mean, outcomes, steps_of, system
 from experiments.results import Against, How, Picture, Table, show, write_results
 
 ZERO_BUBBLE = "pp.schedule=interleaved_zero_bubble"
@@ -185,12 +184,9 @@ def draw(found: dict[str, dict[str, Outcome]]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches of each run")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--quick", action="store_true", help="16 global batches, nothing written")
+    parser = arguments(__doc__)
     options = parser.parse_args()
-    steps = 16 if options.quick else options.steps
+    steps = steps_of(options)
     table, found = parts(steps, options.seed)
     best = mean(o["+ all chunks"].over(o["Plain-4D"]) for o in found.values())
     hybrid = [o["bounded + hybrid"].of_bound for o in found.values()]

@@ -6,7 +6,6 @@ bound of perfect balance are shown too. `--runs` takes folders of real runs of t
 (`wlb train` writes them) and prints measured speed-ups in the same table.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from experiments import constants
 from experiments.configurations import TABLE_1, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.evaluation import SEED, STEPS, Outcome, mean, outcomes, system
+from experiments.evaluation import Outcome, arguments, mean, outcomes, steps_of, system
 from experiments.measured import measured_table
 from experiments.results import Against, How, Picture, Table, show, write_results
 
@@ -108,16 +107,13 @@ def table_of(found: dict[str, dict[str, Outcome]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches of each run")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--quick", action="store_true", help="20 global batches, nothing written")
+    parser = arguments(__doc__)
     parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="real runs of the systems")
     options = parser.parse_args()
     if options.runs:
         show(measured_table([Path(folder) for folder in options.runs]))
         return
-    steps = 20 if options.quick else options.steps
+    steps = steps_of(options)
     pairs = [(config, name) for config in TABLE_1 for name in SYSTEMS]
     results = outcomes([system(n, c, steps=steps, seed=options.seed) for c, n in pairs])
     found: dict[str, dict[str, Outcome]] = {config: {} for config in TABLE_1}

@@ -6,11 +6,10 @@ outliers, both; then ours, of which the paper has nothing: `bounded` packing, `b
 both.
 """
 
-import argparse
 from pathlib import Path
 
 from experiments import constants
-from experiments.evaluation import SEED, STEPS, Case, outcomes, system
+from experiments.evaluation import Case, arguments, outcomes, steps_of, system
 from experiments.results import Against, How, Picture, Table, show, write_results
 from wlb.report.simulation_plots import WaterfallRow, waterfall_figure
 
@@ -31,12 +30,9 @@ PARTS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches of each run")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--quick", action="store_true", help="20 global batches, nothing written")
+    parser = arguments(__doc__)
     options = parser.parse_args()
-    steps = 20 if options.quick else options.steps
+    steps = steps_of(options)
     cases = [
         [Case(name=label, config=CONFIG, overrides=o, steps=steps, seed=options.seed)]
         for label, o, _ in PARTS

@@ -4,13 +4,12 @@
 layout of 7B-128K throughout, lengths scaled with the window.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from experiments import constants
 from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
-from experiments.evaluation import SEED, STEPS, outcomes, system
+from experiments.evaluation import arguments, outcomes, steps_of, system
 from experiments.results import Against, How, Picture, Table, show, write_results
 
 CONFIG = "7b_128k"
@@ -41,12 +40,9 @@ def draw(rows: dict[int, dict[str, float]]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches of each run")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--quick", action="store_true", help="20 global batches, nothing written")
+    parser = arguments(__doc__)
     options = parser.parse_args()
-    steps = 20 if options.quick else options.steps
+    steps = steps_of(options)
     pairs = [(window, name) for window in WINDOWS for name in SYSTEMS]
     results = outcomes(
         [
