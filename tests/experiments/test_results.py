@@ -60,7 +60,8 @@ def test_a_page_has_command_provenance_paper_pictures_and_tables(tmp_path: Path)
 def test_blocks_of_a_profile_are_listed_by_what_they_are_worth() -> None:
     worth = priced_with(load_profile("h100"))
     published, assumed = worth.split("**assumed**: ")
-    assert "published**: attention, GEMM, element-wise, output head, all-gather in a" in published
+    assert "published**: attention (torch_varlen, flash_attention_2), attention (" in published
+    assert "GEMM, element-wise, output head, all-gather in a node" in published
     assert "all-gather between nodes" in assumed
 
 
