@@ -91,8 +91,7 @@ class Calibration:
         except ValueError as error:
             console.print(f"no profile was written: {error}")
             return
-        old = cost.profile.name
-        name = path.stem
+        old, name = cost.profile.name, path.stem
         factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
         kernel = cost.backend or cost.table.backends[0]
         extra = " / ".join(
