@@ -215,15 +215,15 @@ def main() -> None:
             f"`bounded` with hybrid sharding reaches {mean(hybrid):.1%} of the bound of perfect "
             f"balance on average and {min(hybrid):.1%} at least (held and flushed tokens counted). "
             f"With balanced sharding, zero-bubble, weights' gradients that wait longer "
-            f"(`pp.weight_delay = 2` or 4, whichever is faster) and as many virtual stages as a rank has layers it is "
-            f"{best:.2f} times as fast as Plain-4D with interleaved 1F1B and 4 virtual stages, on "
-            f"average. Plain-4D gains from those too (last row).\n\n"
+            f"(`pp.weight_delay = 2` or 4, whichever is faster) and as many virtual stages as a "
+            f"rank has layers it is {best:.2f} times as fast as Plain-4D with interleaved 1F1B "
+            f"and 4 virtual stages, on average. Plain-4D gains from those too (last row).\n\n"
             f"Memory stays under 80 GiB: packing is told 76, and MLPs are recomputed where a "
             f"larger S_max or T is worth it (`training.recompute = selective`, tried for each). "
             f"70B on more GPUs has 5 virtual stages and recomputes MLPs in all systems.\n\n"
-            f"Two things to know: the planner deals micro-batches to pipelines by predicted work in "
-            f"all systems, which flatters Plain-4D where DP is above 1; and runs on many GPUs are "
-            f"of few steps, so that what is held back and flushed at the end weighs on ours."
+            f"Two things to know: the planner deals micro-batches to pipelines by predicted work "
+            f"in all systems, which flatters Plain-4D where DP is above 1; and runs on many GPUs "
+            f"are of few steps, so that what is held back and flushed at the end weighs on ours."
         ),
         against=against,
         tables=tables,
