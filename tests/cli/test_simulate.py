@@ -18,7 +18,7 @@ def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     text = simulate(capsys)
     assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
-    assert "priced with h100 (published: attention" in text
+    assert "priced with h100 (NVIDIA H100 SXM 80GB; published: attention" in text
     assert "simulated, nothing measured" in text
     assert "critical path" in text
     assert "by term: " in text

@@ -9,8 +9,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from wlb.simulate import Kind
 from wlb.spec import Schedule
-from wlb.train.replay import MIN_WAIT_S, Action, Replayed, Span, StepWaits, replay
+from wlb.train.replay import MIN_WAIT_S, Replayed, Span, StepWaits, replay
 
 ROWS = [5, 17, 3, 40, 8, 11]
 
@@ -29,7 +30,7 @@ def waits(
 
 
 def texts(spans: list[Span]) -> str:
-    return " ".join(f"{s.stage}{s.action}{s.micro_batch}" for s in spans)
+    return " ".join(f"{s.stage}{s.kind}{s.micro_batch}" for s in spans)
 
 
 def assert_takes(runs: list[Replayed], expected_s: float) -> None:
@@ -120,7 +121,9 @@ def test_ranks_compute_in_torchs_order(schedule: Schedule, made: type) -> None:
         for (_, pp, _), spans in run.spans.items():
             assert texts(spans) == torch_order(made, rank=pp, pp=4, v=2, n=n)
         start, stop = starts_and_stops(run)
-        back = Action.INPUT if schedule == Schedule.INTERLEAVED_ZERO_BUBBLE else Action.BACKWARD
+        back = (
+            Kind.BACKWARD_INPUT if schedule == Schedule.INTERLEAVED_ZERO_BUBBLE else Kind.BACKWARD
+        )
         for i in range(n):
             for stage in range(7):
                 assert start[f"{stage + 1}F{i}"] >= stop[f"{stage}F{i}"]
@@ -196,13 +199,13 @@ def test_bad_waits(change: dict[str, np.ndarray], message: str) -> None:
         ("1f1b", 2, 2, [(1, 4, 4, 1)], "virtual_stages = 2 with pp = 2 and schedule = 1f1b"),
         ("interleaved_1f1b", 1, 2, [(1, 4, 2, 1)], "virtual_stages = 2 with pp = 1"),
         ("interleaved_1f1b", 0, 1, [(1, 4, 2, 1)], "pp = 0 and virtual_stages = 1 must be at"),
-        ("1f1b", 4, 1, [(1, 3, 4, 1)], "step 0 has 3 micro-batches a pipeline; 1f1b needs at"),
+        ("1f1b", 4, 1, [(1, 3, 4, 1)], "step 0: 1f1b needs at least pp = 4 micro-batches a pipe"),
         (
             "interleaved_zero_bubble",
             2,
             1,
             [(1, 4, 2, 1), (1, 5, 2, 1)],
-            "step 1 has 5 micro-batches a pipeline; interleaved_zero_bubble cannot run them in 2",
+            "step 1: 5 micro-batches a pipeline do not divide into 2 equal rounds over pp = 2",
         ),
         ("1f1b", 2, 1, [(1, 4, 2, 1), (1, 4, 2, 2)], "dp = 1, cp = 2 and of dp = 1, cp = 1"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from wlb.report import worth_of
+from wlb.report import worth_line
 
 _PROFILE = "cost.profile="
 _SHOWN = 40
@@ -44,7 +44,7 @@ def show(options: argparse.Namespace) -> int:
             return 0
         Path(options.json).write_text(text + "\n", "utf-8")
     console = Console(highlight=False, markup=False)
-    console.print(worth_of(made.profile))
+    console.print(worth_line(made.profile))
     table = Table("step", "measured s", "simulated s", "difference")
     for column in table.columns[1:]:
         column.justify = "right"

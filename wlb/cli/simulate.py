@@ -17,7 +17,14 @@ from wlb.cli import recorded, sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch
-from wlb.report import layout_text, simulated, simulation_page, simulation_table, worth_of
+from wlb.report import (
+    layout_text,
+    simulated,
+    simulation_page,
+    simulation_table,
+    worth_line,
+    worth_of,
+)
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
     RunSimulation,
@@ -123,13 +130,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def priced_spec(spec: RunSpec) -> RunSpec:
-    """`spec` with what training would fill in: dp, and the vocabulary of a BPE still to be made."""
-    dp = max(1, spec.parallel.dp)
-    model = spec.model
-    if not model.vocab_size:
-        model = replace(model, vocab_size=spec.data.bpe_vocab_size)
+    """`spec` with what training would fill in."""
     planner = replace(spec.planner, baseline=False)
-    return replace(spec, model=model, parallel=replace(spec.parallel, dp=dp), planner=planner)
+    parallel = replace(spec.parallel, dp=max(1, spec.parallel.dp))
+    return sources.with_vocabulary(replace(spec, parallel=parallel, planner=planner))
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
@@ -238,8 +242,7 @@ def _show(
     console = Console(highlight=False, markup=False)
     own, cost = runs[-1], runs[-1].simulator.cost
     console.print(layout_text(own.simulator.spec))
-    worth = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(cost.profile))
-    console.print(f"priced with {cost.profile.name} ({worth})")
+    console.print(worth_line(cost.profile))
     for note in cost.notes:
         console.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"

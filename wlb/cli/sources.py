@@ -1,6 +1,7 @@
 """Where `wlb plan` and `wlb tune packing` take document lengths from."""
 
 import argparse
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,10 @@ def check_outputs(*paths: str | None, needs_plots: bool) -> None:
             raise ValueError(f"{path} cannot be written: it is a folder, or its folder is missing")
     if needs_plots:
         require_matplotlib()
+
+
+def with_vocabulary(spec: RunSpec) -> RunSpec:
+    """`spec` with the vocabulary of the BPE that training would make, where the model has none."""
+    if spec.model.vocab_size:
+        return spec
+    return replace(spec, model=replace(spec.model, vocab_size=spec.data.bpe_vocab_size))

@@ -19,7 +19,7 @@ from wlb import __version__
 from wlb.cli import sources
 from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
-from wlb.report import facts_of, worth_of
+from wlb.report import facts_of, worth_line, worth_of
 from wlb.report.layout_tables import (
     LayoutReport,
     effort_line,
@@ -175,12 +175,8 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
             f"--global-batch-tokens = {tokens} must be a multiple of data.context_window = "
             f"{window}, such as {max(1, round(tokens / window)) * window}"
         )
-    model = given.model
-    if not model.vocab_size:
-        model = replace(model, vocab_size=given.data.bpe_vocab_size)
     return replace(
-        given,
-        model=model,
+        sources.with_vocabulary(given),
         data=replace(given.data, num_micro_batches=tokens // window),
         planner=replace(given.planner, baseline=False),
     )
@@ -292,7 +288,7 @@ def _write(
 
         provenance = [
             ("command", _command(options)),
-            ("priced with", _worth(profile)),
+            ("priced with", worth_line(profile).removeprefix("priced with ")),
             ("wlb", f"{__version__}, {program_version()}"),
         ]
         page = layout_page(report, title=title, toml=toml, facts=facts, provenance=provenance)
@@ -321,7 +317,7 @@ def _show(
     seconds: float,
 ) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(_worth(profile))
+    console.print(worth_line(profile))
     console.print(layout_table(report, title=title, width=console.width))
     if report.own_note:
         console.print(report.own_note)
@@ -334,11 +330,6 @@ def _show(
     for path in (options.out, options.html, options.json):
         if path:
             console.print(f"written: {path}")
-
-
-def _worth(profile: KernelProfile) -> str:
-    kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
-    return f"profile {profile.name} ({profile.device}); {kinds}"
 
 
 def _command(options: argparse.Namespace) -> str:

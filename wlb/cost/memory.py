@@ -279,5 +279,4 @@ def stage_parameters(spec: RunSpec, *, stage: int) -> int:
 
 
 def _parameters(spec: RunSpec, *, pp_rank: int) -> int:
-    stages = range(pp_rank, spec.num_stages, spec.parallel.pp)
-    return sum(stage_parameters(spec, stage=stage) for stage in stages)
+    return sum(stage_parameters(spec, stage=stage) for stage in spec.stages_of(pp_rank))

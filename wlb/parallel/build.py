@@ -14,10 +14,10 @@ from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.data import shard_stage
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.pipeline import local_stages, stage_layers
+from wlb.parallel.pipeline import stage_layers
 from wlb.parallel.recompute import recompute_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
-from wlb.spec import RunSpec, Schedule
+from wlb.spec import RunSpec
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
@@ -29,7 +29,7 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     if not spec.model.vocab_size:
         raise ValueError("model.vocab_size is 0; take the token store's before building a model")
     stages: dict[int, Llama] = {}
-    for index in local_stages(mesh.pp_rank, pp=mesh.pp_size, virtual_stages=spec.pp.virtual_stages):
+    for index in spec.stages_of(mesh.pp_rank):
         # Each stage its own: a queue belongs to the stage whose backward pass is at work.
         ops = _ops(spec, mesh)
         layers = stage_layers(index, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
@@ -42,16 +42,11 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     return stages
 
 
-def splits_backward(spec: RunSpec) -> bool:
-    """Whether the schedule computes weight gradients apart from input gradients."""
-    return spec.parallel.pp > 1 and spec.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
-
-
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.tp_size > 1:
-        queue = WeightQueue() if splits_backward(spec) else None
+        queue = WeightQueue() if spec.splits_backward else None
         return TensorParallelOps(mesh.tp_group, spec.model.padded_vocab_size, queue)
-    return DeferringOps() if splits_backward(spec) else Ops()
+    return DeferringOps() if spec.splits_backward else Ops()
 
 
 def _materialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:

@@ -36,11 +36,6 @@ def stage_layers(stage: int, *, num_stages: int, num_layers: int) -> range:
     return range(stage * per, (stage + 1) * per)
 
 
-def local_stages(pp_rank: int, *, pp: int, virtual_stages: int) -> list[int]:
-    """Stages of a pipeline rank: pp_rank, pp_rank + pp, ... (interleaved)."""
-    return [pp_rank + v * pp for v in range(virtual_stages)]
-
-
 class VarLenStage(PipelineStage):
     """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 

@@ -3,7 +3,7 @@
 from wlb.report.page import packing_page
 from wlb.report.plots import require_matplotlib
 from wlb.report.simulation_page import simulated, simulation_page
-from wlb.report.simulation_tables import layout_text, simulation_table, worth_of
+from wlb.report.simulation_tables import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.source import SourceFacts, facts_of
 from wlb.report.tables import packing_table, remarks, tuning_table
 
@@ -19,5 +19,6 @@ __all__ = [
     "simulation_page",
     "simulation_table",
     "tuning_table",
+    "worth_line",
     "worth_of",
 ]

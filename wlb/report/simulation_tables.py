@@ -79,3 +79,9 @@ def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
     for block, kind in dict.fromkeys(blocks):
         by_kind.setdefault(str(kind), []).append(block)
     return [(kind, ", ".join(found)) for kind, found in by_kind.items()]
+
+
+def worth_line(profile: KernelProfile) -> str:
+    """The same in one line, for a terminal."""
+    kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
+    return f"priced with {profile.name} ({profile.device}; {kinds})"

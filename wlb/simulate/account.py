@@ -20,6 +20,7 @@ import numpy as np
 
 from wlb.cost import ProfiledWorkload
 from wlb.plan import IntArray
+from wlb.simulate.critical import NAMES
 from wlb.simulate.graph import NodeKind
 from wlb.simulate.prices import StepPrices
 from wlb.simulate.step import Simulator
@@ -31,17 +32,6 @@ MICRO_BATCHES = "imbalance of micro-batches"
 CP_RANKS = "imbalance of CP ranks"
 Terms = dict[str, float]
 """Seconds by name."""
-EXPOSED = {
-    NodeKind.GATHER: "parameter gather",
-    NodeKind.PREFETCH: "parameter gather",
-    NodeKind.REDUCE_AHEAD: "gradient reduction",
-    NodeKind.REDUCE: "gradient reduction",
-    NodeKind.NORM: "gradient norm",
-    NodeKind.OPTIMIZER: "optimizer",
-    NodeKind.OVERHEAD: "overhead",
-}
-CHUNK = 64
-"""Steps that are walked together."""
 
 
 def work_terms(prices: StepPrices, cost: ProfiledWorkload, *, virtual_stages: int) -> Terms:
@@ -69,9 +59,9 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> Terms:
     exposed = 0.0
     for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
         kind = graph.nodes[i].kind
-        if kind in EXPOSED:
+        if kind not in (NodeKind.PASS, NodeKind.MESSAGE):
             seconds = float(simulation.durations_ns[i, 0, 0]) * 1e-9
-            _add(out, EXPOSED[kind], seconds)
+            _add(out, NAMES[kind], seconds)
             exposed += seconds
     out[BUBBLE] = float(simulation.step_time_s[0]) - work - exposed
     return out
@@ -84,8 +74,7 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> Terms:
     even = sum(out.values())
     with_even_ranks = time_s
     if prices.shape[3] > 1:
-        parts = [_even_ranks(prices.select(slice(i, i + CHUNK))) for i in range(0, steps, CHUNK)]
-        with_even_ranks = sum(float(simulator.run(p).step_time_s.sum()) for p in parts)
+        with_even_ranks = simulator.total_s(prices, _even_ranks)
     out[MICRO_BATCHES] = with_even_ranks - even
     out[CP_RANKS] = time_s - with_even_ranks
     return out

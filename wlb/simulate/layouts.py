@@ -97,7 +97,7 @@ class TooLarge:
 
     @property
     def message(self) -> str:
-        stages = range(self.rank, self.spec.num_stages, self.spec.parallel.pp)
+        stages = self.spec.stages_of(self.rank)
         return (
             f"{name_of(self.spec)}: pipeline rank {self.rank} (stages "
             f"{', '.join(map(str, stages))}) lacks {self.missing_bytes:,} bytes "
@@ -305,8 +305,7 @@ def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
     kept_bytes, waiting_bytes = int((one.kept + one.output)[0]), int(one.waiting[0])
     needs: list[tuple[int, int]] = []
     for rank, counts in enumerate(kept):
-        rest = rest_bytes(spec, pp_rank=rank, longest=window)
-        fixed = rest.total_bytes - rest.activations_bytes - rest.boundaries_bytes
+        fixed = rest_bytes(spec, pp_rank=rank, longest=window)
         needs.append((fixed + max(k * kept_bytes + w * waiting_bytes for k, w in counts), -rank))
     need, rank = max(needs)
     return need, -rank

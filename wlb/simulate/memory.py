@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost import memory_of_rank
-from wlb.cost.memory import MemoryEstimate, layer_activation_bytes
+from wlb.cost.memory import layer_activation_bytes
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.plan import IntArray
 from wlb.simulate.order import Action, Kind
@@ -68,6 +68,7 @@ def peak_activation_bytes(order: Sequence[Action], passes: PassBytes) -> IntArra
     return peak
 
 
-def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> MemoryEstimate:
-    """Everything a rank needs besides; its activations and boundaries are the estimate's own."""
-    return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=longest)
+def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
+    """What a rank needs besides activations and outputs; longest: most tokens of a micro-batch."""
+    estimate = memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=longest)
+    return estimate.total_bytes - estimate.activations_bytes - estimate.boundaries_bytes

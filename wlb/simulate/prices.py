@@ -9,7 +9,7 @@ of it) to the last one's forward pass, each with its TP collectives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,15 @@ from wlb.cost.profile import DTYPE_BYTES
 from wlb.cost.split import split_backward
 from wlb.plan import IntArray, PipelinePlan, StepPlan
 from wlb.simulate.order import Kind
-from wlb.spec import ParallelSpec, RunSpec, Schedule
+from wlb.spec import ParallelSpec, RunSpec
 
 FloatArray = npt.NDArray[np.float64]
 CALLS = "calls"
 """Launches, and what collectives take whatever they carry."""
+
+
+_OF_STEPS = ("tokens", "attention_forward_ns", "attention_backward_ns")
+"""Fields of `StepPrices` that have steps first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,25 +129,21 @@ class StepPrices:
 
     def select(self, steps: slice) -> "StepPrices":
         """Some of the steps."""
-        names = ("tokens", "attention_forward_ns", "attention_backward_ns")
-        changed: dict[str, Any] = {name: getattr(self, name)[steps] for name in names}
+        changed: dict[str, Any] = {name: getattr(self, name)[steps] for name in _OF_STEPS}
         return replace(self, **changed)
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
     """Several runs of steps of one layout as one."""
-    arrays = ("tokens", "attention_forward_ns", "attention_backward_ns")
     changed: dict[str, Any] = {
-        f.name: np.concatenate([getattr(p, f.name) for p in prices])
-        for f in fields(StepPrices)
-        if f.name in arrays
+        name: np.concatenate([getattr(p, name) for p in prices]) for name in _OF_STEPS
     }
     return replace(prices[0], **changed)
 
 
 def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
     """Prices of all passes of `steps` (at least one)."""
-    dp, n, cp = max(1, spec.parallel.dp), spec.micro_batches_per_pipeline, spec.parallel.cp
+    dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     shape = (len(steps), dp, n)
     plans = [s for step in steps for pipeline in step.pipelines for s in pipeline.shardings]
     for step in steps:
@@ -155,20 +155,33 @@ def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkl
             )
     forward, backward = kernels_ns(plans, cost, cp=cp)
     rows = [p.local_tokens for step in steps for p in step.pipelines]
+    return prices_of(
+        spec,
+        cost,
+        tokens=np.array(rows, np.int64).reshape(shape) * cp,
+        forward_ns=forward.reshape(*shape, cp),
+        backward_ns=backward.reshape(*shape, cp),
+    )
+
+
+def prices_of(
+    spec: RunSpec,
+    cost: ProfiledWorkload,
+    *,
+    tokens: IntArray,
+    forward_ns: IntArray,
+    backward_ns: IntArray,
+) -> StepPrices:
+    """Prices from tokens [steps, dp, n] and attention of a pipeline rank's layers [..., cp]."""
     v = spec.pp.virtual_stages
     return StepPrices(
-        tokens=np.array(rows, np.int64).reshape(shape) * cp,
-        attention_forward_ns=forward.reshape(*shape, cp) // v,
-        attention_backward_ns=backward.reshape(*shape, cp) // v,
+        tokens=tokens,
+        attention_forward_ns=forward_ns // v,
+        attention_backward_ns=backward_ns // v,
         linear=linear_terms(spec, cost),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
     )
-
-
-def splits_backward(spec: RunSpec) -> bool:
-    """Whether the schedule computes weight gradients apart."""
-    return spec.parallel.pp > 1 and spec.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
 
 
 def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
@@ -184,7 +197,7 @@ def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
 
     forward = of_pass("_forward", cost.linear.call_ns[0])
     backward = of_pass("_backward", cost.linear.call_ns[1])
-    if not splits_backward(spec):
+    if not spec.splits_backward:
         return {Kind.FORWARD: forward, Kind.BACKWARD: backward}
     split = split_backward(cost.linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token

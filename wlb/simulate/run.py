@@ -17,12 +17,10 @@ from wlb.cost import ProfiledWorkload, document_flops
 from wlb.plan import GlobalBatch, IntArray, StepMetrics, StepPlan
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
-from wlb.simulate.step import Simulation, Simulator
+from wlb.simulate.step import CHUNK, Simulation, Simulator
 from wlb.spec import RunSpec
 
 GIB = 2**30
-CHUNK = 64
-"""Steps that are walked together: enough to hide the walk's own cost, few enough for memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,12 +70,7 @@ class RunSimulation:
 
     def balanced_time_s(self) -> float:
         """What these steps would take with every micro-batch and CP rank at its step's mean."""
-        steps = self.step_time_s.size
-        chunks = [slice(i, i + CHUNK) for i in range(0, steps, CHUNK)]
-        return sum(
-            float(self.simulator.run(self.prices.select(c).balanced()).step_time_s.sum())
-            for c in chunks
-        )
+        return self.simulator.total_s(self.prices, StepPrices.balanced)
 
     def to_json(self) -> dict[str, Any]:
         """Totals and per-step times, plain JSON values."""
@@ -128,31 +121,39 @@ def simulate_run(
     simulator = Simulator(spec=spec, cost=cost)
     if steps is None:
         steps = sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp)
-    prices: list[StepPrices] = []
-    parts: list[tuple[Simulation, tuple[ShardedStep, ...]]] = []
+    parts: list[Simulation] = []
+    plans: list[StepPlan] = []
     metrics: list[StepMetrics] = []
-    flops = 0.0
     coming = iter(steps)
     while chunk := tuple(islice(coming, CHUNK)):
-        priced = simulator.price(chunk)
-        simulation = simulator.run(priced)
-        prices.append(priced)
-        parts.append((simulation, chunk))
-        metrics += simulation.metrics(chunk)
-        pieces = [step.plan.packing.pieces.length for step in chunk]
-        flops += float(document_flops(spec.model, np.concatenate(pieces)).sum())
+        parts.append(simulator.run(simulator.price(chunk)))
+        plans += [step.plan for step in chunk]
+        metrics += parts[-1].metrics(chunk)
     if not parts:
         raise ValueError("no global batch was given; there is nothing to simulate")
+    return collected(parts, plans, tuple(metrics), label=label)
+
+
+def collected(
+    parts: Sequence[Simulation],
+    plans: Sequence[StepPlan],
+    metrics: tuple[StepMetrics, ...],
+    *,
+    label: str = "",
+) -> RunSimulation:
+    """One run from simulations of its steps in turn; plans, metrics: of all steps."""
+    simulator = parts[0].simulator
+    lengths = np.concatenate([plan.packing.pieces.length for plan in plans])
     return RunSimulation(
         label=label,
         simulator=simulator,
-        prices=joined(prices),
-        metrics=tuple(metrics),
-        step_time_s=np.concatenate([s.step_time_s for s, _ in parts]),
+        prices=joined([part.prices for part in parts]),
+        metrics=metrics,
+        step_time_s=np.concatenate([part.step_time_s for part in parts]),
         tokens=np.array([m.num_tokens for m in metrics], np.int64),
-        bubble=np.concatenate([s.bubble.mean(axis=1) for s, _ in parts]),
-        peak_memory_bytes=np.concatenate([s.peak_memory_bytes for s, _ in parts]),
-        model_flops=flops,
+        bubble=np.concatenate([part.bubble.mean(axis=1) for part in parts]),
+        peak_memory_bytes=np.concatenate([part.peak_memory_bytes for part in parts]),
+        model_flops=float(document_flops(simulator.spec.model, lengths).sum()),
     )
 
 
@@ -164,7 +165,7 @@ def check_memory(run: RunSimulation) -> None:
     most = int(run.peak_memory_bytes[step, rank])
     if most <= limit:
         return
-    stages = list(range(int(rank), spec.num_stages, spec.parallel.pp))
+    stages = spec.stages_of(int(rank))
     raise ValueError(
         f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs "
         f"{most:,} bytes ({most / GIB:.1f} GiB) in step {step}, more than cluster.memory_gib = "

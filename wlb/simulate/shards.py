@@ -10,13 +10,13 @@ by memory, priced as the residual addition is.
 from dataclasses import dataclass
 
 from wlb.cost import Collective, CollectiveCost, Elementwise, ProfiledWorkload
+from wlb.cost.linear import GRADIENT_BYTES
 from wlb.cost.memory import stage_parameters
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.program import looks_ahead
 from wlb.spec import ParallelSpec, RunSpec
 
-GRADIENT_BYTES = 4
 ADAMW_VALUES, NORM_VALUES = 7, 1
 """float32 values moved for one parameter."""
 

@@ -4,7 +4,7 @@ A layout's graph is made once; steps are then priced and walked together. Nothin
 all times follow from the kernel profile. What it leaves out is in wlb/simulate/README.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,6 +29,8 @@ from wlb.spec import RunSpec, check
 
 FloatArray = npt.NDArray[np.float64]
 COMMUNICATION = ("tp_comm", "cp_comm")
+CHUNK = 64
+"""Steps that are walked together: enough to hide the walk's own cost, few enough for memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +79,12 @@ class Simulator:
             durations_ns=durations,
             ends_ns=self.graph.ends(durations),
         )
+
+    def total_s(self, prices: StepPrices, change: Callable[[StepPrices], StepPrices]) -> float:
+        """Seconds that all steps take with `change` made to their prices."""
+        starts = range(0, prices.shape[0], CHUNK)
+        changed = (change(prices.select(slice(i, i + CHUNK))) for i in starts)
+        return sum(float(self.run(part).step_time_s.sum()) for part in changed)
 
     def _durations(self, prices: StepPrices) -> IntArray:
         steps, dp, _, _ = prices.shape
@@ -157,7 +165,7 @@ class Simulation:
         spec, prices = self.simulator.spec, self.prices
         out = self.attention_s
         for rank in range(spec.parallel.pp):
-            for stage in range(rank, spec.num_stages, spec.parallel.pp):
+            for stage in spec.stages_of(rank):
                 for terms in prices.terms(stage, num_stages=spec.num_stages):
                     out[:, :, rank] += self._kernels_s(terms)[..., None]
         return out
@@ -185,8 +193,7 @@ class Simulation:
         out = self.peak_activation_bytes.copy()
         for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):
             for rank in range(spec.parallel.pp):
-                rest = rest_bytes(spec, pp_rank=rank, longest=longest)
-                out[s, rank] += rest.total_bytes - rest.activations_bytes - rest.boundaries_bytes
+                out[s, rank] += rest_bytes(spec, pp_rank=rank, longest=longest)
         return out
 
     def metrics(self, steps: Sequence[ShardedStep]) -> tuple[StepMetrics, ...]:

@@ -18,22 +18,15 @@ from typing import Any
 import numpy as np
 
 from wlb.corpus import ListedBatches
-from wlb.cost import ProfiledWorkload, TokenCaps, document_flops, workload_for
+from wlb.cost import ProfiledWorkload, TokenCaps, workload_for
 from wlb.packing.policies import caps_of
 from wlb.plan import GlobalBatch, IntArray, StepPlan, local_tokens, offsets_of
 from wlb.planner import Planner
 from wlb.simulate.account import Terms, account, even_terms, work_terms
 from wlb.simulate.layouts import GIB, Candidate, name_of, planned_bytes
-from wlb.simulate.prices import (
-    ShardedStep,
-    StepPrices,
-    end_terms,
-    joined,
-    linear_terms,
-    message_terms,
-)
-from wlb.simulate.run import CHUNK, RunSimulation, sharded_steps, simulate_run
-from wlb.simulate.step import Simulator
+from wlb.simulate.prices import ShardedStep, StepPrices, prices_of
+from wlb.simulate.run import RunSimulation, collected, sharded_steps, simulate_run
+from wlb.simulate.step import CHUNK, Simulator
 from wlb.spec import Policy, RunSpec
 
 RETRIES = 3
@@ -259,12 +252,12 @@ def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: Sample) -> StepP
     ]
     rows = local_tokens(tokens, cp=cp, quantum=spec.quantum) * cp
     shape = (1, 1, n, 1)
-    return _prices(
+    return prices_of(
         spec,
         cost,
         tokens=np.full(shape[:3], rows, np.int64),
-        forward=np.full(shape, attention[0], np.int64),
-        backward=np.full(shape, attention[1], np.int64),
+        forward_ns=np.full(shape, attention[0], np.int64),
+        backward_ns=np.full(shape, attention[1], np.int64),
     )
 
 
@@ -284,53 +277,14 @@ def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorklo
             both[k, s, :, :, 0] = times[plan.pipelines]
         for d in range(dp):
             tokens[s, d] = np.array(plan.local_tokens(d)) * cp
-    return _prices(spec, cost, tokens=tokens, forward=both[0], backward=both[1])
-
-
-def _prices(
-    spec: RunSpec,
-    cost: ProfiledWorkload,
-    *,
-    tokens: IntArray,
-    forward: IntArray,
-    backward: IntArray,
-) -> StepPrices:
-    v = spec.pp.virtual_stages
-    return StepPrices(
-        tokens=tokens,
-        attention_forward_ns=forward // v,
-        attention_backward_ns=backward // v,
-        linear=linear_terms(spec, cost),
-        ends=end_terms(cost),
-        message=message_terms(spec, cost),
-    )
+    return prices_of(spec, cost, tokens=tokens, forward_ns=both[0], backward_ns=both[1])
 
 
 def _packed_run(simulator: Simulator, plans: tuple[StepPlan, ...]) -> RunSimulation:
     """`simulate_run` without sharding."""
-    prices: list[StepPrices] = []
-    times: list[Any] = []
-    bubbles: list[Any] = []
-    memory: list[Any] = []
-    for start in range(0, len(plans), CHUNK):
-        priced = packed_prices(plans[start : start + CHUNK], simulator.spec, simulator.cost)
-        simulation = simulator.run(priced)
-        prices.append(priced)
-        times.append(simulation.step_time_s)
-        bubbles.append(simulation.bubble.mean(axis=1))
-        memory.append(simulation.peak_memory_bytes)
-    pieces = np.concatenate([plan.packing.pieces.length for plan in plans])
-    return RunSimulation(
-        label="",
-        simulator=simulator,
-        prices=joined(prices),
-        metrics=tuple(plan.predicted for plan in plans),
-        step_time_s=np.concatenate(times),
-        tokens=np.array([plan.predicted.num_tokens for plan in plans], np.int64),
-        bubble=np.concatenate(bubbles),
-        peak_memory_bytes=np.concatenate(memory),
-        model_flops=float(document_flops(simulator.spec.model, pieces).sum()),
-    )
+    chunks = (plans[start : start + CHUNK] for start in range(0, len(plans), CHUNK))
+    parts = [simulator.run(packed_prices(c, simulator.spec, simulator.cost)) for c in chunks]
+    return collected(parts, plans, tuple(plan.predicted for plan in plans))
 
 
 def _trial(run: RunSimulation, caps: TokenCaps, *, is_sharded: bool, num_batches: int) -> Trial:

@@ -389,6 +389,16 @@ class RunSpec:
         return self.parallel.pp * self.pp.virtual_stages
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes weight gradients apart from input gradients."""
+        is_split = self.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+        return self.parallel.pp > 1 and is_split
+
+    def stages_of(self, pp_rank: int) -> range:
+        """Stages of a pipeline rank: pp_rank, pp_rank + pp, ..."""
+        return range(pp_rank, self.num_stages, self.parallel.pp)
+
+    @property
     def quantum(self) -> int:
         return quantum(self.parallel.tp, self.data.token_quantum)
 

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from wlb.cost import memory_estimate
 from wlb.parallel import mesh as meshes
-from wlb.parallel.pipeline import local_stages, stage_layers
+from wlb.parallel.pipeline import stage_layers
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
 from wlb.train.refuse import computed_by, priced_by, refuse_early
@@ -57,7 +57,7 @@ def _layout(spec: RunSpec) -> Table:
     for heading in ("pipeline rank", "stages", "layers", "ranks, by TP group"):
         table.add_column(heading)
     for pp_rank, ranks in enumerate(grid):
-        stages = local_stages(pp_rank, pp=spec.parallel.pp, virtual_stages=spec.pp.virtual_stages)
+        stages = spec.stages_of(pp_rank)
         held = [
             stage_layers(s, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
             for s in stages

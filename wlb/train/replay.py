@@ -24,7 +24,6 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,8 @@ from torch import Tensor, nn
 from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import Mesh, World, build_mesh
-from wlb.parallel.pipeline import Pipeline, VarLenStage, local_stages
+from wlb.parallel.pipeline import Pipeline, VarLenStage
+from wlb.simulate import Kind, pipeline_order
 from wlb.spec import ParallelSpec, Schedule
 
 MIN_WAIT_S = 0.005
@@ -45,15 +45,6 @@ MIN_WAIT_S = 0.005
 _START_S = 0.02
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
-
-
-class Action(StrEnum):
-    """Torch's letters. BACKWARD is the whole pass, INPUT and WEIGHT are its parts."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    INPUT = "I"
-    WEIGHT = "W"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,6 +83,16 @@ class StepWaits:
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property
+    def by_kind(self) -> dict[Kind, npt.NDArray[np.float64]]:
+        """What each kind of pass waits."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward + self.weight,
+            Kind.BACKWARD_INPUT: self.backward,
+            Kind.BACKWARD_WEIGHT: self.weight,
+        }
+
+    @property
     def bound_s(self) -> float:
         """No order of computes takes longer: the slowest pipeline's computes one by one."""
         total = (self.forward + self.backward + self.weight).max(axis=3)
@@ -120,7 +121,7 @@ class Span(NamedTuple):
     """One compute of a rank, in seconds since the step began; its collectives are inside."""
 
     stage: int
-    action: Action
+    kind: Kind
     micro_batch: int
     start_s: float
     stop_s: float
@@ -159,7 +160,16 @@ def replay(
         return []
     for index, step in enumerate(steps):
         _check_layout(step, steps[0], schedule=schedule, pp=pp, virtual_stages=virtual_stages)
-        _check_count(step.shape[1], schedule=schedule, pp=pp, where=f"step {index}")
+        try:
+            pipeline_order(
+                schedule,
+                pp=pp,
+                virtual_stages=virtual_stages,
+                num_micro_batches=step.shape[1],
+                weight_delay=weight_delay,
+            )
+        except ValueError as error:
+            raise ValueError(f"step {index}: {error}") from None
     dp, _, _, cp = steps[0].shape
     job = _Job(
         parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp),
@@ -212,22 +222,6 @@ def _check_layout(
         )
 
 
-def _check_count(n: int, *, schedule: Schedule, pp: int, where: str) -> None:
-    """ValueError for what torch's schedules refuse, before a rank starts."""
-    if pp == 1:
-        return
-    if schedule == Schedule.ONE_F_ONE_B:
-        if n < pp:
-            raise ValueError(
-                f"{where} has {n} micro-batches a pipeline; {schedule} needs at least pp = {pp}"
-            )
-    elif n % (rounds := max(1, n // pp)):
-        raise ValueError(
-            f"{where} has {n} micro-batches a pipeline; {schedule} cannot run them in {rounds} "
-            f"equal rounds over pp = {pp}"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """What all ranks are told beside the steps."""
@@ -261,7 +255,7 @@ class _MicroBatch:
     """In the place of a `Rows` record. seconds: [num_stages] of each action."""
 
     index: int
-    seconds: dict[Action, npt.NDArray[np.float64]]
+    seconds: dict[Kind, npt.NDArray[np.float64]]
 
 
 @dataclass(slots=True)
@@ -275,18 +269,18 @@ class _Timer:
     def restart(self, origin_s: float) -> None:
         self.origin_s, self.spans = origin_s, []
 
-    def compute(self, action: Action, stage: int, micro_batch: _MicroBatch) -> None:
+    def compute(self, kind: Kind, stage: int, micro_batch: _MicroBatch) -> None:
         start_s = time.perf_counter()
-        group = None if action == Action.WEIGHT else self.group
+        group = None if kind == Kind.BACKWARD_WEIGHT else self.group
         # The collective's own time is part of the wait, as it is part of a predicted latency.
         ready_s = start_s if group is None else _latest(start_s, group)
-        _sleep_until(ready_s + float(micro_batch.seconds[action][stage]))
+        _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
             _latest(start_s, group)
         self.spans.append(
             Span(
                 stage,
-                action,
+                kind,
                 micro_batch.index,
                 start_s - self.origin_s,
                 time.perf_counter() - self.origin_s,
@@ -332,7 +326,7 @@ class _Waiting(torch.autograd.Function):
         ctx.stage, ctx.micro_batch = stage, micro_batch
         ctx.save_for_backward(scale_C)
         ctx.num_rows = x.shape[0]
-        stage.timer.compute(Action.FORWARD, stage.index, micro_batch)
+        stage.timer.compute(Kind.FORWARD, stage.index, micro_batch)
         out_TC = (x.unsqueeze(1) if stage.is_first else x) * scale_C
         return out_TC.sum() if stage.is_last else out_TC
 
@@ -343,12 +337,12 @@ class _Waiting(torch.autograd.Function):
         timer, queue, micro_batch = stage.timer, stage.queue, ctx.micro_batch
         no_grad_C = torch.zeros_like(scale_C)
         if queue is None:
-            timer.compute(Action.BACKWARD, stage.index, micro_batch)
+            timer.compute(Kind.BACKWARD, stage.index, micro_batch)
         else:
-            timer.compute(Action.INPUT, stage.index, micro_batch)
+            timer.compute(Kind.BACKWARD_INPUT, stage.index, micro_batch)
 
             def later(_: Tensor | None) -> list[Tensor]:
-                timer.compute(Action.WEIGHT, stage.index, micro_batch)
+                timer.compute(Kind.BACKWARD_WEIGHT, stage.index, micro_batch)
                 return [no_grad_C]
 
             queue.push([stage.scale], later)
@@ -385,15 +379,9 @@ class _Rank:
         return _Seen(at, stop_s, self.timer.spans)
 
     def _micro_batches(self, step: StepWaits, factor: float) -> list[_MicroBatch]:
-        seconds = {
-            Action.FORWARD: step.forward,
-            Action.BACKWARD: step.backward + step.weight,
-            Action.INPUT: step.backward,
-            Action.WEIGHT: step.weight,
-        }
         dp, cp = self.mesh.dp_rank, self.mesh.cp_rank
         return [
-            _MicroBatch(i, {action: s[dp, i, :, cp] * factor for action, s in seconds.items()})
+            _MicroBatch(i, {kind: s[dp, i, :, cp] * factor for kind, s in step.by_kind.items()})
             for i in range(step.shape[1])
         ]
 
@@ -431,7 +419,7 @@ def _build_rank(job: _Job) -> _Rank:
     device = torch.device("cpu")
     mesh = build_mesh(job.parallel, device)
     timer = _Timer(mesh.cp_group if mesh.cp_size > 1 else None)
-    indices = local_stages(mesh.pp_rank, pp=mesh.pp_size, virtual_stages=job.virtual_stages)
+    indices = range(mesh.pp_rank, job.num_stages, mesh.pp_size)
     stages = [
         _StandIn(i, job, timer=timer, queue=WeightQueue() if job.splits_backward else None)
         for i in indices

@@ -77,13 +77,7 @@ def simulated_s(
         has_fsdp=False,
         weight_delay=weight_delay,
     )
-    whole = waits.backward + waits.weight
-    of_kind = {
-        Kind.FORWARD: waits.forward,
-        Kind.BACKWARD: whole,
-        Kind.BACKWARD_INPUT: waits.backward,
-        Kind.BACKWARD_WEIGHT: waits.weight,
-    }
+    of_kind = waits.by_kind
     durations = np.zeros((len(graph.nodes), 1, dp), np.int64)
     for i in graph.indices(NodeKind.PASS):
         action = graph.nodes[i].action

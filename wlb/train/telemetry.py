@@ -27,7 +27,6 @@ from wlb.cost import (
 )
 from wlb.parallel.clock import Cell, Part, Pass, StepTimes
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.pipeline import local_stages
 from wlb.plan import TERMS, Moments, PipelinePlan, Spread, Telemetry
 from wlb.spec import RunSpec
 
@@ -48,9 +47,7 @@ class TelemetryMeter:
         self._priced = self.cost
         if not self.times_hold_collectives:
             self._priced = without_collectives(self.cost)
-        self._stages = local_stages(
-            mesh.pp_rank, pp=mesh.pp_size, virtual_stages=spec.pp.virtual_stages
-        )
+        self._stages = list(spec.stages_of(mesh.pp_rank))
         self._clear()
 
     def _clear(self) -> None:
