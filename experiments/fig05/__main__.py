@@ -91,6 +91,7 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
         linear=dict.fromkeys(Kind, FREE),
         ends={},
         message=dict.fromkeys(Scope, FREE),
+        layers=simulator.spec.stage_layers,
     )
     ends = simulator.graph.ends(durations)
     return Simulation(simulator=simulator, prices=prices, durations_ns=durations, ends_ns=ends)

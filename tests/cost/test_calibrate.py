@@ -117,8 +117,8 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
         collectives=collectives,
     )
     plan = first_plan()
-    before = stage_times(plan, cost, virtual_stages=1)
-    after = stage_times(plan, replace(cost, profile=made), virtual_stages=1)
+    before = stage_times(plan, cost, layers=cost.num_layers_per_rank)
+    after = stage_times(plan, replace(cost, profile=made), layers=cost.num_layers_per_rank)
     for name, factor in FACTORS.items():
         expected = getattr(before, f"{name}_ns") * factor
         assert getattr(after, f"{name}_ns") == pytest.approx(expected, rel=1e-4)

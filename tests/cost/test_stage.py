@@ -36,7 +36,7 @@ def first_plan(cp: int = 2) -> PipelinePlan:
 @pytest.mark.parametrize("profile", ["h100", "cpu"])
 def test_stages_add_up_to_a_pipeline_ranks_layers(profile: str) -> None:
     cost, plan = priced(profile), first_plan()
-    times = stage_times(plan, cost, virtual_stages=2)
+    times = stage_times(plan, cost, layers=2)
     assert times.attention_forward_ns.shape == (2, 2)
     for i, sharding in enumerate(plan.shardings):
         latency = attention_latency(sharding, cost)
@@ -69,6 +69,6 @@ def test_without_collectives_only_they_are_free() -> None:
         assert values.tolist() == [expected]
     assert before["tp_comm_forward"][0] > 0
     plan = first_plan()
-    with_them, without = (stage_times(plan, c, virtual_stages=1) for c in (cost, free))
+    with_them, without = (stage_times(plan, c, layers=4) for c in (cost, free))
     assert (without.linear_forward_ns < with_them.linear_forward_ns).all()
     assert (without.attention_forward_ns == with_them.attention_forward_ns).all()

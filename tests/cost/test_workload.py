@@ -262,8 +262,8 @@ def test_segments_need_their_own_rows_as_keys():
 
 
 def test_layout_must_divide():
-    with pytest.raises(ValueError, match="must be multiples"):
-        ProfiledWorkload(model=SMALL, parallel=ParallelSpec(pp=3), profile=load_profile("cpu"))
+    with pytest.raises(ValueError, match="must be a multiple of tp = 3"):
+        ProfiledWorkload(model=SMALL, parallel=ParallelSpec(tp=3), profile=load_profile("cpu"))
     with pytest.raises(ValueError, match="at least 0"):
         FlopsWorkload(quadratic_ns=-1)
 

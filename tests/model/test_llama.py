@@ -194,7 +194,8 @@ def test_packed_documents_do_not_see_each_other_nor_what_follows() -> None:
 
 def test_stages_chain_to_the_whole_model() -> None:
     whole = build_reference(SPEC, seed=1)
-    stages = [Llama(SPEC, layers=r) for r in (range(1), range(1, 3), range(3, 4))]
+    ranges = (range(1), range(1, 3), range(3, 4))
+    stages = [Llama(SPEC, layers=r, is_first=r.start == 0, is_last=r.stop == 4) for r in ranges]
     own = [{n for n, _ in stage.named_parameters()} for stage in stages]
     assert [len(names) for names in own] == [1 + 9, 2 * 9, 9 + 2]
     assert set.union(*own) == {n for n, _ in whole.named_parameters()}

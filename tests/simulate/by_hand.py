@@ -51,6 +51,7 @@ def simulation_of(
         linear={Kind.FORWARD: FREE, Kind.BACKWARD: FREE},
         ends={},
         message=dict.fromkeys(Scope, Terms(per_token={}, per_call={"calls": message_ms * MS})),
+        layers=(1,) * spec.num_stages,
     )
     durations = simulator.run(prices).durations_ns
     for i, node in enumerate(simulator.graph.nodes):

@@ -61,7 +61,7 @@ def test_recompute_is_what_full_takes_more_in_passes() -> None:
     work: dict[str, dict[str, float]] = {}
     for how in ("none", "selective", "full"):
         simulator, prices = one_step(spec_of(f"training.recompute={how}", "packing.policy=fixed"))
-        work[how] = work_terms(mean_prices(prices), simulator.cost, virtual_stages=2)
+        work[how] = work_terms(mean_prices(prices), simulator.cost)
     for how in ("selective", "full"):
         more = sum(work[how].values()) - sum(work["none"].values())
         assert work[how][RECOMPUTE] == pytest.approx(more, rel=1e-3)

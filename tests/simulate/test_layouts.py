@@ -96,12 +96,12 @@ def test_memory_of_windows_is_that_of_the_simulated_order(
     spec = spec_of(f"training.recompute={how}")
     spec = replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v))
     order = pipeline_order(schedule, pp=2, virtual_stages=v, num_micro_batches=N)
-    need, rank = need_of(spec, held_at_once(order))
+    need, rank = need_of(spec, held_at_once(order, spec.stage_layers))
     passes = pass_bytes(spec, np.full(N, WINDOW))
     per_rank: list[int] = []
     for r in range(2):
         fixed = rest_bytes(spec, pp_rank=r, longest=WINDOW)
-        per_rank.append(fixed + int(peak_activation_bytes(order[r], passes)))
+        per_rank.append(fixed + int(peak_activation_bytes(order[r], passes, spec.stage_layers)))
     assert need == max(per_rank)
     assert per_rank[rank] == need
 

@@ -27,7 +27,7 @@ def peaks(
         for name, other in (("kept", 1), ("output", 0), ("waiting", 1))
     )
     held = PassBytes(kept=kept, output=output, waiting=waiting)
-    return [int(peak_activation_bytes(passes, held)) for passes in order]
+    return [int(peak_activation_bytes(passes, held, [1] * pp * v)) for passes in order]
 
 
 def test_1f1b_holds_as_many_micro_batches_as_ranks_follow() -> None:
@@ -82,18 +82,18 @@ TINY = replace(
     ],
 )
 def test_bytes_of_a_pass_by_hand(how: Recompute, kept: int) -> None:
-    """2 layers, 100 tokens: 50 on a CP rank; all over tp = 2. An output is 8 float32 values."""
+    """A layer, 100 tokens: 50 on a CP rank; all over tp = 2. An output is 8 float32 values."""
     spec = replace(TINY, training=replace(TINY.training, recompute=how))
     found = pass_bytes(spec, np.array([[100, 0]]))
-    assert found.kept.tolist() == [[2 * 50 * kept // 2, 0]]
+    assert found.kept.tolist() == [[50 * kept // 2, 0]]
     assert found.output.tolist() == [[50 * 8 * 4 // 2, 0]]
-    assert found.waiting.tolist() == [[2 * 50 * 4 * (92 + 4) // 2, 0]]
+    assert found.waiting.tolist() == [[50 * 4 * (92 + 4) // 2, 0]]
 
 
 def test_gathered_keys_do_not_wait_for_weights() -> None:
     kept = replace(TINY, cp=replace(TINY.cp, keep_gathered_kv=True))
     plain, gathered = (pass_bytes(s, np.array([100])) for s in (TINY, kept))
-    assert gathered.kept[0] - plain.kept[0] == 2 * 50 * 2 * 4 * 4 // 2
+    assert gathered.kept[0] - plain.kept[0] == 50 * 2 * 4 * 4 // 2
     assert gathered.waiting == plain.waiting
 
 

@@ -26,9 +26,14 @@ KINDS = {
 }
 
 
+def of_stages(prices: StepPrices, num: int) -> StepPrices:
+    """With so many stages like the first: of three the second is without ends."""
+    return replace(prices, layers=prices.layers[:1] * num)
+
+
 def middle_ns(prices: StepPrices, kinds) -> np.ndarray:
     """All passes of a stage without ends, [steps, dp, n]."""
-    return sum(prices.pass_ns(kind, is_first=False, is_last=False) for kind in kinds)
+    return sum(of_stages(prices, 3).pass_ns(kind, stage=1) for kind in kinds)
 
 
 @pytest.mark.parametrize("v", [1, 2])
@@ -56,26 +61,31 @@ def test_passes_are_the_stage_times_that_telemetry_compares_with() -> None:
     simulator, steps = made(spec, ALIGNED)
     prices = simulator.price(steps)
     for d, pipeline in enumerate(steps[0].pipelines):
-        times = stage_times(pipeline, simulator.cost, virtual_stages=2)
-        assert np.array_equal(prices.attention_forward_ns[0, d], times.attention_forward_ns)
-        assert np.array_equal(prices.attention_backward_ns[0, d], times.attention_backward_ns)
-        for kind, linear in (
-            (Kind.FORWARD, times.linear_forward_ns),
-            (Kind.BACKWARD, times.linear_backward_ns),
+        layers = spec.stage_layers[1]
+        times = stage_times(pipeline, simulator.cost, layers=layers)
+        for kind, attention, linear in (
+            (Kind.FORWARD, times.attention_forward_ns, times.linear_forward_ns),
+            (Kind.BACKWARD, times.attention_backward_ns, times.linear_backward_ns),
         ):
-            ours = prices.linear_ns(kind, is_first=False, is_last=False)[0, d]
-            assert np.abs(ours - linear).max() <= 2
+            # Prices are of whole nanoseconds a layer.
+            assert np.abs(prices.attention_ns(kind, 1)[0, d] - attention).max() <= layers
+            assert np.abs(prices.linear_ns(kind, 1)[0, d] - linear).max() <= 2
 
 
 def test_attention_of_many_steps_at_once_is_that_of_one_plan() -> None:
     simulator, steps = made(spec_of(cp=4, v=2), MIXED * 3)
     prices = simulator.price(steps)
+    layers = simulator.cost.num_layers_per_rank
     for s, step in enumerate(steps):
         for d, pipeline in enumerate(step.pipelines):
             for i, sharding in enumerate(pipeline.shardings):
                 alone = attention_latency(sharding, simulator.cost)
-                assert np.array_equal(prices.attention_forward_ns[s, d, i], alone.forward_ns // 2)
-                assert np.array_equal(prices.attention_backward_ns[s, d, i], alone.backward_ns // 2)
+                assert np.array_equal(
+                    prices.attention_forward_ns[s, d, i], alone.forward_ns // layers
+                )
+                assert np.array_equal(
+                    prices.attention_backward_ns[s, d, i], alone.backward_ns // layers
+                )
 
 
 def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
@@ -84,9 +94,9 @@ def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
     uneven = prices.attention_forward_ns.copy()
     uneven[0, 0, 0] = [10_000, 70_000]
     changed = replace(prices, attention_forward_ns=uneven)
-    linear = prices.linear_ns(Kind.FORWARD, is_first=False, is_last=False)[0, 0, 0]
-    passes = changed.pass_ns(Kind.FORWARD, is_first=False, is_last=False)
-    assert passes[0, 0, 0] == round(70_000 + linear)
+    linear = prices.linear_ns(Kind.FORWARD, stage=1)[0, 0, 0]
+    passes = changed.pass_ns(Kind.FORWARD, stage=1)
+    assert passes[0, 0, 0] == round(prices.layers[1] * 70_000 + linear)
 
 
 def test_filler_is_computed_too() -> None:
@@ -100,7 +110,7 @@ def test_filler_is_computed_too() -> None:
 @pytest.mark.parametrize("how", list(Recompute))
 @pytest.mark.parametrize("overlap", [0.0, 0.25])
 def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap: float) -> None:
-    """A weights' pass gathers four [tokens, hidden] a layer, two of them backward would have."""
+    """A layer's weights' pass gathers four [tokens, hidden], two of them backward would have."""
     whole, split = (spec_of(v=2, schedule=s) for s in (Schedule.INTERLEAVED_1F1B, ZERO_BUBBLE))
     specs = [with_(s, how, overlap) for s in (whole, split)]
     plain, apart = (linear_terms(s, cost_of(s)) for s in specs)
@@ -111,8 +121,7 @@ def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap
     )
     cost = cost_of(specs[0])
     gather = cost.profile.collective(Collective.ALL_GATHER, span_ranks=2)
-    layers, row_bytes = 2, 512 * 2 / 2  # of a stage; bfloat16 over cp = 2
-    wire = gather.wire_ns(row_bytes, num_ranks=2) * layers
+    wire = gather.wire_ns(512 * 2 / 2, num_ranks=2)  # bfloat16 over cp = 2
     for name in ("gemm", "elementwise", "cp_comm"):
         parts = inputs.per_token[name] + weights.per_token.get(name, 0.0)
         assert parts == pytest.approx(backward.per_token[name])
@@ -120,7 +129,7 @@ def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap
     expected = backward.per_token["tp_comm"] + 2 * wire * (1 - overlap)
     assert more == pytest.approx(expected)
     calls = inputs.call_ns + weights.call_ns - backward.call_ns
-    assert calls == pytest.approx(2 * layers * gather.alpha_ns)
+    assert calls == pytest.approx(2 * gather.alpha_ns)
     assert apart[Kind.FORWARD] == plain[Kind.FORWARD]
 
 
@@ -149,9 +158,9 @@ def test_embedding_and_head_are_at_the_ends() -> None:
     simulator, steps = made(spec, ALIGNED)
     prices = simulator.price(steps)
     cost = simulator.cost
-    first, last, middle, only = (
-        [prices.linear_ns(kind, is_first=f, is_last=e)[0, 0, 0] for kind in KINDS[ONE_F]]
-        for f, e in ((True, False), (False, True), (False, False), (True, True))
+    first, middle, last, only = (
+        [of_stages(prices, num).linear_ns(kind, stage)[0, 0, 0] for kind in KINDS[ONE_F]]
+        for num, stage in ((3, 0), (3, 1), (3, 2), (1, 0))
     )
     wire, alpha = {}, {}
     for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
@@ -177,9 +186,10 @@ def test_the_weights_pass_has_no_ends_and_no_attention() -> None:
     simulator, steps = made(spec_of(schedule=ZERO_BUBBLE), ALIGNED)
     prices = simulator.price(steps)
     weight = Kind.BACKWARD_WEIGHT
-    passes = [prices.pass_ns(weight, is_first=e, is_last=e) for e in (False, True)]
-    assert np.array_equal(*passes)
-    assert not prices.attention_ns(weight).any()
+    passes = [of_stages(prices, 3).pass_ns(weight, stage) for stage in range(3)]
+    assert np.array_equal(passes[0], passes[1])
+    assert np.array_equal(passes[1], passes[2])
+    assert not prices.attention_ns(weight, 1).any()
 
 
 def test_one_tensor_parallel_rank_sends_nothing() -> None:

@@ -28,6 +28,7 @@ def prices_of(forward: IntArray, backward: IntArray) -> StepPrices:
         linear={Kind.FORWARD: free, Kind.BACKWARD: free},
         ends={},
         message=dict.fromkeys(("intra_node", "inter_node"), free),
+        layers=(1, 1),
     )
 
 
@@ -110,7 +111,7 @@ def test_compute_is_all_kernels_without_collectives(v: int) -> None:
     cost, prices = simulator.cost, simulator.price([step])
     found = simulator.run(prices).compute_s[0, 0]
     free = without_collectives(cost)
-    times = stage_times(step.pipelines[0], free, virtual_stages=v)
+    times = stage_times(step.pipelines[0], free, layers=spec.model.num_layers // spec.num_stages)
     linear = float((times.linear_forward_ns + times.linear_backward_ns).sum())
     linear -= 2 * sum(free.linear.call_ns) / v
     attention = times.attention_forward_ns + times.attention_backward_ns
@@ -125,7 +126,7 @@ def test_an_empty_micro_batch_takes_little_and_one_document_a_step_works() -> No
     simulator, steps = made(spec_of(), [4096])
     found = simulator.run(simulator.price(steps))
     assert len(steps) == 1
-    passes = found.prices.pass_ns(Kind.FORWARD, is_first=False, is_last=False)
+    passes = found.prices.pass_ns(Kind.FORWARD, stage=1)
     full = passes.max()
     assert (np.sort(passes.ravel())[:3] < full).all()
     assert found.metrics(steps)[0].num_tokens == 4096

@@ -50,6 +50,7 @@ def simulation(
         linear={kind: calls(ms * MS) for kind, ms in linear.items()},
         ends=ends or {},
         message=dict.fromkeys(Scope, calls(0.0)),
+        layers=(1,) * spec.num_stages,
     )
     return simulator.run(prices)
 

@@ -84,7 +84,8 @@ class LinearCost:
 
     @property
     def num_layers(self) -> int:
-        return self.model.num_layers // self.parallel.pp
+        """That are priced: a pipeline rank's where all have equally many, else rounded up."""
+        return -(-self.model.num_layers // self.parallel.pp)
 
     @property
     def again(self) -> Again:

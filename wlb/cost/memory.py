@@ -37,7 +37,7 @@ which read rows of the gathered buffer (sdpa on CPU) need no copy.
 
 from dataclasses import asdict, dataclass, replace
 
-from wlb.spec import Dtype, Policy, Recompute, RunSpec, Schedule
+from wlb.spec import Dtype, Recompute, RunSpec, Schedule
 
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
@@ -100,6 +100,18 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
     return min(n * v, (v - 1) * micro_batches_a_round + hops + 1 + waiting)
 
 
+def layers_in_flight(spec: RunSpec, *, pp_rank: int) -> int:
+    """Most layers with activations that those passes can hold: of at most n micro-batches each, the
+    stages that have most layers."""
+    n = spec.micro_batches_per_pipeline
+    layers = _layers_descending(spec, pp_rank)
+    return sum(layers[i // n] for i in range(in_flight(spec, pp_rank=pp_rank)))
+
+
+def _layers_descending(spec: RunSpec, pp_rank: int) -> list[int]:
+    return sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
+
+
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Saved activations of one layer and one micro-batch on one rank (module docstring)."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
@@ -159,7 +171,6 @@ def memory_of_rank(
     size, tp = _compute_bytes(spec), parallel.tp
     local = -(-tokens // parallel.cp)
     passes = in_flight(spec, pp_rank=pp_rank)
-    layers_per_pass = model.num_layers // spec.num_stages
     parameters = _parameters(spec, pp_rank=pp_rank)
     shards = parallel.cp * max(1, parallel.dp)
     last = pp_rank == parallel.pp - 1
@@ -171,8 +182,7 @@ def memory_of_rank(
         parameters_bytes=parameters * size,
         optimizer_bytes=3 * FLOAT32_BYTES * -(-parameters // shards),
         gradients_bytes=FLOAT32_BYTES * (parameters + -(-parameters // shards)),
-        activations_bytes=passes
-        * layers_per_pass
+        activations_bytes=layers_in_flight(spec, pp_rank=pp_rank)
         * layer_activation_bytes(spec, micro_batch_tokens=tokens),
         boundaries_bytes=passes * local * model.hidden_size * size // tp,
         logits_bytes=last * rows * (model.padded_vocab_size // tp) * (size + 2 * FLOAT32_BYTES),
@@ -238,16 +248,24 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
             f"optimiser, more than the {memory_bytes / 2**30:.1f} GiB of packing.memory_gib; use "
             f"more ranks (parallel.tp, pp, dp)"
         )
-    # Bytes a token, rounded up: of one pass under way, and of the layer that is at work.
-    per_pass = (flowing + passes) / passes / window
-    at_work = (one.workspace_bytes + window) / window
-    resident = min(passes, spec.pp.virtual_stages)
-    s_max = min(spec.s_max, int(room / (resident * per_pass + at_work)))
-    if passes * per_pass * s_max + at_work * s_max <= room:
+    # Bytes a token, rounded up: of one micro-batch in as many of its passes as are under way and in
+    # all of them, of all passes under way, and of the layer that is at work.
+    layers = _layers_descending(spec, pp_rank)
+    resident = min(passes, len(layers))
+    in_layer = layer_activation_bytes(spec, micro_batch_tokens=window)
+    of_stage = one.boundaries_bytes // passes + 1
+    longest, whole = (
+        (sum(layers[:stages]) * in_layer + stages * of_stage) / window
+        for stages in (resident, len(layers))
+    )
+    under_way, at_work = (flowing + passes) / window, (one.workspace_bytes + window) / window
+    s_max = min(spec.s_max, int(room / (longest + at_work)))
+    if (under_way + at_work) * s_max <= room:
         return s_max, None
-    step_tokens = int((room - at_work * s_max) / (per_pass * spec.pp.virtual_stages))
-    all_under_way = int(room / (passes * per_pass + at_work))
-    if step_tokens <= window * spec.micro_batches_per_pipeline and all_under_way >= window:
+    step_tokens = int((room - at_work * s_max) / whole)
+    all_under_way = int(room / (under_way + at_work))
+    own_tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
+    if step_tokens <= own_tokens and all_under_way >= window:
         # Only `passes` of the step's micro-batches are under way: shorter ones need no cap on it.
         return min(s_max, all_under_way), None
     return s_max, step_tokens
@@ -255,8 +273,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
 
 def longest_micro_batch(spec: RunSpec) -> int:
     """Tokens of the longest micro-batch that packing may make."""
-    varies = spec.packing.policy in (Policy.VAR_LEN, Policy.BOUNDED)
-    return spec.s_max if varies else spec.data.context_window
+    return spec.s_max if spec.packing.varies_lengths else spec.data.context_window
 
 
 def _compute_bytes(spec: RunSpec) -> int:
@@ -269,7 +286,7 @@ def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     model, tp = spec.model, spec.parallel.tp
     norms = 2 * model.hidden_size
     layer = (model.num_layer_parameters - norms) // tp + norms
-    count = model.num_layers // spec.num_stages * layer
+    count = spec.stage_layers[stage] * layer
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
     if stage == 0:
         count += vocabulary

@@ -16,7 +16,7 @@ from wlb.plan import IntArray, PipelinePlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Of the layers of one stage (all stages hold equally many), for n micro-batches, int64 ns.
+    """Of the layers of one stage, for n micro-batches, int64 ns.
 
     attention_*: kernels and launches of each CP rank, shape [n, cp]. linear_*: everything else in a
     layer, equal on all CP ranks (they hold equally many tokens), shape [n].
@@ -28,8 +28,9 @@ class StageTimes:
     linear_backward_ns: IntArray
 
 
-def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, virtual_stages: int) -> StageTimes:
-    """Prices each micro-batch of `plan`; `cost` is that of a pipeline rank's stages together."""
+def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> StageTimes:
+    """Prices each micro-batch of `plan` on a stage of so many layers."""
+    priced = cost.num_layers_per_rank
     latencies = [attention_latency(sharding, cost) for sharding in plan.shardings]
     shape = (len(latencies), cost.parallel.cp)
     forward = np.array([a.forward_ns for a in latencies], np.int64).reshape(shape)
@@ -43,10 +44,10 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, virtual_stages: i
         for one_pass, call_ns in zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
     ]
     return StageTimes(
-        attention_forward_ns=forward // virtual_stages,
-        attention_backward_ns=backward // virtual_stages,
-        linear_forward_ns=linear[0] // virtual_stages,
-        linear_backward_ns=linear[1] // virtual_stages,
+        attention_forward_ns=forward * layers // priced,
+        attention_backward_ns=backward * layers // priced,
+        linear_forward_ns=linear[0] * layers // priced,
+        linear_backward_ns=linear[1] * layers // priced,
     )
 
 

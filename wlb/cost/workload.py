@@ -198,10 +198,9 @@ class ProfiledWorkload:
     backward_ns: MonotoneTable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.model.num_layers % self.parallel.pp or self.model.num_heads % self.parallel.tp:
+        if self.model.num_heads % self.parallel.tp:
             raise ValueError(
-                f"model.num_layers = {self.model.num_layers} and num_heads = "
-                f"{self.model.num_heads} must be multiples of pp = {self.parallel.pp} and tp = "
+                f"model.num_heads = {self.model.num_heads} must be a multiple of tp = "
                 f"{self.parallel.tp}"
             )
         known = self.backend if self.backend in self.profile.backends else None
@@ -234,7 +233,7 @@ class ProfiledWorkload:
 
     @property
     def num_layers_per_rank(self) -> int:
-        return self.model.num_layers // self.parallel.pp
+        return self.linear.num_layers
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         return self.attention_ns(lengths) + self.linear_ns(lengths)

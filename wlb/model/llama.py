@@ -150,12 +150,14 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers of a range, with the embedding before the first layer and a norm after the last."""
+    """Layers of a range, with the embedding before them on the first stage and a norm after them on
+    the last."""
 
-    def __init__(self, spec: ModelSpec, layers: range, ops: Ops) -> None:
+    def __init__(
+        self, spec: ModelSpec, layers: range, ops: Ops, *, is_first: bool, is_last: bool
+    ) -> None:
         super().__init__()
         self.ops = ops
-        is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
         size = (spec.padded_vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(*size) if is_first else None
         self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, ops) for i in layers})
@@ -170,10 +172,11 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A whole model, or the layers of one pipeline stage under the same parameter names.
+    """A whole model, or one pipeline stage of it under the same parameter names.
 
-    forward: tokens [T] (first stage) or rows [T, C] -> rows [T, C], or on the last stage the summed
-    loss times rows.loss_scale, a scalar.
+    layers: of the stage, may be none of them; None = all. is_first, is_last: whether the stage has
+    the embedding, and norm, head and loss. forward: tokens [T] (first stage) or rows [T, C] -> rows
+    [T, C], or on the last stage the summed loss times rows.loss_scale, a scalar.
     """
 
     def __init__(
@@ -181,16 +184,18 @@ class Llama(nn.Module):
         spec: ModelSpec,
         *,
         layers: range | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
         ops: Ops | None = None,
         loss_chunk: int = 8192,
     ) -> None:
         super().__init__()
         self.spec, self.loss_chunk = spec, loss_chunk
         self.ops = ops or Ops()
-        held = layers or range(spec.num_layers)
-        self.model = Decoder(spec, held, self.ops)
+        held = range(spec.num_layers) if layers is None else layers
+        self.model = Decoder(spec, held, self.ops, is_first=is_first, is_last=is_last)
         self.lm_head = None
-        if held.stop == spec.num_layers:
+        if is_last:
             self.lm_head = nn.Linear(spec.hidden_size, spec.padded_vocab_size, bias=False)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:

@@ -51,20 +51,23 @@ class Packer(Protocol):
 class PackerOptions:
     """What all policies are told.
 
-    num_micro_batches: N, over all pipelines. context_window: C, the longest piece, in tokens.
-    long_documents: "split" or "refuse" for documents longer than C. seed: order of documents inside
-    a micro-batch.
+    num_micro_batches: of a step, over all pipelines. context_window: C, the longest piece, in
+    tokens. num_windows: N, windows that a global batch brings on average; 0 = as many as
+    micro-batches. long_documents: "split" or "refuse" for documents longer than C. seed: order of
+    documents inside a micro-batch.
     """
 
     num_micro_batches: int
     context_window: int
     cost: WorkloadModel
+    num_windows: int = 0
     long_documents: str = "split"
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_micro_batches", "context_window"):
             check_at_least(name, getattr(self, name), 1)
+        check_at_least("num_windows", self.num_windows, 0)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
         """The batch's documents as pieces of at most a window, stamped with the step that is next.
@@ -85,7 +88,7 @@ class PackerOptions:
     @property
     def tokens_per_step(self) -> int:
         """N x C, the tokens that a global batch brings on average."""
-        return self.num_micro_batches * self.context_window
+        return (self.num_windows or self.num_micro_batches) * self.context_window
 
     def workloads(self, pieces: Pieces) -> IntArray:
         """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""

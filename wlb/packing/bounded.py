@@ -61,13 +61,14 @@ class BoundedPacker(PolicyPacker):
 
     def __post_init__(self) -> None:
         options = self.options
+        windows = options.tokens_per_step // options.context_window
         check_s_max(self.s_max, options)
         if self.limits.step_tokens <= options.tokens_per_step:
             raise ValueError(
                 f"step_tokens = {self.limits.step_tokens} is not more than the "
                 f"{options.tokens_per_step} tokens that a global batch brings "
-                f"({options.num_micro_batches} x {options.context_window}), so what is held back "
-                f"could never be caught up; raise step_tokens, or s_max above the window"
+                f"({windows} x {options.context_window}), so what is held back could never be "
+                f"caught up; raise step_tokens, or s_max above the window"
             )
         check_at_least("max_delay", self.max_delay, 1)
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:

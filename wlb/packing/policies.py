@@ -1,5 +1,7 @@
 """The packer that a run's [packing] section names."""
 
+from dataclasses import replace
+
 from wlb.cost import WorkloadModel, token_caps
 from wlb.packing.base import Packer, PackerOptions
 from wlb.packing.bounded import BoundedPacker
@@ -16,6 +18,7 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
     """What all policies of a run are told."""
     return PackerOptions(
         num_micro_batches=spec.num_micro_batches,
+        num_windows=spec.num_windows,
         context_window=spec.data.context_window,
         cost=cost,
         long_documents=str(spec.data.long_documents),
@@ -25,7 +28,8 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
     """Plain-4D as the run's loader would fill its windows."""
-    return OriginalPacker(options=options_for(spec, cost), cut=spec.packing.window_cut)
+    options = replace(options_for(spec, cost), num_micro_batches=spec.num_windows)
+    return OriginalPacker(options=options, cut=spec.packing.window_cut)
 
 
 def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:

@@ -14,7 +14,6 @@ from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.data import shard_stage
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.pipeline import stage_layers
 from wlb.parallel.recompute import recompute_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
 from wlb.spec import RunSpec
@@ -32,9 +31,15 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     for index in spec.stages_of(mesh.pp_rank):
         # Each stage its own: a queue belongs to the stage whose backward pass is at work.
         ops = _ops(spec, mesh)
-        layers = stage_layers(index, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
         with torch.device("meta"):
-            stage = Llama(spec.model, layers=layers, ops=ops, loss_chunk=spec.training.loss_chunk)
+            stage = Llama(
+                spec.model,
+                layers=spec.layers_of(index),
+                is_first=index == 0,
+                is_last=index == spec.num_stages - 1,
+                ops=ops,
+                loss_chunk=spec.training.loss_chunk,
+            )
         _materialise(stage, spec, mesh)
         recompute_layers(stage, spec.training.recompute)
         shard_stage(stage, mesh, compute_dtype(spec))

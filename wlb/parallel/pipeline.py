@@ -30,12 +30,6 @@ from wlb.parallel.deferred import WeightQueue
 from wlb.spec import Schedule
 
 
-def stage_layers(stage: int, *, num_stages: int, num_layers: int) -> range:
-    """Layers of a stage; stages hold equally many."""
-    per = num_layers // num_stages
-    return range(stage * per, (stage + 1) * per)
-
-
 class VarLenStage(PipelineStage):
     """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 

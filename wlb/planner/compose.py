@@ -281,7 +281,7 @@ def open_planner(spec: RunSpec, store: str, device: str) -> Planner:
     """
     source = GlobalBatches(
         TokenStore(store),
-        tokens_per_batch=spec.num_micro_batches * spec.data.context_window,
+        tokens_per_batch=spec.tokens_per_step,
         seed=spec.run.seed,
         epochs=spec.data.epochs,
     )
@@ -295,11 +295,11 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
     """
     source = GlobalBatches(
         TokenStore(store),
-        tokens_per_batch=spec.num_micro_batches * spec.data.context_window,
+        tokens_per_batch=spec.tokens_per_step,
         seed=spec.run.seed,
         epochs=1,
         shuffle=False,
     )
-    packing = replace(spec.packing, policy=Policy.ORIGINAL)
+    packing = replace(spec.packing, policy=Policy.ORIGINAL, num_micro_batches=0)
     plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
     return Planner.from_spec(plain, source, workload_for(spec, device))

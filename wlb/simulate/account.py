@@ -34,19 +34,19 @@ Terms = dict[str, float]
 """Seconds by name."""
 
 
-def work_terms(prices: StepPrices, cost: ProfiledWorkload, *, virtual_stages: int) -> Terms:
+def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> Terms:
     """Seconds in passes of the mean pipeline rank, all of the one step and pipeline of `prices`."""
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
-    out = {"attention": float(attention) * virtual_stages}
     pp = cost.parallel.pp
-    for stage in range(pp * virtual_stages):
-        for terms in prices.terms(stage, num_stages=pp * virtual_stages):
+    out = {"attention": float(attention) * sum(prices.layers) / pp}
+    for stage in range(len(prices.layers)):
+        for terms in prices.terms(stage):
             for name, ns in terms.per_token.items():
                 _add(out, name, ns * tokens / pp)
             for name, ns in terms.per_call.items():
                 _add(out, name, ns * n / pp)
-    _move_recompute(out, prices, cost, virtual_stages=virtual_stages)
+    _move_recompute(out, prices, cost)
     return {name: ns * 1e-9 for name, ns in out.items() if ns > 0}
 
 
@@ -54,7 +54,7 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> Terms:
     """Seconds of the one step and pipeline of `prices`, all micro-batches alike."""
     simulation = simulator.run(prices)
     graph = simulator.graph
-    out = work_terms(prices, simulator.cost, virtual_stages=simulator.spec.pp.virtual_stages)
+    out = work_terms(prices, simulator.cost)
     work = sum(out.values())
     exposed = 0.0
     for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
@@ -106,22 +106,22 @@ def _even_ranks(prices: StepPrices) -> StepPrices:
     )
 
 
-def _move_recompute(
-    out: Terms, prices: StepPrices, cost: ProfiledWorkload, *, virtual_stages: int
-) -> None:
+def _move_recompute(out: Terms, prices: StepPrices, cost: ProfiledWorkload) -> None:
     """What backward runs again becomes a term of its own."""
     if cost.recompute == Recompute.NONE:
         return
     plain = replace(cost.linear, recompute=Recompute.NONE)
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
+    layers = sum(prices.layers) / cost.parallel.pp
+    share = layers / cost.num_layers_per_rank
     for name, ns in cost.linear.ns_per_token.items():
         term, _, one_pass = name.rpartition("_")
         if one_pass == "backward":
-            again = (ns - plain.ns_per_token[name]) * tokens
+            again = (ns - plain.ns_per_token[name]) * tokens * share
             _add(out, term, -again)
             _add(out, RECOMPUTE, again)
-    calls = (cost.linear.call_ns[1] - plain.call_ns[1]) * n
-    attention = float(prices.attention_forward_ns.sum()) * virtual_stages
+    calls = (cost.linear.call_ns[1] - plain.call_ns[1]) * n * share
+    attention = float(prices.attention_forward_ns.sum()) * layers
     for term, again in (("calls", calls), ("attention", attention * cost.linear.again.attention)):
         _add(out, term, -again)
         _add(out, RECOMPUTE, again)

@@ -117,8 +117,7 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
     stop, duration = (
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
-    num_stages = simulation.simulator.spec.num_stages
-    terms, cp_rank = _terms(node, simulation.prices, step, pipeline, num_stages, duration)
+    terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
     return Event(
         node=node,
         pipeline=pipeline,
@@ -130,7 +129,7 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
 
 
 def _terms(
-    node: Node, prices: StepPrices, step: int, pipeline: int, num_stages: int, duration_ns: int
+    node: Node, prices: StepPrices, step: int, pipeline: int, duration_ns: int
 ) -> tuple[dict[str, float], int]:
     """Seconds by term, and the slowest CP rank of a pass with attention."""
     if node.kind != NodeKind.PASS or node.action is None:
@@ -139,12 +138,12 @@ def _terms(
     tokens = int(prices.tokens[step, pipeline, i])
     out: dict[str, float] = {}
     cp_rank = -1
-    if kind != Kind.BACKWARD_WEIGHT:
-        ranks = prices.attention_ns(kind)[step, pipeline, i]
+    if kind != Kind.BACKWARD_WEIGHT and prices.layers[stage]:
+        ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
-    for terms in prices.terms(stage, num_stages=num_stages, kind=kind):
+    for terms in prices.terms(stage, kind):
         for name, ns in terms.per_token.items():
             out[name] = out.get(name, 0.0) + ns * tokens * 1e-9
         for name, ns in terms.per_call.items():

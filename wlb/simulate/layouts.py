@@ -10,7 +10,7 @@ Memory of a step whose micro-batches are all one window is what a layout must ho
 longer ones where there is room (`Candidate.caps`), never shorter ones on average.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -256,22 +256,22 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
     return caps
 
 
-Counts = tuple[tuple[int, int], ...]
-"""Passes of one rank whose activations and outputs are held at once, and passes that left inputs
-and gradients for the weights' pass; each pair that the rank comes to, with most of the second."""
+Counts = tuple[tuple[int, int, int], ...]
+"""Of one rank at once: layers whose activations are kept, stages whose outputs are, layers that
+left inputs and gradients for the weights' pass; each pair it comes to, with most of the third."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     """What ranks hold at once, by schedule: the same for all layouts that share one."""
 
-    known: dict[tuple[Schedule, int, int, int], tuple[Counts, ...]] = field(
-        default_factory=dict[tuple[Schedule, int, int, int], tuple[Counts, ...]]
+    known: dict[Hashable, tuple[Counts, ...]] = field(
+        default_factory=dict[Hashable, tuple[Counts, ...]]
     )
 
     def of(self, spec: RunSpec) -> tuple[Counts, ...]:
         v, n = spec.pp.virtual_stages, spec.micro_batches_per_pipeline
-        key = (spec.pp.schedule, spec.parallel.pp, v, n)
+        key = (spec.pp.schedule, spec.parallel.pp, v, n, spec.pp.weight_delay, spec.stage_layers)
         if key not in self.known:
             order = pipeline_order(
                 spec.pp.schedule,
@@ -280,33 +280,37 @@ class _Held:
                 num_micro_batches=n,
                 weight_delay=spec.pp.weight_delay,
             )
-            self.known[key] = held_at_once(order)
+            self.known[key] = held_at_once(order, spec.stage_layers)
         return self.known[key]
 
 
-def held_at_once(order: Order) -> tuple[Counts, ...]:
+def held_at_once(order: Order, layers: Sequence[int]) -> tuple[Counts, ...]:
     """For each rank, as `peak_activation_bytes` counts for micro-batches of one length."""
     out: list[Counts] = []
     for passes in order:
-        kept = waiting = 0
-        most: dict[int, int] = {}
-        for _, kind, _ in passes:
-            kept += (kind == Kind.FORWARD) - kind.sends_gradient
-            waiting += (kind == Kind.BACKWARD_INPUT) - (kind == Kind.BACKWARD_WEIGHT)
-            most[kept] = max(waiting, most.get(kept, 0))
-        out.append(tuple(most.items()))
+        kept = outputs = waiting = 0
+        most: dict[tuple[int, int], int] = {}
+        for stage, kind, _ in passes:
+            held = (kind == Kind.FORWARD) - kind.sends_gradient
+            left = (kind == Kind.BACKWARD_INPUT) - (kind == Kind.BACKWARD_WEIGHT)
+            kept, outputs = kept + held * layers[stage], outputs + held
+            waiting += left * layers[stage]
+            most[kept, outputs] = max(waiting, most.get((kept, outputs), 0))
+        out.append(tuple((*key, waiting) for key, waiting in most.items()))
     return tuple(out)
 
 
 def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
-    """(bytes, rank) of the fullest pipeline rank with micro-batches of one window."""
+    """(bytes, rank) of the fullest pipeline rank with micro-batches of one window, or of their mean
+    length where packing makes another number of them."""
     window = spec.data.context_window
-    one = pass_bytes(spec, np.array([window]))
-    kept_bytes, waiting_bytes = int((one.kept + one.output)[0]), int(one.waiting[0])
+    one = pass_bytes(spec, np.array([-(-spec.tokens_per_step // spec.num_micro_batches)]))
+    sizes = [int(of_pass[0]) for of_pass in one]
     needs: list[tuple[int, int]] = []
     for rank, counts in enumerate(kept):
         fixed = rest_bytes(spec, pp_rank=rank, longest=window)
-        needs.append((fixed + max(k * kept_bytes + w * waiting_bytes for k, w in counts), -rank))
+        held = (sum(c * s for c, s in zip(at, sizes, strict=True)) for at in counts)
+        needs.append((fixed + max(held), -rank))
     need, rank = max(needs)
     return need, -rank
 

@@ -20,8 +20,8 @@ from wlb.spec import Recompute, RunSpec
 
 
 class PassBytes(NamedTuple):
-    """Of a pass of each micro-batch through one stage, [..., n]. kept: by forward for backward.
-    waiting: left by the inputs' pass for the weights'."""
+    """Of a pass of each micro-batch, [..., n]. kept: in a layer, by forward for backward. output:
+    of a stage. waiting: in a layer, left by the inputs' pass for the weights'."""
 
     kept: IntArray
     output: IntArray
@@ -38,32 +38,37 @@ def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
     size = DTYPE_BYTES[str(spec.training.dtype)] * spec.model.hidden_size
     local = -(-tokens // spec.parallel.cp)
     return PassBytes(
-        kept=_layers_bytes(spec, tokens),
+        kept=_layer_bytes(spec, tokens),
         output=local * size // spec.parallel.tp,
-        waiting=_layers_bytes(plain, tokens),
+        waiting=_layer_bytes(plain, tokens),
     )
 
 
-def _layers_bytes(spec: RunSpec, tokens: IntArray) -> IntArray:
-    layers = spec.model.num_layers // spec.num_stages
+def _layer_bytes(spec: RunSpec, tokens: IntArray) -> IntArray:
     values, place = np.unique(tokens, return_inverse=True)
-    kept = [layers * layer_activation_bytes(spec, micro_batch_tokens=int(t)) for t in values]
+    kept = [layer_activation_bytes(spec, micro_batch_tokens=int(t)) for t in values]
     return np.array(kept, np.int64)[place].reshape(tokens.shape)
 
 
-def peak_activation_bytes(order: Sequence[Action], passes: PassBytes) -> IntArray:
-    """Most bytes held at once by a rank with this order, shape [...]."""
+def peak_activation_bytes(
+    order: Sequence[Action], passes: PassBytes, layers: Sequence[int]
+) -> IntArray:
+    """Most bytes held at once by a rank with this order, shape [...]; layers: of every stage."""
     kept, output, waiting = passes
-    change = {
-        Kind.FORWARD: kept + output,
-        Kind.BACKWARD: -kept - output,
-        Kind.BACKWARD_INPUT: waiting - kept - output,
-        Kind.BACKWARD_WEIGHT: -waiting,
-    }
+    none = np.zeros_like(output)
+    in_layer, in_stage = (
+        {
+            Kind.FORWARD: k,
+            Kind.BACKWARD: -k,
+            Kind.BACKWARD_INPUT: w - k,
+            Kind.BACKWARD_WEIGHT: -w,
+        }
+        for k, w in ((kept, waiting), (output, none))
+    )
     held = np.zeros(kept.shape[:-1], np.int64)
     peak = held
-    for _, kind, i in order:
-        held = held + change[kind][..., i]
+    for stage, kind, i in order:
+        held = held + in_layer[kind][..., i] * layers[stage] + in_stage[kind][..., i]
         peak = np.maximum(peak, held)
     return peak
 

@@ -46,6 +46,13 @@ class Terms:
     per_token: dict[str, float]
     per_call: dict[str, float]
 
+    def times(self, layers: int) -> "Terms":
+        """Of so many layers, where these are of one."""
+        return Terms(
+            per_token={name: ns * layers for name, ns in self.per_token.items()},
+            per_call={name: ns * layers for name, ns in self.per_call.items()},
+        )
+
     @property
     def token_ns(self) -> float:
         return sum(self.per_token.values())
@@ -59,9 +66,10 @@ class Terms:
 class StepPrices:
     """Of a number of steps; tokens are rows of all CP ranks, filler included.
 
-    tokens: [steps, dp, n]. attention_*_ns: of one stage's layers, each CP rank, [steps, dp, n, cp].
-    linear: the rest of a pass on one stage, by kind (all but attention's kernels); ends: what the
-    first and the last stage have besides, by (kind, is last). message: inside a node and between.
+    tokens: [steps, dp, n]. attention_*_ns: of one layer, each CP rank, [steps, dp, n, cp]. linear:
+    the rest of one layer's passes, by kind (all but attention's kernels); ends: what the first and
+    the last stage have besides, by (kind, is last). message: inside a node and between. layers: of
+    every stage.
     """
 
     tokens: IntArray
@@ -70,6 +78,7 @@ class StepPrices:
     linear: dict[Kind, Terms]
     ends: dict[tuple[Kind, bool], Terms]
     message: dict[Scope, Terms]
+    layers: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -77,35 +86,39 @@ class StepPrices:
         steps, dp, n, cp = self.attention_forward_ns.shape
         return steps, dp, n, cp
 
-    def attention_ns(self, kind: Kind) -> IntArray:
+    def alike(self, stage: int) -> tuple[int, bool, bool]:
+        """What a stage's passes depend on: layers, whether it is the first and the last."""
+        return self.layers[stage], stage == 0, stage == len(self.layers) - 1
+
+    def attention_ns(self, kind: Kind, stage: int) -> IntArray:
         """[steps, dp, n, cp]; the weights' pass has none."""
         match kind:
             case Kind.FORWARD:
-                return self.attention_forward_ns
+                return self.attention_forward_ns * self.layers[stage]
             case Kind.BACKWARD_WEIGHT:
                 return np.zeros_like(self.attention_forward_ns)
             case _:
-                return self.attention_backward_ns
+                return self.attention_backward_ns * self.layers[stage]
 
-    def terms(self, stage: int, *, num_stages: int, kind: Kind | None = None) -> list[Terms]:
+    def terms(self, stage: int, kind: Kind | None = None) -> list[Terms]:
         """All that passes of a stage have besides attention: of one kind, or of all."""
+        layers, is_first, is_last = self.alike(stage)
         kinds = list(self.linear) if kind is None else [kind]
-        keys = [(k, False) for k in kinds if stage == 0]
-        keys += [(k, True) for k in kinds if stage == num_stages - 1]
-        return [self.linear[k] for k in kinds] + [self.ends[k] for k in keys if k in self.ends]
+        keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
+        of_layers = [self.linear[k].times(layers) for k in kinds if layers]
+        return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
-    def linear_ns(self, kind: Kind, *, is_first: bool, is_last: bool) -> FloatArray:
+    def linear_ns(self, kind: Kind, stage: int) -> FloatArray:
         """All of a pass but attention's kernels, [steps, dp, n]."""
-        out = _of(self.linear[kind], self.tokens)
-        for last, is_there in ((False, is_first), (True, is_last)):
-            if is_there and (kind, last) in self.ends:
-                out = out + _of(self.ends[kind, last], self.tokens)
+        out = np.zeros(self.tokens.shape)
+        for terms in self.terms(stage, kind):
+            out += _of(terms, self.tokens)
         return out
 
-    def pass_ns(self, kind: Kind, *, is_first: bool, is_last: bool) -> IntArray:
+    def pass_ns(self, kind: Kind, stage: int) -> IntArray:
         """[steps, dp, n]: the slowest CP rank's time."""
-        linear = self.linear_ns(kind, is_first=is_first, is_last=is_last)
-        return np.rint(self.attention_ns(kind).max(axis=3) + linear).astype(np.int64)
+        linear = self.linear_ns(kind, stage)
+        return np.rint(self.attention_ns(kind, stage).max(axis=3) + linear).astype(np.int64)
 
     def message_ns(self, scope: Scope) -> IntArray:
         """[steps, dp, n]."""
@@ -172,27 +185,27 @@ def prices_of(
     forward_ns: IntArray,
     backward_ns: IntArray,
 ) -> StepPrices:
-    """Prices from tokens [steps, dp, n] and attention of a pipeline rank's layers [..., cp]."""
-    v = spec.pp.virtual_stages
+    """Prices from tokens [steps, dp, n] and attention of `cost`'s layers [..., cp]."""
     return StepPrices(
         tokens=tokens,
-        attention_forward_ns=forward_ns // v,
-        attention_backward_ns=backward_ns // v,
+        attention_forward_ns=forward_ns // cost.num_layers_per_rank,
+        attention_backward_ns=backward_ns // cost.num_layers_per_rank,
         linear=linear_terms(spec, cost),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
+        layers=spec.stage_layers,
     )
 
 
 def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
-    """The linear part of each kind of pass that the schedule has."""
-    v = spec.pp.virtual_stages
+    """One layer's linear part of each kind of pass that the schedule has."""
+    layers = cost.num_layers_per_rank
 
     def of_pass(suffix: str, call_ns: float) -> Terms:
         names = [name for name in cost.ns_per_token if name.endswith(suffix)]
         return Terms(
-            per_token={n.removesuffix(suffix): cost.ns_per_token[n] / v for n in names},
-            per_call={CALLS: call_ns / v},
+            per_token={n.removesuffix(suffix): cost.ns_per_token[n] / layers for n in names},
+            per_call={CALLS: call_ns / layers},
         )
 
     forward = of_pass("_forward", cost.linear.call_ns[0])
@@ -202,18 +215,20 @@ def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
     split = split_backward(cost.linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)
-    inputs["gemm"] -= split.product_ns_per_token / v
-    inputs["tp_comm"] -= gathers / v
+    inputs["gemm"] -= split.product_ns_per_token / layers
+    inputs["tp_comm"] -= gathers / layers
     weights = {
-        "gemm": split.product_ns_per_token / v,
-        "tp_comm": (split.weight_ns_per_token - split.product_ns_per_token) / v,
+        "gemm": split.product_ns_per_token / layers,
+        "tp_comm": (split.weight_ns_per_token - split.product_ns_per_token) / layers,
     }
     return {
         Kind.FORWARD: forward,
         Kind.BACKWARD_INPUT: Terms(
-            per_token=inputs, per_call={CALLS: backward.call_ns - split.saved_call_ns / v}
+            per_token=inputs, per_call={CALLS: backward.call_ns - split.saved_call_ns / layers}
         ),
-        Kind.BACKWARD_WEIGHT: Terms(per_token=weights, per_call={CALLS: split.weight_call_ns / v}),
+        Kind.BACKWARD_WEIGHT: Terms(
+            per_token=weights, per_call={CALLS: split.weight_call_ns / layers}
+        ),
     }
 
 

@@ -24,28 +24,25 @@ ADAMW_VALUES, NORM_VALUES = 7, 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
     """ns of each; gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank. gather_parts,
-    reduce_parts: where layers hide behind each other's passes, how many they are, else 1."""
+    reduce_parts: by stage, where layers hide behind each other's passes how many they are, else 1.
+    """
 
     gather_ns: tuple[int, ...]
     reduce_ns: tuple[int, ...]
     norm_ns: int
     optimizer_ns: tuple[int, ...]
-    gather_parts: int
-    reduce_parts: int
+    gather_parts: tuple[int, ...]
+    reduce_parts: tuple[int, ...]
 
     def of(self, node: Node) -> int:
         """Duration of a node that is neither a pass nor a message."""
         match node.kind:
-            case NodeKind.GATHER:
-                return self.gather_ns[node.stage] // self.gather_parts
-            case NodeKind.PREFETCH:
-                whole = self.gather_ns[node.stage]
-                return whole - whole // self.gather_parts
-            case NodeKind.REDUCE:
-                return self.reduce_ns[node.stage] // self.reduce_parts
-            case NodeKind.REDUCE_AHEAD:
-                whole = self.reduce_ns[node.stage]
-                return whole - whole // self.reduce_parts
+            case NodeKind.GATHER | NodeKind.PREFETCH:
+                whole, parts = self.gather_ns[node.stage], self.gather_parts[node.stage]
+                return whole // parts if node.kind == NodeKind.GATHER else whole - whole // parts
+            case NodeKind.REDUCE | NodeKind.REDUCE_AHEAD:
+                whole, parts = self.reduce_ns[node.stage], self.reduce_parts[node.stage]
+                return whole // parts if node.kind == NodeKind.REDUCE else whole - whole // parts
             case NodeKind.NORM:
                 return self.norm_ns
             case _:
@@ -66,7 +63,8 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
         profile.collective(op, span_ranks=spread, num_ranks=ranks)
         for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    layers = spec.model.num_layers // spec.num_stages
+    parts = tuple(max(1, layers) for layers in spec.stage_layers)
+    whole = (1,) * spec.num_stages
     is_ahead = looks_ahead(spec.pp.schedule, pp=parallel.pp)
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
     of_rank = [sum(counts[r :: parallel.pp]) / ranks for r in range(parallel.pp)]
@@ -74,15 +72,20 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     dtype = DTYPE_BYTES[profile.dtype]
     return ShardCosts(
-        gather_ns=tuple(_layers_ns(gather, c * dtype, ranks, layers) for c in counts),
-        reduce_ns=tuple(_layers_ns(scatter, c * GRADIENT_BYTES, ranks, layers) for c in counts),
+        gather_ns=tuple(
+            _layers_ns(gather, c * dtype, ranks, p) for c, p in zip(counts, parts, strict=True)
+        ),
+        reduce_ns=tuple(
+            _layers_ns(scatter, c * GRADIENT_BYTES, ranks, p)
+            for c, p in zip(counts, parts, strict=True)
+        ),
         norm_ns=round(
             max(of_rank) * NORM_VALUES * GRADIENT_BYTES / copy * 1e9
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
         ),
         optimizer_ns=tuple(round(c * ADAMW_VALUES * GRADIENT_BYTES / copy * 1e9) for c in of_rank),
-        gather_parts=1 if is_ahead else layers,
-        reduce_parts=layers if parallel.pp == 1 else 1,
+        gather_parts=whole if is_ahead else parts,
+        reduce_parts=parts if parallel.pp == 1 else whole,
     )
 
 

@@ -89,9 +89,8 @@ class Simulator:
     def _durations(self, prices: StepPrices) -> IntArray:
         steps, dp, _, _ = prices.shape
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
-        last = self.spec.num_stages - 1
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
-        known: dict[tuple[Kind, bool, bool], IntArray] = {}
+        known: dict[tuple[Kind, int, bool, bool], IntArray] = {}
         busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
             if node.kind == NodeKind.OVERHEAD:
@@ -110,9 +109,9 @@ class Simulator:
                 )
                 out[i] = messages[scope][:, :, micro_batch]
                 continue
-            key = (kind, stage == 0, stage == last)
+            key = (kind, *prices.alike(stage))
             if key not in known:
-                known[key] = prices.pass_ns(kind, is_first=key[1], is_last=key[2])
+                known[key] = prices.pass_ns(kind, stage)
             out[i] = known[key][:, :, micro_batch]
             busy += out[i].mean(axis=1) / self.spec.parallel.pp
         return out
@@ -155,9 +154,9 @@ class Simulation:
     def attention_s(self) -> FloatArray:
         """Attention kernels, forward and backward, of each rank: [steps, dp, pp, cp]."""
         both = self.prices.attention_forward_ns + self.prices.attention_backward_ns
-        of_rank = both.sum(axis=2) * 1e-9 * self.simulator.spec.pp.virtual_stages
-        pp = self.simulator.spec.parallel.pp
-        return np.repeat(of_rank[:, :, None, :], pp, axis=2)
+        pp, layers = self.simulator.spec.parallel.pp, self.prices.layers
+        of_rank = np.array([sum(layers[rank::pp]) for rank in range(pp)])
+        return both.sum(axis=2)[:, :, None, :] * 1e-9 * of_rank[:, None]
 
     @property
     def compute_s(self) -> FloatArray:
@@ -166,7 +165,7 @@ class Simulation:
         out = self.attention_s
         for rank in range(spec.parallel.pp):
             for stage in spec.stages_of(rank):
-                for terms in prices.terms(stage, num_stages=spec.num_stages):
+                for terms in prices.terms(stage):
                     out[:, :, rank] += self._kernels_s(terms)[..., None]
         return out
 
@@ -181,8 +180,11 @@ class Simulation:
     @property
     def peak_activation_bytes(self) -> IntArray:
         """Of the pipeline that holds most: [steps, pp]."""
-        held = pass_bytes(self.simulator.spec, self.prices.tokens)
-        peaks = [peak_activation_bytes(passes, held).max(axis=1) for passes in self.simulator.order]
+        held, layers = pass_bytes(self.simulator.spec, self.prices.tokens), self.prices.layers
+        peaks = [
+            peak_activation_bytes(passes, held, layers).max(axis=1)
+            for passes in self.simulator.order
+        ]
         return np.stack(peaks, axis=1)
 
     @property

@@ -108,7 +108,7 @@ class Trial:
     def packing(self) -> str:
         """The policy with what it was allowed: "bounded S 1.5 T 1.1"."""
         section, window = self.spec.packing, self.spec.data.context_window
-        if section.policy not in (Policy.BOUNDED, Policy.VAR_LEN):
+        if not section.varies_lengths:
             is_fixed = section.policy == Policy.FIXED
             return f"fixed W {section.window_batches}" if is_fixed else str(section.policy)
         out = f"{section.policy} S {_short(self.caps.s_max / window)}"
@@ -164,7 +164,7 @@ class Bench:
         if is_walked:
             terms = even_terms(Simulator(spec=spec, cost=self.cost), prices)
         else:
-            terms = work_terms(prices, self.cost, virtual_stages=spec.pp.virtual_stages)
+            terms = work_terms(prices, self.cost)
         return Outline(name=candidate.name, terms=terms, is_walked=is_walked)
 
     def packed(self, spec: RunSpec) -> Trial | None:
@@ -228,7 +228,7 @@ def bench_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
     """S_max and T that packing has; windows for policies without them."""
-    if spec.packing.policy in (Policy.BOUNDED, Policy.VAR_LEN):
+    if spec.packing.varies_lengths:
         s_max, step_tokens = caps_of(spec)
         return TokenCaps(s_max=s_max, step_tokens=step_tokens)
     return TokenCaps(s_max=spec.data.context_window, step_tokens=None)

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wlb.spec.packing import Policy
 from wlb.spec.run import Remainder, RunSpec, Schedule, Strategy
 
 
@@ -17,6 +18,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_pipeline(spec)
     _check_sharding(spec)
     spec.packing.check(spec.data.context_window)
+    _check_number_packed(spec)
     return spec
 
 
@@ -166,8 +168,32 @@ def _check_sharding(spec: RunSpec) -> None:
         )
 
 
+def _check_stage_layers(spec: RunSpec) -> None:
+    layers, stages, given = spec.model.num_layers, spec.num_stages, spec.pp.stage_layers
+    named = f"pp {spec.parallel.pp} x virtual stages {spec.pp.virtual_stages} = {stages} stages"
+    if not given and layers < stages:
+        raise ValueError(f"model.num_layers = {layers} is fewer than {named}")
+    if not given and layers % stages:
+        raise ValueError(
+            f"model.num_layers = {layers} is not a multiple of {named}; say in pp.stage_layers how "
+            f"many each has"
+        )
+    if not given:
+        return
+    said = f"pp.stage_layers = {list(given)}"
+    if len(given) != stages:
+        raise ValueError(f"{said} has {len(given)} numbers; there are {named}")
+    if sum(given) != layers:
+        raise ValueError(f"{said} adds up to {sum(given)}; model.num_layers is {layers}")
+    if min(given) < 0 or 0 in given[1:-1]:
+        raise ValueError(
+            f"{said}: only the first stage and the last, with embedding and head, can be without "
+            f"layers"
+        )
+
+
 def _check_pipeline(spec: RunSpec) -> None:
-    pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.num_micro_batches
+    pp, v = spec.parallel.pp, spec.pp.virtual_stages
     if pp == 1 and v != 1:
         raise ValueError(
             f"pp.virtual_stages = {v} with parallel.pp = 1: there is no pipeline to interleave; "
@@ -178,27 +204,43 @@ def _check_pipeline(spec: RunSpec) -> None:
             f"pp.schedule = '1f1b' takes one stage a rank, got pp.virtual_stages = {v}; set it to "
             f"1 or use pp.schedule = 'interleaved_1f1b'"
         )
-    if spec.model.num_layers < spec.num_stages:
+    _check_stage_layers(spec)
+    _check_schedulable(spec, spec.num_windows, "data.num_micro_batches")
+    _check_schedulable(spec, spec.num_micro_batches, "packing.num_micro_batches")
+
+
+def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
+    """For steps of packed micro-batches and those of windows, which the held-out loss takes."""
+    dp, pp = max(1, spec.parallel.dp), spec.parallel.pp
+    if num % dp:
         raise ValueError(
-            f"model.num_layers = {spec.model.num_layers} is fewer than pp {pp} x virtual stages "
-            f"{v} = {spec.num_stages} stages"
+            f"{num} micro-batches a step are not a multiple of parallel.dp = {dp}; set {name} to a "
+            f"multiple of {dp}"
         )
-    if spec.model.num_layers % spec.num_stages:
-        raise ValueError(
-            f"model.num_layers = {spec.model.num_layers} is not a multiple of pp {pp} x virtual "
-            f"stages {v} = {spec.num_stages} stages"
-        )
-    dp = max(1, spec.parallel.dp)
-    if n % dp:
-        raise ValueError(
-            f"{n} micro-batches a step are not a multiple of parallel.dp = {dp}; set "
-            f"data.num_micro_batches to a multiple of {dp}"
-        )
-    each = n // dp
+    each = num // dp
     rounds = max(1, each // pp)
     if pp > 1 and each % rounds:
         good = [m for m in range(max(1, each - pp), each + pp + 1) if m % max(1, m // pp) == 0]
         raise ValueError(
             f"{each} micro-batches a pipeline cannot be scheduled in {rounds} equal rounds over "
-            f"pp = {pp}; numbers that can: {good} (data.num_micro_batches = that x dp {dp})"
+            f"pp = {pp}; numbers that can: {good} ({name} = that x dp {dp})"
+        )
+
+
+def _check_number_packed(spec: RunSpec) -> None:
+    """That as many micro-batches as packing is to make can hold a global batch."""
+    packing, m, n = spec.packing, spec.num_micro_batches, spec.num_windows
+    if m != n and not packing.varies_lengths:
+        raise ValueError(
+            f"packing.num_micro_batches = {m} with packing.policy = {packing.policy}: its "
+            f"micro-batches are windows, {n} a global batch; use var_len or bounded, or set it to 0"
+        )
+    most = m * spec.s_max
+    is_bounded = packing.policy == Policy.BOUNDED
+    if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):
+        raise ValueError(
+            f"{m} micro-batches of at most packing.s_max = {packing.s_max} context windows leave "
+            f"{packing.policy} no room "
+            + ("to catch up what it holds back of" if is_bounded else "for")
+            + f" global batches of {n} windows; raise packing.s_max or packing.num_micro_batches"
         )

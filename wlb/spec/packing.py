@@ -52,6 +52,11 @@ class PackingSection:
         "original = Plain-4D; fixed = greedy windows; var_len = Algorithm 1; bounded = ours, under "
         "caps on delay and memory; capacity = bin packing by tokens",
     )
+    num_micro_batches: int = key(
+        0,
+        "M: micro-batches that a global batch is packed into (var_len, bounded); more make a "
+        "pipeline's bubbles shorter, until the longest document is too much for one; 0 = N",
+    )
     s_max: float = key(1.5, "S_max: longest micro-batch (var_len, bounded)", unit="context windows")
     step_tokens: float = key(
         0.0,
@@ -97,7 +102,7 @@ class PackingSection:
                 f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
                 f"of {window} tokens could never be placed"
             )
-        for name in ("memory_gib", "delay_price"):
+        for name in ("memory_gib", "delay_price", "num_micro_batches"):
             if getattr(self, name) < 0:
                 raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 0")
         for name in ("max_delay", "window_batches", "open_bins"):
@@ -107,11 +112,6 @@ class PackingSection:
             raise ValueError(
                 f"packing.step_tokens = {self.step_tokens} must be above 1 global batch (or 0 for "
                 f"no cap): what is held back could never be caught up"
-            )
-        if self.policy == Policy.BOUNDED and self.s_max == 1.0:
-            raise ValueError(
-                "packing.s_max = 1.0 leaves bounded no room to catch up what it holds back; use "
-                "more than 1 context window"
             )
         if self.policy == Policy.VAR_LEN and self.literal and self.s_max_tokens(window) <= window:
             raise ValueError(
@@ -136,6 +136,11 @@ class PackingSection:
                     f"packing.queue_thresholds = {given}: entries {i - 1} and {i} are both "
                     f"{tokens[i]} tokens (window {window}); leave one out"
                 )
+
+    @property
+    def varies_lengths(self) -> bool:
+        """Whether micro-batches may be longer or shorter than a window."""
+        return self.policy in (Policy.VAR_LEN, Policy.BOUNDED)
 
     def s_max_tokens(self, window: int) -> int:
         return math.floor(round(self.s_max * window, 6))

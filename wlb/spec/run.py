@@ -218,6 +218,11 @@ class ClusterSection:
 class PipelineSection:
     schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
     virtual_stages: int = key(1, "stages (model chunks) a pipeline rank; more with interleaving")
+    stage_layers: tuple[int, ...] = key(
+        (),
+        "decoder layers of every stage, first to last, such as fewer where the head is; 0 only at "
+        "the ends (embedding or head alone); empty = equally many",
+    )
     weight_delay: int = key(
         1,
         "interleaved_zero_bubble: passes that weights' gradients wait, times the pipeline rank; 1 "
@@ -243,7 +248,11 @@ class DataSection:
     context_window: int = key(
         4096, "C: longest piece; a global batch is N x C tokens", unit="tokens"
     )
-    num_micro_batches: int = key(0, "N: micro-batches a step over all pipelines; 0 = pp * dp")
+    num_micro_batches: int = key(
+        0,
+        "N: context windows of a global batch, and micro-batches of a step over all pipelines "
+        "unless packing.num_micro_batches says another number; 0 = pp * dp",
+    )
     long_documents: LongDocuments = key(LongDocuments.SPLIT, "documents longer than the window")
     epochs: int = key(0, "passes over the store; 0 = until training.steps")
     token_quantum: int = key(
@@ -361,9 +370,14 @@ class RunSpec:
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
 
     @property
-    def num_micro_batches(self) -> int:
-        """N, over all pipelines (Section 7.1: PP x DP by default)."""
+    def num_windows(self) -> int:
+        """N: context windows of a global batch (Section 7.1: PP x DP by default)."""
         return self.data.num_micro_batches or self.parallel.pp * max(1, self.parallel.dp)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step, over all pipelines: N, or M where packing makes another number."""
+        return self.packing.num_micro_batches or self.num_windows
 
     @property
     def micro_batches_per_pipeline(self) -> int:
@@ -382,7 +396,7 @@ class RunSpec:
     @property
     def tokens_per_step(self) -> int:
         """N x C: tokens of a global batch."""
-        return self.num_micro_batches * self.data.context_window
+        return self.num_windows * self.data.context_window
 
     @property
     def num_stages(self) -> int:
@@ -397,6 +411,17 @@ class RunSpec:
     def stages_of(self, pp_rank: int) -> range:
         """Stages of a pipeline rank: pp_rank, pp_rank + pp, ..."""
         return range(pp_rank, self.num_stages, self.parallel.pp)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers of each stage."""
+        even = (self.model.num_layers // self.num_stages,) * self.num_stages
+        return self.pp.stage_layers or even
+
+    def layers_of(self, stage: int) -> range:
+        """Decoder layers of a stage."""
+        before = sum(self.stage_layers[:stage])
+        return range(before, before + self.stage_layers[stage])
 
     @property
     def quantum(self) -> int:

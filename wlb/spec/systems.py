@@ -8,26 +8,36 @@ would limit packing, if that is faster.
 
 from collections.abc import Mapping
 
+_IN_WINDOWS = ("packing.num_micro_batches=0",)
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
 
 SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "plain_4d": (
-        ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence"),
+        (
+            "packing.policy=original",
+            *_IN_WINDOWS,
+            "packing.window_cut=short",
+            "sharding.strategy=per_sequence",
+        ),
     ),
     "fixed_4d": (
         (
             "packing.policy=fixed",
+            *_IN_WINDOWS,
             "packing.window_batches=1",
             "sharding.strategy=per_sequence",
         ),
         (
             "packing.policy=fixed",
+            *_IN_WINDOWS,
             "packing.window_batches=1",
             "sharding.strategy=per_document",
             *_PAPER_SHARDS,
         ),
     ),
-    "paper": (("packing.policy=var_len", "sharding.strategy=adaptive", *_PAPER_SHARDS),),
+    "paper": (
+        ("packing.policy=var_len", *_IN_WINDOWS, "sharding.strategy=adaptive", *_PAPER_SHARDS),
+    ),
     "wlb": tuple(
         (
             "packing.policy=bounded",

@@ -94,8 +94,8 @@ class Calibration:
         old = cost.profile.name
         name = path.stem
         provenance = _provenance(scales, cost, run, name)
-        # A cell is a stage; all stages hold equally many layers.
-        layers = self.spec.model.num_layers // self.spec.num_stages
+        # What is constant was fitted to a cell, which is a stage: of the mean number of layers.
+        layers = self.spec.model.num_layers / self.spec.num_stages
         made = scaled_profile(
             cost.profile,
             **scales.by_term,

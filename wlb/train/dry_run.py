@@ -6,7 +6,6 @@ from rich.table import Table
 
 from wlb.cost import memory_estimate
 from wlb.parallel import mesh as meshes
-from wlb.parallel.pipeline import stage_layers
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
 from wlb.train.refuse import computed_by, priced_by, refuse_early
@@ -58,17 +57,15 @@ def _layout(spec: RunSpec) -> Table:
         table.add_column(heading)
     for pp_rank, ranks in enumerate(grid):
         stages = spec.stages_of(pp_rank)
-        held = [
-            stage_layers(s, num_stages=spec.num_stages, num_layers=spec.model.num_layers)
-            for s in stages
-        ]
-        layers = ", ".join(_range(list(h)) for h in held)
+        layers = ", ".join(_range(list(spec.layers_of(s))) for s in stages)
         groups = " ".join(_range(group) for pipeline in ranks for group in pipeline.tolist())
         table.add_row(str(pp_rank), ", ".join(map(str, stages)), layers, groups)
     return table
 
 
 def _range(ranks: list[int]) -> str:
+    if not ranks:
+        return "none"
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 

@@ -179,7 +179,7 @@ class Trainer:
 
     def _loss_scale(self, plan: StepPlan) -> float:
         if self.spec.training.loss_normalizer == LossNormalizer.CONSTANT:
-            return 1.0 / (self.spec.num_micro_batches * self.spec.data.context_window)
+            return 1.0 / self.spec.tokens_per_step
         return 1.0 / max(1, plan.num_targets)
 
     def _is_due(self, interval: int) -> bool:

@@ -48,9 +48,8 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
         if kind not in kinds:
             return out
         for stage in range(spec.num_stages):
-            is_last = stage == spec.num_stages - 1
-            linear = prices.linear_ns(kind, is_first=stage == 0, is_last=is_last)[step]
-            out[:, :, stage] = (prices.attention_ns(kind)[step] + linear[..., None]) * 1e-9
+            linear = prices.linear_ns(kind, stage)[step]
+            out[:, :, stage] = (prices.attention_ns(kind, stage)[step] + linear[..., None]) * 1e-9
         return out
 
     backward = Kind.BACKWARD_INPUT if Kind.BACKWARD_INPUT in kinds else Kind.BACKWARD

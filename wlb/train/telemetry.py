@@ -67,15 +67,18 @@ class TelemetryMeter:
 
     def add(self, plan: PipelinePlan, times: StepTimes) -> None:
         """A step that this rank executed."""
-        predicted = stage_times(plan, self._priced, virtual_stages=len(self._stages))
+        predicted = {
+            layers: stage_times(plan, self._priced, layers=layers)
+            for layers in {self.spec.stage_layers[stage] for stage in self._stages}
+        }
         num = len(plan.micro_batches)
         latencies = np.zeros((self.spec.num_micro_batches, self.spec.num_stages, 3), np.int64)
         for i in range(num):
             for stage in self._stages:
-                row = self.mesh.dp_rank * num + i
-                latencies[row, stage] = self._forward_ns(i, stage, predicted, times)
-                if plan.shardings[i].tokens[self.mesh.cp_rank]:
-                    self._compare(i, num - 1, stage, predicted, times)
+                row, layers = self.mesh.dp_rank * num + i, self.spec.stage_layers[stage]
+                latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
+                if layers and plan.shardings[i].tokens[self.mesh.cp_rank]:
+                    self._compare(i, num - 1, stage, predicted[layers], times)
         self._latencies_ns.append(latencies)
         self._embedding_ns += times.total_ns(Part.EMBEDDING)
         self._head_ns += times.total_ns(Part.HEAD)
