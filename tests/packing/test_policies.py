@@ -19,7 +19,7 @@ from wlb.packing import (
     packer_for,
 )
 from wlb.packing.policies import caps_of
-from wlb.spec import ModelSpec, ParallelSpec, Policy, RunSpec, check, load
+from wlb.spec import ModelSpec, ParallelSpec, Policy, RunSpec, check, load, system_overrides
 
 GIB = 1 << 30
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
@@ -66,6 +66,30 @@ def test_each_policy_has_its_packer_and_options() -> None:
     assert (capacity.open_bins, capacity.bin_tokens) == (5, 1000)
 
 
+def test_another_number_of_micro_batches_leaves_the_global_batch_as_it_is() -> None:
+    more = spec(policy=Policy.BOUNDED, s_max=2.0, step_tokens=1.5, num_micro_batches=12)
+    assert (more.num_micro_batches, more.num_windows, more.tokens_per_step) == (12, 8, 8000)
+    packer = packer_for(more, COST)
+    assert isinstance(packer, BoundedPacker)
+    limits = packer.limits
+    assert (packer.num_micro_batches, limits.tokens_per_step, limits.step_tokens) == (
+        12,
+        8000,
+        12000,
+    )
+    assert limits.price == pytest.approx(0.15 / 12**0.5)
+    baseline = baseline_for(more, COST)
+    assert (baseline.num_micro_batches, baseline.options.tokens_per_step) == (8, 8000)
+
+
+@pytest.mark.parametrize("system", ["plain_4d", "fixed_4d", "paper"])
+def test_the_papers_systems_have_as_many_micro_batches_as_windows(system: str) -> None:
+    own = ["packing.policy=bounded", "packing.s_max=2.0", "packing.num_micro_batches=6"]
+    assert load("7b_128k", own).num_micro_batches == 6
+    for overrides in system_overrides(system, memory_gib=80):
+        assert load("7b_128k", [*own, *overrides]).num_micro_batches == 4
+
+
 def test_defaults_mean_what_their_help_says() -> None:
     var_len = packer_for(spec(), COST)
     assert isinstance(var_len, VarLenPacker)
@@ -81,7 +105,22 @@ def test_defaults_mean_what_their_help_says() -> None:
     ("packing", "message"),
     [
         ({"s_max": 0.9}, "packing.s_max = 0.9 context windows must be at least 1"),
-        ({"s_max": 1.0, "policy": Policy.BOUNDED}, "no room to catch up"),
+        (
+            {"s_max": 1.0, "policy": Policy.BOUNDED},
+            r"8 micro-batches of at most packing.s_max = 1.0 context windows leave bounded no room "
+            r"to catch up what it holds back of global batches of 8 windows; raise packing.s_max",
+        ),
+        (
+            {"num_micro_batches": 6, "s_max": 1.25},
+            "6 micro-batches of at most packing.s_max = 1.25 context windows leave var_len no room "
+            "for global batches of 8 windows; raise packing.s_max or packing.num_micro_batches",
+        ),
+        (
+            {"num_micro_batches": 12, "policy": Policy.FIXED},
+            "packing.num_micro_batches = 12 with packing.policy = fixed: its micro-batches are "
+            "windows, 8 a global batch; use var_len or bounded, or set it to 0",
+        ),
+        ({"num_micro_batches": -1}, "packing.num_micro_batches = -1 must be at least 0"),
         ({"s_max": 1.0, "literal": True}, "use more than 1"),
         ({"step_tokens": 1.0}, "packing.step_tokens = 1.0 must be above 1 global batch"),
         ({"step_tokens": -2.0}, "packing.step_tokens = -2.0 must be above 1"),

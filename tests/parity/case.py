@@ -50,6 +50,7 @@ class Case:
     keep_gathered_kv: bool = False
     recompute: Recompute = Recompute.NONE
     weight_delay: int = 1
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
@@ -59,6 +60,7 @@ class Case:
         layout = f"tp{self.tp}-cp{self.cp}-pp{self.pp}-dp{self.dp}"
         name = f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
         name += "" if self.weight_delay == 1 else f"-w{self.weight_delay}"
+        name += "".join(f"-{layers}" for layers in self.stage_layers)
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -86,6 +88,7 @@ def spec_of(case: Case) -> RunSpec:
                 schedule=case.schedule,
                 virtual_stages=case.v,
                 weight_delay=case.weight_delay,
+                stage_layers=case.stage_layers,
             ),
             data=replace(
                 spec.data,

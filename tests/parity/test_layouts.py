@@ -27,6 +27,10 @@ CASES = [
     Case(tp=2, pp=2, v=2, schedule=IZB, weight_delay=3),
     Case(pp=4, v=2, layers=8, num_micro_batches=6),
     Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
+    # Stages with as many layers as they are told; embedding and head alone.
+    Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2)),
+    Case(pp=2, v=2, layers=4, stage_layers=(1, 2, 1, 0)),
+    Case(pp=2, v=2, dp=2, layers=3, stage_layers=(0, 1, 2, 0), schedule=IZB, num_micro_batches=8),
     # Two axes.
     Case(tp=2, cp=2, strategy="per_sequence"),
     Case(tp=2, dp=2, num_micro_batches=8),

@@ -34,15 +34,19 @@ def planner(
     seed: int = 0,
     policy: str = "var_len",
     longest: int = 900,
+    m: int | None = None,
 ) -> Planner:
+    """n: windows of a global batch. m: micro-batches, as many by default."""
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.lognormal(4.0, 1.2, 300).astype(int) + 1, 900)
     lengths[100] = longest
     source = GlobalBatches(
         LengthSource(name="test", lengths=lengths), tokens_per_batch=n * 256, seed=seed, epochs=1
     )
-    options = PackerOptions(num_micro_batches=n, context_window=256, cost=COST, seed=seed)
-    original = OriginalPacker(options=options)
+    options = PackerOptions(
+        num_micro_batches=m or n, num_windows=n, context_window=256, cost=COST, seed=seed
+    )
+    original = OriginalPacker(options=replace(options, num_micro_batches=n))
     packers: dict[str, Packer] = {
         "original": original,
         "fixed": FixedPacker(options=options, window_batches=2),
@@ -145,6 +149,27 @@ def test_a_restart_may_have_another_layout_and_number_of_micro_batches(policy: s
         assert [p.step for p in rest] == list(range(plan.step + 1, plan.step + 1 + len(rest)))
     # Algorithm 1 and bounded make one step a batch but in the flush.
     assert ready > 0 or policy in ("var_len", "bounded")
+
+
+@pytest.mark.parametrize("policy", ["var_len", "bounded"])
+@pytest.mark.parametrize("m", [6, 8])
+def test_global_batches_can_be_packed_into_another_number_of_micro_batches(
+    policy: str, m: int
+) -> None:
+    """The same global batches, Plain-4D's windows unchanged, every token once."""
+    usual, other = (planner(n=4, m=m, policy=policy) for m in (4, m))
+    plans, plain = list(other.steps()), list(usual.steps())
+    assert all(p.pipelines.shape == (2, m // 2) for p in plans)
+    lengths = usual.source.source.lengths  # type: ignore[attr-defined]
+    assert sum(p.packing.num_tokens for p in plans) == int(lengths.sum())
+    assert plans[-1].state.num_batches == plain[-1].state.num_batches
+    for ours, theirs in zip(plans[:5], plain, strict=False):
+        assert ours.baseline == theirs.baseline
+    # And back again in the middle.
+    rest = list(usual.steps(plans[3].state))
+    done = sum(p.packing.num_tokens for p in plans[:4])
+    assert done + sum(p.packing.num_tokens for p in rest) == int(lengths.sum())
+    assert all(p.pipelines.shape == (2, 2) for p in rest)
 
 
 def test_a_restart_may_have_another_policy() -> None:

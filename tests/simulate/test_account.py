@@ -23,6 +23,13 @@ LAYOUTS = [
     ("pp.schedule=interleaved_1f1b", "pp.virtual_stages=2"),
     ("pp.schedule=interleaved_zero_bubble", "pp.virtual_stages=2"),
     ("pp.schedule=1f1b", "pp.virtual_stages=1"),
+    ("pp.schedule=1f1b", "pp.virtual_stages=1", "pp.stage_layers=[1, 3]"),
+    (
+        "pp.schedule=interleaved_zero_bubble",
+        "pp.virtual_stages=2",
+        "pp.stage_layers=[0, 2, 2, 0]",
+        "training.recompute=full",
+    ),
     ("parallel.pp=1", "parallel.dp=2", "pp.virtual_stages=1"),
     ("training.recompute=full",),
     ("training.recompute=selective", "pp.schedule=interleaved_zero_bubble"),

@@ -90,11 +90,15 @@ def test_restrictions() -> None:
 
 @pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
 @pytest.mark.parametrize("how", Recompute)
+@pytest.mark.parametrize("is_even", [True, False])
 def test_memory_of_windows_is_that_of_the_simulated_order(
-    schedule: Schedule, v: int, how: Recompute
+    schedule: Schedule, v: int, how: Recompute, is_even: bool
 ) -> None:
     spec = spec_of(f"training.recompute={how}")
-    spec = replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v))
+    layers = () if is_even else {1: (3, 1), 2: (0, 1, 2, 1)}.get(v, ())
+    spec = replace(
+        spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v, stage_layers=layers)
+    )
     order = pipeline_order(schedule, pp=2, virtual_stages=v, num_micro_batches=N)
     need, rank = need_of(spec, held_at_once(order, spec.stage_layers))
     passes = pass_bytes(spec, np.full(N, WINDOW))

@@ -9,7 +9,7 @@ from tests.simulate.runs import made, spec_of
 from wlb.cost import in_flight, memory_of_rank
 from wlb.simulate import pipeline_order
 from wlb.simulate.memory import PassBytes, pass_bytes, peak_activation_bytes
-from wlb.spec import ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule
+from wlb.spec import ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
 
 ONE = np.array([1] * 64)
 ZERO_BUBBLE = Schedule.INTERLEAVED_ZERO_BUBBLE
@@ -97,10 +97,13 @@ def test_gathered_keys_do_not_wait_for_weights() -> None:
     assert gathered.waiting == plain.waiting
 
 
-@pytest.mark.parametrize("v", [1, 2])
-def test_equal_micro_batches_need_what_the_estimate_says(v: int) -> None:
-    spec = spec_of(pp=4, v=v, n=8, dp=1)
-    simulator, steps = made(spec, [4096] * 8)
+@pytest.mark.parametrize(
+    ("v", "layers"), [(1, ()), (2, ()), (1, (2, 3, 3, 0)), (2, (0, 1, 1, 1, 1, 1, 1, 2))]
+)
+def test_equal_micro_batches_need_what_the_estimate_says(v: int, layers: tuple[int, ...]) -> None:
+    spec = spec_of(pp=4, v=v, n=4 * v, dp=1)
+    spec = check(replace(spec, pp=replace(spec.pp, stage_layers=layers)))
+    simulator, steps = made(spec, [4096] * 4 * v)
     found = simulator.run(simulator.price(steps)).peak_memory_bytes
     for rank in range(4):
         estimate = memory_of_rank(spec, pp_rank=rank, micro_batch_tokens=4096)

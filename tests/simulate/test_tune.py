@@ -15,7 +15,9 @@ from wlb.simulate.why import difference, losers_of, references_of
 from wlb.simulate.workers import Workers
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, Strategy
 
-FEW = Settings(s_max=(1.25, 2.0), step_tokens=(0.0, 1.1), queues=())
+FEW = Settings(
+    s_max=(1.25, 2.0), step_tokens=(0.0, 1.1), queues=(), micro_batches=(), weight_delays=()
+)
 SAMPLE = sample()
 
 
@@ -75,6 +77,41 @@ def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
     assert known.ranking[0].time_s == pytest.approx(best.time_s, rel=1e-12)
     is_pruned = len(known.tuned) < len(known.layouts.candidates)
     assert is_pruned or memory_gib < 80
+
+
+def test_more_micro_batches_and_later_weights_are_tried_on_the_best() -> None:
+    """On four stages: the bubbles of 4 micro-batches are worth 6 of them, within the delay."""
+    spec = spec_of("model.num_layers=8")
+    schedule = Schedule.INTERLEAVED_ZERO_BUBBLE
+    choices = Choices(pp=(4,), cp=(1,), schedules=(schedule,), virtual_stages=(2,))
+    more = replace(FEW, micro_batches=(1.5,), weight_delays=(2, 4))
+    plain, tried = (
+        search(spec, choices=choices, settings=settings, top=1)[1].ranking[0]
+        for settings in (FEW, more)
+    )
+    assert tried.spec.packing.num_micro_batches == 6
+    assert tried.packing.endswith(" M 6")
+    assert tried.time_s < 0.97 * plain.time_s
+    assert tried.mean_delay <= 0.5
+    assert tried.layout == plain.layout
+    again = Bench.of(tried.spec, SAMPLE)
+    delayed = (
+        again.sharded(replace(tried.spec, pp=replace(tried.spec.pp, weight_delay=delay)))
+        for delay in (1, 2, 4)
+    )
+    assert tried.time_s == min(trial.time_s for trial in delayed if trial is not None)
+
+
+def test_micro_batches_that_no_schedule_takes_are_not_tried() -> None:
+    spec = spec_of("parallel.pp=4", "pp.virtual_stages=1", "data.num_micro_batches=8")
+    bounded = replace(spec, packing=replace(spec.packing, policy=Policy.BOUNDED, s_max=2.0))
+    settings = replace(FEW, micro_batches=(1.1, 1.25, 1.5))
+    found = [s.packing.num_micro_batches for s in settings.more_micro_batches(bounded)]
+    assert found == [10, 12]  # 9 are not two equal rounds over four stages
+    fixed = replace(spec, packing=replace(spec.packing, policy=Policy.FIXED))
+    assert not list(settings.more_micro_batches(fixed))
+    with pytest.raises(ValueError, match=r"micro_batches = 1.0 a window must be above 1"):
+        replace(FEW, micro_batches=(1.0,))
 
 
 def test_the_winner_is_what_simulate_says(found: Search) -> None:

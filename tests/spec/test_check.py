@@ -155,7 +155,34 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 3},
-            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages",
+            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages; say in "
+            "pp.stage_layers how many each has",
+        ),
+        (
+            {"parallel__pp": 3, "pp__stage_layers": [4, 4]},
+            "pp.stage_layers = [4, 4] has 2 numbers; there are pp 3 x virtual stages 1 = 3 stages",
+        ),
+        (
+            {"parallel__pp": 3, "pp__stage_layers": [3, 3, 3]},
+            "pp.stage_layers = [3, 3, 3] adds up to 9; model.num_layers is 8",
+        ),
+        (
+            {"parallel__pp": 3, "pp__stage_layers": [4, 0, 4]},
+            "pp.stage_layers = [4, 0, 4]: only the first stage and the last",
+        ),
+        (
+            {"parallel__pp": 2, "pp__stage_layers": [9, -1]},
+            "pp.stage_layers = [9, -1]: only the first stage and the last",
+        ),
+        (
+            {"parallel__dp": 2, "packing__num_micro_batches": 3},
+            "3 micro-batches a step are not a multiple of parallel.dp = 2; set "
+            "packing.num_micro_batches to a multiple of 2",
+        ),
+        (
+            {"parallel__pp": 4, "packing__num_micro_batches": 9},
+            "9 micro-batches a pipeline cannot be scheduled in 2 equal rounds over pp = 4; numbers "
+            "that can: [5, 6, 7, 8, 10, 12] (packing.num_micro_batches = that x dp 1)",
         ),
         (
             {"parallel__dp": 2, "data__num_micro_batches": 3},
@@ -227,6 +254,14 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
         assert f"numbers that can: {others[each]} (data.num_micro_batches = that x dp 2)" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
+
+
+def test_stages_may_have_different_numbers_of_layers() -> None:
+    even = check(changed(parallel__pp=2, pp__virtual_stages=2))
+    assert even.stage_layers == (2, 2, 2, 2)
+    assert [even.layers_of(s) for s in range(4)] == [range(i, i + 2) for i in (0, 2, 4, 6)]
+    uneven = check(changed(parallel__pp=3, pp__stage_layers=[3, 5, 0]))
+    assert [uneven.layers_of(s) for s in range(3)] == [range(3), range(3, 8), range(8, 8)]
 
 
 def test_bounds_themselves_are_accepted() -> None:

@@ -96,6 +96,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "tp2-pp2-v2": {"parallel": {"tp": 2, "pp": 2}, "pp": {"virtual_stages": 2}},
     "cp2-pp2": {"parallel": {"cp": 2, "pp": 2}, "pp": {"schedule": "1f1b"}},
     "dp2-tp2": {"parallel": {"dp": 2, "tp": 2}},
+    "pp2-layers-3-1": {"parallel": {"pp": 2}, "pp": {"stage_layers": [3, 1]}},
 }
 
 
@@ -104,7 +105,7 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
     plain = replace(
         spec,
         parallel=replace(spec.parallel, tp=1, cp=1, pp=1, dp=1),
-        pp=replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1),
+        pp=replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1, stage_layers=()),
     )
     return check(apply(plain, LAYOUTS[layout], source=layout))
 

@@ -133,7 +133,13 @@ def test_resuming_on_the_same_layout_is_bit_equal(
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("one", "tp2-pp2-v2"), ("tp2-pp2-v2", "cp2-pp2"), ("cp2-pp2", "one"), ("cp2-pp2", "dp2-tp2")],
+    [
+        ("one", "tp2-pp2-v2"),
+        ("tp2-pp2-v2", "cp2-pp2"),
+        ("cp2-pp2", "one"),
+        ("cp2-pp2", "dp2-tp2"),
+        ("tp2-pp2-v2", "pp2-layers-3-1"),
+    ],
 )
 def test_resuming_on_another_layout_goes_on_the_same_way(
     straight: dict[str, Run], tmp_path: Path, corpus: Path, first: str, then: str
@@ -202,6 +208,23 @@ def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout
     assert measured[-1]["num_held_tokens"] == 0
     state = run.state(len(measured))
     assert (state.carry.policy, state.carry.num_tokens) == (policy, 0)
+
+
+def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_path: Path) -> None:
+    """Of 4 windows into 6: the same losses on every layout, and held-out windows stay 4 a step."""
+    runs: list[Run] = []
+    for layout in ("one", "cp2-pp2"):
+        packing = {"policy": "bounded", "num_micro_batches": 6, "s_max": 2.0}
+        spec = small_spec(tmp_path, corpus, run={"name": layout}, packing=packing)
+        spec = relaid(spec, layout)
+        runs.append(train(spec)[0])
+        assert spec.tokens_per_step == 4 * 128
+    one, other = runs
+    assert other.losses == pytest.approx(one.losses, rel=1e-4)
+    assert other.evaluations[0] == pytest.approx(one.evaluations[0], rel=1e-4)
+    tokens = sum(line["measured"]["num_tokens"] for line in one.steps)
+    held = one.steps[-1]["measured"]["num_held_tokens"]
+    assert tokens + held == pytest.approx(6 * 4 * 128, rel=0.1)  # six global batches of 4 windows
 
 
 @pytest.mark.parametrize("layout", ["one", "cp2-pp2", "tp2-pp2-v2"])

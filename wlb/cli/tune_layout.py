@@ -91,6 +91,15 @@ def add_parser(what: Any) -> None:
         parser.add_argument(
             name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
         )
+    parser.add_argument(
+        "--micro-batches",
+        nargs="*",
+        type=float,
+        default=Settings().micro_batches,
+        metavar="FACTOR",
+        help="micro-batches a window of the global batch that are tried besides 1 "
+        "(default: 1.25 1.5)",
+    )
     parser.add_argument("--top", type=int, default=10, help="layouts that are printed")
     parser.add_argument("--out", metavar="FILE", help="the best one as TOML for wlb train")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
@@ -111,7 +120,8 @@ def run(options: argparse.Namespace) -> int:
     if options.steps is None:
         most, fewest = STEPS
         options.steps = min(most, max(fewest, MICRO_BATCHES // spec.num_micro_batches))
-    own, own_note = _own(spec, options.gpus)
+    as_given = replace(spec, packing=given.packing, pp=given.pp)
+    own, own_note = _own(as_given, options.gpus)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     layouts = layouts_of(spec, gpus=options.gpus, choices=_choices(options))
@@ -177,6 +187,8 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
         )
     return replace(
         sources.with_vocabulary(given),
+        pp=replace(given.pp, stage_layers=(), weight_delay=1),
+        packing=replace(given.packing, num_micro_batches=0),
         data=replace(given.data, num_micro_batches=tokens // window),
         planner=replace(given.planner, baseline=False),
     )
@@ -214,6 +226,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     return Settings(
         policies=tuple(p for p in POLICIES if str(p) in options.policies),
         strategies=tuple(s for s in STRATEGIES if str(s) in options.sharding),
+        micro_batches=tuple(options.micro_batches),
     )
 
 

@@ -36,6 +36,7 @@ which read rows of the gathered buffer (sdpa on CPU) need no copy.
 """
 
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 from wlb.spec import Dtype, Recompute, RunSpec, Schedule
 
@@ -85,31 +86,41 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
     Zero-bubble warms up with half of those hops, and what was kept waits for the weights' pass,
     pp_rank * weight_delay passes later.
     """
-    pp, v = spec.parallel.pp, spec.pp.virtual_stages
-    n = spec.micro_batches_per_pipeline
+    pp = spec.parallel.pp
     if not 0 <= pp_rank < pp:
         raise ValueError(f"pp_rank = {pp_rank} is outside the {pp} pipeline ranks")
-    if pp == 1:
-        return 1
-    if spec.pp.schedule == Schedule.ONE_F_ONE_B:
-        return min(n, pp - pp_rank)
-    hops, waiting = 2 * (pp - 1 - pp_rank), 0
-    if spec.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE:
-        hops, waiting = pp - 1 - pp_rank, pp_rank * spec.pp.weight_delay
-    micro_batches_a_round = n // max(1, n // pp)
-    return min(n * v, (v - 1) * micro_batches_a_round + hops + 1 + waiting)
+    warmup, waiting = _warmup(spec, pp_rank)
+    passes = spec.micro_batches_per_pipeline * spec.pp.virtual_stages
+    return min(passes, warmup + 1 + waiting)
+
+
+def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
+    """Forward passes before the first one that alternates with backward passes, and inputs' passes
+    before the first of weights."""
+    pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.micro_batches_per_pipeline
+    after = pp - 1 - pp_rank
+    first_chunks = (v - 1) * (n // max(1, n // pp))
+    match spec.pp.schedule:
+        case _ if pp == 1:
+            return 0, 0
+        case Schedule.ONE_F_ONE_B:
+            return after, 0
+        case Schedule.INTERLEAVED_1F1B:
+            return first_chunks + 2 * after, 0
+        case Schedule.INTERLEAVED_ZERO_BUBBLE:
+            return first_chunks + after, pp_rank * spec.pp.weight_delay
 
 
 def layers_in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Most layers with activations that those passes can hold: of at most n micro-batches each, the
-    stages that have most layers."""
-    n = spec.micro_batches_per_pipeline
-    layers = _layers_descending(spec, pp_rank)
-    return sum(layers[i // n] for i in range(in_flight(spec, pp_rank=pp_rank)))
-
-
-def _layers_descending(spec: RunSpec, pp_rank: int) -> list[int]:
-    return sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
+    """Most layers whose activations those passes hold at once, in the schedule's order."""
+    layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
+    v, n = len(layers), spec.micro_batches_per_pipeline
+    group = n // max(1, n // spec.parallel.pp)
+    warmup, waiting = _warmup(spec, pp_rank)
+    chunks = [k // group % v for k in range(n * v)]
+    begun = [0, *accumulate(layers[c] for c in chunks)]
+    done = [0, *accumulate(layers[v - 1 - c] for c in chunks)]
+    return max(begun[min(warmup + 1 + k, n * v)] - done[max(0, k - waiting)] for k in range(n * v))
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
@@ -250,7 +261,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         )
     # Bytes a token, rounded up: of one micro-batch in as many of its passes as are under way and in
     # all of them, of all passes under way, and of the layer that is at work.
-    layers = _layers_descending(spec, pp_rank)
+    layers = sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
     resident = min(passes, len(layers))
     in_layer = layer_activation_bytes(spec, micro_batch_tokens=window)
     of_stage = one.boundaries_bytes // passes + 1

@@ -244,8 +244,9 @@ _OFF = nullcontext()
 def watch_ends(stage: Llama, clock: StepClock) -> None:
     """Have the embedding and the head of a stage, where it has them, timed apart from its layers.
 
-    By hooks on what lies between: the first layer's input, the decoder's output, their gradients.
-    A chunk's `first` part must say where its pass begins.
+    By hooks on what lies between: the first layer's input (a stage without layers has the
+    decoder's output), the decoder's output, their gradients. A chunk's `first` part must say where
+    its pass begins.
     """
     decoder = stage.model
     if decoder.embed_tokens is not None:
@@ -254,7 +255,14 @@ def watch_ends(stage: Llama, clock: StepClock) -> None:
             clock.switch(Part.LAYERS)
             _when_differentiated(inputs[0], clock, Part.EMBEDDING)
 
-        next(iter(decoder.layers.values())).register_forward_pre_hook(enter)
+        def embedded(module: nn.Module, _: Any, out_TC: Tensor) -> None:
+            enter(module, (out_TC,))
+
+        layers = list(decoder.layers.values())
+        if layers:
+            layers[0].register_forward_pre_hook(enter)
+        else:
+            decoder.register_forward_hook(embedded)
     if stage.lm_head is not None:
 
         def leave(_: nn.Module, __: tuple[Any, ...], out_TC: Tensor) -> None:

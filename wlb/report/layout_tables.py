@@ -69,6 +69,8 @@ def lines_of(trial: Trial) -> tuple[str, str, str]:
     """A layout in three lines: degrees; pipeline; packing and sharding."""
     spec = trial.spec
     second = f"{pipeline_of(spec)}, n {spec.micro_batches_per_pipeline}"
+    if spec.splits_backward and spec.pp.weight_delay > 1:
+        second += f", weight delay {spec.pp.weight_delay}"
     if spec.training.recompute != Recompute.NONE:
         second += f", recompute {spec.training.recompute}"
     third = trial.packing

@@ -1,10 +1,12 @@
 """Packing and sharding that a layout is tried with: what `wlb tune layout` chooses from."""
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from wlb.simulate.layouts import Candidate, planned_gib
-from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy
+from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
 QUEUES = ((0.2, 0.63), (0.4,))
 """Thresholds that are tried besides a run's own, in windows."""
@@ -18,18 +20,25 @@ STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """s_max in windows, step_tokens in global batches (0 = no cap), as in [packing]; both are
-    lowered to what memory allows. queues: thresholds of Algorithm 1, besides the run's own."""
+    lowered to what memory allows. queues: thresholds of Algorithm 1, besides the run's own.
+    micro_batches: per window of a global batch, besides one. weight_delays: of zero-bubble, besides
+    one."""
 
     policies: tuple[Policy, ...] = CHOSEN
     s_max: tuple[float, ...] = (1.25, 1.5, 2.0)
     step_tokens: tuple[float, ...] = (0.0, 1.1, 1.5)
     queues: tuple[tuple[float, ...], ...] = QUEUES
     strategies: tuple[Strategy, ...] = STRATEGIES
+    micro_batches: tuple[float, ...] = (1.25, 1.5)
+    weight_delays: tuple[int, ...] = (2, 4)
 
     def __post_init__(self) -> None:
         for name in ("policies", "s_max", "step_tokens", "strategies"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one to try")
+        low = [f for f in self.micro_batches if not f > 1]
+        if low:
+            raise ValueError(f"micro_batches = {low[0]} a window must be above 1")
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
             raise ValueError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
@@ -55,6 +64,22 @@ class Settings:
             if (made.s_max, made.step_tokens) > (known.s_max, known.step_tokens):
                 best[made.policy] = made
         return list(best.values())
+
+    def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
+        """`spec` packed into more micro-batches than windows, where that is possible and of use."""
+        if spec.parallel.pp == 1 or not spec.packing.varies_lengths:
+            return
+        dp = max(1, spec.parallel.dp)
+        windows = spec.num_windows // dp
+        for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
+            packing = replace(spec.packing, num_micro_batches=number * dp)
+            with suppress(ValueError):  # rounds of a schedule are of equally many
+                yield check(replace(spec, packing=packing))
+
+    def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
+        """`spec` with weights' gradients that wait longer."""
+        for delay in self.weight_delays if spec.splits_backward else ():
+            yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
         section = replace(section, literal=False, memory_gib=planned_gib(spec))

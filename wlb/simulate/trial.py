@@ -106,7 +106,8 @@ class Trial:
 
     @property
     def packing(self) -> str:
-        """The policy with what it was allowed: "bounded S 1.5 T 1.1"."""
+        """The policy with what it was allowed: "bounded S 1.5 T 1.1", in M micro-batches where they
+        are not as many as windows."""
         section, window = self.spec.packing, self.spec.data.context_window
         if not section.varies_lengths:
             is_fixed = section.policy == Policy.FIXED
@@ -114,6 +115,8 @@ class Trial:
         out = f"{section.policy} S {_short(self.caps.s_max / window)}"
         if self.caps.step_tokens is not None:
             out += f" T {_short(self.caps.step_tokens / self.spec.tokens_per_step)}"
+        if self.spec.num_micro_batches != self.spec.num_windows:
+            out += f" M {self.spec.num_micro_batches}"
         if section.policy == Policy.VAR_LEN:
             return f"{out} L {' '.join(f'{t:g}' for t in section.queue_thresholds) or '-'}"
         return out + (f" price {section.delay_price:.2g}" if section.delay_price else "")

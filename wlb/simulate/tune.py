@@ -6,7 +6,8 @@ Step by step, each more exact and dearer than the one before (`wlb.simulate.tria
 2. `work`: what a rank has to do, of every candidate. 3. `even`: the layout's graph.
 4. `packed`: all steps packed with one setting, CP ranks even.
 5. `tuned`: every packing setting `packed`, the best one sharded in one way.
-6. `polished`, the `top` best only: sharded in every way, other policies too where they come close.
+6. `polished`, the `top` best only: sharded in every way, other policies too where they come close,
+   more micro-batches than windows, and weights' gradients that wait longer.
 
 What a step finds is a lower bound of what the next one will, up to a few percent (`SLACK`). So each
 goes through candidates from the best of the step before on, in blocks, until what is to come cannot
@@ -149,7 +150,12 @@ class Tuner:
         """Every way of sharding, and policies that come close, of layouts that were tuned."""
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
         found = self._grouped(
-            todo, lambda t: t.packed[0].spec, _polished, "polished", self.settings
+            todo,
+            lambda t: t.packed[0].spec,
+            _polished,
+            "polished",
+            self.settings,
+            self.max_delay_mean,
         )
         known.tuned.update({tuned.name: tuned for tuned in found})
 
@@ -250,10 +256,10 @@ def _tuned(task: tuple[Sample, Sequence[Candidate], Settings, float]) -> list[Tu
     return [_tune_one(bench, c, settings, max_delay_mean) for c in candidates]
 
 
-def _polished(task: tuple[Sample, Sequence[Tuned], Settings]) -> list[Tuned]:
-    sample, layouts, settings = task
+def _polished(task: tuple[Sample, Sequence[Tuned], Settings, float]) -> list[Tuned]:
+    sample, layouts, settings, max_delay_mean = task
     bench = Bench.of(layouts[0].packed[0].spec, sample)
-    return [_polish_one(bench, tuned, settings) for tuned in layouts]
+    return [_polish_one(bench, tuned, settings, max_delay_mean) for tuned in layouts]
 
 
 def _tune_one(
@@ -274,7 +280,7 @@ def _tune_one(
     )
 
 
-def _polish_one(bench: Bench, tuned: Tuned, settings: Settings) -> Tuned:
+def _polish_one(bench: Bench, tuned: Tuned, settings: Settings, max_delay_mean: float) -> Tuned:
     best = tuned.best
     if best is None:
         return tuned
@@ -286,6 +292,11 @@ def _polish_one(bench: Bench, tuned: Tuned, settings: Settings) -> Tuned:
         if trial.time_s <= tuned.in_time[0].time_s * NEARLY:
             made = bench.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
             best = _faster(best, made)
+    for changed in (settings.more_micro_batches, settings.later_weights):
+        for spec in changed(best.spec):
+            made = bench.sharded(spec)
+            if made is not None and made.mean_delay <= max_delay_mean:
+                best = _faster(best, made)
     return replace(tuned, best=best)
 
 

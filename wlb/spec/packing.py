@@ -102,7 +102,7 @@ class PackingSection:
                 f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
                 f"of {window} tokens could never be placed"
             )
-        for name in ("memory_gib", "delay_price", "num_micro_batches"):
+        for name in ("memory_gib", "delay_price"):
             if getattr(self, name) < 0:
                 raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 0")
         for name in ("max_delay", "window_batches", "open_bins"):
