@@ -123,7 +123,8 @@ def all_long(simulation: Simulation) -> float:
     spec = simulation.simulator.spec
     cost = cost_of(spec)
     window, n = spec.data.context_window, spec.micro_batches_per_pipeline
-    attention = n * int(cost.attention_ns([window])[0]) * 1e-9
+    share = spec.model.num_layers / spec.parallel.pp / cost.num_layers_per_rank
+    attention = n * int(cost.attention_ns([window])[0]) * share * 1e-9
     of_step = simulation.compute_s.mean()
     return float((of_step - simulation.attention_s.mean() + attention) / of_step)
 
@@ -136,8 +137,8 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
     keeping = replace(plain.simulator.spec.training, recompute=Recompute.NONE)
     unfit = memory_estimate(replace(plain.simulator.spec, training=keeping)).total_bytes / 2**30
     return (
-        f"**What was simulated.** LLaMA-3-405B's dimensions (with 128 layers for its 126, which 16 "
-        f"pipeline ranks of 4 virtual stages divide) on 8,192 GPUs: TP 8, CP 16, PP 16, DP 4, "
+        f"**What was simulated.** LLaMA-3-405B (126 layers in 64 stages of 2, but 1 on the first "
+        f"and on the last, as Llama 3 was trained) on 8,192 GPUs: TP 8, CP 16, PP 16, DP 4, "
         f"64 windows of 128K tokens a step, interleaved 1F1B, MLPs recomputed in backward (the "
         f"fullest GPU of all three systems has {gib:.0f} GiB; without, Plain-4D would need "
         f"{unfit:.0f}). {steps} steps with the lengths and kernel times of "

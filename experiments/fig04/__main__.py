@@ -51,8 +51,8 @@ def levels_table(simulation: Simulation, step: int) -> Table:
         columns=columns,
         rows=rows,
         formats=dict.fromkeys(columns[1:], ".2f"),
-        note="mean, most: of the groups of a level. PP workers and TP ranks are alike by "
-        "construction: stages have equally many layers, and nothing slows a single GPU.",
+        note="mean, most: of the groups of a level. PP workers differ by their layers only (8, "
+        "the first and the last 7), TP ranks are alike: nothing slows a single GPU.",
     )
 
 
@@ -104,7 +104,7 @@ def text(simulation: Simulation, step: int) -> str:
     values, tp = relative(simulation, step), simulation.simulator.spec.parallel.tp
     over = slowest(values, tp=tp).others
     of_dp = ", ".join(f"{x:.2f}" for x in values.mean(axis=(1, 2)))
-    groups = values[:, 0]
+    groups = values[:, 1]
     cp = groups / groups.mean(axis=1, keepdims=True)
     return (
         f"The job of [Figure 1](../../fig01/results/README.md) under Plain-4D: attention kernels, "
@@ -112,14 +112,14 @@ def text(simulation: Simulation, step: int) -> str:
         f"one in the middle by its slowest GPU).\n\n"
         f"**What it shows.** The levels are the paper's. DP workers differ by the windows that "
         f"their loaders made ({of_dp} times the mean); the 16 PP workers of one are alike, since "
-        f"they work on the same micro-batches with equally many layers each: vertical lines of "
-        f"equal reach. In a CP group the slowest rank has up to {cp.max():.2f} times, the least "
-        f"busy {cp.min():.2f} times the group's mean: per-sequence chunks hold equally many "
-        f"tokens, but not of equal depth in their documents. Both together make the slowest GPU "
-        f"{over:.2f} times the mean of the others.\n\n"
-        f"**Where ours differs.** PP workers and TP ranks are not nearly but exactly alike: the "
-        f"simulator gives equal kernels equal times. The paper prints no numbers for this figure, "
-        f"and its layout is not stated."
+        f"they work on the same micro-batches with 8 layers each (the first and the last with 7): "
+        f"vertical lines of equal reach. In a CP group the slowest rank has up to {cp.max():.2f} "
+        f"times, the least busy {cp.min():.2f} times the group's mean: per-sequence chunks hold "
+        f"equally many tokens, but not of equal depth in their documents. Both together make the "
+        f"slowest GPU {over:.2f} times the mean of the others.\n\n"
+        f"**Where ours differs.** PP workers of as many layers and TP ranks are not nearly but "
+        f"exactly alike: the simulator gives equal kernels equal times. The paper prints no "
+        f"numbers for this figure, and its layout is not stated."
     )
 
 

@@ -63,9 +63,8 @@ def test_the_405b_job_has_llama_3s_dimensions_on_8192_gpus() -> None:
     assert (p.tp, p.cp, p.pp, p.dp) == (8, 16, 16, 4)
     assert p.world_size == 8192
     assert spec.num_micro_batches == p.pp * p.dp
-    layers = (model.num_parameters - 2 * 128256 * 16384 - 16384) / model.num_layers
-    # Two layers more than LLaMA-3-405B's 126, which 16 ranks x 4 virtual stages do not divide.
-    assert model.num_parameters - 2 * layers == pytest.approx(405.8e9, rel=1e-3)
+    assert model.num_parameters == pytest.approx(405.85e9, rel=1e-4)
+    assert (model.num_layers, spec.stage_layers) == (126, (1, *[2] * 62, 1))
     assert model.head_size == 128
 
 
