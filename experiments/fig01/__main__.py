@@ -159,8 +159,9 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
         f"does not say how many steps it shows, its layout, or what counts as computing.\n\n"
         f"Left out: TP ranks are alike by construction, and no GPU is slower than another by "
         f"itself (clocks, memory errors), which a trace of 8,192 would show too. The last pipeline "
-        f"rank computes the output head as well: {head(plain):.1%} more than a mean rank, in all "
-        f"three systems."
+        f"rank has 7 layers and the output head: {abs(head(plain)):.1%} "
+        f"{'more' if head(plain) > 0 else 'less'} computing than a mean rank, in all three "
+        f"systems."
     )
 
 
