@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IntArray, MicroBatch, RankSpans, ShardingPlan, ranges
+from wlb.plan import IntArray, Layout, MicroBatch, RankSpans, ShardingPlan, ranges
 
 IGNORE = -100
 """Label of a token that is not trained."""
@@ -106,7 +106,7 @@ def rank_tokens(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Input tokens of the rank's rows, shape [T_local]; filler rows hold token 0."""
+    """Input tokens of the rank's rows, shape [T_local]; filler and padding hold token 0."""
     out = np.zeros(local_tokens, np.int64)
     _read(out, micro_batch, sharding.for_rank(rank), reader, shift=0)
     return out
@@ -121,8 +121,9 @@ def rank_labels(
 ) -> IntArray:
     """Label of each of the rank's rows, shape [T_local]: the document's next token.
 
-    IGNORE for filler and for a document's last token. The last token of a piece that ends before
-    its document does is labelled with the document's next token.
+    IGNORE for filler, padding and a document's last token (where pieces are joined, that has the
+    first token of the document that follows). The last token of a piece that ends before its
+    document does is labelled with the document's next token.
     """
     out = np.full(local_tokens, IGNORE, np.int64)
     _read(out, micro_batch, sharding.for_rank(rank), reader, shift=1)
@@ -132,12 +133,18 @@ def rank_labels(
 def _read(
     out: IntArray, micro_batch: MicroBatch, spans: RankSpans, reader: TokenReader, *, shift: int
 ) -> None:
-    pieces = micro_batch.pieces
+    pieces, is_joined = micro_batch.pieces, micro_batch.layout == Layout.JOINED
     at = 0
     for span in spans.spans:
-        piece = pieces[span.piece]
-        begin = piece.start + span.start + shift
-        end = piece.start + span.stop + shift
-        tokens = reader.read(piece.document, begin, min(end, reader.length(piece.document)))
-        out[at : at + tokens.size] = tokens
+        put = at
+        for index, start, stop in micro_batch.parts(span.piece, span.start, span.stop):
+            piece = pieces[index]
+            length = reader.length(piece.document)
+            end = piece.start + stop + shift
+            tokens = reader.read(piece.document, piece.start + start + shift, min(end, length))
+            out[put : put + tokens.size] = tokens
+            put += stop - start
+            if is_joined and end > length and index + 1 < len(pieces):
+                following = pieces[index + 1]
+                out[put - 1] = reader.read(following.document, following.start, following.start + 1)[0]
         at += span.stop - span.start

@@ -38,7 +38,7 @@ which read rows of the gathered buffer (sdpa on CPU) need no copy.
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
-from wlb.spec import Dtype, Recompute, RunSpec, Schedule
+from wlb.spec import Dtype, Policy, Recompute, RunSpec, Schedule
 
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
@@ -284,7 +284,16 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
 
 def longest_micro_batch(spec: RunSpec) -> int:
     """Tokens of the longest micro-batch that packing may make."""
-    return spec.s_max if spec.packing.varies_lengths else spec.data.context_window
+    window, packing = spec.data.context_window, spec.packing
+    match packing.policy:
+        case Policy.VAR_LEN | Policy.BOUNDED:
+            return spec.s_max
+        case Policy.CAPACITY:
+            return window * packing.bin_windows
+        case Policy.EXAMPLES:
+            return window * packing.examples
+        case _:
+            return window
 
 
 def _compute_bytes(spec: RunSpec) -> int:

@@ -4,6 +4,7 @@ from wlb.packing.base import Packer, PackerOptions
 from wlb.packing.bins import BinMethod, Bins, pack_bins
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
+from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker, StepGrouping
 from wlb.packing.ilp import (
     IlpFixedPacker,
@@ -25,6 +26,7 @@ __all__ = [
     "Bins",
     "BoundedPacker",
     "CapacityPacker",
+    "ExamplesPacker",
     "FixedPacker",
     "IlpFixedPacker",
     "IlpOptions",

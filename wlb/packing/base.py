@@ -7,6 +7,7 @@ waits, in as many plans as it takes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -17,11 +18,13 @@ from wlb.plan import (
     GlobalBatch,
     IntArray,
     IntLike,
+    Layout,
     PackingPlan,
     Pieces,
     check_at_least,
     int_array,
     offsets_of,
+    segment_lengths,
     split_long,
 )
 
@@ -54,13 +57,14 @@ class PackerOptions:
     num_micro_batches: of a step, over all pipelines. context_window: C, the longest piece, in
     tokens. num_windows: N, windows that a global batch brings on average; 0 = as many as
     micro-batches. long_documents: "split" or "refuse" for documents longer than C. seed: order of
-    documents inside a micro-batch.
+    documents inside a micro-batch. layout: which rows attend to each other.
     """
 
     num_micro_batches: int
     context_window: int
     cost: WorkloadModel
     num_windows: int = 0
+    layout: Layout = Layout.SEPARATE
     long_documents: str = "split"
     seed: int = 0
 
@@ -192,17 +196,40 @@ def build_plan(
         order = [permuted(members, options, step=step, index=i) for i, members in enumerate(order)]
     index = np.concatenate(order)
     placed = pieces.take(index)
-    running = offsets_of(work_ns[index])
     offsets = offsets_of([len(members) for members in rows])
     return PackingPlan(
         step=step,
         policy=policy,
         pieces=placed,
         offsets=offsets,
-        workload_ns=running[offsets[1:]] - running[offsets[:-1]],
+        workload_ns=_micro_batch_ns(options, placed, work_ns[index], offsets),
         num_held_tokens=num_held_tokens,
         num_overdue=0 if max_delay is None else int((step - placed.arrival > max_delay).sum()),
+        layout=options.layout,
+        num_joined_targets=_num_joined(placed, offsets) if options.layout == Layout.JOINED else 0,
     )
+
+
+def _micro_batch_ns(
+    options: PackerOptions, placed: Pieces, work_ns: IntArray, offsets: IntArray
+) -> IntArray:
+    """Work of every micro-batch: of its pieces, or of the segments that its layout makes of them."""
+    if options.layout == Layout.SEPARATE:
+        running = offsets_of(work_ns)
+        return running[offsets[1:]] - running[offsets[:-1]]
+    out = np.zeros(offsets.size - 1, np.int64)
+    for i, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        segments = segment_lengths(placed.length[start:stop], options.layout)
+        out[i] = int(options.cost.workload_ns(segments).sum())
+    return out
+
+
+def _num_joined(placed: Pieces, offsets: IntArray) -> int:
+    """First tokens of documents that are labels because a document lies before them: one for each
+    piece that ends its document inside a micro-batch."""
+    is_last = np.zeros(len(placed), bool)
+    is_last[offsets[1:][np.diff(offsets) > 0] - 1] = True
+    return int((~is_last & (placed.num_targets < placed.length)).sum())
 
 
 def build_plans(

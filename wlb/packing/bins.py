@@ -32,7 +32,7 @@ import heapq
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -109,6 +109,8 @@ def pack_bins(
             return _decreasing(checked, capacity, method=method, num_first=num_first)
         case BinMethod.NEXT_FIT:
             return _next_fit(checked, capacity)
+        case BinMethod.NEXT_FIT_DECREASING:
+            return _next_fit_decreasing(checked, capacity, num_first=num_first)
         case BinMethod.BEST_FIT:
             return _best_fit(checked, capacity, window=window)
         case _:
@@ -140,6 +142,13 @@ def _next_fit(lengths: IntArray, capacity: int) -> Bins:
             room = capacity - length
     order = np.arange(lengths.size)
     return _in_order(lengths, order, np.array([*begins, lengths.size], np.int64), capacity)
+
+
+def _next_fit_decreasing(lengths: IntArray, capacity: int, *, num_first: int) -> Bins:
+    is_new = np.arange(lengths.size) >= num_first
+    order = np.lexsort((-lengths, is_new))
+    bins = _next_fit(lengths[order], capacity)
+    return replace(bins, order=order[bins.order])
 
 
 def _best_fit(lengths: IntArray, capacity: int, *, window: int) -> Bins:

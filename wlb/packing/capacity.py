@@ -13,6 +13,7 @@ Which bins leave:
   seeded random order: a packing opens its bins with the longest documents, and to train them in
   that order would repeat a curriculum from long to short in every batch.
 - Streaming methods: in the order they were opened, which is the order of their oldest documents.
+  next_fit_decreasing (the fine-tuning paper's SortedPacking) too, which is from long to short.
 
 Guarantees: a bin never exceeds the capacity; every piece is placed exactly once or waits. Nothing
 waits for ever: at most N bins are left over. Packed again by themselves they are the same bins, as
@@ -99,7 +100,7 @@ class CapacityPacker(PolicyPacker):
             pieces=pieces,
             steps=steps,
             num_waiting_tokens=int(lengths[left].sum()),
-            shuffle=not self.method.is_streaming,
+            shuffle=not self.method.keeps_order,
         )
         # A packing without steps is as if it had not been: what was new is still new next time.
         slot = np.full(left.size, LEFTOVER) if plans else slot[left]
@@ -124,7 +125,7 @@ class CapacityPacker(PolicyPacker):
             # A last bin with room stays for the documents to come.
             stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
             leaving = leaving[: (leaving.size - stays) // num * num]
-        if not self.method.is_streaming and leaving.size > num:
+        if not self.method.keeps_order and leaving.size > num:
             leaving = permuted(leaving, self.options, step=step, index=STEP_ORDER)
         steps = [
             [bins.rows(b).tolist() for b in leaving[at : at + num].tolist()]
@@ -134,7 +135,7 @@ class CapacityPacker(PolicyPacker):
 
     def _leaving(self, bins: Bins, num_leftover: int) -> IntArray:
         """Bins in the order they may leave, shape [num_bins]."""
-        if self.method.is_streaming:
+        if self.method.keeps_order:
             return np.arange(bins.num_bins)
         is_new = bins.order[bins.offsets[:-1]] >= num_leftover
         return np.lexsort((-bins.tokens, is_new))

@@ -6,9 +6,11 @@ from wlb.cost import WorkloadModel, token_caps
 from wlb.packing.base import Packer, PackerOptions
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
+from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
 from wlb.packing.var_len import VarLenPacker
+from wlb.plan import Layout
 from wlb.spec import Policy, RunSpec
 
 GIB = 1 << 30
@@ -23,12 +25,15 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
         cost=cost,
         long_documents=str(spec.data.long_documents),
         seed=spec.run.seed,
+        layout=spec.packing.layout,
     )
 
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
     """Plain-4D as the run's loader would fill its windows."""
-    options = replace(options_for(spec, cost), num_micro_batches=spec.num_windows)
+    options = replace(
+        options_for(spec, cost), num_micro_batches=spec.num_windows, layout=Layout.SEPARATE
+    )
     return OriginalPacker(options=options, cut=spec.packing.window_cut)
 
 
@@ -37,7 +42,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
     packing, options = spec.packing, options_for(spec, cost)
     match packing.policy:
         case Policy.ORIGINAL:
-            return baseline_for(spec, cost)
+            return OriginalPacker(options=options, cut=packing.window_cut)
         case Policy.FIXED:
             return FixedPacker(
                 options=options,
@@ -48,8 +53,13 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
             return CapacityPacker(
                 options=options,
                 method=packing.bin_method,
+                capacity=packing.bin_windows * spec.data.context_window,
                 pack_batches=packing.window_batches,
                 open_bins=packing.open_bins,
+            )
+        case Policy.EXAMPLES:
+            return ExamplesPacker(
+                options=options, examples=packing.examples, by_length=packing.by_length
             )
         case Policy.VAR_LEN:
             s_max, step_tokens = caps_of(spec)

@@ -13,7 +13,7 @@ from wlb.plan.arrays import (
 )
 from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
 from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
-from wlb.plan.packing import Carry, MicroBatch, PackingPlan
+from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
 from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
 from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry
@@ -27,6 +27,7 @@ __all__ = [
     "GlobalBatch",
     "IntArray",
     "IntLike",
+    "Layout",
     "MicroBatch",
     "Moments",
     "PackingPlan",
@@ -53,6 +54,7 @@ __all__ = [
     "predict",
     "quantum",
     "ranges",
+    "segment_lengths",
     "split_long",
     "token_delay",
 ]

@@ -4,6 +4,7 @@ A plan is global and deterministic: it names no rank, device or process group.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -14,6 +15,19 @@ from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_
 from wlb.plan.documents import Pieces
 
 
+class Layout(StrEnum):
+    """Which rows of a micro-batch attend to each other: its segments.
+
+    separate: every piece is a segment. padded: every piece is one, filled up to the longest of its
+    micro-batch with rows that are computed and not trained. joined: all pieces are one segment, so
+    that documents see those before them, and a document's first token is a label.
+    """
+
+    SEPARATE = "separate"
+    PADDED = "padded"
+    JOINED = "joined"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out."""
@@ -21,15 +35,22 @@ class MicroBatch:
     index: int
     pieces: Pieces
     workload_ns: int
+    layout: Layout = Layout.SEPARATE
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each piece, shape [num_pieces]."""
-        return self.pieces.length
+        """Rows of each segment: pieces and their padding, or all pieces; shape [num_segments]."""
+        return segment_lengths(self.pieces.length, self.layout)
 
     @property
     def num_tokens(self) -> int:
+        """Of documents, without padding."""
         return self.pieces.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens and padding."""
+        return int(self.lengths.sum())
 
     @property
     def num_targets(self) -> int:
@@ -37,8 +58,35 @@ class MicroBatch:
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """Start of each piece in the packed sequence and the end, shape [num_pieces + 1]."""
+        """Start of each segment in the micro-batch and the end, shape [num_segments + 1]."""
         return offsets_of(self.lengths)
+
+    def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Which tokens lie in rows [start, stop) of a segment: (piece, first and last + 1 token of
+        the piece), in order. Padding has none."""
+        length = self.pieces.length
+        if self.layout == Layout.JOINED:
+            begin = offsets_of(length)
+            inside = range(
+                int(np.searchsorted(begin, start, "right")) - 1,
+                int(np.searchsorted(begin, stop, "left")),
+            )
+            ends = ((i, start - int(begin[i]), stop - int(begin[i])) for i in inside)
+        else:
+            ends = iter([(segment, start, stop)])
+        cut = ((i, max(0, a), min(int(length[i]), b)) for i, a, b in ends)
+        return [(i, a, b) for i, a, b in cut if a < b]
+
+
+def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
+    """Rows of each segment of a micro-batch with pieces of these lengths."""
+    match layout:
+        case Layout.SEPARATE:
+            return lengths
+        case Layout.PADDED:
+            return np.full(lengths.size, lengths.max(initial=0), np.int64)
+        case Layout.JOINED:
+            return lengths.sum(keepdims=True) if lengths.size else lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +97,8 @@ class PackingPlan:
     rows [offsets[i], offsets[i + 1]), which may be empty. workload_ns: predicted time of each
     micro-batch, shape [num_micro_batches]. num_held_tokens: tokens that wait after this step.
     num_overdue: pieces that are trained later than the policy's maximum delay (`bounded` has one).
+    layout: of all micro-batches; workload_ns is of their segments. num_joined_targets: labels that
+    joining adds, of first tokens of documents.
     """
 
     step: int
@@ -58,8 +108,11 @@ class PackingPlan:
     workload_ns: IntArray
     num_held_tokens: int = 0
     num_overdue: int = 0
+    layout: Layout = Layout.SEPARATE
+    num_joined_targets: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", Layout(self.layout))
         object.__setattr__(self, "offsets", int_array("PackingPlan.offsets", self.offsets))
         object.__setattr__(self, "workload_ns", int_array("workload_ns", self.workload_ns))
         check_minimum("PackingPlan.workload_ns", self.workload_ns, 0)
@@ -84,7 +137,7 @@ class PackingPlan:
     @property
     def num_targets(self) -> int:
         """Valid labels of the whole step: what the loss is divided by."""
-        return int(self.pieces.num_targets.sum())
+        return int(self.pieces.num_targets.sum()) + self.num_joined_targets
 
     @property
     def tokens(self) -> IntArray:
@@ -92,12 +145,20 @@ class PackingPlan:
         running = offsets_of(self.pieces.length)
         return running[self.offsets[1:]] - running[self.offsets[:-1]]
 
+    @property
+    def rows(self) -> IntArray:
+        """Tokens and padding of each micro-batch, shape [num_micro_batches]."""
+        if self.layout != Layout.PADDED:
+            return self.tokens
+        return np.array([batch.num_rows for batch in self.micro_batches], np.int64)
+
     def micro_batch(self, index: int) -> MicroBatch:
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
         return MicroBatch(
             index=index,
             pieces=self.pieces.slice(start, stop),
             workload_ns=int(self.workload_ns[index]),
+            layout=self.layout,
         )
 
     @property
@@ -106,7 +167,9 @@ class PackingPlan:
 
     def digest(self) -> int:
         columns = self.pieces.columns().values()
-        return digest(self.policy, self.step, *columns, self.offsets, self.workload_ns)
+        return digest(
+            self.policy, self.step, *columns, self.offsets, self.workload_ns, str(self.layout)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,6 +180,8 @@ class PackingPlan:
             "workload_ns": self.workload_ns.tolist(),
             "num_held_tokens": self.num_held_tokens,
             "num_overdue": self.num_overdue,
+            "layout": str(self.layout),
+            "num_joined_targets": self.num_joined_targets,
         }
 
     @classmethod

@@ -86,8 +86,8 @@ class StepPlan:
 
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
         """Rows per CP rank of each of a pipeline's micro-batches, in execution order."""
-        tokens = self.packing.tokens[self.pipelines[pipeline]]
-        return tuple(local_tokens(int(t), cp=self.cp, quantum=self.quantum) for t in tokens)
+        rows = self.packing.rows[self.pipelines[pipeline]]
+        return tuple(local_tokens(int(n), cp=self.cp, quantum=self.quantum) for n in rows)
 
     def digest(self) -> int:
         return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.quantum)

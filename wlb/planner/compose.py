@@ -189,7 +189,7 @@ class Planner:
         baseline, rest = self._baseline(state, plan.step)
         return StepPlan(
             packing=plan,
-            pipelines=deal(plan.workload_ns, plan.tokens, self.dp),
+            pipelines=deal(plan.workload_ns, plan.rows, self.dp),
             cp=self.cp,
             quantum=self.quantum,
             predicted=predict(plan, num_filler_tokens=self._filler(plan)),
@@ -270,7 +270,7 @@ class Planner:
         )
 
     def _filler(self, plan: PackingPlan) -> int:
-        rows = (local_tokens(t, cp=self.cp, quantum=self.quantum) for t in plan.tokens.tolist())
+        rows = (local_tokens(n, cp=self.cp, quantum=self.quantum) for n in plan.rows.tolist())
         return sum(rows) * self.cp - plan.num_tokens
 
 

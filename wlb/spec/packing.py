@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from wlb.plan import Layout
 from wlb.spec.keys import key
 
 
@@ -15,6 +16,11 @@ class Policy(StrEnum):
     VAR_LEN = "var_len"
     BOUNDED = "bounded"
     CAPACITY = "capacity"
+    EXAMPLES = "examples"
+
+
+METHOD_POLICIES = (Policy.ORIGINAL, Policy.CAPACITY, Policy.EXAMPLES)
+"""That fine-tuning methods are made of, in any layout."""
 
 
 class WindowCut(StrEnum):
@@ -38,11 +44,17 @@ class BinMethod(StrEnum):
     BEST_FIT_DECREASING = "best_fit_decreasing"
     NEXT_FIT = "next_fit"
     BEST_FIT = "best_fit"
+    NEXT_FIT_DECREASING = "next_fit_decreasing"
 
     @property
     def is_streaming(self) -> bool:
         """Whether documents are placed in arrival order."""
         return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether bins are trained in the order they were opened in."""
+        return self.is_streaming or self == BinMethod.NEXT_FIT_DECREASING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +62,7 @@ class PackingSection:
     policy: Policy = key(
         Policy.VAR_LEN,
         "original = Plain-4D; fixed = greedy windows; var_len = Algorithm 1; bounded = ours, under "
-        "caps on delay and memory; capacity = bin packing by tokens",
+        "caps on delay and memory; capacity = bin packing by tokens; examples = so many documents",
     )
     num_micro_batches: int = key(
         0,
@@ -94,6 +106,19 @@ class PackingSection:
     )
     bin_method: BinMethod = key(BinMethod.BEST_FIT_DECREASING, "how bins are filled (capacity)")
     open_bins: int = key(32, "bins open at a time with best_fit (capacity)")
+    bin_windows: int = key(
+        1, "size of a bin: the paper's bs where a micro-batch is flat (capacity)", unit="windows"
+    )
+    examples: int = key(4, "documents of a micro-batch (examples)")
+    by_length: bool = key(
+        False, "documents of like length together, 50 steps' at a time (examples)"
+    )
+    layout: Layout = key(
+        Layout.SEPARATE,
+        "separate = documents attend to themselves; padded = and are filled up to the longest of "
+        "their micro-batch; joined = to all before them, boundaries are trained (original, "
+        "capacity, examples)",
+    )
 
     def check(self, window: int) -> None:
         """ValueError for what no packer could work with; window: the context window in tokens."""
@@ -105,7 +130,7 @@ class PackingSection:
         for name in ("memory_gib", "delay_price"):
             if getattr(self, name) < 0:
                 raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 0")
-        for name in ("max_delay", "window_batches", "open_bins"):
+        for name in ("max_delay", "window_batches", "open_bins", "bin_windows", "examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 1")
         if self.step_tokens and not self.step_tokens > 1.0:
@@ -117,6 +142,11 @@ class PackingSection:
             raise ValueError(
                 f"packing.s_max = {self.s_max} with packing.literal: Algorithm 1 taken literally "
                 f"places a document only where it stays below S_max; use more than 1"
+            )
+        if self.layout != Layout.SEPARATE and self.policy not in METHOD_POLICIES:
+            raise ValueError(
+                f"packing.layout = {self.layout} with packing.policy = {self.policy}: it balances "
+                f"documents that attend to themselves; use {', '.join(METHOD_POLICIES)}"
             )
         self._check_thresholds(window)
 
