@@ -47,11 +47,16 @@ KEYS = [
     "model.rope_theta",
     "model.vocab_size",
     "packing.bin_method",
+    "packing.bin_windows",
+    "packing.by_length",
     "packing.delay_price",
+    "packing.examples",
     "packing.grouping",
+    "packing.layout",
     "packing.literal",
     "packing.max_delay",
     "packing.memory_gib",
+    "packing.method",
     "packing.num_micro_batches",
     "packing.open_bins",
     "packing.policy",
@@ -114,7 +119,7 @@ def test_help_of_each_kind_of_value() -> None:
     assert shown["packing.queue_thresholds"] == ("list of float", "[0.2, 0.63]", "context windows")
     assert shown["planner.baseline"] == ("bool", "true", "")
     assert shown["data.store"] == ("str", "''", "")
-    policies = "original|fixed|var_len|bounded|capacity"
+    policies = "original|fixed|var_len|bounded|capacity|examples"
     assert shown["packing.policy"] == (policies, "'var_len'", "")
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IntArray, Layout, MicroBatch, RankSpans, ShardingPlan, ranges
+from wlb.plan import IntArray, Layout, MicroBatch, Piece, RankSpans, ShardingPlan, ranges
 
 IGNORE = -100
 """Label of a token that is not trained."""
@@ -130,6 +130,10 @@ def rank_labels(
     return out
 
 
+def _first_token(piece: Piece, reader: TokenReader) -> int:
+    return int(reader.read(piece.document, piece.start, piece.start + 1)[0])
+
+
 def _read(
     out: IntArray, micro_batch: MicroBatch, spans: RankSpans, reader: TokenReader, *, shift: int
 ) -> None:
@@ -145,6 +149,5 @@ def _read(
             out[put : put + tokens.size] = tokens
             put += stop - start
             if is_joined and end > length and index + 1 < len(pieces):
-                following = pieces[index + 1]
-                out[put - 1] = reader.read(following.document, following.start, following.start + 1)[0]
+                out[put - 1] = _first_token(pieces[index + 1], reader)
         at += span.stop - span.start

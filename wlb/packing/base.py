@@ -213,7 +213,7 @@ def build_plan(
 def _micro_batch_ns(
     options: PackerOptions, placed: Pieces, work_ns: IntArray, offsets: IntArray
 ) -> IntArray:
-    """Work of every micro-batch: of its pieces, or of the segments that its layout makes of them."""
+    """Work of every micro-batch: of the segments that its layout makes of its pieces."""
     if options.layout == Layout.SEPARATE:
         running = offsets_of(work_ns)
         return running[offsets[1:]] - running[offsets[:-1]]

@@ -1,10 +1,10 @@
 """examples: so many whole documents a micro-batch, as fine-tuning batches them.
 
-What "Enhancing Training Efficiency Using Packing with Flash Attention" (Kundu et al., 2024) calls a
-mini-batch of `bs` examples: RandomSampling where documents come in the stream's order, GroupByLength
-where documents of like length come together. With `Layout.PADDED` every example is filled up to the
-longest of its mini-batch; with `Layout.SEPARATE` they are packed (their online mini-batch, MiniBatchPacking
-with position IDs).
+What "Enhancing Training Efficiency Using Packing with Flash Attention" (Kundu et al., 2024) calls
+a mini-batch of `bs` examples: RandomSampling where documents come in the stream's order,
+GroupByLength where documents of like length come together. With `Layout.PADDED` every example is
+filled up to the longest of its mini-batch; with `Layout.SEPARATE` they are packed (the paper's
+online mini-batch, MiniBatchPacking with position IDs).
 
 GroupByLength is Hugging Face's: 50 steps' documents at a time are sorted from long to short and cut
 into micro-batches in that order. Theirs shuffles a whole epoch first; the stream is shuffled here.

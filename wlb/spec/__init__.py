@@ -3,6 +3,7 @@
 from wlb.spec.check import check, resolve_dp
 from wlb.spec.keys import KeyHelp, apply, list_keys, to_dict
 from wlb.spec.load import load, presets
+from wlb.spec.methods import METHODS
 from wlb.spec.packing import BinMethod, PackingSection, Policy, StepGrouping, WindowCut
 from wlb.spec.run import (
     AttentionBackend,
@@ -23,6 +24,7 @@ from wlb.spec.systems import PLANNED_MEMORY, SYSTEMS, system_overrides
 from wlb.spec.write import to_toml
 
 __all__ = [
+    "METHODS",
     "PLANNED_MEMORY",
     "SYSTEMS",
     "AttentionBackend",

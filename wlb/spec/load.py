@@ -3,10 +3,11 @@
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from wlb.spec.check import check
 from wlb.spec.keys import apply, list_keys, nest
+from wlb.spec.methods import keys_of
 from wlb.spec.run import RunSpec
 
 
@@ -23,15 +24,27 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
     ValueError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
     """
-    spec = apply(RunSpec(), _read(name), source=name)
+    spec = apply(RunSpec(), _expanded(_read(name)), source=name)
     types = {key.name: key.type for key in list_keys(RunSpec)}
     for item in overrides or []:
         dotted, sign, text = item.partition("=")
         if not sign:
             raise ValueError(f"--set {item!r}: write section.key=value, as in training.steps=100")
         value = _value(text.strip(), is_text=types.get(dotted.strip()) == "str")
-        spec = apply(spec, nest(dotted.strip(), value), source=f"--set {item}")
+        spec = apply(spec, _expanded(nest(dotted.strip(), value)), source=f"--set {item}")
     return check(spec)
+
+
+def _expanded(values: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that packing.method stands for, which keys beside it must not contradict."""
+    given = values.get("packing")
+    if not isinstance(given, dict):
+        return values
+    packing = cast("dict[str, Any]", given)
+    method = packing.get("method", "")
+    if not isinstance(method, str) or not method:
+        return values
+    return {**values, "packing": dict(keys_of(method)) | packing}
 
 
 def _read(name: str) -> dict[str, Any]:

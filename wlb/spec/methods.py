@@ -1,10 +1,10 @@
 """Grouping methods of packed fine-tuning, by name: which keys of [packing] each one is.
 
-The eight rows of Table 1 of "Enhancing Training Efficiency Using Packing with Flash Attention" (Kundu
-et al., 2024) and of its second edition, which calls RandomSampling+PosID MiniBatchPacking+PosID.
-`packing.method` names one in a TOML file; its bs is packing.examples or packing.bin_windows, its msl
-data.context_window, its gas N / dp. Multipack's library packs by first fit decreasing; true best fit
-decreasing fills its bins better and has a name of its own.
+The eight rows of Table 1 of "Enhancing Training Efficiency Using Packing with Flash Attention"
+(Kundu et al., 2024) and of its second edition, which calls RandomSampling+PosID
+MiniBatchPacking+PosID. `packing.method` names one in a TOML file; the paper's bs is
+packing.examples or packing.bin_windows, its msl data.context_window, its gas N / dp. Multipack's
+library packs by first fit decreasing; true best fit decreasing has a name of its own.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def keys_of(method: str) -> Mapping[str, Any]:
-    """Keys of [packing]; ValueError listing the known methods."""
+    """Keys of [packing], none for no method; ValueError listing the known ones."""
+    if not method:
+        return {}
     if method not in METHODS:
         raise ValueError(f"packing.method = {method!r} is unknown; known: {', '.join(METHODS)}")
     return METHODS[method]

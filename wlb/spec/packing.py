@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from wlb.plan import Layout
 from wlb.spec.keys import key
+from wlb.spec.methods import keys_of
 
 
 class Policy(StrEnum):
@@ -59,6 +60,11 @@ class BinMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSection:
+    method: str = key(
+        "",
+        "a grouping method of packed fine-tuning (wlb/spec/methods.py): sets policy, layout and "
+        "what else it is made of; empty = none",
+    )
     policy: Policy = key(
         Policy.VAR_LEN,
         "original = Plain-4D; fixed = greedy windows; var_len = Algorithm 1; bounded = ours, under "
@@ -122,6 +128,7 @@ class PackingSection:
 
     def check(self, window: int) -> None:
         """ValueError for what no packer could work with; window: the context window in tokens."""
+        self._check_method()
         if not self.s_max >= 1.0:
             raise ValueError(
                 f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
@@ -149,6 +156,14 @@ class PackingSection:
                 f"documents that attend to themselves; use {', '.join(METHOD_POLICIES)}"
             )
         self._check_thresholds(window)
+
+    def _check_method(self) -> None:
+        for name, value in keys_of(self.method).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"packing.method = {self.method} has packing.{name} = {value}, the run says "
+                    f"{getattr(self, name)}; leave one of them out"
+                )
 
     def _check_thresholds(self, window: int) -> None:
         given, previous = list(self.queue_thresholds), 0.0
