@@ -27,6 +27,7 @@ KEYS = [
     "data.heldout_store",
     "data.long_documents",
     "data.num_micro_batches",
+    "data.prefetch",
     "data.store",
     "data.token_quantum",
     "eval.interval",

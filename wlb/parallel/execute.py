@@ -6,6 +6,7 @@ rank, a plain loop). Only ranks of the first stage read tokens, only those of th
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from wlb.parallel.mesh import Mesh
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.plan import PipelinePlan
 from wlb.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What a step computes with, on the rank's device. tokens: on the first stage. rows: of each
+    micro-batch. moved: all tensors among them, for whoever loads on a stream of its own."""
+
+    tokens: list[Tensor] | None
+    rows: list[Rows]
+    moved: list[Tensor]
 
 
 class Executor:
@@ -86,13 +97,34 @@ class Executor:
         """This rank's parameters under their names in the whole model."""
         return {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
 
-    def train_step(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> Tensor:
+    def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
+        """Reads this rank's part of a step: no collective, so that any thread can do it."""
+        tokens: list[Tensor] = []
+        rows: list[Rows] = []
+        moved: list[Tensor] = []
+        for i in range(len(plan.micro_batches)):
+            token_row, made, tensors = self._micro_batch(plan, i, reader, loss_scale)
+            tokens += [] if token_row is None else [token_row]
+            rows.append(made)
+            moved += tensors
+        return StepInputs(tokens=tokens if self.is_first else None, rows=rows, moved=moved)
+
+    def train_step(
+        self,
+        plan: PipelinePlan,
+        reader: TokenReader,
+        *,
+        loss_scale: float,
+        inputs: StepInputs | None = None,
+    ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are summed over all ranks.
 
-        Returns the sum over this rank's rows of the token losses times loss_scale, float32 scalar;
-        zero on ranks without the last stage. Equal on all tp ranks.
+        inputs: what `load` gave for this plan, if that was done ahead. Returns the sum over this
+        rank's rows of the token losses times loss_scale, float32 scalar; zero on ranks without the
+        last stage. Equal on all tp ranks.
         """
-        tokens, rows = self._inputs(plan, reader, loss_scale)
+        made = inputs or self.load(plan, reader, loss_scale=loss_scale)
+        tokens, rows = made.tokens, made.rows
         with nullcontext() if self.clock is None else self.clock.step():
             if self.pipeline is not None:
                 losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=True)
@@ -104,7 +136,8 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, plan: PipelinePlan, reader: TokenReader) -> Tensor:
         """Forward only: the sum over this rank's rows of the token losses."""
-        tokens, rows = self._inputs(plan, reader, 1.0)
+        made = self.load(plan, reader, loss_scale=1.0)
+        tokens, rows = made.tokens, made.rows
         if self.pipeline is not None:
             losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=False)
         else:
@@ -140,20 +173,9 @@ class Executor:
     def _rows_exchanged(self, plan: PipelinePlan) -> list[int]:
         return [rows // self.mesh.tp_size for rows in plan.local_tokens]
 
-    def _inputs(
-        self, plan: PipelinePlan, reader: TokenReader, loss_scale: float
-    ) -> tuple[list[Tensor] | None, list[Rows]]:
-        tokens: list[Tensor] = []
-        rows: list[Rows] = []
-        for i in range(len(plan.micro_batches)):
-            token_row, made = self._micro_batch(plan, i, reader, loss_scale)
-            tokens += [] if token_row is None else [token_row]
-            rows.append(made)
-        return tokens if self.is_first else None, rows
-
     def _micro_batch(
         self, plan: PipelinePlan, i: int, reader: TokenReader, loss_scale: float
-    ) -> tuple[Tensor | None, Rows]:
+    ) -> tuple[Tensor | None, Rows, list[Tensor]]:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self.mesh.cp_rank
         index = attention_rows(sharding, cp_rank, local)
@@ -180,4 +202,4 @@ class Executor:
             labels=moved.get("labels"),
             loss_scale=loss_scale,
         )
-        return moved.get("tokens"), made
+        return moved.get("tokens"), made, [*moved.values(), cos, sin]

@@ -111,6 +111,7 @@ class Telemetry:
     embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step
     (also of ranks that have none), predicted beside it; under FSDP the embedding's holds the
     gathering of parameters. compute: time in chunks. bubble: the step's passes less that.
+    loading_s: mean wait of a rank and step for its inputs, which were not loaded in time.
     """
 
     num_steps: int
@@ -127,6 +128,7 @@ class Telemetry:
     bubble: Spread
     predicted_embedding_s: float = 0.0
     predicted_head_s: float = 0.0
+    loading_s: float = 0.0
 
     @property
     def head_ratio(self) -> float | None:

@@ -61,6 +61,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "data.token_quantum": (spec.data.token_quantum, 1),
         "data.num_micro_batches": (spec.data.num_micro_batches, 0),
         "data.epochs": (spec.data.epochs, 0),
+        "data.prefetch": (spec.data.prefetch, 0),
         "packing.num_micro_batches": (spec.packing.num_micro_batches, 0),
         "data.bpe_vocab_size": (spec.data.bpe_vocab_size, 300),
         "planner.ahead": (spec.planner.ahead, 2),

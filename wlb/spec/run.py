@@ -254,6 +254,9 @@ class DataSection:
         "unless packing.num_micro_batches says another number; 0 = pp * dp",
     )
     long_documents: LongDocuments = key(LongDocuments.SPLIT, "documents longer than the window")
+    prefetch: int = key(
+        1, "steps whose inputs are loaded ahead, in a thread; 0 = when they are computed"
+    )
     epochs: int = key(0, "passes over the store; 0 = until training.steps")
     token_quantum: int = key(
         1, "rows of a rank are a multiple of this (128 on GPUs)", unit="tokens"

@@ -187,6 +187,10 @@ def _measured(table: Table, measured: Measured) -> None:
     table.add_row(
         "waiting a step", _spread(*measured.spread("bubble")) + f" ({measured.steps} steps)"
     )
+    table.add_row(
+        "loading a step",
+        f"{measured.loading_s / measured.steps * 1e3:.2f} ms that computing waited",
+    )
 
 
 def _term(name: str, total: Moments) -> str:

@@ -25,6 +25,7 @@ from wlb.train.display import Display, console, summary
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
 from wlb.train.optimizer import Optimizers, learning_rate
+from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer
 from wlb.train.refuse import with_backend
@@ -70,6 +71,7 @@ class Trainer:
             )
             state = checkpoint.planner_state(job.resume)
         self.feed = PlanFeed(priced, job.train_store, world, mesh, state)
+        self.inputs = InputPrefetcher(self.executor, self.reader, ahead=spec.data.prefetch)
         self.reducer = StepReducer(mesh, tuple(STRATEGIES))
         self.evaluator: Evaluator | None = None
         if spec.eval.steps and job.heldout_store:
@@ -97,6 +99,7 @@ class Trainer:
                         break
                     self._step(*item, report)
             finally:
+                self.inputs.close()
                 self.feed.close()
             self._evaluate(report)
             self._save()
@@ -118,7 +121,9 @@ class Trainer:
         scale = self._loss_scale(plan)
         loss = square = None
         if plan.num_targets:
-            loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale)
+            inputs = self.inputs.take(pipeline, loss_scale=scale)
+            self._load_ahead()
+            loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.named_parameters(), self.mesh)
         sums = self.reducer.reduce(
             self.feed.peek(2), loss=loss, gradient_square=square, done=pipeline
@@ -164,7 +169,7 @@ class Trainer:
         if clock is None or meter is None:
             return None
         if plan.num_targets:
-            meter.add(pipeline, clock.take())
+            meter.add(pipeline, clock.take(), loading_ns=self.inputs.exposed_ns)
         is_last = self.steps_done == self.spec.training.steps or not self.feed.peek(1)
         # A record ends with the warm-up, so that none holds steps of both.
         self._num_measured += bool(plan.num_targets)
@@ -176,6 +181,12 @@ class Trainer:
         if self.calibration.take(telemetry):
             self.tally.telemetry.add(telemetry)
         return telemetry
+
+    def _load_ahead(self) -> None:
+        for ahead in range(1, self.spec.data.prefetch + 1):
+            for plan, pipeline in self.feed.peek(ahead):
+                if plan.num_targets:
+                    self.inputs.start(pipeline, loss_scale=self._loss_scale(plan))
 
     def _loss_scale(self, plan: StepPlan) -> float:
         if self.spec.training.loss_normalizer == LossNormalizer.CONSTANT:

@@ -46,6 +46,7 @@ class Measured:
     mean_ns: float = 0.0
     predicted_slowest_ns: float = 0.0
     predicted_mean_ns: float = 0.0
+    loading_s: float = 0.0
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
@@ -58,6 +59,7 @@ class Measured:
         self.mean_ns += record.mean_ns
         self.predicted_slowest_ns += record.predicted_slowest_ns
         self.predicted_mean_ns += record.predicted_mean_ns
+        self.loading_s += record.loading_s * num
         for name, moments in record.terms:
             self.terms[name] = self.terms.get(name, Moments()) + moments
         for name in ("compute", "bubble"):

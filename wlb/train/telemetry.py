@@ -8,7 +8,7 @@ last one's backward, which hold the gathering of parameters and the reduction of
 backward computes again (`training.recompute`) is part of backward, measured as predicted.
 
 One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
-float64 sum of 34 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
+float64 sum of 35 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
 run after the optimiser was launched, so that a GPU has work in the meantime.
 """
 
@@ -54,7 +54,7 @@ class TelemetryMeter:
         self._moments: dict[str, Moments] = dict.fromkeys(TERMS, Moments())
         self._latencies_ns: list[np.ndarray] = []
         self._embedding_ns = self._head_ns = self._compute_ns = self._bubble_ns = 0
-        self._predicted_embedding_ns = self._predicted_head_ns = 0
+        self._predicted_embedding_ns = self._predicted_head_ns = self._loading_ns = 0
 
     @property
     def times_hold_collectives(self) -> bool:
@@ -65,8 +65,8 @@ class TelemetryMeter:
         """Steps that were not reduced yet."""
         return len(self._latencies_ns)
 
-    def add(self, plan: PipelinePlan, times: StepTimes) -> None:
-        """A step that this rank executed."""
+    def add(self, plan: PipelinePlan, times: StepTimes, *, loading_ns: int = 0) -> None:
+        """A step that this rank executed; loading_ns: what it waited for its inputs."""
         predicted = {
             layers: stage_times(plan, self._priced, layers=layers)
             for layers in {self.spec.stage_layers[stage] for stage in self._stages}
@@ -89,6 +89,7 @@ class TelemetryMeter:
             self._predicted_head_ns += head_ns
         self._compute_ns += times.compute_ns
         self._bubble_ns += times.bubble_ns
+        self._loading_ns += loading_ns
 
     def _forward_ns(
         self, i: int, stage: int, predicted: StageTimes, times: StepTimes
@@ -133,7 +134,7 @@ class TelemetryMeter:
         """The record of all ranks' steps since the last one; a collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         sums += [self._embedding_ns, self._head_ns, self._compute_ns, self._bubble_ns]
-        sums += [self._predicted_embedding_ns, self._predicted_head_ns]
+        sums += [self._predicted_embedding_ns, self._predicted_head_ns, self._loading_ns]
         total = torch.tensor(sums, dtype=torch.float64)
         codes = torch.tensor([self._code(self._compute_ns), self._code(self._bubble_ns)])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
@@ -158,7 +159,7 @@ class TelemetryMeter:
         width = len(_COLUMNS)
         of_terms = width * len(TERMS)
         terms = (total[i : i + width] for i in range(0, of_terms, width))
-        embedding, head, compute, bubble, predicted_embedding, predicted_head = (
+        embedding, head, compute, bubble, predicted_embedding, predicted_head, loading = (
             x * 1e-9 / steps / self.mesh.world_size for x in total[of_terms:]
         )
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
@@ -183,6 +184,7 @@ class TelemetryMeter:
             bubble=self._spread(bubble, int(peaks[1]), steps),
             predicted_embedding_s=predicted_embedding,
             predicted_head_s=predicted_head,
+            loading_s=loading,
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:

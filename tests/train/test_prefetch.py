@@ -1,0 +1,97 @@
+"""Inputs loaded ahead: the same as those loaded when they are due, failures, waits counted."""
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
+from tests.train.case import small_spec, train, write_corpus
+from wlb.parallel.execute import Executor
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.train.prefetch import InputPrefetcher
+
+
+class Slow:
+    """In an executor's place: loading takes `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.mesh = SimpleNamespace(device=torch.device("cpu"))
+        self.seconds, self.loaded = seconds, list[tuple[int, str]]()
+
+    def load(self, plan: Any, reader: Any, *, loss_scale: float) -> Any:
+        time.sleep(self.seconds)
+        if plan.step == 13:
+            raise ValueError("no such document")
+        self.loaded.append((plan.step, threading.current_thread().name))
+        return SimpleNamespace(step=plan.step, moved=[], loss_scale=loss_scale)
+
+
+def plan(step: int) -> Any:
+    return SimpleNamespace(step=step)
+
+
+def test_what_was_loaded_ahead_is_not_waited_for() -> None:
+    executor: Any = Slow(0.1)
+    inputs = InputPrefetcher(executor, Reader(), ahead=2)
+    first: Any = inputs.take(plan(0), loss_scale=0.5)
+    assert first.step == 0
+    assert inputs.exposed_ns >= 0.1e9
+    for step in (1, 2, 3):
+        inputs.start(plan(step), loss_scale=0.25)  # the third is one too many
+    time.sleep(0.5)
+    found: Any = inputs.take(plan(1), loss_scale=0.25)
+    assert (found.step, found.loss_scale) == (1, 0.25)
+    assert inputs.exposed_ns < 0.05e9
+    inputs.close()
+    assert [step for step, _ in executor.loaded] == [0, 1, 2]
+    assert [name.startswith("inputs") for _, name in executor.loaded] == [False, True, True]
+
+
+def test_a_failure_in_the_thread_is_raised_when_the_step_is_taken() -> None:
+    executor: Any = Slow(0.0)
+    inputs = InputPrefetcher(executor, Reader(), ahead=1)
+    inputs.start(plan(13), loss_scale=1.0)
+    with pytest.raises(ValueError, match="no such document"):
+        inputs.take(plan(13), loss_scale=1.0)
+    inputs.close()
+
+
+def same_loss(world: World, case: Case) -> list[float]:
+    """The step with inputs loaded in the thread, and with those loaded by itself."""
+    spec = spec_of(case)
+    mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))
+    executor = Executor(spec, mesh)
+    mine = pipeline_plan(packing(4), spec, mesh.dp_rank, case.strategy)
+    inputs = InputPrefetcher(executor, Reader(), ahead=1)
+    inputs.start(mine, loss_scale=0.5)
+    made = inputs.take(mine, loss_scale=0.5)
+    ahead = executor.train_step(mine, Reader(), loss_scale=0.5, inputs=made)
+    direct = executor.train_step(mine, Reader(), loss_scale=0.5)
+    inputs.close()
+    return [float(ahead), float(direct)]
+
+
+@pytest.mark.dist
+def test_steps_are_the_same() -> None:
+    case = Case(cp=2, pp=2, v=2)
+    for ahead, direct in run_local(same_loss, case.world, case, start_group=True):
+        assert ahead == direct
+
+
+def test_a_run_loads_ahead_and_says_what_it_waited(tmp_path: Any) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    losses: list[list[float]] = []
+    for prefetch in (0, 2):
+        spec = small_spec(tmp_path, corpus, run={"name": f"p{prefetch}"})
+        spec = replace(spec, data=replace(spec.data, prefetch=prefetch))
+        run, _ = train(spec)
+        losses.append(run.losses)
+        records = [line["measured"]["telemetry"] for line in run.steps]
+        assert all(r["loading_s"] > 0 for r in records if r is not None)
+    assert losses[0] == losses[1]

@@ -1,0 +1,66 @@
+"""The next step's inputs, loaded while this one is computed.
+
+One thread reads tokens, builds index arrays and moves them. On a GPU it does so on a stream of its
+own, from pinned memory; the computing stream waits for that stream's event, and tensors are
+recorded on it, since the allocator would otherwise hand their memory out again while they are read.
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from wlb.collate import TokenReader
+from wlb.parallel.execute import Executor, StepInputs
+from wlb.plan import PipelinePlan
+
+Loaded = tuple[StepInputs, torch.cuda.Event | None]
+
+
+class InputPrefetcher:
+    """Loads steps ahead; `take` gives them in any order. exposed_ns: what the last `take` waited.
+
+    ahead: steps that may be under way, 0 = every step is loaded when it is taken.
+    """
+
+    def __init__(self, executor: Executor, reader: TokenReader, *, ahead: int) -> None:
+        self.executor, self.reader, self.ahead = executor, reader, ahead
+        self.exposed_ns = 0
+        self._waiting: dict[int, Future[Loaded]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="inputs") if ahead else None
+        device = executor.mesh.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
+        """Begin with `plan`, unless it is under way or so many are already."""
+        if self._pool is None or plan.step in self._waiting or len(self._waiting) >= self.ahead:
+            return
+        self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
+
+    def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
+        """The inputs of `plan`; what failed in the thread is raised here."""
+        begin = time.perf_counter_ns()
+        future = self._waiting.pop(plan.step, None)
+        inputs, event = self._load(plan, loss_scale) if future is None else future.result()
+        self.exposed_ns = time.perf_counter_ns() - begin
+        if event is not None:
+            stream = torch.cuda.current_stream(self.executor.mesh.device)
+            stream.wait_event(event)
+            for tensor in inputs.moved:
+                tensor.record_stream(stream)
+        return inputs
+
+    def _load(self, plan: PipelinePlan, loss_scale: float) -> Loaded:
+        if self._stream is None:
+            return self.executor.load(plan, self.reader, loss_scale=loss_scale), None
+        with torch.cuda.stream(self._stream):
+            inputs = self.executor.load(plan, self.reader, loss_scale=loss_scale)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return inputs, event
+
+    def close(self) -> None:
+        """Steps that were begun and not taken are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._waiting.clear()
