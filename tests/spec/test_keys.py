@@ -60,6 +60,7 @@ KEYS = [
     "packing.method",
     "packing.num_micro_batches",
     "packing.open_bins",
+    "packing.packs",
     "packing.policy",
     "packing.queue_thresholds",
     "packing.s_max",

@@ -19,6 +19,7 @@ from wlb.packing.ilp_solvers import Solver
 from wlb.packing.measure import PackingRun, PackingSummary, measure
 from wlb.packing.original import OriginalPacker, WindowCut
 from wlb.packing.policies import baseline_for, options_for, packer_for
+from wlb.packing.saved import PackedBatches, Packs, SavedPacker
 from wlb.packing.var_len import VarLenPacker
 
 __all__ = [
@@ -34,10 +35,13 @@ __all__ = [
     "IlpVarLenPacker",
     "Objective",
     "OriginalPacker",
+    "PackedBatches",
     "Packer",
     "PackerOptions",
     "PackingRun",
     "PackingSummary",
+    "Packs",
+    "SavedPacker",
     "Solver",
     "StepGrouping",
     "VarLenPacker",

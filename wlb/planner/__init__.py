@@ -5,6 +5,7 @@ from wlb.planner.compose import (
     Source,
     open_heldout_planner,
     open_planner,
+    packs_of,
 )
 from wlb.planner.deal import deal
 
@@ -14,4 +15,5 @@ __all__ = [
     "deal",
     "open_heldout_planner",
     "open_planner",
+    "packs_of",
 ]

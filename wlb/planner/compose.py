@@ -18,16 +18,21 @@ from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
 from wlb.packing import (
     BoundedPacker,
     OriginalPacker,
+    PackedBatches,
     Packer,
     PackerOptions,
+    Packs,
+    SavedPacker,
     VarLenPacker,
     baseline_for,
+    options_for,
     packer_for,
 )
 from wlb.plan import (
     Carry,
     GlobalBatch,
     IntLike,
+    Layout,
     PackingPlan,
     Pieces,
     PipelinePlan,
@@ -41,7 +46,7 @@ from wlb.plan import (
 )
 from wlb.planner.deal import deal
 from wlb.sharding import NAMES, shard
-from wlb.spec import Policy, Remainder, RunSpec
+from wlb.spec import BinMethod, Policy, Remainder, RunSpec
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
 """FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
@@ -274,24 +279,61 @@ class Planner:
         return sum(rows) * self.cp - plan.num_tokens
 
 
+_PLAIN_PACKING: dict[str, Any] = {
+    "method": "",
+    "packs": "",
+    "num_micro_batches": 0,
+    "layout": Layout.SEPARATE,
+    "bin_method": BinMethod.NEXT_FIT,
+    "bin_windows": 1,
+    "window_batches": 1,
+}
+
+
+def _heldout_policy(spec: RunSpec) -> Policy:
+    return Policy.CAPACITY if spec.packing.method else Policy.ORIGINAL
+
+
 def open_planner(spec: RunSpec, store: str, device: str) -> Planner:
     """The planner of a run on a token store, priced for `device` ("cpu" or "cuda").
 
     What the planner process calls: everything is opened there, nothing is shared with training.
     """
+    opened, cost = TokenStore(store), workload_for(spec, device)
+    if spec.packing.packs:
+        return _of_packs(spec, opened, cost)
     source = GlobalBatches(
-        TokenStore(store),
+        opened,
         tokens_per_batch=spec.tokens_per_step,
         seed=spec.run.seed,
         epochs=spec.data.epochs,
     )
-    return Planner.from_spec(spec, source, workload_for(spec, device))
+    return Planner.from_spec(spec, source, cost)
+
+
+def _of_packs(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Planner:
+    """Steps that were packed offline, checked against the run and its store."""
+    packs, options = Packs.load(spec.packing.packs), options_for(spec, cost)
+    packs.check(store, options)
+    planner = Planner.from_spec(spec, PackedBatches(packs, store, epochs=spec.data.epochs), cost)
+    return replace(planner, packer=SavedPacker(options=options, packs=packs))
+
+
+def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
+    """One epoch of a store, packed as the run would."""
+    source = GlobalBatches(
+        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=1
+    )
+    plain = replace(spec, planner=replace(spec.planner, baseline=False))
+    plans = (plan.packing for plan in Planner.from_spec(plain, source, cost).steps())
+    return Packs.of(plans, store, window=spec.data.context_window)
 
 
 def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of an evaluation: the held-out store once, in order, in Plain-4D's windows.
+    """The planner of an evaluation: the held-out store once, in order, in Plain-4D's windows, or
+    for fine-tuning methods whole examples one after the other (next fit).
 
-    Plain windows, so that the held-out loss does not depend on the packing policy under study.
+    Always the same, so that the held-out loss does not depend on the packing policy under study.
     """
     source = GlobalBatches(
         TokenStore(store),
@@ -300,6 +342,6 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
         epochs=1,
         shuffle=False,
     )
-    packing = replace(spec.packing, policy=Policy.ORIGINAL, num_micro_batches=0)
+    packing = replace(spec.packing, policy=_heldout_policy(spec), **_PLAIN_PACKING)
     plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
     return Planner.from_spec(plain, source, workload_for(spec, device))

@@ -65,6 +65,10 @@ class PackingSection:
         "a grouping method of packed fine-tuning (wlb/spec/methods.py): sets policy, layout and "
         "what else it is made of; empty = none",
     )
+    packs: str = key(
+        "",
+        "file of packs that `wlb pack` made of data.store, trained as they are; empty = none",
+    )
     policy: Policy = key(
         Policy.VAR_LEN,
         "original = Plain-4D; fixed = greedy windows; var_len = Algorithm 1; bounded = ours, under "

@@ -1,0 +1,70 @@
+"""`wlb pack`: an epoch of a token store packed offline, for `packing.packs`. No torch."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from wlb.cli import sources
+from wlb.corpus import TokenStore
+from wlb.cost import workload_for
+from wlb.packing import Packs
+from wlb.plan import offsets_of, segment_lengths
+from wlb.planner import packs_of
+from wlb.spec import METHODS, load
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pack",
+        help="pack an epoch of a token store offline, for packing.packs",
+        description="Pack one epoch of data.store with the packing of NAME (such as --set "
+        "packing.method=multipack_bfd_posid) and keep it in a file that `--set "
+        "packing.packs=FILE` trains. Methods: " + ", ".join(METHODS) + ".",
+    )
+    parser.add_argument("name", help="a preset or TOML file; data.store must be set")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], dest="overrides")
+    parser.add_argument("--out", required=True, metavar="FILE", help="an .npz file")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    spec = load(options.name, options.overrides)
+    if not spec.data.store:
+        raise ValueError("data.store is empty: say which store is packed, --set data.store=PREFIX")
+    if spec.packing.packs:
+        raise ValueError("packing.packs is what `wlb pack` writes; leave it empty here")
+    path = Path(options.out)
+    if path.suffix != ".npz":
+        raise ValueError(f"--out {options.out}: packs are an .npz file, such as packs.npz")
+    sources.check_outputs(options.out, needs_plots=False)
+    store = TokenStore(spec.data.store)
+    packs = packs_of(spec, store, workload_for(spec, "cpu"))
+    packs.save(path)
+    Console(highlight=False).print(_table(packs, store))
+    print(f"packs: {path}")
+    return 0
+
+
+def _table(packs: Packs, store: TokenStore) -> Table:
+    lengths = store.lengths[packs.rows]
+    ends = offsets_of(lengths)[packs.offsets]
+    tokens = np.diff(ends)
+    rows = tokens.copy()
+    for i, (start, stop) in enumerate(zip(packs.offsets[:-1], packs.offsets[1:], strict=True)):
+        rows[i] = segment_lengths(lengths[start:stop], packs.layout).sum()
+    used = tokens[tokens > 0]
+    table = Table(title=f"{packs.made_by}, {packs.layout}", title_justify="left", show_header=False)
+    for name, value in (
+        ("documents", f"{packs.rows.size:,}"),
+        ("tokens", f"{int(tokens.sum()):,}"),
+        ("steps", f"{packs.num_steps:,} of {packs.num_micro_batches} micro-batches"),
+        ("documents of a micro-batch", f"{packs.rows.size / max(1, used.size):.1f}"),
+        ("tokens of a micro-batch", f"{used.mean():,.0f} on average, {int(used.max()):,} at most"),
+        ("padding", f"{1 - tokens.sum() / max(1, int(rows.sum())):.2%} of all rows"),
+    ):
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,213 @@
+"""Packs made offline: an epoch packed once, kept in a file, trained as it is.
+
+The offline half of the fine-tuning paper's methods (Section 3.2 of Kundu et al., 2024): whoever
+trains on the same store again, on any number of ranks, packs nothing. A file holds, for every step
+of an epoch, the rows of the store in each micro-batch. It is a source and a packer of the usual
+protocols: a global batch brings a step's documents in their saved order, and the packer divides
+them as they were divided. Later epochs repeat the first, with the next epoch's document ids.
+
+Only whole documents can be packed offline; methods that cut documents at windows depend on the
+stream before them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+from zipfile import BadZipFile
+
+import numpy as np
+
+from wlb.corpus import Source
+from wlb.packing.base import PackerOptions, PolicyPacker, build_plan
+from wlb.plan import (
+    Carry,
+    Documents,
+    GlobalBatch,
+    IntArray,
+    Layout,
+    PackingPlan,
+    Pieces,
+    digest,
+    offsets_of,
+)
+
+POLICY = "saved"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packs:
+    """An epoch's steps. rows: of the store, in training order, shape [num_documents]. offsets:
+    micro-batch i is rows [offsets[i], offsets[i + 1]), shape [num_steps * N + 1]. made_by: policy.
+    lengths: digest of the store's lengths."""
+
+    rows: IntArray
+    offsets: IntArray
+    num_micro_batches: int
+    context_window: int
+    layout: Layout
+    made_by: str
+    lengths: int
+
+    @property
+    def num_steps(self) -> int:
+        return (self.offsets.size - 1) // self.num_micro_batches
+
+    @classmethod
+    def of(cls, plans: Iterable[PackingPlan], source: Source, *, window: int) -> "Packs":
+        """Packs of one epoch's plans; ValueError where a document was cut or is missing."""
+        made = list(plans)
+        rows = np.concatenate([np.zeros(0, np.int64), *(p.pieces.document for p in made)])
+        length = np.concatenate([np.zeros(0, np.int64), *(p.pieces.length for p in made)])
+        cut = np.flatnonzero(length != source.lengths[rows % max(1, source.num_documents)])
+        if cut.size:
+            row = int(rows[cut[0]])
+            raise ValueError(
+                f"document {row} was cut ({length[cut[0]]} of its {source.lengths[row]} tokens); "
+                f"only whole documents are packed offline: use a method that cuts none and a "
+                f"context window of at least {int(source.lengths.max())} tokens"
+            )
+        if not np.array_equal(np.sort(rows), np.arange(source.num_documents)):
+            raise ValueError(f"{rows.size} documents of {source.num_documents} were packed")
+        counts = np.concatenate([np.diff(p.offsets) for p in made])
+        return cls(
+            rows=rows,
+            offsets=offsets_of(counts),
+            num_micro_batches=made[0].num_micro_batches,
+            context_window=window,
+            layout=made[0].layout,
+            made_by=made[0].policy,
+            lengths=digest(source.lengths),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """An .npz file of plain arrays."""
+        np.savez_compressed(
+            path,
+            format=_FORMAT,
+            rows=self.rows,
+            offsets=self.offsets,
+            num_micro_batches=self.num_micro_batches,
+            context_window=self.context_window,
+            layout=str(self.layout),
+            made_by=self.made_by,
+            lengths=np.array(self.lengths, np.uint64),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Packs":
+        """ValueError for a file that holds no packs."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                data: dict[str, Any] = {name: file[name] for name in file.files}
+            if int(data["format"]) != _FORMAT:
+                raise ValueError(f"format {int(data['format'])}, only {_FORMAT} is known")
+            return cls(
+                rows=data["rows"],
+                offsets=data["offsets"],
+                num_micro_batches=int(data["num_micro_batches"]),
+                context_window=int(data["context_window"]),
+                layout=Layout(str(data["layout"])),
+                made_by=str(data["made_by"]),
+                lengths=int(data["lengths"]),
+            )
+        except (OSError, KeyError, ValueError, BadZipFile) as error:
+            raise ValueError(
+                f"packing.packs: {path} holds no packs ({error}); make them with `wlb pack`"
+            ) from error
+
+    def check(self, source: Source, options: PackerOptions) -> None:
+        """ValueError unless they are of this store, and of as many micro-batches a step."""
+        if self.lengths != digest(source.lengths):
+            raise ValueError(
+                "packing.packs were made of another store (its documents' lengths differ); make "
+                "them again with `wlb pack`"
+            )
+        for name, ours, theirs in (
+            ("micro-batches a step", options.num_micro_batches, self.num_micro_batches),
+            ("tokens of a context window", options.context_window, self.context_window),
+            ("layout", str(options.layout), str(self.layout)),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"packing.packs have {theirs} {name}, the run {ours}; make them again with "
+                    f"`wlb pack`, or run with theirs"
+                )
+
+
+class PackedBatches:
+    """A step's documents as a global batch, in their saved order; epochs = 0 never ends."""
+
+    def __init__(self, packs: Packs, source: Source, *, epochs: int = 0) -> None:
+        self.packs, self.epochs, self.source = packs, epochs, source
+        self._identity = {"packs": digest(packs.rows, packs.offsets)}
+
+    def start(self) -> dict[str, Any]:
+        return {"step": 0, **self._identity}
+
+    def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
+        """The batch of the step after `state`; ValueError for a state of something else."""
+        if state.keys() != {"step", "packs"} or state["packs"] != self._identity["packs"]:
+            raise ValueError(
+                "the state to resume from is not of these packs; resume with the checkpoint's own "
+                "packing.packs, or start a new run"
+            )
+        packs, at = self.packs, int(state["step"])
+        epoch, step = divmod(at, packs.num_steps)
+        if self.epochs and epoch >= self.epochs:
+            return None
+        n = packs.num_micro_batches
+        rows = packs.rows[packs.offsets[step * n] : packs.offsets[(step + 1) * n]]
+        length = self.source.lengths[rows]
+        same = np.zeros(rows.size, np.int64)
+        documents = Documents(
+            id=epoch * self.source.num_documents + rows,
+            length=length,
+            num_targets=length - 1,
+            source=same + self.source.source_id,
+            arrival=same + at,
+        )
+        return GlobalBatch(index=at, documents=documents), {**state, "step": at + 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPacker(PolicyPacker):
+    """Divides the documents of `PackedBatches` as they were divided. Nothing ever waits."""
+
+    policy: ClassVar[str] = POLICY
+    packs: Packs
+
+    def push(
+        self, batch: GlobalBatch | None, carry: Carry
+    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        if len(carry.pieces):
+            raise ValueError(
+                f"{len(carry.pieces)} documents wait from a run with packing.policy = "
+                f"{carry.policy}; packs made offline have no place for them: start a new run"
+            )
+        if batch is None:
+            return (), Carry(policy=POLICY, pieces=Pieces.empty(), slot=carry.slot,
+                             next_step=carry.next_step)  # fmt: skip
+        n = self.num_micro_batches
+        first = batch.index % self.packs.num_steps * n
+        edges = self.packs.offsets[first : first + n + 1] - self.packs.offsets[first]
+        pieces = self.options.arrived(batch, carry.next_step)
+        plan = build_plan(
+            self.options,
+            policy=POLICY,
+            step=carry.next_step,
+            pieces=pieces,
+            work_ns=self.options.workloads(pieces),
+            rows=[np.arange(a, b) for a, b in pairwise(edges.tolist())],
+            num_held_tokens=0,
+            shuffle=False,
+        )
+        rest = Carry(
+            policy=POLICY,
+            pieces=Pieces.empty(),
+            slot=np.zeros(0, np.int64),
+            next_step=carry.next_step + 1,
+        )
+        return (plan,), rest
