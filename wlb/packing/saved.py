@@ -192,7 +192,8 @@ class SavedPacker(PolicyPacker):
                              next_step=carry.next_step)  # fmt: skip
         n = self.num_micro_batches
         first = batch.index % self.packs.num_steps * n
-        edges = self.packs.offsets[first : first + n + 1] - self.packs.offsets[first]
+        offsets = self.packs.offsets[first : first + n + 1]
+        edges: list[int] = (offsets - offsets[0]).tolist()
         pieces = self.options.arrived(batch, carry.next_step)
         plan = build_plan(
             self.options,
@@ -200,7 +201,7 @@ class SavedPacker(PolicyPacker):
             step=carry.next_step,
             pieces=pieces,
             work_ns=self.options.workloads(pieces),
-            rows=[np.arange(a, b) for a, b in pairwise(edges.tolist())],
+            rows=[np.arange(a, b) for a, b in pairwise(edges)],
             num_held_tokens=0,
             shuffle=False,
         )
