@@ -1,8 +1,8 @@
 """A loader for other training loops: planned, collated steps of one data-parallel rank.
 
 Every rank plans the same global steps and takes its own pipeline's micro-batches, so that shards
-are disjoint and complete over any number of ranks. The state is the planner's, the same on all ranks
-and a few KB of JSON: it resumes exactly, with what waits in the packer, also on another number of
+are disjoint and complete over any number of ranks. The state is the planner's, a few KB of JSON and
+the same on all ranks: it resumes exactly, with what waits in the packer, also on another number of
 ranks. Worker processes open planner and store themselves (only the functions that open them are
 pickled) and collate every `num_workers`-th step.
 
