@@ -59,7 +59,7 @@ class PlannedSteps(IterableDataset[LoadedStep]):
         return LoadedStep(plan.step, plan.num_targets, made)
 
 
-def _as_it_is(step: LoadedStep) -> LoadedStep:
+def _as_it_is(step: Any) -> Any:
     """In the place of torch's conversion, which would make tensors of every array."""
     return step
 
