@@ -97,15 +97,13 @@ def add_parser(what: Any) -> None:
         type=float,
         default=Settings().micro_batches,
         metavar="FACTOR",
-        help="micro-batches a window of the global batch that are tried besides 1 "
-        "(default: 1.25 1.5)",
+        help="micro-batches a window that are tried besides 1 (default: 1.25 1.5)",
     )
     parser.add_argument("--top", type=int, default=10, help="layouts that are printed")
     parser.add_argument("--out", metavar="FILE", help="the best one as TOML for wlb train")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout or a file"
-    )
+    shown = "results as JSON, to stdout or a file"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=shown)
     parser.add_argument(
         "--jobs", type=int, default=0, help="processes (default: as many as there are cores)"
     )
