@@ -95,7 +95,8 @@ class Dataset:
     def _quantiles(self, median: float) -> np.ndarray:
         if not self.is_cut:
             return self._between(median, None, self.longest)
-        return np.minimum(self._between(median, None, None), self.longest)
+        longest = np.inf if self.longest is None else self.longest
+        return np.minimum(self._between(median, None, None), longest)
 
     def _between(
         self, median: float, low: int | None, high: int | None, num: int | None = None
