@@ -107,12 +107,15 @@ def _counted(
 
 
 def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count]) -> tuple[int, int]:
-    """Rows, and tokens that are dropped, where each 1,000 examples drop the row they end in."""
+    """Rows, and tokens that are dropped, where each 1,000 examples drop a row they do not fill."""
     rows = dropped = 0
     for begin in range(0, examples.size, MAPPED):
         part = examples[begin : begin + MAPPED]
-        rows += how(part, bs=1, msl=row_tokens).rows - 1
-        dropped += _last_row(part, row_tokens, how)
+        rows += how(part, bs=1, msl=row_tokens).rows
+        last = _last_row(part, row_tokens, how)
+        if last < row_tokens:
+            rows -= 1
+            dropped += last
     return rows, dropped
 
 
