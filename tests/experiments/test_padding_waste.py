@@ -34,7 +34,7 @@ def web() -> dict[Strategy, Filled]:
         (Strategy.FIRST_FIT_DECREASING, 3, 12, 20 + 3),  # 4 | 3, 1 | 2: filler of 2
         (Strategy.BEST_FIT_DECREASING, 3, 12, 20 + 3),
         (Strategy.VARIABLE, 3, 10, 20),
-        (Strategy.STREAM, 3, 12, 6 + 1 + 10 + 3),  # 3, 1 | 4 | 2: the 5 is split 1, 4
+        (Strategy.STREAM, 3, 12, 6 + 1 + 10 + 3 + 3),  # 3, 1 | 4 | 2: the 5 is split 1, 4
     ],
 )
 def test_strategies_by_hand(strategy: Strategy, rows: int, positions: int, pairs: int) -> None:
@@ -42,8 +42,15 @@ def test_strategies_by_hand(strategy: Strategy, rows: int, positions: int, pairs
     assert (made.rows, made.positions, made.tokens) == (rows, positions, 10)
     assert (made.num_split, made.num_cut, made.lost) == (1, 0, 0)
     assert made.utilisation == 10 / positions
-    # The filler of a stream's last row belongs to no document and is priced as nothing.
     assert made.pairs == pairs
+
+
+def test_batches_are_padded_to_their_longest_not_to_the_row() -> None:
+    lengths = np.array([1, 2] * 32)
+    mixed = fill(Strategy.BATCH_PADDING, lengths, row=4)
+    assert (mixed.positions, mixed.pairs) == (64 * 2, 64 * 3)
+    alike = fill(Strategy.SORTED_BATCH_PADDING, lengths, row=4)  # 32 of 1, then 32 of 2
+    assert (alike.positions, alike.pairs) == (96, 32 * 1 + 32 * 3)
 
 
 def test_truncating_loses_what_is_over_and_says_so() -> None:
