@@ -224,7 +224,7 @@ def _two_lines(text: str) -> str:
 
 
 def words(found: Sequence[Corpus], by: By) -> str:
-    means = ", ".join(f"{corpus.title} {corpus.mean:,.0f}" for corpus in found)
+    means = "; ".join(f"{corpus.title}: {corpus.mean:,.0f}" for corpus in found)
     naive, stream = by[Strategy.ROW_EACH], by[Strategy.STREAM]
     return (
         "An article on packing prints tables of padding, packing, throughput and cost; two of them "
@@ -234,15 +234,15 @@ def words(found: Sequence[Corpus], by: By) -> str:
         "**Its central figure is impossible**: a row of 4,096 for each document of mean 800 is at "
         f"most 19.5% full, and {naive.utilisation:.1%} here, not 38%. So padding is worse than "
         f"it says and packing gains more: {stream.utilisation / naive.utilisation:.1f}x, not 2.6x. "
-        "**Its costs are seven to eight times** ours at 40% MFU for packing, and four times for "
-        "naive padding; they take an MFU of 3 to 10%. **1.2 million USD a day** is more than the "
+        "**Its costs are seven to nine times** ours at 40% MFU for packing, 15 times for sorted "
+        "padding, four times for naive; they take an MFU of 3 to 10%. **1.2 million USD a day** is more than the "
         "cluster of its example costs, twelve times over.\n\n"
         "**Padding batches of similar length wastes almost nothing** in positions, where the whole "
         "corpus can be sorted; it then trains on documents of one length at a time. Next fit "
         "without cutting documents leaves a sixth of positions empty on the web-like corpus, exact "
         "first and best fit decreasing less than one row, and they cut none that fits a row. Rows "
         "of variable length have no padding, whatever the packer.\n\n"
-        f"Means (tokens): {means}. Tokens of documents include BOS and EOS. Left out: the time "
+        f"Mean tokens of a document: {means}. Tokens of documents include BOS and EOS. Left out: the time "
         "that packing takes ([bin_packing](../../bin_packing)), and that padding's positions and "
         "a token's attention differ in speed; both are priced by their FLOPs."
     )
