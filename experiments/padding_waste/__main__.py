@@ -243,8 +243,8 @@ def words(found: Sequence[Corpus], by: By) -> str:
         "first and best fit decreasing less than one row, and they cut none that fits a row. Rows "
         "of variable length have no padding, whatever the packer.\n\n"
         f"Mean tokens of a document: {means}. Tokens of documents include BOS and EOS. Left "
-        "out: the time that packing takes ([bin_packing](../../bin_packing)), and that padding's positions and "
-        "a token's attention differ in speed; both are priced by their FLOPs."
+        "out: the time that packing takes ([bin_packing](../../bin_packing)), and that padding's "
+        "positions and a token's attention differ in speed; both are priced by their FLOPs."
     )
 
 
