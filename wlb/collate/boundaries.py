@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import BoolArray, IntArray, IntLike, int_array
+from wlb.plan import BoolArray, IntArray, IntLike, check_at_least, int_array
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -126,12 +126,18 @@ def cu_seqlens_from_position_ids(position_ids: npt.ArrayLike, *, start: int = 0)
 
 
 def block_mask(
-    cu_seqlens: IntLike, *, causal: bool = True, max_bytes: int = MAX_MASK_BYTES
+    cu_seqlens: IntLike,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    max_bytes: int = MAX_MASK_BYTES,
 ) -> BoolArray:
     """True where query t (row) sees key s (column), shape [T, T]: s in t's segment, and s <= t.
 
-    causal: False to see the whole segment. For small checks: T * T bytes, and a ValueError beyond
-    `max_bytes`. `mask[None, None]` is what transformers takes for a batch of one row.
+    causal: False to see the whole segment. window: of a model with sliding windows, s > t - window.
+    For small checks: T * T bytes, a few times that on the way, and a ValueError beyond `max_bytes`.
+    transformers takes `mask[None, None]` as attention_mask on SDPA; its eager attention adds the
+    mask to the scores, so there it has to be 0 and the lowest float instead of True and False.
     """
     lengths = lengths_from_cu_seqlens(cu_seqlens)
     num_tokens = int(lengths.sum())
@@ -142,4 +148,9 @@ def block_mask(
         )
     segment = np.repeat(np.arange(lengths.size), lengths)
     mask = segment[:, None] == segment
-    return np.tril(mask) if causal else mask
+    if causal:
+        mask = np.tril(mask)
+    if window is not None:
+        check_at_least("window", window, 1)
+        mask = np.triu(mask, 1 - window)
+    return mask

@@ -10,9 +10,11 @@ Both take a list of mappings with `input_ids` (list, NumPy array or CPU tensor o
 all of them or none, `labels` (unshifted, IGNORE where nothing is trained). They hold plain values
 only, so workers can pickle them; they touch no device and pin nothing.
 
-A transformers model on SDPA or eager attention reads the boundaries from position_ids, and only if
-it gets no attention_mask and makes no cache: call it with `use_cache=False` when it is not in
-training.
+On SDPA or eager attention, transformers' models read the boundaries from position_ids, and only in
+calls without attention_mask and without a cache: outside its Trainer call them with
+`use_cache=False`, in training too, or documents see each other and nothing says so. A model that
+never looks (falcon in 5.23) needs `block_mask` of cu_seq_lens_q as attention_mask.
+tests/collate/test_families.py has the table.
 """
 
 from collections.abc import Mapping, Sequence
