@@ -1,6 +1,6 @@
 """Our collators beside transformers' and TRL's: the same where they are right, and where they err.
 
-The second half shows each error on the peer's own batch, so that it is seen when a version mends it.
+The second half shows each error on the peer's own batch: it is seen when a version mends it.
 """
 
 from typing import Any
