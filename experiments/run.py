@@ -88,6 +88,7 @@ REGISTRY = (
     Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
     Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
     Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
+    Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
     Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501
     Experiment("torch_balancers", "torch_balancers", "", 4, "torch's CP balancers", "--quick"),

@@ -199,10 +199,10 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
         ([{"text": "a"}], "example 0 has ['text'], but no input_ids"),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "with 1 ones; tokenize without"),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "an attention_mask of shape (1,)"),
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2]}], "example 1 has not"),
-        ([{"input_ids": [1]}, {"input_ids": [2], "seq_lengths": [1]}], "example 1 has seq_lengths"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2]}], "['input_ids'], but no labels"),
+        ([{"input_ids": [1]}, {"input_ids": [2], "seq_lengths": [1]}], "but no seq_lengths"),
         ([{"input_ids": [1], "seq_lengths": [1], "lengths": [1]}], "give one of them"),
-        ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "example 0 has completion_mask"),
+        ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "examples have completion_mask"),
         ([{"input_ids": [[1, 2]]}], "entry 0 is [1, 2]"),
     ],
 )

@@ -29,7 +29,7 @@ transformers ignores restarting positions without a word (last test).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -174,6 +174,15 @@ def of_segments(
             )
         )
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost tiny models more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

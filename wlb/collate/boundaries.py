@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import BoolArray, IntArray, IntLike, check_at_least, int_array
+from wlb.plan import BoolArray, IntArray, IntLike, check_at_least, int_array, offsets_of
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -38,15 +38,18 @@ def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
 
 def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
     """int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of `lengths` (shape [n])."""
-    checked = document_lengths(lengths)
-    total = int(checked.sum())
+    return offsets_of_documents(document_lengths(lengths))
+
+
+def offsets_of_documents(lengths: IntArray) -> Int32Array:
+    """`cu_seqlens_from_lengths` of what `document_lengths` has checked."""
+    offsets = offsets_of(lengths)
+    total = int(offsets[-1])
     if total > _LONGEST:
         raise ValueError(
             f"{total} tokens are more than int32 offsets reach ({_LONGEST}); make smaller batches"
         )
-    out = np.zeros(checked.size + 1, np.int32)
-    np.cumsum(checked, out=out[1:])
-    return out
+    return offsets.astype(np.int32)
 
 
 def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
@@ -72,13 +75,20 @@ def position_ids_from_lengths(
     dtype: type[np.int64] | type[np.int32] = np.int64,
 ) -> npt.NDArray[np.integer[Any]]:
     """Positions that count from `start` in each document, shape [sum of lengths]."""
-    checked = document_lengths(lengths)
-    total = int(checked.sum())
-    if total >= _COPIED_TOKENS * checked.size > 0:
-        one = np.arange(start, start + int(checked.max()), dtype=dtype)
-        return np.concatenate([one[:length] for length in checked.tolist()])
+    return positions_in_documents(document_lengths(lengths), start=start, dtype=dtype)
+
+
+def positions_in_documents(
+    lengths: IntArray, *, start: int, dtype: type[np.int64] | type[np.int32]
+) -> npt.NDArray[np.integer[Any]]:
+    """`position_ids_from_lengths` of what `document_lengths` has checked."""
+    ends = lengths.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    if total >= _COPIED_TOKENS * lengths.size > 0:
+        one = np.arange(start, start + int(lengths.max()), dtype=dtype)
+        return np.concatenate([one[:length] for length in lengths.tolist()])
     out = np.arange(total, dtype=dtype)
-    out -= np.repeat((np.cumsum(checked) - checked - start).astype(dtype), checked)
+    out -= (ends - lengths - start).astype(dtype).repeat(lengths)
     return out
 
 

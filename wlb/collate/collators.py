@@ -18,7 +18,7 @@ tests/collate/test_families.py has the table.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -56,26 +56,24 @@ class PaddingFreeCollator:
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
     return_tensors: Tensors = "pt"
+    options: FlatOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_tensors(self.return_tensors)
-        _ = self.options
-        says = (self.return_position_ids, self.return_flash_attn_kwargs, self.return_seq_idx)
-        if not any(says):
-            raise ValueError(
-                "return_position_ids = False leaves nothing that says where documents begin; set "
-                "return_flash_attn_kwargs or return_seq_idx"
-            )
-
-    @property
-    def options(self) -> FlatOptions:
-        return FlatOptions(
+        options = FlatOptions(
             pad_to_multiple_of=self.pad_to_multiple_of,
             pad_token_id=self.pad_token_id,
             separator_id=self.separator_id,
             position_ids_start=self.position_ids_start,
             next_labels=self.return_shift_labels,
         )
+        object.__setattr__(self, "options", options)
+        says = (self.return_position_ids, self.return_flash_attn_kwargs, self.return_seq_idx)
+        if not any(says):
+            raise ValueError(
+                "return_position_ids = False leaves nothing that says where documents begin; set "
+                "return_flash_attn_kwargs or return_seq_idx"
+            )
 
     def __call__(
         self,
@@ -86,12 +84,12 @@ class PaddingFreeCollator:
         options = self.options
         if separator_id is not None:
             options = replace(options, separator_id=separator_id)
-        _check_features(features)
+        columns = _columns(features)
         flat = flatten(
-            _column(features, "input_ids"),
-            labels=_optional(features, "labels"),
-            lengths=_lengths(features),
-            position_ids=_optional(features, "position_ids"),
+            columns["input_ids"],
+            labels=columns.get("labels"),
+            lengths=columns.get("lengths"),
+            position_ids=columns.get("position_ids"),
             options=options,
         )
         return self.batch(flat, return_tensors=return_tensors)
@@ -130,28 +128,25 @@ class PaddedCollator:
     pad_to_multiple_of: int | None = None
     return_position_ids: bool = True
     return_tensors: Tensors = "pt"
+    options: PadOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_tensors(self.return_tensors)
-        _ = self.options
-
-    @property
-    def options(self) -> PadOptions:
-        return PadOptions(
+        options = PadOptions(
             pad_token_id=self.pad_token_id,
             side=self.side,
             pad_to=self.pad_to,
             max_length=self.max_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
+        object.__setattr__(self, "options", options)
 
     def __call__(
         self, features: Sequence[Feature], return_tensors: Tensors | None = None
     ) -> dict[str, Any]:
-        _check_features(features)
-        tokens = _column(features, "input_ids")
-        _refuse_packed(features, tokens)
-        made = pad(tokens, labels=_optional(features, "labels"), options=self.options)
+        columns = _columns(features)
+        _refuse_packed(columns)
+        made = pad(columns["input_ids"], labels=columns.get("labels"), options=self.options)
         return self.batch(made, return_tensors=return_tensors)
 
     def batch(self, made: PaddedBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
@@ -192,17 +187,43 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
     return values
 
 
-def _check_features(features: Sequence[Feature]) -> None:
-    """ValueError for what a collator would have to guess or to leave out."""
+def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
+    """What the examples hold: input_ids, and of labels, lengths and position_ids what is given.
+
+    Other keys are left out. ValueError for what a collator would have to guess or to drop.
+    """
+    present: set[str] = set().union(*features)
+    out = {"input_ids": _column(features, "input_ids")} if features else {"input_ids": []}
+    for key in LOSS_MASKS:
+        if key in present:
+            raise ValueError(
+                f"examples have {key}, which is not read; put {IGNORE} into their labels where "
+                f"nothing is trained, and leave {key} out"
+            )
+    if "attention_mask" in present:
+        _check_attention_masks(features)
+    for key in ("labels", "position_ids", *LENGTH_KEYS):
+        if key in present and any(feature.get(key) is not None for feature in features):
+            name = "lengths" if key in LENGTH_KEYS else key
+            if name in out:
+                raise ValueError(f"examples have {' and '.join(LENGTH_KEYS)}; give one of them")
+            out[name] = _column(features, key)
+    return out
+
+
+def _column(features: Sequence[Feature], key: str) -> list[Any]:
+    """The values of `key`; ValueError for an example that has none."""
+    out = [feature.get(key) for feature in features]
+    for i, value in enumerate(out):
+        if value is None:
+            raise ValueError(
+                f"example {i} has {sorted(features[i])}, but no {key}; give it for every example"
+            )
+    return out
+
+
+def _check_attention_masks(features: Sequence[Feature]) -> None:
     for i, feature in enumerate(features):
-        if "input_ids" not in feature:
-            raise ValueError(f"example {i} has {sorted(feature)}, but no input_ids; tokenize first")
-        for key in LOSS_MASKS:
-            if key in feature:
-                raise ValueError(
-                    f"example {i} has {key}, which is not read; put {IGNORE} into its labels where "
-                    f"nothing is trained, and leave {key} out"
-                )
         mask = feature.get("attention_mask")
         if mask is None:
             continue
@@ -216,37 +237,13 @@ def _check_features(features: Sequence[Feature]) -> None:
             )
 
 
-def _column(features: Sequence[Feature], key: str) -> list[Any]:
-    return [feature[key] for feature in features]
-
-
-def _optional(features: Sequence[Feature], key: str) -> list[Any] | None:
-    """The values of `key`, None if no example has it; ValueError if only some do."""
-    has = [feature.get(key) is not None for feature in features]
-    if not any(has):
-        return None
-    if not all(has):
-        raise ValueError(
-            f"example {has.index(True)} has {key}, example {has.index(False)} has not; give it for "
-            f"every example or none"
-        )
-    return _column(features, key)
-
-
-def _lengths(features: Sequence[Feature]) -> list[Any] | None:
-    given = [key for key in LENGTH_KEYS if _optional(features, key) is not None]
-    if len(given) > 1:
-        raise ValueError(f"examples have {given[0]} and {given[1]}; give one of them")
-    return _column(features, given[0]) if given else None
-
-
-def _refuse_packed(features: Sequence[Feature], tokens: Sequence[Any]) -> None:
+def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
     """ValueError for a row of several documents, by its lengths or its position ids."""
-    lengths, positions = _lengths(features), _optional(features, "position_ids")
-    for i in range(len(tokens)):
-        num = 1 if lengths is None else len(lengths[i])
-        if positions is not None:
-            num = max(num, int(np.count_nonzero(np.diff(np.asarray(positions[i])) != 1)) + 1)
+    for i in range(len(columns["input_ids"])):
+        num = len(columns["lengths"][i]) if "lengths" in columns else 1
+        if "position_ids" in columns:
+            ids = np.asarray(columns["position_ids"][i])
+            num = max(num, int(np.count_nonzero(np.diff(ids) != 1)) + 1)
         if num > 1:
             raise ValueError(
                 f"example {i} is a packed row of {num} documents, which an attention mask cannot "

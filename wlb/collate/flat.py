@@ -33,10 +33,10 @@ import numpy.typing as npt
 
 from wlb.collate.boundaries import (
     Int32Array,
-    cu_seqlens_from_lengths,
     document_lengths,
     lengths_from_position_ids,
-    position_ids_from_lengths,
+    offsets_of_documents,
+    positions_in_documents,
 )
 from wlb.collate.rows import IGNORE, TokenReader
 from wlb.plan import IntArray, IntLike, MicroBatch, check_at_least
@@ -145,12 +145,12 @@ def flatten(
         raise ValueError("a batch needs at least one example, got none")
     ids = _checked("tokens", examples, options)
     sizes = _sizes(ids)
-    empty = np.flatnonzero(sizes == 0)
-    if empty.size:
-        raise ValueError(f"example {empty[0]} holds no token; leave empty examples out")
+    if not sizes.all():
+        raise ValueError(f"example {int(sizes.argmin())} holds no token; leave empty examples out")
+    num_tokens = int(sizes.sum())
     documents = _documents(sizes, lengths, position_ids, start=options.position_ids_start)
-    filler = options.filler(int(sizes.sum()))
-    tokens = _join("tokens", ids, sizes, filler=filler, options=options)
+    filler = options.filler(num_tokens)
+    tokens = _join("tokens", ids, num_tokens + filler, options)
     given = _labels(labels, sizes, filler=filler, options=options)
     return _assemble(tokens, documents, given, filler=filler, options=options)
 
@@ -173,7 +173,7 @@ def flatten_buffer(
     filler = options.filler(len(tokens))
     sizes = _sizes([tokens])
     ids = _checked("tokens", [tokens], options)
-    out = _join("tokens", ids, sizes, filler=filler, options=options)
+    out = _join("tokens", ids, len(tokens) + filler, options)
     rows = None if labels is None else [labels]
     given = _labels(rows, sizes, filler=filler, options=options)
     return _assemble(out, documents, given, filler=filler, options=options)
@@ -195,8 +195,9 @@ def flatten_micro_batch(
     read = _checked("tokens", [reader.read(*row) for row in rows], options)
     documents = document_lengths(micro_batch.lengths)
     _check_sizes("tokens that were read", _sizes(read), documents)
-    filler = options.filler(int(documents.sum()))
-    tokens = _join("tokens", read, documents, filler=filler, options=options)
+    num_tokens = int(documents.sum())
+    filler = options.filler(num_tokens)
+    tokens = _join("tokens", read, num_tokens + filler, options)
     out = _assemble(tokens, documents, None, filler=filler, options=options)
     if out.next_labels is not None:
         for end, (document, _, stop) in zip(out.cu_seqlens[1:].tolist(), rows, strict=False):
@@ -215,7 +216,7 @@ def _assemble(
 ) -> FlatBatch:
     """tokens, labels: shape [T], documents of `lengths` and then room for the filler."""
     segments = np.append(lengths, filler) if filler else lengths
-    cu_seqlens = cu_seqlens_from_lengths(segments)
+    cu_seqlens = offsets_of_documents(segments)
     out = tokens.copy() if labels is None else labels
     out[cu_seqlens[: lengths.size]] = options.separator_id
     first_filler = tokens.size - filler
@@ -224,7 +225,7 @@ def _assemble(
     return FlatBatch(
         input_ids=tokens,
         labels=out,
-        position_ids=position_ids_from_lengths(
+        position_ids=positions_in_documents(
             segments, start=options.position_ids_start, dtype=options.dtype
         ),
         cu_seqlens=cu_seqlens,
@@ -276,7 +277,7 @@ def _labels(
         return None
     values = _checked("labels", labels, options)
     _check_sizes("labels", _sizes(values), sizes)
-    return _join("labels", values, sizes, filler=filler, options=options)
+    return _join("labels", values, int(sizes.sum()) + filler, options)
 
 
 def _sizes(values: Sequence[IntLike]) -> IntArray:
@@ -330,24 +331,17 @@ def _short(lengths: IntArray) -> str:
     return f"[{shown}{', ...' if lengths.size > 8 else ''}]"
 
 
-def _join(
-    what: str,
-    values: Sequence[IntLike],
-    sizes: IntArray,
-    *,
-    filler: int,
-    options: FlatOptions,
-) -> TokenArray:
-    """A new array of all checked values, with room for `filler` behind them."""
-    num_tokens = int(sizes.sum())
-    out = np.empty(num_tokens + filler, options.dtype)
+def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOptions) -> TokenArray:
+    """A new array of `num_rows`: all checked values, and room for the filler behind them."""
+    out = np.empty(num_rows, options.dtype)
     if not values or isinstance(values[0], list | tuple):
+        num = sum(map(len, values))
         try:
-            pack_into(f"{num_tokens}{out.dtype.char}", out.data, 0, *chain.from_iterable(values))
+            pack_into(f"{num}{out.dtype.char}", out.data, 0, *chain.from_iterable(values))
         except struct_error:
             raise ValueError(_not_integers(what, values, out.dtype)) from None
     else:
-        np.concatenate(values, out=out[:num_tokens], casting="same_kind")
+        np.concatenate(values, out=out[: sum(map(len, values))], casting="same_kind")
     return out
 
 
