@@ -13,7 +13,7 @@ What goes in decides most of it, so like stands beside like:
   ours takes it; its batches are compared with transformers' on lists.
 
 The collators take turns on each batch, so that a busy machine slows all alike; a collator's time is
-the sum over batches of its fastest turn.
+the sum over batches of its fastest turn. torch runs on one thread, as in a DataLoader's workers.
 """
 
 import argparse
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smaller run, printed only")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     sizes = {4: 4, 64: 2} if options.quick else BATCHES
     turns = 3 if options.quick else 7
     rows = [
