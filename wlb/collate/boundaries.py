@@ -1,0 +1,166 @@
+"""Where documents begin: lengths, cu_seqlens, position ids, masks, and the ways between them.
+
+    lengths       [3, 2]            tokens of each document, each at least one
+    cu_seqlens    [0, 3, 5]         int32 running offsets, as kernels for variable lengths take them
+    position_ids  [0, 1, 2, 0, 1]   restarting at each document
+
+Lengths and cu_seqlens say the same. Position ids say it too as long as nobody has padded them: a
+tail of zeros reads as documents of one token, which nothing can tell from real ones. So lengths are
+the source wherever there are any, and position ids are read only if there is nothing else.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.plan import BoolArray, IntArray, IntLike, check_at_least, int_array, offsets_of
+
+Int32Array = npt.NDArray[np.int32]
+
+MAX_MASK_BYTES = 1 << 28
+"""Largest mask that `block_mask` makes unless told otherwise: 256 MiB, 16,384 tokens."""
+_LONGEST = 2**31 - 1
+_COPIED_TOKENS = 256
+"""Mean length from which a copy for each document is faster than arithmetic on every token."""
+
+
+def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
+    """`lengths` (shape [n]) as int64; ValueError, begun with `where`, for one below 1."""
+    out = int_array(f"{where}lengths", lengths)
+    if out.size and int(out.min()) < 1:
+        i = int(np.flatnonzero(out < 1)[0])
+        raise ValueError(
+            f"{where}lengths[{i}] = {out[i]}; a document has at least 1 token, leave others out"
+        )
+    return out
+
+
+def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
+    """int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of `lengths` (shape [n])."""
+    return offsets_of_documents(document_lengths(lengths))
+
+
+def offsets_of_documents(lengths: IntArray) -> Int32Array:
+    """`cu_seqlens_from_lengths` of what `document_lengths` has checked."""
+    offsets = offsets_of(lengths)
+    total = int(offsets[-1])
+    if total > _LONGEST:
+        raise ValueError(
+            f"{total} tokens are more than int32 offsets reach ({_LONGEST}); make smaller batches"
+        )
+    return offsets.astype(np.int32)
+
+
+def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
+    """Tokens of each segment, shape [n], of offsets of shape [n + 1] that rise from 0."""
+    offsets = int_array("cu_seqlens", cu_seqlens)
+    if not offsets.size or offsets[0] != 0:
+        first = f"begin with {offsets[0]}" if offsets.size else "are empty"
+        raise ValueError(f"cu_seqlens {first}; they begin with 0")
+    out = np.diff(offsets)
+    if out.size and int(out.min()) < 1:
+        i = int(np.flatnonzero(out < 1)[0])
+        raise ValueError(
+            f"cu_seqlens[{i}] = {offsets[i]} and cu_seqlens[{i + 1}] = {offsets[i + 1]}: a segment "
+            f"has at least 1 token; cut repeated offsets off the end"
+        )
+    return out
+
+
+def position_ids_from_lengths(
+    lengths: IntLike,
+    *,
+    start: int = 0,
+    dtype: type[np.int64] | type[np.int32] = np.int64,
+) -> npt.NDArray[np.integer[Any]]:
+    """Positions that count from `start` in each document, shape [sum of lengths]."""
+    return positions_in_documents(document_lengths(lengths), start=start, dtype=dtype)
+
+
+def positions_in_documents(
+    lengths: IntArray, *, start: int, dtype: type[np.int64] | type[np.int32]
+) -> npt.NDArray[np.integer[Any]]:
+    """`position_ids_from_lengths` of what `document_lengths` has checked."""
+    ends = lengths.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    if total >= _COPIED_TOKENS * lengths.size > 0:
+        one = np.arange(start, start + int(lengths.max()), dtype=dtype)
+        return np.concatenate([one[:length] for length in lengths.tolist()])
+    out = np.arange(total, dtype=dtype)
+    out -= (ends - lengths - start).astype(dtype).repeat(lengths)
+    return out
+
+
+def lengths_from_position_ids(
+    position_ids: IntLike, where: str = "position_ids", *, start: int = 0
+) -> IntArray:
+    """Documents of one row (shape [T]) whose positions restart at `start`.
+
+    ValueError, begun with `where`, for ids that are no packing: each is `start` or one more than
+    the one before it, and the first is `start`. (A row that begins in the middle of a document, or
+    left padding, has no boundaries that could be read.)
+    """
+    ids = int_array(where, position_ids)
+    if ids.size and ids[0] != start:
+        raise ValueError(
+            f"{where} begin with {ids[0]}, a packed row begins with {start}; give lengths instead"
+        )
+    begins = ids == start
+    wrong = np.flatnonzero(~begins[1:] & (ids[1:] != ids[:-1] + 1))
+    if wrong.size:
+        i = int(wrong[0]) + 1
+        raise ValueError(
+            f"{where}[{i}] = {ids[i]} follows {ids[i - 1]}; in a packed row it is {start} or "
+            f"{ids[i - 1] + 1}; give lengths instead"
+        )
+    return np.diff(np.append(np.flatnonzero(begins), ids.size))
+
+
+def cu_seqlens_from_position_ids(position_ids: npt.ArrayLike, *, start: int = 0) -> Int32Array:
+    """Offsets of the documents of a row [T], or of rows [R, S] one after the other.
+
+    Only for ids that nobody has padded; see the module. Each row begins with a document. ValueError
+    as `lengths_from_position_ids`, naming the row.
+    """
+    ids = np.asarray(position_ids)
+    if ids.ndim == 1:
+        return cu_seqlens_from_lengths(lengths_from_position_ids(ids, start=start))
+    if ids.ndim != 2:
+        raise ValueError(f"position_ids have shape {ids.shape}, not [T] or [rows, T]")
+    rows = [
+        lengths_from_position_ids(row, f"position_ids[{i}]", start=start)
+        for i, row in enumerate(ids)
+    ]
+    return cu_seqlens_from_lengths(np.concatenate(rows) if rows else [])
+
+
+def block_mask(
+    cu_seqlens: IntLike,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    max_bytes: int = MAX_MASK_BYTES,
+) -> BoolArray:
+    """True where query t (row) sees key s (column), shape [T, T]: s in t's segment, and s <= t.
+
+    causal: False to see the whole segment. window: of a model with sliding windows, s > t - window.
+    For small checks: T * T bytes, a few times that on the way, and a ValueError beyond `max_bytes`.
+    transformers takes `mask[None, None]` as attention_mask on SDPA; its eager attention adds the
+    mask to the scores, so there it has to be 0 and the lowest float instead of True and False.
+    """
+    lengths = lengths_from_cu_seqlens(cu_seqlens)
+    num_tokens = int(lengths.sum())
+    if num_tokens**2 > max_bytes:
+        raise ValueError(
+            f"a mask of {num_tokens} x {num_tokens} tokens takes {num_tokens**2} bytes, more than "
+            f"max_bytes = {max_bytes}; give a kernel cu_seqlens instead, or raise max_bytes"
+        )
+    segment = np.repeat(np.arange(lengths.size), lengths)
+    mask = segment[:, None] == segment
+    if causal:
+        mask = np.tril(mask)
+    if window is not None:
+        check_at_least("window", window, 1)
+        mask = np.triu(mask, 1 - window)
+    return mask
