@@ -1,6 +1,15 @@
 """Text to tokens, token stores, length-only sources, and resumable shuffled global batches."""
 
 from wlb.corpus.batches import GlobalBatches, ListedBatches, Source, State
+from wlb.corpus.encode import (
+    Encoded,
+    EncoderSpec,
+    Policy,
+    RecordEncoder,
+    TextEncoderSpec,
+    Vocabulary,
+    read_vocabulary,
+)
 from wlb.corpus.lengths import (
     FAMILIES,
     LengthFamily,
@@ -8,7 +17,11 @@ from wlb.corpus.lengths import (
     lengths_of_family,
     lengths_of_file,
 )
+from wlb.corpus.parts import OnError
+from wlb.corpus.pipeline import prepare_store
 from wlb.corpus.prepare import END_OF_TEXT, PreparedStores, load_tokenizer, prepare
+from wlb.corpus.records import BadRecord, Record, TextUnit
+from wlb.corpus.request import PrepareOptions, Status, StoreReport
 from wlb.corpus.shuffle import permute
 from wlb.corpus.store import StoreInfo, TokenArray, TokenStore, TokenStoreWriter
 from wlb.corpus.text import (
@@ -21,32 +34,49 @@ from wlb.corpus.text import (
     stdlib_documents,
     text_documents,
 )
+from wlb.corpus.verify import verify_store
 
 __all__ = [
     "END_OF_TEXT",
     "FAMILIES",
+    "BadRecord",
+    "Encoded",
+    "EncoderSpec",
     "FileDocuments",
     "GlobalBatches",
     "LengthFamily",
     "LengthSource",
     "ListedBatches",
     "ListedDocuments",
+    "OnError",
+    "Policy",
+    "PrepareOptions",
     "PreparedStores",
+    "Record",
+    "RecordEncoder",
     "Skip",
     "Source",
     "State",
+    "Status",
     "StoreInfo",
+    "StoreReport",
     "TextDocuments",
+    "TextEncoderSpec",
+    "TextUnit",
     "TokenArray",
     "TokenStore",
     "TokenStoreWriter",
+    "Vocabulary",
     "folder_documents",
     "lengths_of_family",
     "lengths_of_file",
     "load_tokenizer",
     "permute",
     "prepare",
+    "prepare_store",
     "read_texts",
+    "read_vocabulary",
     "stdlib_documents",
     "text_documents",
+    "verify_store",
 ]
