@@ -47,9 +47,7 @@ class PrepareOptions:
         if not 0 <= self.heldout_fraction < 1:
             raise ValueError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
         if self.tokenizer == BYTES and (self.bos or self.eos):
-            raise ValueError(
-                "--bos and --eos name tokens of a tokenizer.json; bytes have their own"
-            )
+            raise ValueError("--bos and --eos are for a tokenizer.json; bytes have their own")
         if self.tokenizer == BPE and self.policy == Policy.EOS_BOS and not self.bos:
             raise ValueError(
                 f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
