@@ -3,6 +3,7 @@
 from wlb.collate.rows import (
     IGNORE,
     AttentionRows,
+    LabelReader,
     TokenReader,
     attention_rows,
     rank_labels,
@@ -12,6 +13,7 @@ from wlb.collate.rows import (
 __all__ = [
     "IGNORE",
     "AttentionRows",
+    "LabelReader",
     "TokenReader",
     "attention_rows",
     "rank_labels",

@@ -4,8 +4,9 @@ NumPy only. A rank's local rows are its spans' tokens in order, then filler up t
 a segment of its own, with label IGNORE, so it touches neither loss nor gradients.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,15 @@ class TokenReader(Protocol):
         ...
 
     def length(self, document: int) -> int: ...
+
+
+@runtime_checkable
+class LabelReader(TokenReader, Protocol):
+    """A reader of documents of which only some tokens are trained."""
+
+    def labels(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
+        """Tokens [start, stop) of a document, IGNORE where they are not trained."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +118,7 @@ def rank_tokens(
 ) -> IntArray:
     """Input tokens of the rank's rows, shape [T_local]; filler rows hold token 0."""
     out = np.zeros(local_tokens, np.int64)
-    _read(out, micro_batch, sharding.for_rank(rank), reader, shift=0)
+    _read(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
     return out
 
 
@@ -121,16 +131,24 @@ def rank_labels(
 ) -> IntArray:
     """Label of each of the rank's rows, shape [T_local]: the document's next token.
 
-    IGNORE for filler and for a document's last token. The last token of a piece that ends before
-    its document does is labelled with the document's next token.
+    IGNORE for filler, for a document's last token and, with a `LabelReader`, where the next token
+    is not trained. The last token of a piece that ends before its document does is labelled with
+    the document's next token.
     """
     out = np.full(local_tokens, IGNORE, np.int64)
-    _read(out, micro_batch, sharding.for_rank(rank), reader, shift=1)
+    read = reader.labels if isinstance(reader, LabelReader) else reader.read
+    _read(out, micro_batch, sharding.for_rank(rank), reader, read, shift=1)
     return out
 
 
 def _read(
-    out: IntArray, micro_batch: MicroBatch, spans: RankSpans, reader: TokenReader, *, shift: int
+    out: IntArray,
+    micro_batch: MicroBatch,
+    spans: RankSpans,
+    reader: TokenReader,
+    read: Callable[[int, int, int], npt.NDArray[np.integer]],
+    *,
+    shift: int,
 ) -> None:
     pieces = micro_batch.pieces
     at = 0
@@ -138,6 +156,6 @@ def _read(
         piece = pieces[span.piece]
         begin = piece.start + span.start + shift
         end = piece.start + span.stop + shift
-        tokens = reader.read(piece.document, begin, min(end, reader.length(piece.document)))
+        tokens = read(piece.document, begin, min(end, reader.length(piece.document)))
         out[at : at + tokens.size] = tokens
         at += span.stop - span.start

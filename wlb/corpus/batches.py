@@ -16,12 +16,12 @@ calls but the fingerprint of the lengths.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from wlb.corpus.shuffle import permute
-from wlb.plan import Documents, GlobalBatch, IntArray, digest, int_array
+from wlb.plan import Documents, GlobalBatch, IntArray, IntLike, Pieces, digest, int_array
 
 State = dict[str, Any]
 
@@ -44,6 +44,23 @@ class Source(Protocol):
     def source_id(self) -> int:
         """What `Documents.source` says of these documents."""
         ...
+
+
+@runtime_checkable
+class TargetSource(Source, Protocol):
+    """A source that knows which tokens are trained: a `TokenStore`.
+
+    has_targets: False where that is every token but a document's first. num_targets: shape
+    [num_documents].
+    """
+
+    @property
+    def has_targets(self) -> bool: ...
+
+    @property
+    def num_targets(self) -> IntArray: ...
+
+    def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray: ...
 
 
 class GlobalBatches:
@@ -75,6 +92,9 @@ class GlobalBatches:
             )
         _check_lengths(self._lengths)
         self.source = source
+        self._targets: TargetSource | None = None
+        if isinstance(source, TargetSource) and source.has_targets:
+            self._targets = source
         self.tokens_per_batch = tokens_per_batch
         self.epochs = epochs
         self._identity: State = {
@@ -84,6 +104,20 @@ class GlobalBatches:
             "seed": seed,
             "shuffle": shuffle,
         }
+        if self._targets is not None:
+            self._identity["targets"] = digest(self._targets.num_targets)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the source says which tokens are trained; without, all but the first are."""
+        return self._targets is not None
+
+    def count_targets(self, pieces: Pieces) -> IntArray:
+        """Trained labels of pieces of this source's documents, shape [num_pieces]."""
+        if self._targets is None:
+            return pieces.num_targets
+        rows = pieces.document % self._lengths.size
+        return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
     def start(self) -> State:
         """The state before the first document."""
@@ -103,7 +137,7 @@ class GlobalBatches:
         documents = Documents(
             id=ids,
             length=lengths,
-            num_targets=lengths - 1,
+            num_targets=self._num_targets(ids, lengths),
             source=np.full(ids.size, self.source.source_id, np.int64),
             arrival=arrival,
         )
@@ -122,6 +156,11 @@ class GlobalBatches:
         while item is not None:
             yield item
             item = self.next(item[1])
+
+    def _num_targets(self, ids: IntArray, lengths: IntArray) -> IntArray:
+        if self._targets is None:
+            return lengths - 1
+        return self._targets.num_targets[ids % self._lengths.size]
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of the documents from stream position `first` until `missing` tokens."""

@@ -4,7 +4,8 @@
 carries the state after it, or None when the data has ended and everything was flushed. Both are
 pure, so plans can be made ahead, in another process, and again after a restart from the state that
 a checkpoint stored. `shard(plan, pipeline)` adds the spans of one pipeline, lazily: the other
-pipelines' spans are never computed here.
+pipelines' spans are never computed here. What waits in a state has the label counts of plain
+documents; the labels of a plan that leaves are counted (`targets`).
 """
 
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
+from wlb.planner.targets import counted, counter_of, uncounted
 from wlb.sharding import NAMES, shard
 from wlb.spec import Policy, Remainder, RunSpec
 
@@ -185,7 +187,7 @@ class Planner:
             state = self._push(state)
         if not state.ready:
             return None
-        plan = state.ready[0]
+        plan = counted(state.ready[0], counter_of(self.source))
         baseline, rest = self._baseline(state, plan.step)
         return StepPlan(
             packing=plan,
@@ -252,13 +254,16 @@ class Planner:
     def _push(self, state: PlannerState) -> PlannerState:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
+        counter = counter_of(self.source)
+        if batch is not None and counter is not None:
+            batch = uncounted(batch)
         plans, carry = self.packer.push(batch, state.carry)
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
             if baseline.policy != self.baseline.policy:  # it was off until now
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
             also, baseline = self.baseline.push(batch, baseline)
-            made += tuple(predict(plan) for plan in also)
+            made += tuple(predict(counted(plan, counter)) for plan in also)
         return PlannerState(
             carry=carry,
             baseline=baseline,

@@ -39,10 +39,10 @@ def refuse_early(
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
     store = TokenStore(train)
-    longest = int(store.lengths.max())
-    if longest == 1:
+    if not store.num_targets.any():
+        has = "no trained token" if store.has_targets else "one token"
         raise ValueError(
-            f"every document of the store {train} has one token, so there is nothing to predict; "
+            f"every document of the store {train} has {has}, so there is nothing to predict; "
             f"use another data.store or data.corpus"
         )
     _hold_documents(spec, train)
