@@ -14,16 +14,20 @@ import numpy as np
 import pytest
 
 from wlb.corpus import (
+    Encoded,
     OnError,
     Policy,
     PrepareOptions,
     TokenStore,
+    TokenStoreWriter,
     folder_documents,
     load_tokenizer,
     prepare,
     prepare_store,
     verify_store,
 )
+from wlb.corpus.parts import PartJob, encode_shard, merge_parts
+from wlb.corpus.records import list_inputs, list_shards
 
 SUFFIXES = (".bin", ".idx", ".json", "-heldout.bin", "-heldout.idx", "-heldout.json")
 TEXTS = [f"document {i} ✓\n" * (1 + i * 7 % 23) for i in range(120)]
@@ -153,17 +157,17 @@ def interrupted_at(limit):
 
 def test_an_interruption_anywhere_changes_nothing(corpus, tmp_path):
     reference = tmp_path / "ref" / "x"
-    calls = []
-    made = prepare_store(options(corpus, reference), progress=calls.append)
-    assert made.num_kept == 0
+    calls, asked = [], {"shard_bytes": 9000}
+    made = prepare_store(options(corpus, reference, **asked), progress=calls.append)
+    assert (made.num_shards, made.num_kept) == (4, 0)
     assert {c.stage for c in calls} == {"tokenizer", "encode", "merge"}
     assert calls[-1].done == calls[-1].size == corpus.stat().st_size
     for at in range(1, len(calls) + 1):
         out = tmp_path / f"at{at}" / "x"
         with pytest.raises(Interrupt):
-            prepare_store(options(corpus, out), progress=interrupted_at(at))
+            prepare_store(options(corpus, out, **asked), progress=interrupted_at(at))
         assert not out.with_suffix(".idx").exists()
-        again = prepare_store(options(corpus, out))
+        again = prepare_store(options(corpus, out, **asked))
         assert again.num_kept == min(max(0, at - 1), made.num_shards)
         assert contents(out) == contents(reference)
         assert not out.with_suffix(".parts").exists()
@@ -379,3 +383,42 @@ def test_verify_finds_changed_tokens_and_foreign_ones(corpus, tmp_path):
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 257'))
     with pytest.raises(ValueError, match=r"is 257, outside the vocabulary \[0, 257\)"):
         verify_store(made.prefix)
+
+
+class EveryOther:
+    """An encoder of another kind of record: numbers as tokens, every other one trained."""
+
+    columns = ("numbers",)
+
+    def open(self):
+        return self
+
+    def encode(self, record):
+        tokens = np.array(record["numbers"])
+        spans = [[i, i + 1] for i in range(1, tokens.size, 2)]
+        return Encoded(tokens=tokens, trained=np.array(spans, np.int64).reshape(-1, 2))
+
+
+def test_another_encoder_and_its_trained_tokens_go_through_parts(tmp_path):
+    rows = [list(range(1, 2 + i % 9)) for i in range(60)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"numbers": row}) + "\n" for row in rows))
+    files, _ = list_inputs([str(path)])
+    shards = list_shards(files, shard_bytes=200)
+    job = PartJob(
+        folder=str(tmp_path),
+        encoder=EveryOther(),
+        vocab_size=20,
+        text_key="text",
+        heldout_fraction=0.0,
+        seed=0,
+        on_error=OnError.FAIL,
+    )
+    parts = [encode_shard(job, EveryOther(), i, shard) for i, shard in enumerate(shards)]
+    assert len(parts) > 3
+    with TokenStoreWriter(tmp_path / "x", vocab_size=20) as writer:
+        merge_parts(job, parts, [writer], progress=lambda shard: None)
+    store = TokenStore(tmp_path / "x")
+    assert [store.read(i).tolist() for i in range(60)] == rows
+    for i, row in enumerate(rows):
+        assert store.trained(i).tolist() == [n % 2 == 1 for n in range(len(row))]

@@ -15,11 +15,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from wlb.corpus.encode import Encoded, EncoderSpec, RecordEncoder
 from wlb.corpus.prepare import draw, write_text
 from wlb.corpus.records import BadRecord, Position, Shard, read_shard
 from wlb.corpus.store import TokenStore, TokenStoreWriter
 from wlb.corpus.text import Skip
+from wlb.plan import IntArray
 
 SIDES = ("train", "heldout")
 NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
@@ -166,10 +170,8 @@ def _documents(
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: Position) -> None:
     """Appends a document; a ValueError of the store says where the document came from."""
-    if encoded.trained is not None:
-        raise ValueError(f"{position.spoken()}: this store cannot hold which tokens are trained")
     try:
-        writer.add(encoded.tokens)
+        writer.add(encoded.tokens, encoded.trained)
     except ValueError as error:
         raise ValueError(f"{position.spoken()}: {error}") from None
 
@@ -232,8 +234,15 @@ def merge_parts(
             store = TokenStore(job.prefix(summary.shard, side))
             for row in range(store.num_documents):
                 target = 1 - side if moved == (summary.shard, side, row) else side
-                writers[target].add(store.read(row))
+                trained = trained_spans(store.trained(row)) if store.has_targets else None
+                writers[target].add(store.read(row), trained)
         progress(summary.shard)
+
+
+def trained_spans(mask: npt.NDArray[np.bool_]) -> IntArray:
+    """Half-open runs of True in `mask` (shape [n]), shape [k, 2]."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return edges.reshape(-1, 2)
 
 
 def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:

@@ -187,8 +187,8 @@ def _prepare(
     folder.mkdir(parents=True, exist_ok=True)
     open_manifest(folder / "manifest.json", manifest)
     remove_unfinished(folder)
-    for suffix in (".bin", ".idx", "-heldout.bin", "-heldout.idx"):
-        remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}.")
+    for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
+        remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
     size = sum(file.size for file in files)
     shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
     shards = list_shards(files, shard_bytes=shard_bytes)
@@ -332,7 +332,7 @@ def _publish(
     }
     heldout = f"{options.out}-heldout"
     if not options.heldout_fraction:  # what a store that is overwritten held out
-        for suffix in (".idx", ".bin", ".json"):
+        for suffix in (".idx", ".bin", ".json", ".targets"):
             store_path(heldout, suffix).unlink(missing_ok=True)
     total, done = sum(part.size for part in parts), 0
 
