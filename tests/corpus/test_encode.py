@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from wlb.corpus import BadRecord, Policy, TextEncoderSpec, Vocabulary, read_vocabulary
+from wlb.corpus import BadRecord, DocumentPolicy, TextEncoderSpec, Vocabulary, read_vocabulary
 from wlb.corpus.encode import byte_vocabulary, open_tokenizer
 from wlb.corpus.prepare import train_bpe
 
@@ -34,7 +34,7 @@ def saved(tmp_path, tokenizer):
     return path
 
 
-def encoder(path, policy=Policy.SEPARATOR, **names):
+def encoder(path, policy=DocumentPolicy.SEPARATOR, **names):
     vocabulary = read_vocabulary(path, **names)
     return TextEncoderSpec(tokenizer=str(path), vocabulary=vocabulary, policy=policy).open()
 
@@ -46,9 +46,9 @@ def test_policies_of_a_tokenizer_that_adds_cuts_and_pads_by_itself(tmp_path):
     assert len(plain) > 16
     bos, eos = (Tokenizer.from_file(str(path)).token_to_id(t) for t in ("<s>", "</s>"))
     expected = {
-        Policy.EOS_BOS: [bos, *plain, eos],
-        Policy.SEPARATOR: [*plain, eos],
-        Policy.NONE: plain,
+        DocumentPolicy.EOS_BOS: [bos, *plain, eos],
+        DocumentPolicy.SEPARATOR: [*plain, eos],
+        DocumentPolicy.NONE: plain,
     }
     for policy, tokens in expected.items():
         made = encoder(path, policy, bos="<s>", eos="</s>")
@@ -58,7 +58,7 @@ def test_policies_of_a_tokenizer_that_adds_cuts_and_pads_by_itself(tmp_path):
 
 def test_text_never_gives_special_tokens(tmp_path):
     path = saved(tmp_path, bpe("<s>", "</s>"))
-    ids = encoder(path, Policy.NONE).encode({"text": ATTACK}).tokens
+    ids = encoder(path, DocumentPolicy.NONE).encode({"text": ATTACK}).tokens
     assert not set(ids.tolist()) & set(read_vocabulary(path).special)
     assert open_tokenizer(path).decode(ids.tolist(), skip_special_tokens=False) == ATTACK
 
@@ -81,7 +81,7 @@ def test_unigram_unknown_by_id(tmp_path):
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
     path = saved(tmp_path, tokenizer)
     assert read_vocabulary(path).unknown_id == 0
-    assert encoder(path, Policy.NONE).encode({"text": "azza"}).num_unknown >= 1
+    assert encoder(path, DocumentPolicy.NONE).encode({"text": "azza"}).num_unknown >= 1
 
 
 def test_vocabulary_holds_added_tokens_and_gaps(tmp_path):
@@ -121,7 +121,7 @@ def test_one_usual_name_is_taken(tmp_path):
     path = saved(tmp_path, bpe())
     assert read_vocabulary(path).eos_id == 0
     with pytest.raises(ValueError, match=r"--documents eos_bos needs a token.*--bos TOKEN"):
-        encoder(path, Policy.EOS_BOS)
+        encoder(path, DocumentPolicy.EOS_BOS)
 
 
 def test_bytes():
@@ -129,9 +129,9 @@ def test_bytes():
         spec = TextEncoderSpec(tokenizer="", vocabulary=byte_vocabulary(), policy=policy)
         return spec.open().encode({"text": text}).tokens.tolist()
 
-    assert ids(Policy.EOS_BOS, "é") == [256, 0xC3, 0xA9, 257]
-    assert ids(Policy.SEPARATOR, "a") == [97, 257]
-    assert ids(Policy.NONE, "a") == [97]
+    assert ids(DocumentPolicy.EOS_BOS, "é") == [256, 0xC3, 0xA9, 257]
+    assert ids(DocumentPolicy.SEPARATOR, "a") == [97, 257]
+    assert ids(DocumentPolicy.NONE, "a") == [97]
     assert byte_vocabulary() == Vocabulary(size=258, bos_id=256, eos_id=257)
 
 
@@ -173,7 +173,7 @@ def test_long_text_of_a_foreign_tokenizer_is_encoded_whole(tmp_path, monkeypatch
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     path = saved(tmp_path, tokenizer)
     text = "aaaa\n" * 8
-    found = encoder(path, Policy.NONE).encode({"text": text}).tokens
+    found = encoder(path, DocumentPolicy.NONE).encode({"text": text}).tokens
     assert found.tolist() == tokenizer.encode(text).ids
     assert np.count_nonzero(found == 4) == 1
 

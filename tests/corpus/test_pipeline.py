@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from wlb.corpus import (
+    DocumentPolicy,
     Encoded,
     OnError,
-    Policy,
     PrepareOptions,
     TokenStore,
     TokenStoreWriter,
@@ -118,9 +118,9 @@ def test_trained_bpe_comes_back_as_text(corpus, tmp_path):
 
 def test_policies(corpus, tmp_path):
     for policy, eos, tokens in (
-        (Policy.NONE, None, [100]),
-        (Policy.SEPARATOR, 257, [100, 257]),
-        (Policy.EOS_BOS, 257, [256, 100, 257]),
+        (DocumentPolicy.NONE, None, [100]),
+        (DocumentPolicy.SEPARATOR, 257, [100, 257]),
+        (DocumentPolicy.EOS_BOS, 257, [256, 100, 257]),
     ):
         corpus.write_text('{"text": "d"}\n')
         changes = {"policy": policy, "heldout_fraction": 0.0}
@@ -359,7 +359,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         ({"tokenizer": "bpe", "vocab_size": 256}, "--vocab-size = 256 must be above 256"),
         ({"processes": 0}, "--processes = 0 must be at least 1"),
         ({"bos": "<s>"}, "--bos and --eos are for a tokenizer"),
-        ({"tokenizer": "bpe", "policy": Policy.EOS_BOS}, r"--bos '<\|endoftext\|>'"),
+        ({"tokenizer": "bpe", "policy": DocumentPolicy.EOS_BOS}, r"--bos '<\|endoftext\|>'"),
         ({"tokenizer": "no/such.json"}, r"no file no/such\.json; give a tokenizer\.json, 'bpe'"),
         ({"inputs": ()}, "there is no input"),
     ],

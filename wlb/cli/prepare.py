@@ -9,8 +9,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from wlb.corpus import (
+    DocumentPolicy,
     OnError,
-    Policy,
     PrepareOptions,
     Status,
     StoreReport,
@@ -83,10 +83,10 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--documents",
-        type=Policy,
-        choices=list(Policy),
+        type=DocumentPolicy,
+        choices=list(DocumentPolicy),
         default=DEFAULTS.policy,
-        metavar="|".join(Policy),
+        metavar="|".join(DocumentPolicy),
         help="eos_bos: BOS before and EOS after each document; separator: EOS after; none: only "
         "text (default: %(default)s)",
     )

@@ -1,10 +1,17 @@
 """Text to tokens, token stores, length-only sources, and resumable shuffled global batches."""
 
 from wlb.corpus.batches import GlobalBatches, ListedBatches, Source, State
+from wlb.corpus.blend import (
+    BlendedBatches,
+    BlendedStore,
+    StoreName,
+    open_batches,
+    open_store,
+)
 from wlb.corpus.encode import (
+    DocumentPolicy,
     Encoded,
     EncoderSpec,
-    Policy,
     RecordEncoder,
     TextEncoderSpec,
     Vocabulary,
@@ -40,6 +47,9 @@ __all__ = [
     "END_OF_TEXT",
     "FAMILIES",
     "BadRecord",
+    "BlendedBatches",
+    "BlendedStore",
+    "DocumentPolicy",
     "Encoded",
     "EncoderSpec",
     "FileDocuments",
@@ -49,7 +59,6 @@ __all__ = [
     "ListedBatches",
     "ListedDocuments",
     "OnError",
-    "Policy",
     "PrepareOptions",
     "PreparedStores",
     "Record",
@@ -59,6 +68,7 @@ __all__ = [
     "State",
     "Status",
     "StoreInfo",
+    "StoreName",
     "StoreReport",
     "TextDocuments",
     "TextEncoderSpec",
@@ -71,6 +81,8 @@ __all__ = [
     "lengths_of_family",
     "lengths_of_file",
     "load_tokenizer",
+    "open_batches",
+    "open_store",
     "permute",
     "prepare",
     "prepare_store",

@@ -25,7 +25,8 @@ from wlb.plan import Documents, GlobalBatch, IntArray, IntLike, Pieces, digest, 
 
 State = dict[str, Any]
 
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
+"""Most documents that are looked up at once."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
 
 
@@ -90,7 +91,7 @@ class GlobalBatches:
                 f"the corpus says {source.num_documents} documents and has "
                 f"{self._lengths.size} lengths"
             )
-        _check_lengths(self._lengths)
+        check_lengths(self._lengths)
         self.source = source
         self._targets: TargetSource | None = None
         if isinstance(source, TargetSource) and source.has_targets:
@@ -169,7 +170,7 @@ class GlobalBatches:
         mean = max(1, self._identity["num_tokens"] // self._lengths.size)
         end = self.epochs * self._lengths.size
         while missing > 0:
-            size = min(_BLOCK, missing // mean + missing // (8 * mean) + 64)
+            size = min(BLOCK, missing // mean + missing // (8 * mean) + 64)
             if self.epochs:
                 size = min(size, end - first)
             if size <= 0:
@@ -187,13 +188,10 @@ class GlobalBatches:
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of `size` documents of the stream, shape [size] each."""
-        num_documents = self._lengths.size
-        epoch, position = np.divmod(np.arange(first, first + size), num_documents)
-        rows = position
-        if self._identity["shuffle"]:
-            one_epoch = epoch[0] == epoch[-1]
-            seed = self._identity["seed"]
-            rows = permute(position, num_documents, seed, epoch[:1] if one_epoch else epoch)
+        num_documents, identity = self._lengths.size, self._identity
+        epoch, rows = stream_rows(
+            first, size, num_documents, seed=identity["seed"], shuffle=identity["shuffle"]
+        )
         return epoch * num_documents + rows, self._lengths[rows]
 
     def _check(self, state: State) -> None:
@@ -219,7 +217,20 @@ class GlobalBatches:
             )
 
 
-def _check_lengths(lengths: IntArray) -> None:
+def stream_rows(
+    first: int, size: int, num_documents: int, *, seed: int, shuffle: bool = True
+) -> tuple[IntArray, IntArray]:
+    """Epoch and row of the stream positions [first, first + size) of a source, shape [size] each:
+    the permutation of epoch 0, then that of epoch 1, and so on."""
+    epoch, position = np.divmod(np.arange(first, first + size), num_documents)
+    if not shuffle:
+        return epoch, position
+    is_one_epoch = epoch[0] == epoch[-1]
+    return epoch, permute(position, num_documents, seed, epoch[:1] if is_one_epoch else epoch)
+
+
+def check_lengths(lengths: IntArray) -> None:
+    """ValueError unless there is a document and every one has a token."""
     if not lengths.size:
         raise ValueError(
             "the corpus has no document; check data.store or data.corpus, and for held-out data "

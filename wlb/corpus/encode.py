@@ -35,7 +35,7 @@ _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
 
 
-class Policy(StrEnum):
+class DocumentPolicy(StrEnum):
     """Special tokens of a document: BOS before and EOS after it, only EOS, or none."""
 
     EOS_BOS = "eos_bos"
@@ -93,7 +93,7 @@ class TextEncoderSpec:
 
     tokenizer: str
     vocabulary: Vocabulary
-    policy: Policy = Policy.SEPARATOR
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
     text_key: str = "text"
     in_parts: bool = False
 
@@ -135,20 +135,20 @@ class TextEncoder:
         return Encoded(tokens=tokens, num_unknown=unknown)
 
 
-def around(policy: Policy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
+def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
     """Tokens before and after a document; ValueError where the vocabulary lacks one."""
     bos, eos = vocabulary.bos_id, vocabulary.eos_id
     for option, token, wanted in (
-        ("--eos", eos, policy != Policy.NONE),
-        ("--bos", bos, policy == Policy.EOS_BOS),
+        ("--eos", eos, policy != DocumentPolicy.NONE),
+        ("--bos", bos, policy == DocumentPolicy.EOS_BOS),
     ):
         if wanted and token is None:
             raise ValueError(
                 f"--documents {policy} needs a token that the tokenizer does not name; say which "
                 f"with {option} TOKEN, or use --documents none"
             )
-    before = [bos] if policy == Policy.EOS_BOS else []
-    after = [eos] if policy != Policy.NONE else []
+    before = [bos] if policy == DocumentPolicy.EOS_BOS else []
+    after = [eos] if policy != DocumentPolicy.NONE else []
     return np.array(before, np.int64), np.array(after, np.int64)
 
 

@@ -26,8 +26,8 @@ import numpy as np
 from wlb.corpus.encode import (
     BPE,
     BYTES,
+    DocumentPolicy,
     EncoderSpec,
-    Policy,
     TextEncoderSpec,
     Vocabulary,
     around,
@@ -319,7 +319,7 @@ def _publish(
         name = path.name
     about: dict[str, Any] = {
         "vocab_size": job.vocab_size,
-        "eos_id": tokenizer.vocabulary.eos_id if options.policy != Policy.NONE else None,
+        "eos_id": tokenizer.vocabulary.eos_id if options.policy != DocumentPolicy.NONE else None,
         "tokenizer": name,
         "source": ", ".join(options.inputs),
         "preparation": {

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb.corpus.encode import BPE, BYTES, Policy
+from wlb.corpus.encode import BPE, BYTES, DocumentPolicy
 from wlb.corpus.parts import OnError
 from wlb.corpus.prepare import END_OF_TEXT
 from wlb.corpus.records import TextUnit
@@ -27,7 +27,7 @@ class PrepareOptions:
     sample_bytes: int = 10_000_000
     bos: str = ""
     eos: str = ""
-    policy: Policy = Policy.SEPARATOR
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
     text_key: str = "text"
     text_unit: TextUnit = TextUnit.FILE
     heldout_fraction: float = 0.0
@@ -48,7 +48,7 @@ class PrepareOptions:
             raise ValueError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
         if self.tokenizer == BYTES and (self.bos or self.eos):
             raise ValueError("--bos and --eos are for a tokenizer.json; bytes have their own")
-        if self.tokenizer == BPE and self.policy == Policy.EOS_BOS and not self.bos:
+        if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
             raise ValueError(
                 f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
                 f"'{END_OF_TEXT}' to use it on both sides"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wlb.corpus import GlobalBatches, LengthSource, TokenStore
+from wlb.corpus import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
 from wlb.packing import (
     BoundedPacker,
@@ -279,13 +279,13 @@ class Planner:
         return sum(rows) * self.cp - plan.num_tokens
 
 
-def open_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of a run on a token store, priced for `device` ("cpu" or "cuda").
+def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
+    """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
 
     What the planner process calls: everything is opened there, nothing is shared with training.
     """
-    source = GlobalBatches(
-        TokenStore(store),
+    source = open_batches(
+        store,
         tokens_per_batch=spec.tokens_per_step,
         seed=spec.run.seed,
         epochs=spec.data.epochs,

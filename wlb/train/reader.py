@@ -3,17 +3,17 @@
 import numpy as np
 
 from wlb.collate import IGNORE
-from wlb.corpus import TokenArray, TokenStore
+from wlb.corpus import StoreName, TokenArray, open_store
 
 
 class StoreReader:
-    """A token store as `wlb.collate.LabelReader`: ids count on from epoch to epoch.
+    """A store or blend as `wlb.collate.LabelReader`: ids count on from epoch to epoch.
 
     Refuses tokens outside the vocabulary: under tensor parallelism they would train as zeros.
     """
 
-    def __init__(self, prefix: str, vocab_size: int) -> None:
-        self._store = TokenStore(prefix)
+    def __init__(self, name: StoreName, vocab_size: int) -> None:
+        self._store = open_store(name)
         self._vocab_size = vocab_size
         self._lengths = self._store.lengths
 
