@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,12 @@ from wlb.corpus import (
     OnError,
     PrepareOptions,
     TokenStore,
-    TokenStoreWriter,
     folder_documents,
     load_tokenizer,
     prepare,
     prepare_store,
     verify_store,
 )
-from wlb.corpus.parts import PartJob, encode_shard, merge_parts
-from wlb.corpus.records import list_inputs, list_shards
 
 SUFFIXES = (".bin", ".idx", ".json", "-heldout.bin", "-heldout.idx", "-heldout.json")
 TEXTS = [f"document {i} ✓\n" * (1 + i * 7 % 23) for i in range(120)]
@@ -385,40 +383,57 @@ def test_verify_finds_changed_tokens_and_foreign_ones(corpus, tmp_path):
         verify_store(made.prefix)
 
 
+@dataclass(frozen=True)
 class EveryOther:
-    """An encoder of another kind of record: numbers as tokens, every other one trained."""
+    """Another kind of records: numbers as tokens, every `step`-th one trained."""
 
+    step: int = 2
     columns = ("numbers",)
+
+    @property
+    def arguments(self):
+        return {"step": self.step}
+
+    def spec(self, tokenizer, vocabulary):
+        assert (tokenizer, vocabulary.size) == ("", 258)
+        return self
 
     def open(self):
         return self
 
     def encode(self, record):
         tokens = np.array(record["numbers"])
-        spans = [[i, i + 1] for i in range(1, tokens.size, 2)]
+        spans = [[i, i + 1] for i in range(1, tokens.size) if i % self.step]
         return Encoded(tokens=tokens, trained=np.array(spans, np.int64).reshape(-1, 2))
 
 
-def test_another_encoder_and_its_trained_tokens_go_through_parts(tmp_path):
+@pytest.mark.dist
+def test_another_encoder_and_its_trained_tokens(tmp_path):
     rows = [list(range(1, 2 + i % 9)) for i in range(60)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"numbers": row}) + "\n" for row in rows))
-    files, _ = list_inputs([str(path)])
-    shards = list_shards(files, shard_bytes=200)
-    job = PartJob(
-        folder=str(tmp_path),
-        encoder=EveryOther(),
-        vocab_size=20,
-        text_key="text",
-        heldout_fraction=0.0,
-        seed=0,
-        on_error=OnError.FAIL,
-    )
-    parts = [encode_shard(job, EveryOther(), i, shard) for i, shard in enumerate(shards)]
-    assert len(parts) > 3
-    with TokenStoreWriter(tmp_path / "x", vocab_size=20) as writer:
-        merge_parts(job, parts, [writer], progress=lambda shard: None)
-    store = TokenStore(tmp_path / "x")
-    assert [store.read(i).tolist() for i in range(60)] == rows
-    for i, row in enumerate(rows):
-        assert store.trained(i).tolist() == [n % 2 == 1 for n in range(len(row))]
+    asked = options(path, tmp_path / "x", shard_bytes=200, processes=2)
+    made = prepare_store(asked, encoder=EveryOther())
+    assert made.num_shards > 3
+    found = []
+    for prefix in (made.prefix, made.heldout):
+        store = TokenStore(prefix)
+        assert store.has_targets
+        for i in range(store.num_documents):
+            found.append(store.read(i).tolist())
+            expected = [n % 2 == 1 for n in range(len(found[-1]))]
+            assert store.trained(i).tolist() == expected
+        verify_store(prefix)
+    assert sorted(found) == sorted(rows)
+    with pytest.raises(ValueError, match="is there already and was made of other"):
+        prepare_store(asked, encoder=EveryOther(step=3))
+    with pytest.raises(ValueError, match="a BPE is trained on text alone"):
+        prepare_store(replace(asked, tokenizer="bpe"), encoder=EveryOther())
+
+
+def test_a_store_too_narrow_for_its_vocabulary_is_refused(corpus, tmp_path):
+    made = prepare_store(options(corpus, tmp_path / "x"))
+    sidecar = tmp_path / "x.json"
+    sidecar.write_text(sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 65537'))
+    with pytest.raises(ValueError, match=r"65537 tokens of vocabulary, .*uint16 up to 65535"):
+        TokenStore(made.prefix)

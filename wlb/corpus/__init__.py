@@ -11,6 +11,7 @@ from wlb.corpus.blend import (
 from wlb.corpus.encode import (
     DocumentPolicy,
     Encoded,
+    EncoderChoice,
     EncoderSpec,
     RecordEncoder,
     TextEncoderSpec,
@@ -51,6 +52,7 @@ __all__ = [
     "BlendedStore",
     "DocumentPolicy",
     "Encoded",
+    "EncoderChoice",
     "EncoderSpec",
     "FileDocuments",
     "GlobalBatches",

@@ -84,6 +84,24 @@ class Vocabulary:
     special: tuple[int, ...] = ()
 
 
+class EncoderChoice(Protocol):
+    """A kind of records other than text, for `prepare_store`.
+
+    arguments: JSON-able; an interrupted preparation goes on only with equal ones. columns: keys
+    that records must have.
+    """
+
+    @property
+    def arguments(self) -> dict[str, Any]: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> EncoderSpec:
+        """tokenizer: path of the tokenizer's file, "" for raw bytes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextEncoderSpec:
     """What a worker makes its encoder from. tokenizer: a path, or "" for raw bytes.

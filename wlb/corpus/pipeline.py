@@ -27,6 +27,7 @@ from wlb.corpus.encode import (
     BPE,
     BYTES,
     DocumentPolicy,
+    EncoderChoice,
     EncoderSpec,
     TextEncoderSpec,
     Vocabulary,
@@ -89,9 +90,15 @@ class _Tokenizer:
     checksum: str
 
 
-def prepare_store(options: PrepareOptions, *, progress: Progress | None = None) -> StoreReport:
+def prepare_store(
+    options: PrepareOptions,
+    *,
+    encoder: EncoderChoice | None = None,
+    progress: Progress | None = None,
+) -> StoreReport:
     """Writes, goes on with, or finds the store `options.out`; see the module.
 
+    encoder: for records that are not text; it sets special tokens by itself, not by options.policy.
     ValueError for bad input, for an interrupted call with other arguments, for a store of other
     arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
     """
@@ -105,13 +112,18 @@ def prepare_store(options: PrepareOptions, *, progress: Progress | None = None) 
         )
     if not files:
         raise ValueError(f"all files of {', '.join(options.inputs)} are empty")
-    check_columns(files, (options.text_key,))
-    manifest = manifest_of(arguments_of(options), files)
+    arguments = arguments_of(options)
+    if encoder is not None:
+        if options.tokenizer == BPE:
+            raise ValueError("a BPE is trained on text alone; give a tokenizer.json for other data")
+        arguments["encoder"] = encoder.arguments
+    check_columns(files, (options.text_key,) if encoder is None else encoder.columns)
+    manifest = manifest_of(arguments, files)
     with locked(store_path(options.out, ".lock")):
         found = _finished(options, manifest, files)
         if found is None:
             listed = {str(reason): count for reason, count in skipped.items()}
-            num_shards, num_kept = _prepare(options, files, manifest, listed, report)
+            num_shards, num_kept = _prepare(options, encoder, files, manifest, listed, report)
             found = _finished(options, manifest, files)
             if found is None:
                 raise RuntimeError(f"{options.out} was replaced while it was prepared")
@@ -175,6 +187,7 @@ def _finished(
 
 def _prepare(
     options: PrepareOptions,
+    encoder: EncoderChoice | None,
     files: Sequence[InputFile],
     manifest: Manifest,
     listed: dict[str, int],
@@ -194,10 +207,13 @@ def _prepare(
     shards = list_shards(files, shard_bytes=shard_bytes)
     report(Status(stage="tokenizer", size=size, done=0))
     tokenizer = _open_tokenizer(options, folder, shards)
-    around(options.policy, tokenizer.vocabulary)
+    if encoder is None:
+        around(options.policy, tokenizer.vocabulary)  # refuses what tokens it lacks
     job = PartJob(
         folder=str(folder),
-        encoder=_encoder(options, tokenizer),
+        encoder=_encoder(options, tokenizer)
+        if encoder is None
+        else encoder.spec(tokenizer.path, tokenizer.vocabulary),
         vocab_size=tokenizer.vocabulary.size,
         text_key=options.text_key,
         heldout_fraction=options.heldout_fraction,

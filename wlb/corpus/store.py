@@ -296,6 +296,12 @@ class TokenStore:
                 f"{index.num_tokens}; prepare the store again, or remove the .json if it belongs "
                 f"to another store"
             )
+        largest = np.iinfo(self.dtype).max if self.dtype.kind in "iu" else None
+        if self.info and largest is not None and self.info.vocab_size > largest + 1:
+            raise ValueError(
+                f"{self.prefix}.json says {self.info.vocab_size} tokens of vocabulary, {bin_path} "
+                f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
+            )
         self._targets = self._open_targets()
         self.num_targets = _all_but_first(index.length)
         if self._targets is not None:
