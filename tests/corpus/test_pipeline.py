@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, replace
+from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
@@ -360,6 +361,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         ({"tokenizer": "bpe", "policy": DocumentPolicy.EOS_BOS}, r"--bos '<\|endoftext\|>'"),
         ({"tokenizer": "no/such.json"}, r"no file no/such\.json; give a tokenizer\.json, 'bpe'"),
         ({"inputs": ()}, "there is no input"),
+        ({"inputs": (".",), "out": "./sub/x"}, r"--out \./sub/x lies in the input folder \."),
     ],
 )
 def test_refuses(corpus, tmp_path, changes, message):
@@ -437,3 +439,26 @@ def test_a_store_too_narrow_for_its_vocabulary_is_refused(corpus, tmp_path):
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 65537'))
     with pytest.raises(ValueError, match=r"65537 tokens of vocabulary, .*uint16 up to 65535"):
         TokenStore(made.prefix)
+
+
+@dataclass(frozen=True)
+class Dies(EveryOther):
+    """Ends its process at the record of number 8, as the kernel does when memory is short."""
+
+    def encode(self, record):
+        if len(record["numbers"]) == 8 and parent_process() is not None:
+            os._exit(9)
+        return super().encode(record)
+
+
+@pytest.mark.dist
+def test_a_worker_that_dies_is_said_and_what_is_complete_is_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [list(range(1, 3))] * 90 + [list(range(1, 9))]
+    path.write_text("".join(json.dumps({"numbers": row}) + "\n" for row in rows))
+    asked = options(path, tmp_path / "x", shard_bytes=400, processes=2)
+    with pytest.raises(RuntimeError, match=r"a worker process died .*run the same command again"):
+        prepare_store(asked, encoder=Dies())
+    made = prepare_store(replace(asked, processes=1), encoder=Dies())
+    assert made.num_kept >= 1
+    assert made.num_documents + made.num_heldout_documents == 91

@@ -104,6 +104,12 @@ def prepare_store(
     """
     began = time.perf_counter()
     report = progress or _unseen
+    for folder in filter(Path.is_dir, map(Path, options.inputs)):
+        if folder.resolve() in Path(options.out).resolve().parents:
+            raise ValueError(
+                f"--out {options.out} lies in the input folder {folder}: the store would be read "
+                f"as input the next time; write it elsewhere"
+            )
     files, skipped = list_inputs(options.inputs, text_unit=options.text_unit)
     if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
         raise ValueError(

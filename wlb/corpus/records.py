@@ -185,16 +185,20 @@ def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
     """`files` in order as shards of about `shard_bytes` each."""
     shards: list[Shard] = []
     group: list[InputFile] = []
+    size = 0
 
     def close_group() -> None:
+        nonlocal size
         if group:
-            shards.append(Shard(files=tuple(group), size=sum(file.size for file in group)))
+            shards.append(Shard(files=tuple(group), size=size))
             group.clear()
+            size = 0
 
     for file in files:
         if file.kind == Kind.TEXT:
             group.append(file)
-            if sum(f.size for f in group) >= shard_bytes or len(group) >= _MOST_FILES:
+            size += file.size
+            if size >= shard_bytes or len(group) >= _MOST_FILES:
                 close_group()
             continue
         close_group()
