@@ -18,6 +18,7 @@ KEYS = [
     "cluster.tp_overlap",
     "cost.profile",
     "cp.keep_gathered_kv",
+    "data.blend",
     "data.bpe_vocab_size",
     "data.cache_dir",
     "data.context_window",

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from wlb import __version__
-from wlb.cli import pack, plan, profile, simulate, train, tune
+from wlb.cli import pack, plan, prepare, profile, simulate, train, tune
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,6 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"wlb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    prepare.add_parser(commands)
     train.add_parser(commands)
     pack.add_parser(commands)
     plan.add_parser(commands)

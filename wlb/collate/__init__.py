@@ -21,6 +21,7 @@ from wlb.collate.padded import PaddedBatch, PadOptions, PadTo, Side, pad
 from wlb.collate.rows import (
     IGNORE,
     AttentionRows,
+    LabelReader,
     TokenReader,
     attention_rows,
     rank_labels,
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionRows",
     "FlatBatch",
     "FlatOptions",
+    "LabelReader",
     "PadOptions",
     "PadTo",
     "PaddedBatch",

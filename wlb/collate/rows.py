@@ -4,13 +4,16 @@ NumPy only. A rank's local rows are its spans' tokens in order, then filler up t
 a segment of its own, with label IGNORE, so it touches neither loss nor gradients.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from wlb.plan import IntArray, Layout, MicroBatch, Piece, RankSpans, ShardingPlan, ranges
+
+Read = Callable[[int, int, int], npt.NDArray[np.integer]]
 
 IGNORE = -100
 """Label of a token that is not trained."""
@@ -24,6 +27,15 @@ class TokenReader(Protocol):
         ...
 
     def length(self, document: int) -> int: ...
+
+
+@runtime_checkable
+class LabelReader(TokenReader, Protocol):
+    """A reader of documents of which only some tokens are trained."""
+
+    def labels(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
+        """Tokens [start, stop) of a document, IGNORE where they are not trained."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +120,7 @@ def rank_tokens(
 ) -> IntArray:
     """Input tokens of the rank's rows, shape [T_local]; filler and padding hold token 0."""
     out = np.zeros(local_tokens, np.int64)
-    _read(out, micro_batch, sharding.for_rank(rank), reader, shift=0)
+    _read(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
     return out
 
 
@@ -121,21 +133,29 @@ def rank_labels(
 ) -> IntArray:
     """Label of each of the rank's rows, shape [T_local]: the document's next token.
 
-    IGNORE for filler, padding and a document's last token (where pieces are joined, that has the
-    first token of the document that follows). The last token of a piece that ends before its
-    document does is labelled with the document's next token.
+    IGNORE for filler, padding, a document's last token (where pieces are joined, that has the first
+    token of the document that follows) and, with a `LabelReader`, where the next token is not
+    trained. The last token of a piece that ends before its document does is labelled with the
+    document's next token.
     """
     out = np.full(local_tokens, IGNORE, np.int64)
-    _read(out, micro_batch, sharding.for_rank(rank), reader, shift=1)
+    read = reader.labels if isinstance(reader, LabelReader) else reader.read
+    _read(out, micro_batch, sharding.for_rank(rank), reader, read, shift=1)
     return out
 
 
-def _first_token(piece: Piece, reader: TokenReader) -> int:
-    return int(reader.read(piece.document, piece.start, piece.start + 1)[0])
+def _first_token(piece: Piece, read: Read) -> int:
+    return int(read(piece.document, piece.start, piece.start + 1)[0])
 
 
 def _read(
-    out: IntArray, micro_batch: MicroBatch, spans: RankSpans, reader: TokenReader, *, shift: int
+    out: IntArray,
+    micro_batch: MicroBatch,
+    spans: RankSpans,
+    reader: TokenReader,
+    read: Read,
+    *,
+    shift: int,
 ) -> None:
     pieces, is_joined = micro_batch.pieces, micro_batch.layout == Layout.JOINED
     at = 0
@@ -145,9 +165,9 @@ def _read(
             piece = pieces[index]
             length = reader.length(piece.document)
             end = piece.start + stop + shift
-            tokens = reader.read(piece.document, piece.start + start + shift, min(end, length))
+            tokens = read(piece.document, piece.start + start + shift, min(end, length))
             out[put : put + tokens.size] = tokens
             put += stop - start
             if is_joined and end > length and index + 1 < len(pieces):
-                out[put - 1] = _first_token(pieces[index + 1], reader)
+                out[put - 1] = _first_token(pieces[index + 1], read)
         at += span.stop - span.start

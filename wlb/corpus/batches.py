@@ -16,16 +16,17 @@ calls but the fingerprint of the lengths.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from wlb.corpus.shuffle import permute
-from wlb.plan import Documents, GlobalBatch, IntArray, digest, int_array
+from wlb.plan import Documents, GlobalBatch, IntArray, IntLike, Pieces, digest, int_array
 
 State = dict[str, Any]
 
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
+"""Most documents that are looked up at once."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
 
 
@@ -44,6 +45,23 @@ class Source(Protocol):
     def source_id(self) -> int:
         """What `Documents.source` says of these documents."""
         ...
+
+
+@runtime_checkable
+class TargetSource(Source, Protocol):
+    """A source that knows which tokens are trained: a `TokenStore`.
+
+    has_targets: False where that is every token but a document's first. num_targets: shape
+    [num_documents].
+    """
+
+    @property
+    def has_targets(self) -> bool: ...
+
+    @property
+    def num_targets(self) -> IntArray: ...
+
+    def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray: ...
 
 
 class GlobalBatches:
@@ -73,8 +91,11 @@ class GlobalBatches:
                 f"the corpus says {source.num_documents} documents and has "
                 f"{self._lengths.size} lengths"
             )
-        _check_lengths(self._lengths)
+        check_lengths(self._lengths)
         self.source = source
+        self._targets: TargetSource | None = None
+        if isinstance(source, TargetSource) and source.has_targets:
+            self._targets = source
         self.tokens_per_batch = tokens_per_batch
         self.epochs = epochs
         self._identity: State = {
@@ -84,6 +105,20 @@ class GlobalBatches:
             "seed": seed,
             "shuffle": shuffle,
         }
+        if self._targets is not None:
+            self._identity["targets"] = digest(self._targets.num_targets)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the source says which tokens are trained; without, all but the first are."""
+        return self._targets is not None
+
+    def count_targets(self, pieces: Pieces) -> IntArray:
+        """Trained labels of pieces of this source's documents, shape [num_pieces]."""
+        if self._targets is None:
+            return pieces.num_targets
+        rows = pieces.document % self._lengths.size
+        return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
     def start(self) -> State:
         """The state before the first document."""
@@ -103,7 +138,7 @@ class GlobalBatches:
         documents = Documents(
             id=ids,
             length=lengths,
-            num_targets=lengths - 1,
+            num_targets=self._num_targets(ids, lengths),
             source=np.full(ids.size, self.source.source_id, np.int64),
             arrival=arrival,
         )
@@ -123,6 +158,11 @@ class GlobalBatches:
             yield item
             item = self.next(item[1])
 
+    def _num_targets(self, ids: IntArray, lengths: IntArray) -> IntArray:
+        if self._targets is None:
+            return lengths - 1
+        return self._targets.num_targets[ids % self._lengths.size]
+
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of the documents from stream position `first` until `missing` tokens."""
         ids: list[IntArray] = []
@@ -130,7 +170,7 @@ class GlobalBatches:
         mean = max(1, self._identity["num_tokens"] // self._lengths.size)
         end = self.epochs * self._lengths.size
         while missing > 0:
-            size = min(_BLOCK, missing // mean + missing // (8 * mean) + 64)
+            size = min(BLOCK, missing // mean + missing // (8 * mean) + 64)
             if self.epochs:
                 size = min(size, end - first)
             if size <= 0:
@@ -148,13 +188,10 @@ class GlobalBatches:
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of `size` documents of the stream, shape [size] each."""
-        num_documents = self._lengths.size
-        epoch, position = np.divmod(np.arange(first, first + size), num_documents)
-        rows = position
-        if self._identity["shuffle"]:
-            one_epoch = epoch[0] == epoch[-1]
-            seed = self._identity["seed"]
-            rows = permute(position, num_documents, seed, epoch[:1] if one_epoch else epoch)
+        num_documents, identity = self._lengths.size, self._identity
+        epoch, rows = stream_rows(
+            first, size, num_documents, seed=identity["seed"], shuffle=identity["shuffle"]
+        )
         return epoch * num_documents + rows, self._lengths[rows]
 
     def _check(self, state: State) -> None:
@@ -180,7 +217,20 @@ class GlobalBatches:
             )
 
 
-def _check_lengths(lengths: IntArray) -> None:
+def stream_rows(
+    first: int, size: int, num_documents: int, *, seed: int, shuffle: bool = True
+) -> tuple[IntArray, IntArray]:
+    """Epoch and row of the stream positions [first, first + size) of a source, shape [size] each:
+    the permutation of epoch 0, then that of epoch 1, and so on."""
+    epoch, position = np.divmod(np.arange(first, first + size), num_documents)
+    if not shuffle:
+        return epoch, position
+    is_one_epoch = epoch[0] == epoch[-1]
+    return epoch, permute(position, num_documents, seed, epoch[:1] if is_one_epoch else epoch)
+
+
+def check_lengths(lengths: IntArray) -> None:
+    """ValueError unless there is a document and every one has a token."""
     if not lengths.size:
         raise ValueError(
             "the corpus has no document; check data.store or data.corpus, and for held-out data "

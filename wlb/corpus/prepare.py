@@ -102,12 +102,12 @@ def prepare(
     fingerprint = _fingerprint(documents, vocab_size, heldout_fraction, seed, sample_bytes)
     found = _find(prefix, fingerprint)
     if found is None:
-        with _locked(store_path(prefix, ".lock")):
+        with locked(store_path(prefix, ".lock")):
             found = _find(prefix, fingerprint)  # another process may have been faster
             if found is None:
                 heldout = _heldout(documents.names, fraction=heldout_fraction, seed=seed)
                 sample = _sample(documents, ~heldout, seed=seed, sample_bytes=sample_bytes)
-                tokenizer = _train(sample, vocab_size=vocab_size)
+                tokenizer = train_bpe(sample, vocab_size=vocab_size)
                 _write(documents, prefix, tokenizer, heldout, fingerprint, progress)
                 found = _find(prefix, fingerprint)
                 if found is None:
@@ -166,7 +166,7 @@ def _find(prefix: str | Path, fingerprint: str) -> PreparedStores | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
+def locked(path: Path) -> Generator[None]:
     """Holds a lock file, where system and file system have such locks; else goes on without."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
@@ -181,7 +181,7 @@ def _locked(path: Path) -> Generator[None]:
 
 def _heldout(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
     """Which documents are held out, bool [num_documents]."""
-    draws = np.array([_draw(seed, name) for name in names])
+    draws = np.array([draw(seed, name) for name in names])
     heldout = draws < fraction
     if fraction > 0 and heldout.size > 1:
         if not heldout.any():
@@ -193,7 +193,8 @@ def _heldout(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
     return heldout
 
 
-def _draw(seed: int, name: str) -> float:
+def draw(seed: int, name: str) -> float:
+    """Where a document of this name falls in [0, 1): held out if below the fraction."""
     data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
@@ -214,7 +215,8 @@ def _sample(
             yield part
 
 
-def _train(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
+    """A byte-level BPE with one special token, `END_OF_TEXT`; at most vocab_size tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -240,7 +242,7 @@ def _write(
     progress: Progress | None,
 ) -> None:
     train_prefix, heldout_prefix, tokenizer_path = _paths(prefix)
-    _write_text(tokenizer_path, tokenizer.to_str(pretty=True))
+    write_text(tokenizer_path, tokenizer.to_str(pretty=True))
     skipped: Counter[Skip] = Counter()
     about: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -259,7 +261,7 @@ def _write(
             for side in (train_prefix, heldout_prefix)
         ]
         for rows, texts in _chunks(read_texts(documents, skipped=skipped), documents.sizes):
-            for row, ids in zip(rows, _encode(tokenizer, texts), strict=True):
+            for row, ids in zip(rows, encode_texts(tokenizer, texts), strict=True):
                 sides[int(heldout[row])].add(np.append(ids, about["eos_id"]))
             done += sum(documents.sizes[row] for row in rows)
             if progress:
@@ -276,7 +278,8 @@ def _write(
             )
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """`text` at `path`, seen whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.write_text(text, encoding="utf-8")
@@ -301,7 +304,7 @@ def _chunks(
         yield rows, group
 
 
-def _encode(tokenizer: "Tokenizer", texts: list[str]) -> Iterator[TokenArray]:
+def encode_texts(tokenizer: "Tokenizer", texts: list[str]) -> Iterator[TokenArray]:
     """Token ids of each text. A long text is encoded in parts that end with a line where it can.
 
     An encoding takes some 100 bytes a token until it is freed, hence parts and groups of parts.

@@ -1,10 +1,9 @@
 """Token stores: documents as token ids in a `.bin` + `.idx` pair, Megatron's IndexedDataset.
 
-Little-endian. `.idx`: magic, uint64 version, uint8 dtype code, uint64 number of sequences, uint64
-number of document indices, then int32 sequence lengths, int64 byte offsets of sequences in `.bin`,
-int64 document indices (first sequence of each document, then the number of sequences).
-`.bin`: the tokens, concatenated. Beside them `<prefix>.json` (`StoreInfo`), which Megatron ignores,
-holds what a token file cannot say itself: vocabulary, EOS id, tokenizer, checksum, origin.
+`.bin` is the tokens, concatenated, and `.idx` says where documents lie (`index.py`). Beside them
+`<prefix>.json` (`StoreInfo`), which Megatron ignores, holds what a token file cannot say itself:
+vocabulary, EOS id, tokenizer, checksum, origin. A store for fine-tuning also has `<prefix>.targets`
+(`targets.py`), which says what tokens are trained.
 
 Guarantees: a store is seen whole or not at all. The writer works under temporary names and renames
 the index last, after taking an old one away. A store that does not fit its index is refused when it
@@ -12,15 +11,14 @@ is opened. Documents that hold no token (Megatron permits them) are left out and
 of `TokenStore.lengths` is never 0; without such documents rows are Megatron's document numbers.
 A document of several sequences reads as one.
 
-Cost: writing keeps 8 bytes a document in memory. Opening reads the index once; tokens are mapped
-and a read copies nothing. A pickled store is only its prefix.
+Cost: writing keeps 8 bytes a document in memory, and 16 a span of trained tokens. Opening reads the
+index once; tokens are mapped and a read copies nothing. A pickled store is only its prefix.
 """
 
 import hashlib
 import json
 import os
 import secrets
-import struct
 from array import array
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -30,24 +28,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IntArray, IntLike
+from wlb.corpus.index import read_index, write_index
+from wlb.corpus.targets import Targets, TargetSpans
+from wlb.plan import BoolArray, IntArray, IntLike
 
 TokenArray = npt.NDArray[Any]
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 1 << 24
 _LONGEST = 2**31 - 1
 
@@ -58,6 +44,7 @@ class StoreInfo:
 
     eos_id: the token that ends every document, None if there is none. tokenizer: file name beside
     the store. checksum: blake2b of `.bin`. preparation: how `wlb.corpus.prepare` made it.
+    targets: blake2b of `.targets`, None for a store without it.
     """
 
     vocab_size: int
@@ -68,6 +55,7 @@ class StoreInfo:
     tokenizer: str | None = None
     source: str = ""
     preparation: dict[str, Any] = field(default_factory=dict[str, Any])
+    targets: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "StoreInfo | None":
@@ -78,11 +66,12 @@ class StoreInfo:
             return None
         try:
             data = json.loads(text)
+            data.setdefault("targets", None)
             info = cls(**{f.name: data[f.name] for f in fields(cls)})
             if not all(type(n) is int for n in (info.vocab_size, info.num_tokens)):
                 raise TypeError("vocab_size and num_tokens must be integers")
             return info
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is not the description of a token store ({error!r}); prepare the store "
                 f"again, or remove this file and set model.vocab_size"
@@ -90,7 +79,10 @@ class StoreInfo:
 
     def write(self, path: Path) -> None:
         temporary = temporary_name(path)
-        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        data = asdict(self)
+        if self.targets is None:
+            del data["targets"]
+        temporary.write_text(json.dumps(data, indent=1) + "\n")
         os.replace(temporary, path)
 
 
@@ -144,6 +136,7 @@ class TokenStoreWriter:
         self._dtype = token_dtype(vocab_size)
         self._lengths = array("q")
         self._num_tokens = 0
+        self._targets: TargetSpans | None = None
         self._hash = hashlib.blake2b(digest_size=32)
         self._done = False
         bin_path = store_path(prefix, ".bin")
@@ -159,8 +152,13 @@ class TokenStoreWriter:
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def add(self, tokens: IntLike) -> None:
-        """Appends one document (shape [num_tokens]); ValueError naming a document it cannot be."""
+    def add(self, tokens: IntLike, trained: IntLike | None = None) -> None:
+        """Appends one document (shape [num_tokens]); ValueError naming a document it cannot be.
+
+        trained: int64 [k, 2], half-open spans of the tokens that are trained, for all documents of
+        a store or for none (then every token but the first is). A token is trained as the label of
+        the one before it, so the first one never is, in a span or not.
+        """
         ids = np.asarray(tokens)
         number = len(self._lengths)
         if ids.ndim != 1 or not 1 <= ids.size <= _LONGEST:
@@ -179,11 +177,26 @@ class TokenStoreWriter:
                 f"vocabulary [0, {self._vocab_size}); use the tokenizer's whole vocab_size, with "
                 f"added tokens"
             )
+        self._add_targets(trained, ids.size)
         data = ids.astype(self._dtype).tobytes()
         self._hash.update(data)
         self._file.write(data)
         self._lengths.append(ids.size)
         self._num_tokens += ids.size
+
+    def _add_targets(self, trained: IntLike | None, length: int) -> None:
+        number = len(self._lengths)
+        name = f"document {number} of {self.prefix}"
+        if trained is not None and number == 0:
+            self._targets = TargetSpans()
+        if (trained is None) != (self._targets is None):
+            raise ValueError(
+                f"{name} {'lacks' if trained is None else 'has'} trained spans, the documents "
+                f"before it do not; give them for all documents of a store (an empty list for none "
+                f"trained) or for none"
+            )
+        if self._targets is not None and trained is not None:
+            self._targets.add(trained, first=self._num_tokens, length=length, name=name)
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +218,7 @@ class TokenStoreWriter:
         self._temporary.unlink(missing_ok=True)
 
     def finish(self) -> StoreInfo:
-        """Makes the store visible: old index away, then tokens, sidecar and, last, the index."""
+        """Makes the store visible: old index away, tokens, targets, sidecar and, last, index."""
         info = replace(
             self._info,
             num_documents=self.num_documents,
@@ -214,18 +227,32 @@ class TokenStoreWriter:
             preparation=self.preparation,
         )
         _sync_and_close(self._file)
-        index_path = store_path(self.prefix, ".idx")
-        index = temporary_name(index_path)
+        index_path, targets_path = (store_path(self.prefix, end) for end in (".idx", ".targets"))
+        index, targets = temporary_name(index_path), temporary_name(targets_path)
         try:
             with open(index, "wb") as file:
-                _write_index(file, self._lengths, self._dtype)
+                write_index(file, self._lengths, self._dtype)
                 _sync_and_close(file)
+            if self._targets is not None:
+                with open(targets, "wb") as file:
+                    self._targets.write(
+                        file,
+                        num_documents=info.num_documents,
+                        num_tokens=info.num_tokens,
+                        checksum=info.checksum,
+                    )
+                    _sync_and_close(file)
+                info = replace(info, targets=file_checksum(targets))
             index_path.unlink(missing_ok=True)
             os.replace(self._temporary, store_path(self.prefix, ".bin"))
+            targets_path.unlink(missing_ok=True)
+            if info.targets is not None:
+                os.replace(targets, targets_path)
             info.write(store_path(self.prefix, ".json"))
             os.replace(index, index_path)
         except BaseException:
             index.unlink(missing_ok=True)
+            targets.unlink(missing_ok=True)
             self.discard()
             raise
         self._done = True
@@ -238,32 +265,13 @@ def _sync_and_close(file: Any) -> None:
     file.close()
 
 
-def _write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
-    """One sequence a document, as Megatron's preprocessing writes without sentence splitting."""
-    sizes = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
-    ends = np.cumsum(sizes)
-    file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], sizes.size, sizes.size + 1))
-    file.write(sizes.astype("<i4").tobytes())
-    file.write(((ends - sizes) * dtype.itemsize).astype("<i8").tobytes())
-    file.write(np.arange(sizes.size + 1, dtype="<i8").tobytes())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Index:
-    """What an `.idx` says, by document: first token and number of tokens, shape [documents]."""
-
-    dtype: np.dtype[Any]
-    start: IntArray
-    length: IntArray
-    num_tokens: int
-    num_empty: int
-
-
 class TokenStore:
     """A store opened for reading; `source_id` is what `Documents.source` will say.
 
-    lengths: int64 tokens of each document, read-only, shape [num_documents]. Token ranges of a
-    `Piece` read as `store.read(piece.document % store.num_documents, piece.start, piece.stop)`.
+    lengths: int64 tokens of each document, read-only, shape [num_documents]. num_targets: how many
+    of them are trained, likewise; all but the first one, where no `.targets` file says otherwise
+    (`has_targets`). Token ranges of a `Piece` read as
+    `store.read(piece.document % store.num_documents, piece.start, piece.stop)`.
     """
 
     def __init__(self, prefix: str | Path, *, source_id: int = 0) -> None:
@@ -276,7 +284,7 @@ class TokenStore:
                     f"no token store at {self.prefix}: {path} is missing; give the prefix without "
                     f".bin, or make the store with `wlb prepare`"
                 )
-        index = _read_index(index_path, num_bytes=bin_path.stat().st_size)
+        index = read_index(index_path, num_bytes=bin_path.stat().st_size)
         self.info = StoreInfo.read(store_path(prefix, ".json"))
         self.dtype = index.dtype
         self.lengths = index.length
@@ -288,14 +296,40 @@ class TokenStore:
                 f"{index.num_tokens}; prepare the store again, or remove the .json if it belongs "
                 f"to another store"
             )
+        largest = np.iinfo(self.dtype).max if self.dtype.kind in "iu" else None
+        if self.info and largest is not None and self.info.vocab_size > largest + 1:
+            raise ValueError(
+                f"{self.prefix}.json says {self.info.vocab_size} tokens of vocabulary, {bin_path} "
+                f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
+            )
+        self._targets = self._open_targets()
+        self.num_targets = _all_but_first(index.length)
+        if self._targets is not None:
+            self.num_targets = self._targets.num_targets
         tokens: TokenArray = np.zeros(0, index.dtype)
         if index.num_tokens:  # an empty file cannot be mapped
             tokens = np.asarray(np.memmap(bin_path, index.dtype, mode="r"))
         self._tokens = tokens
 
+    def _open_targets(self) -> Targets | None:
+        path = store_path(self.prefix, ".targets")
+        expected = self.info.targets if self.info else None
+        if path.is_file() != (expected is not None):
+            says = "is missing, without which other tokens would be trained"
+            if expected is None:
+                says = f"is not of this store: {self.prefix}.json does not have its checksum"
+            raise ValueError(f"{path} {says}; copy or prepare the store again")
+        if self.info is None or expected is None:
+            return None
+        return Targets(path, first=self._start, length=self.lengths, checksum=self.info.checksum)
+
     @property
     def num_documents(self) -> int:
         return self.lengths.size
+
+    @property
+    def has_targets(self) -> bool:
+        return self._targets is not None
 
     @property
     def num_tokens(self) -> int:
@@ -326,17 +360,45 @@ class TokenStore:
         first = int(self._start[document])
         return self._tokens[first + start : first + stop]
 
+    def trained(self, document: int, start: int = 0, stop: int | None = None) -> BoolArray:
+        """Whether each of the tokens [start, stop) of a document is trained, shape [stop - start].
+
+        As labels: each from the token before it, so token 0 never is.
+        """
+        size = self.read(document, start, stop).size  # refuses what is not there
+        if self._targets is not None:
+            return self._targets.trained(document, start, start + size)
+        out = np.ones(size, bool)
+        out[: max(0, 1 - start)] = False
+        return out
+
+    def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
+        """Labels of the pieces [start, stop) of `document`, each of shape [num_pieces].
+
+        The label of a piece's last token is the document's token `stop`, if it has one.
+        """
+        if self._targets is not None:
+            return self._targets.count(document, start, stop)
+        rows = np.asarray(document, np.int64)
+        last = np.minimum(np.asarray(stop, np.int64), self.lengths[rows] - 1)
+        return last - np.asarray(start, np.int64)
+
     def verify(self) -> None:
-        """ValueError unless `.bin` has the checksum of the sidecar; reads the whole file."""
+        """ValueError unless the files have the checksums of the sidecar; reads them whole."""
         path = store_path(self.prefix, ".bin")
         if self.info is None:
             raise ValueError(f"{path} has no checksum: {self.prefix}.json is missing")
-        found = file_checksum(path)
-        if found != self.info.checksum:
-            raise ValueError(
-                f"{path} has checksum {found[:16]}..., {self.prefix}.json says "
-                f"{self.info.checksum[:16]}...; the tokens changed, so prepare the store again"
-            )
+        expected = [(path, self.info.checksum, "tokens")]
+        if self.info.targets is not None:
+            targets = store_path(self.prefix, ".targets")
+            expected.append((targets, self.info.targets, "trained tokens"))
+        for path, checksum, what in expected:
+            found = file_checksum(path)
+            if found != checksum:
+                raise ValueError(
+                    f"{path} has checksum {found[:16]}..., {self.prefix}.json says "
+                    f"{checksum[:16]}...; the {what} changed, so prepare the store again"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.prefix, self.source_id)
@@ -346,6 +408,12 @@ class TokenStore:
             f"TokenStore({self.prefix!r}, {self.num_documents} documents, "
             f"{self.num_tokens} tokens, {self.dtype})"
         )
+
+
+def _all_but_first(lengths: IntArray) -> IntArray:
+    out = lengths - 1
+    out.flags.writeable = False
+    return out
 
 
 def _reopen(prefix: str, source_id: int) -> TokenStore:
@@ -359,91 +427,3 @@ def file_checksum(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _read_index(path: Path, *, num_bytes: int) -> _Index:
-    """The index at `path` for a `.bin` of `num_bytes`; ValueError for what does not fit."""
-    dtype, num_sequences, num_indices = _read_header(path)
-    # A copy, so that a store that is replaced under its name keeps its own documents.
-    raw = np.fromfile(path, np.uint8, offset=_HEADER.size)
-    lengths = raw[: 4 * num_sequences].view("<i4").astype(np.int64)
-    offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8").astype(np.int64)
-    firsts = raw[12 * num_sequences :].view("<i8").astype(np.int64)
-    _check_sequences(path, lengths, offsets, dtype.itemsize, num_bytes)
-    _check_documents(path, firsts, num_sequences, num_indices)
-    boundary = np.append(offsets // dtype.itemsize, num_bytes // dtype.itemsize)[firsts]
-    start, length = boundary[:-1], np.diff(boundary)
-    keep = length > 0
-    if not keep.all():
-        start, length = start[keep], length[keep]
-    length.flags.writeable = False
-    return _Index(
-        dtype=dtype,
-        start=start,
-        length=length,
-        num_tokens=num_bytes // dtype.itemsize,
-        num_empty=int(keep.size - keep.sum()),
-    )
-
-
-def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise ValueError(
-            f"{path} is not the index of a token store: it starts with {header[:9]!r}, not "
-            f"{_MAGIC!r}; stores of other formats have to be prepared again"
-        )
-    _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise ValueError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
-    if code not in _DTYPES:
-        raise ValueError(f"{path} has dtype code {code}, known are {sorted(_DTYPES)}; rewrite it")
-    size, expected = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_indices
-    if size != expected:
-        raise ValueError(
-            f"{path} has {size} bytes, {num_sequences} sequences and {num_indices} document "
-            f"indices need {expected}; copy or prepare the store again (sequence modes of "
-            f"multimodal stores are not read)"
-        )
-    return _DTYPES[code], num_sequences, num_indices
-
-
-def _check_sequences(
-    path: Path, lengths: IntArray, offsets: IntArray, itemsize: int, num_bytes: int
-) -> None:
-    """Sequences must follow each other without gap or overlap and fill the `.bin`."""
-    if lengths.size and int(lengths.min()) < 0:
-        i = int(np.argmin(lengths))
-        raise ValueError(f"{path}: sequence {i} has length {lengths[i]}; copy the store again")
-    ends = np.cumsum(lengths) * itemsize
-    wrong = np.flatnonzero(offsets != ends - lengths * itemsize)
-    if wrong.size:
-        i = int(wrong[0])
-        raise ValueError(
-            f"{path}: sequence {i} is at byte {offsets[i]}, {ends[i] - lengths[i] * itemsize} is "
-            f"expected (no gap or overlap after sequence {i - 1}); prepare the store again"
-        )
-    need = int(ends[-1]) if ends.size else 0
-    if num_bytes != need:
-        raise ValueError(
-            f"{path.with_suffix('.bin')} has {num_bytes} bytes, its index needs {need}; the copy "
-            f"is not complete or the two files are of different stores"
-        )
-
-
-def _check_documents(path: Path, firsts: IntArray, num_sequences: int, num_indices: int) -> None:
-    """Document indices must start at 0, never go back and end with the number of sequences."""
-    if num_indices == 0 or firsts[0] != 0 or firsts[-1] != num_sequences:
-        shown = "none" if num_indices == 0 else f"{firsts[0]} ... {firsts[-1]}"
-        raise ValueError(
-            f"{path}: document indices ({shown}) must go from 0 to the {num_sequences} sequences; "
-            f"write the index with a trailing count, as Megatron does"
-        )
-    back = np.flatnonzero(np.diff(firsts) < 0)
-    if back.size:
-        i = int(back[0])
-        raise ValueError(
-            f"{path}: document {i} starts at sequence {firsts[i]}, the next one at "
-            f"{firsts[i + 1]}; document indices must not go back, so prepare the store again"
-        )

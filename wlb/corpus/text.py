@@ -23,12 +23,18 @@ STDLIB = "stdlib"
 
 
 class Skip(StrEnum):
-    """Why a file is not a document."""
+    """Why a file, line or row is not a document."""
 
     EMPTY = "empty"
     UNREADABLE = "unreadable"
     NOT_UTF8 = "not_utf8"
     HIDDEN = "hidden"
+    BLANK_LINE = "blank_line"
+    NOT_JSON = "not_json"
+    NOT_AN_OBJECT = "not_an_object"
+    NO_TEXT = "no_text"
+    NOT_TEXT = "not_text"
+    SPECIAL_TOKEN = "special_token"
 
 
 class TextDocuments(Protocol):

@@ -211,7 +211,8 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
         raise ValueError(
             f"document {piece.document} has {piece.num_targets} labels on "
             f"{piece.stop - piece.start} tokens, so how many fall into each part of a cut is not "
-            f'known; use data.long_documents = "refuse" and a window that holds it'
+            f"known; plan with wlb.planner.Planner on their store, which counts them, or use "
+            f'data.long_documents = "refuse" and a window that holds it'
         )
     return Pieces(
         document=pieces.document[row],

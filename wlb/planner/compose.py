@@ -4,7 +4,8 @@
 carries the state after it, or None when the data has ended and everything was flushed. Both are
 pure, so plans can be made ahead, in another process, and again after a restart from the state that
 a checkpoint stored. `shard(plan, pipeline)` adds the spans of one pipeline, lazily: the other
-pipelines' spans are never computed here.
+pipelines' spans are never computed here. What waits in a state has the label counts of plain
+documents; the labels of a plan that leaves are counted (`targets`).
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wlb.corpus import GlobalBatches, LengthSource, TokenStore
+from wlb.corpus import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
 from wlb.packing import (
     BoundedPacker,
@@ -45,6 +46,7 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
+from wlb.planner.targets import counted, counter_of, uncounted
 from wlb.sharding import NAMES, shard
 from wlb.spec import BinMethod, Policy, Remainder, RunSpec
 
@@ -190,7 +192,7 @@ class Planner:
             state = self._push(state)
         if not state.ready:
             return None
-        plan = state.ready[0]
+        plan = counted(state.ready[0], counter_of(self.source))
         baseline, rest = self._baseline(state, plan.step)
         return StepPlan(
             packing=plan,
@@ -257,13 +259,16 @@ class Planner:
     def _push(self, state: PlannerState) -> PlannerState:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
+        counter = counter_of(self.source)
+        if batch is not None and counter is not None:
+            batch = uncounted(batch)
         plans, carry = self.packer.push(batch, state.carry)
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
             if baseline.policy != self.baseline.policy:  # it was off until now
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
             also, baseline = self.baseline.push(batch, baseline)
-            made += tuple(predict(plan) for plan in also)
+            made += tuple(predict(counted(plan, counter)) for plan in also)
         return PlannerState(
             carry=carry,
             baseline=baseline,
@@ -294,16 +299,16 @@ def _heldout_policy(spec: RunSpec) -> Policy:
     return Policy.CAPACITY if spec.packing.method else Policy.ORIGINAL
 
 
-def open_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of a run on a token store, priced for `device` ("cpu" or "cuda").
+def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
+    """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
 
     What the planner process calls: everything is opened there, nothing is shared with training.
     """
-    opened, cost = TokenStore(store), workload_for(spec, device)
+    cost = workload_for(spec, device)
     if spec.packing.packs:
-        return _of_packs(spec, opened, cost)
-    source = GlobalBatches(
-        opened,
+        return _of_packs(spec, store, cost)
+    source = open_batches(
+        store,
         tokens_per_batch=spec.tokens_per_step,
         seed=spec.run.seed,
         epochs=spec.data.epochs,
@@ -311,9 +316,12 @@ def open_planner(spec: RunSpec, store: str, device: str) -> Planner:
     return Planner.from_spec(spec, source, cost)
 
 
-def _of_packs(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Planner:
+def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
     """Steps that were packed offline, checked against the run and its store."""
-    packs, options = Packs.load(spec.packing.packs), options_for(spec, cost)
+    if not isinstance(name, str):
+        raise ValueError("packing.packs are of one store; leave data.blend or packing.packs empty")
+    store, options = TokenStore(name), options_for(spec, cost)
+    packs = Packs.load(spec.packing.packs)
     packs.check(store, options)
     planner = Planner.from_spec(spec, PackedBatches(packs, store, epochs=spec.data.epochs), cost)
     return replace(planner, packer=SavedPacker(options=options, packs=packs))

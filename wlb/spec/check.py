@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wlb.spec.blend import parse_blend
 from wlb.spec.packing import Policy
 from wlb.spec.run import Remainder, RunSpec, Schedule, Strategy
 
@@ -88,6 +89,11 @@ def _check_ranges(spec: RunSpec) -> None:
     if spec.run.seed >= 2**64:
         raise ValueError(f"run.seed = {spec.run.seed} must be below 2**64")
     _check_name(spec)
+    if parse_blend(spec.data.blend) and spec.data.store:
+        raise ValueError(
+            f"data.store = {spec.data.store} and data.blend = {list(spec.data.blend)} are both "
+            f"set; use data.blend alone, with data.store in it if it is meant to be mixed in"
+        )
     above_0 = {
         "training.learning_rate": spec.training.learning_rate,
         "training.adam_eps": spec.training.adam_eps,

@@ -240,7 +240,12 @@ class CpSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     store: str = key("", "prefix of a .bin/.idx token store; empty = made from data.corpus")
-    heldout_store: str = key("", "prefix of the held-out store that goes with data.store")
+    blend: tuple[str, ...] = key(
+        (),
+        'stores mixed instead of data.store: a list of "PREFIX:WEIGHT", weights as shares of '
+        "tokens; a store too small for its weight is repeated",
+    )
+    heldout_store: str = key("", "prefix of the held-out store of data.store or data.blend")
     corpus: str = key("stdlib", 'text to train on: "stdlib" (Python\'s own sources) or a folder')
     cache_dir: str = key("runs/stores", "where stores made from data.corpus are kept")
     bpe_vocab_size: int = key(4096, "size of the byte-level BPE trained on data.corpus")
@@ -257,7 +262,9 @@ class DataSection:
     prefetch: int = key(
         1, "steps whose inputs are loaded ahead, in a thread; 0 = when they are computed"
     )
-    epochs: int = key(0, "passes over the store; 0 = until training.steps")
+    epochs: int = key(
+        0, "passes over the store, of a blend over the store read least; 0 = until training.steps"
+    )
     token_quantum: int = key(
         1, "rows of a rank are a multiple of this (128 on GPUs)", unit="tokens"
     )

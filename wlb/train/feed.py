@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from wlb.corpus import StoreName
 from wlb.parallel.mesh import Mesh, World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner import open_planner
@@ -18,7 +19,7 @@ class PlanFeed:
     """
 
     def __init__(
-        self, spec: RunSpec, store: str, world: World, mesh: Mesh, state: PlannerState | None
+        self, spec: RunSpec, store: StoreName, world: World, mesh: Mesh, state: PlannerState | None
     ) -> None:
         token: list[str | None] = [None]
         if world.rank == 0:

@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from wlb.corpus import StoreName
 from wlb.cost import workload_for
 from wlb.parallel.agreement import agree
 from wlb.parallel.data import gradient_square
@@ -41,7 +42,7 @@ class Job:
     """
 
     spec: RunSpec
-    train_store: str
+    train_store: StoreName
     heldout_store: str
     resume: Path | None
     title: str

@@ -1,16 +1,19 @@
 """Document tokens by the ids that plans use."""
 
-from wlb.corpus import TokenArray, TokenStore
+import numpy as np
+
+from wlb.collate import IGNORE
+from wlb.corpus import StoreName, TokenArray, open_store
 
 
 class StoreReader:
-    """A token store as `wlb.collate.TokenReader`: ids count on from epoch to epoch.
+    """A store or blend as `wlb.collate.LabelReader`: ids count on from epoch to epoch.
 
     Refuses tokens outside the vocabulary: under tensor parallelism they would train as zeros.
     """
 
-    def __init__(self, prefix: str, vocab_size: int) -> None:
-        self._store = TokenStore(prefix)
+    def __init__(self, name: StoreName, vocab_size: int) -> None:
+        self._store = open_store(name)
         self._vocab_size = vocab_size
         self._lengths = self._store.lengths
 
@@ -19,6 +22,14 @@ class StoreReader:
 
     def length(self, document: int) -> int:
         return int(self._lengths[self._row(document)])
+
+    def labels(self, document: int, start: int, stop: int) -> TokenArray:
+        """Tokens [start, stop), IGNORE where they are not trained, shape [stop - start]."""
+        tokens = self.read(document, start, stop)
+        if not self._store.has_targets:
+            return tokens
+        trained = self._store.trained(self._row(document), start, stop)
+        return np.where(trained, tokens.astype(np.int64), IGNORE)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         row = self._row(document)

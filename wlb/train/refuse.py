@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from wlb.corpus import TokenStore
+from wlb.corpus import BlendedStore, StoreName, TokenStore, open_store
 from wlb.cost import KernelProfile, ProfiledWorkload
 from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
@@ -30,7 +30,7 @@ _SHAPES = (
 
 
 def refuse_early(
-    spec: RunSpec, *, train: str, heldout: str, device: str, resume: Path | None
+    spec: RunSpec, *, train: StoreName, heldout: str, device: str, resume: Path | None
 ) -> Planner:
     """ValueError for a run of `spec` on stores `train` and `heldout` that could not go far.
 
@@ -38,16 +38,16 @@ def refuse_early(
     """
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
-    store = TokenStore(train)
-    longest = int(store.lengths.max())
-    if longest == 1:
+    store = open_store(train)
+    if not store.num_targets.any():
+        has = "no trained token" if store.has_targets else "one token"
         raise ValueError(
-            f"every document of the store {train} has one token, so there is nothing to predict; "
+            f"every document of {store.prefix} has {has}, so there is nothing to predict; "
             f"use another data.store or data.corpus"
         )
-    _hold_documents(spec, train)
+    _hold_documents(spec, store)
     if spec.eval.steps and heldout:
-        _hold_documents(spec, heldout)
+        _hold_documents(spec, TokenStore(heldout))
         open_heldout_planner(priced, heldout, device)
     if resume is not None:
         _same_shapes(spec.model, resume)
@@ -55,14 +55,18 @@ def refuse_early(
     return planner
 
 
-def _hold_documents(spec: RunSpec, prefix: str) -> None:
-    lengths = TokenStore(prefix).lengths
+def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
+    if isinstance(store, BlendedStore):
+        for one in store.stores:
+            _hold_documents(spec, one)
+        return
+    lengths = store.lengths
     window, longest = spec.data.context_window, int(lengths.max(initial=0))
     if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
         raise ValueError(
-            f"document {int(lengths.argmax())} of the store {prefix} has {longest} tokens, more "
-            f"than data.context_window = {window}; use data.long_documents = split or a larger "
-            f"window"
+            f"document {int(lengths.argmax())} of the store {store.prefix} has {longest} tokens, "
+            f"more than data.context_window = {window}; use data.long_documents = split or a "
+            f"larger window"
         )
 
 

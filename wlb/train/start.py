@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from wlb.corpus import TokenStore, prepare, text_documents
+from wlb.corpus import BlendedStore, StoreName, open_store, prepare, text_documents
 from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
@@ -33,7 +33,7 @@ SPLIT_SEED = 0
 class Stores:
     """Prefixes of the stores of a run; heldout is empty where there is none."""
 
-    train: str
+    train: StoreName
     heldout: str
     vocab_size: int
     note: str
@@ -41,20 +41,21 @@ class Stores:
 
 def open_stores(spec: RunSpec, console: Console) -> Stores:
     """The stores of a run, made from data.corpus where data.store is empty and they are missing."""
-    if spec.data.store:
-        store = TokenStore(spec.data.store)
+    name = spec.data.blend or spec.data.store
+    if name:
+        store = open_store(name)
         vocab = spec.model.vocab_size or store.vocab_size
         if not vocab:
             raise ValueError(
-                f"the store {spec.data.store} does not say how large its vocabulary is; set "
+                f"the store {store.prefix} does not say how large its vocabulary is; set "
                 f"model.vocab_size"
             )
-        return Stores(
-            train=spec.data.store,
-            heldout=spec.data.heldout_store,
-            vocab_size=vocab,
-            note=f"{store.num_documents:,} documents, {store.num_tokens:,} tokens",
-        )
+        note = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
+        if isinstance(store, BlendedStore):
+            total = sum(store.weights)
+            shares = zip(store.stores, store.weights, strict=True)
+            note += "; " + ", ".join(f"{s.prefix} {w / total:.1%}" for s, w in shares)
+        return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
     prefix = _store_prefix(spec)
     with console.status(f"token store of {spec.data.corpus}") as status:
         made = prepare(
@@ -90,11 +91,11 @@ def _store_prefix(spec: RunSpec) -> Path:
 def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
     """The spec with dp and vocabulary filled in, checked against the store."""
     spec = resolve_dp(spec, world_size)
-    store = TokenStore(stores.train)
+    store = open_store(stores.train)
     if store.vocab_size and store.vocab_size > stores.vocab_size:
         raise ValueError(
             f"model.vocab_size = {stores.vocab_size} is smaller than the {store.vocab_size} "
-            f"entries of the store {stores.train}; raise it or set it to 0"
+            f"entries of {store.prefix}; raise it or set it to 0"
         )
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
 

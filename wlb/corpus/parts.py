@@ -1,0 +1,260 @@
+"""Parts: the stores that shards become, one pair (train, held-out) a shard, and their merging.
+
+A part is complete when its summary is there, which is written after both of its stores. Merging
+goes through parts in order and reads a document at a time, so the result does not depend on who
+made which part, nor on when. Cost: memory of one document, and 8 bytes a document of the writer.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.corpus.encode import Encoded, EncoderSpec, RecordEncoder
+from wlb.corpus.prepare import draw, write_text
+from wlb.corpus.records import BadRecord, Position, Shard, read_shard
+from wlb.corpus.store import TokenStore, TokenStoreWriter
+from wlb.corpus.text import Skip
+from wlb.plan import IntArray
+
+SIDES = ("train", "heldout")
+NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
+"""Left out and counted, whatever --on-error says: there is nothing in them to lose."""
+MOST_EXAMPLES = 3
+_STOP_EVERY = 64
+
+
+class OnError(StrEnum):
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+class Stopped(Exception):
+    """A shard was given up because the preparation is being stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartJob:
+    """What all shards of a preparation have in common. folder: where parts are written."""
+
+    folder: str
+    encoder: EncoderSpec
+    vocab_size: int
+    text_key: str
+    heldout_fraction: float
+    seed: int
+    on_error: OnError
+
+    def prefix(self, shard: int, side: int) -> Path:
+        return Path(self.folder, f"{shard:06}-{SIDES[side]}")
+
+    def summary_path(self, shard: int) -> Path:
+        return Path(self.folder, f"{shard:06}.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """What became of a shard.
+
+    num_documents, num_tokens: of train and held-out. examples: the first records left out, by
+    reason. nearest: of each side (draw, row) of the document nearest to the held-out limit.
+    """
+
+    shard: int
+    size: int
+    num_documents: tuple[int, int]
+    num_tokens: tuple[int, int]
+    num_unknown: int
+    skipped: dict[str, int]
+    examples: dict[str, list[str]]
+    nearest: tuple[tuple[float, int] | None, tuple[float, int] | None]
+
+    @classmethod
+    def read(cls, path: Path) -> "PartSummary":
+        data = json.loads(path.read_bytes())
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts of one shard while it is encoded."""
+
+    on_error: OnError
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    num_unknown: int = 0
+
+    def leave_out(self, position: Position, bad: BadRecord) -> None:
+        """Counts a record that is no document, or raises ValueError with where it is."""
+        is_error = bad.reason not in NO_ERROR
+        if is_error and self.on_error == OnError.FAIL:
+            raise ValueError(
+                f"{position.spoken()}: {bad}. Correct it, or leave out and count such records "
+                f"with --on-error skip"
+            )
+        self.skipped[str(bad.reason)] += 1
+        shown = self.examples.setdefault(str(bad.reason), [])
+        if len(shown) < MOST_EXAMPLES:
+            shown.append(f"{position.spoken()}: {bad}")
+
+
+def encode_shard(
+    job: PartJob,
+    encoder: RecordEncoder,
+    number: int,
+    shard: Shard,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> PartSummary:
+    """Writes the part of shard `number`; ValueError for a bad record unless those are skipped."""
+    tally = _Tally(job.on_error)
+    nearest: list[tuple[float, int] | None] = [None, None]
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                TokenStoreWriter(job.prefix(number, side), vocab_size=job.vocab_size)
+            )
+            for side in range(2)
+        ]
+        for position, encoded in _documents(job, encoder, shard, tally, is_stopped):
+            drawn = draw(job.seed, position.name)
+            side = int(drawn < job.heldout_fraction)
+            at = nearest[side]
+            if at is None or (drawn > at[0] if side else drawn < at[0]):
+                nearest[side] = (drawn, writers[side].num_documents)
+            add(writers[side], encoded, position)
+        counts = [(writer.num_documents, writer.num_tokens) for writer in writers]
+    summary = PartSummary(
+        shard=number,
+        size=shard.size,
+        num_documents=(counts[0][0], counts[1][0]),
+        num_tokens=(counts[0][1], counts[1][1]),
+        num_unknown=tally.num_unknown,
+        skipped=dict(tally.skipped),
+        examples=tally.examples,
+        nearest=(nearest[0], nearest[1]),
+    )
+    write_text(job.summary_path(number), json.dumps(asdict(summary)))
+    return summary
+
+
+def _documents(
+    job: PartJob,
+    encoder: RecordEncoder,
+    shard: Shard,
+    tally: _Tally,
+    is_stopped: Callable[[], bool],
+) -> Iterator[tuple[Position, Encoded]]:
+    records = read_shard(shard, text_key=job.text_key, columns=encoder.columns)
+    for number, (position, record) in enumerate(records):
+        if number % _STOP_EVERY == 0 and is_stopped():
+            raise Stopped
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            encoded = encoder.encode(record)
+        except BadRecord as bad:
+            tally.leave_out(position, bad)
+            continue
+        tally.num_unknown += encoded.num_unknown
+        yield position, encoded
+
+
+def add(writer: TokenStoreWriter, encoded: Encoded, position: Position) -> None:
+    """Appends a document; a ValueError of the store says where the document came from."""
+    try:
+        writer.add(encoded.tokens, encoded.trained)
+    except ValueError as error:
+        raise ValueError(f"{position.spoken()}: {error}") from None
+
+
+def find_part(job: PartJob, shard: int) -> PartSummary | None:
+    """The part of a shard if it is complete and has its checksums; None if it has to be made."""
+    try:
+        summary = PartSummary.read(job.summary_path(shard))
+        for side in range(2):
+            store = TokenStore(job.prefix(shard, side))
+            store.verify()
+            if store.num_documents != summary.num_documents[side]:
+                return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return summary
+
+
+def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
+    """Removes what killed processes left of files `prefix`... under temporary names."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
+            os.unlink(entry.path)
+
+
+def moved_document(
+    summaries: Sequence[PartSummary], *, fraction: float
+) -> tuple[int, int, int] | None:
+    """(shard, side, row) of the document that changes sides so that neither side is empty.
+
+    As `prepare` does: the one nearest to the limit; None where both sides have documents, or where
+    there is one document, which is trained.
+    """
+    totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
+    if all(totals) or not any(totals) or fraction == 0:
+        return None
+    side = int(totals[1] > 0)
+    if side == 0 and totals[0] == 1:
+        return None
+    found = [(n[0], s.shard, n[1]) for s in summaries if (n := s.nearest[side]) is not None]
+    _, shard, row = max(found) if side else min(found)
+    return shard, side, row
+
+
+def merge_parts(
+    job: PartJob,
+    summaries: Sequence[PartSummary],
+    writers: Sequence[TokenStoreWriter],
+    *,
+    progress: Callable[[int], None],
+) -> None:
+    """Adds all parts, in order of shards, to the stores of the two sides.
+
+    writers: of train and of held-out, or of train alone where nothing is held out. progress: called
+    with each shard that is done.
+    """
+    moved = moved_document(summaries, fraction=job.heldout_fraction)
+    for summary in summaries:
+        for side in range(2):
+            store = TokenStore(job.prefix(summary.shard, side))
+            for row in range(store.num_documents):
+                target = 1 - side if moved == (summary.shard, side, row) else side
+                trained = trained_spans(store.trained(row)) if store.has_targets else None
+                writers[target].add(store.read(row), trained)
+        progress(summary.shard)
+
+
+def trained_spans(mask: npt.NDArray[np.bool_]) -> IntArray:
+    """Half-open runs of True in `mask` (shape [n]), shape [k, 2]."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return edges.reshape(-1, 2)
+
+
+def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:
+    """What was left out of all shards: counts and first examples by reason, unknown tokens."""
+    skipped: Counter[str] = Counter()
+    examples: dict[str, list[str]] = {}
+    for summary in summaries:
+        skipped.update(summary.skipped)
+        for reason, shown in summary.examples.items():
+            examples[reason] = (examples.get(reason, []) + shown)[:MOST_EXAMPLES]
+    return {
+        "skipped": dict(sorted(skipped.items())),
+        "examples": dict(sorted(examples.items())),
+        "num_unknown": sum(summary.num_unknown for summary in summaries),
+    }

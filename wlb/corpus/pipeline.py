@@ -1,0 +1,369 @@
+"""Files to one token store, by several processes: `wlb prepare`.
+
+1. List the inputs and divide them into shards (`wlb.corpus.records`).
+2. Tokenizer: copy it, or train a BPE on a sample of training documents, into `<out>.parts`.
+3. Encode every shard into a part (`wlb.corpus.parts`); parts that an interrupted call completed
+   are kept, after their checksums were compared.
+4. Merge parts in order into `<out>`, and what is held out into `<out>-heldout`.
+
+Guarantees: stores are complete or absent, and byte for byte the same for any number of processes
+and after any interruption. Every record is a document or is counted by reason. A second call with
+the same inputs finds the store; other arguments never overwrite it unless told to.
+Cost: memory of one document a process (100 bytes a token for a `tokenizer.json`), 16 bytes a
+document at the end, some 300 bytes an input file; on disk the tokens twice until parts are removed.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb.corpus.encode import (
+    BPE,
+    BYTES,
+    DocumentPolicy,
+    EncoderChoice,
+    EncoderSpec,
+    TextEncoderSpec,
+    Vocabulary,
+    around,
+    byte_vocabulary,
+    read_vocabulary,
+    text_of,
+)
+from wlb.corpus.manifest import (
+    Manifest,
+    check_unchanged,
+    manifest_digest,
+    manifest_of,
+    open_manifest,
+)
+from wlb.corpus.parts import (
+    OnError,
+    PartJob,
+    PartSummary,
+    find_part,
+    merge_parts,
+    remove_unfinished,
+    totals,
+)
+from wlb.corpus.prepare import END_OF_TEXT, draw, locked, train_bpe, write_text
+from wlb.corpus.records import (
+    BadRecord,
+    InputFile,
+    Shard,
+    check_columns,
+    list_inputs,
+    list_shards,
+    read_shard,
+)
+from wlb.corpus.request import (
+    PrepareOptions,
+    Status,
+    StoreReport,
+    arguments_of,
+    tokenizer_path,
+)
+from wlb.corpus.shuffle import permute
+from wlb.corpus.store import TokenStore, TokenStoreWriter, file_checksum, store_path
+from wlb.corpus.text import Skip
+from wlb.corpus.workers import encode_shards
+
+_SHARD_BYTES = (1 << 20, 1 << 26)
+_NUM_SHARDS = 256
+
+
+Progress = Callable[[Status], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokenizer:
+    """path: of its file, "" for raw bytes."""
+
+    path: str
+    vocabulary: Vocabulary
+    checksum: str
+
+
+def prepare_store(
+    options: PrepareOptions,
+    *,
+    encoder: EncoderChoice | None = None,
+    progress: Progress | None = None,
+) -> StoreReport:
+    """Writes, goes on with, or finds the store `options.out`; see the module.
+
+    encoder: for records that are not text; it sets special tokens by itself, not by options.policy.
+    ValueError for bad input, for an interrupted call with other arguments, for a store of other
+    arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
+    """
+    began = time.perf_counter()
+    report = progress or _unseen
+    for folder in filter(Path.is_dir, map(Path, options.inputs)):
+        if folder.resolve() in Path(options.out).resolve().parents:
+            raise ValueError(
+                f"--out {options.out} lies in the input folder {folder}: the store would be read "
+                f"as input the next time; write it elsewhere"
+            )
+    files, skipped = list_inputs(options.inputs, text_unit=options.text_unit)
+    if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
+        raise ValueError(
+            f"{count} files or folders of {', '.join(options.inputs)} cannot be read; change their "
+            f"permissions, or leave them out and count them with --on-error skip"
+        )
+    if not files:
+        raise ValueError(f"all files of {', '.join(options.inputs)} are empty")
+    arguments = arguments_of(options)
+    if encoder is not None:
+        if options.tokenizer == BPE:
+            raise ValueError("a BPE is trained on text alone; give a tokenizer.json for other data")
+        arguments["encoder"] = encoder.arguments
+    check_columns(files, (options.text_key,) if encoder is None else encoder.columns)
+    manifest = manifest_of(arguments, files)
+    with locked(store_path(options.out, ".lock")):
+        found = _finished(options, manifest, files)
+        if found is None:
+            listed = {str(reason): count for reason, count in skipped.items()}
+            num_shards, num_kept = _prepare(options, encoder, files, manifest, listed, report)
+            found = _finished(options, manifest, files)
+            if found is None:
+                raise RuntimeError(f"{options.out} was replaced while it was prepared")
+            found = replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
+    return replace(found, time_s=time.perf_counter() - began)
+
+
+def _unseen(status: Status) -> None:
+    del status
+
+
+def _finished(
+    options: PrepareOptions, manifest: Manifest, files: Sequence[InputFile]
+) -> StoreReport | None:
+    """The report of a store that this manifest made; None if there is none, ValueError if another
+    store is there and may not be overwritten."""
+    prefix = options.out
+    if not store_path(prefix, ".idx").exists():
+        return None
+    heldout_prefix = f"{prefix}-heldout" if options.heldout_fraction else ""
+    try:
+        stores = [TokenStore(p) for p in (prefix, heldout_prefix) if p]
+    except ValueError:
+        stores = []
+    mark = manifest_digest(manifest)
+    infos = [store.info for store in stores if store.info is not None]
+    if not infos or any(i.preparation.get("manifest") != mark for i in infos):
+        if options.overwrite:
+            return None
+        raise ValueError(
+            f"{prefix} is there already and was made of other inputs or arguments; write to "
+            f"another --out, or replace it with --overwrite"
+        )
+    info, lengths = infos[0], stores[0].lengths
+    held = stores[1] if len(stores) > 1 else None
+    p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
+    return StoreReport(
+        prefix=prefix,
+        heldout=heldout_prefix,
+        tokenizer=str(Path(prefix).parent / info.tokenizer) if info.tokenizer else "",
+        vocab_size=info.vocab_size,
+        num_documents=stores[0].num_documents,
+        num_tokens=stores[0].num_tokens,
+        num_heldout_documents=held.num_documents if held else 0,
+        num_heldout_tokens=held.num_tokens if held else 0,
+        lengths_p50=p50,
+        lengths_p99=p99,
+        longest=int(lengths.max()),
+        skipped=info.preparation["skipped"],
+        examples=info.preparation["examples"],
+        num_unknown=info.preparation["num_unknown"],
+        checksum=info.checksum,
+        num_files=len(files),
+        num_bytes=sum(file.size for file in files),
+        num_shards=0,
+        num_kept=0,
+        reused=True,
+        time_s=0.0,
+    )
+
+
+def _prepare(
+    options: PrepareOptions,
+    encoder: EncoderChoice | None,
+    files: Sequence[InputFile],
+    manifest: Manifest,
+    listed: dict[str, int],
+    report: Progress,
+) -> tuple[int, int]:
+    """Parts, then stores; returns the number of shards, and how many of them were there already."""
+    folder = store_path(options.out, ".parts")
+    if options.overwrite and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    open_manifest(folder / "manifest.json", manifest)
+    remove_unfinished(folder)
+    for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
+        remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
+    size = sum(file.size for file in files)
+    shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
+    shards = list_shards(files, shard_bytes=shard_bytes)
+    report(Status(stage="tokenizer", size=size, done=0))
+    tokenizer = _open_tokenizer(options, folder, shards)
+    if encoder is None:
+        around(options.policy, tokenizer.vocabulary)  # refuses what tokens it lacks
+    job = PartJob(
+        folder=str(folder),
+        encoder=_encoder(options, tokenizer)
+        if encoder is None
+        else encoder.spec(tokenizer.path, tokenizer.vocabulary),
+        vocab_size=tokenizer.vocabulary.size,
+        text_key=options.text_key,
+        heldout_fraction=options.heldout_fraction,
+        seed=options.seed,
+        on_error=options.on_error,
+    )
+    summaries = _encode(job, shards, processes=options.processes, report=report)
+    num_kept = sum(kept for _, kept in summaries)
+    check_unchanged(files)
+    parts = [summary for summary, _ in summaries]
+    _publish(options, job, parts, tokenizer, manifest, listed, report)
+    shutil.rmtree(folder)
+    return len(shards), num_kept
+
+
+def _open_tokenizer(options: PrepareOptions, folder: Path, shards: Sequence[Shard]) -> _Tokenizer:
+    if options.tokenizer == BYTES:
+        return _Tokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
+    path, eos = folder / "tokenizer.json", options.eos
+    source = path
+    if options.tokenizer == BPE:
+        eos = eos or END_OF_TEXT
+        if not path.exists():
+            made = train_bpe(_sample(options, shards), vocab_size=options.vocab_size)
+            write_text(path, made.to_str(pretty=True))
+    else:
+        source = tokenizer_path(options.tokenizer)  # its folder says which token is EOS
+        write_text(path, source.read_text("utf-8"))
+    return _Tokenizer(
+        path=str(path),
+        vocabulary=read_vocabulary(source, bos=options.bos, eos=eos),
+        checksum=file_checksum(path),
+    )
+
+
+def _encoder(options: PrepareOptions, tokenizer: _Tokenizer) -> EncoderSpec:
+    return TextEncoderSpec(
+        tokenizer=tokenizer.path,
+        vocabulary=tokenizer.vocabulary,
+        policy=options.policy,
+        text_key=options.text_key,
+        in_parts=options.tokenizer == BPE,
+    )
+
+
+def _sample(options: PrepareOptions, shards: Sequence[Shard]) -> Iterator[str]:
+    """Texts of training documents of about sample_bytes, from all shards in seeded order."""
+    missing = options.sample_bytes
+    of_shard = max(1 << 16, -(-missing // len(shards)))
+    for number in permute(np.arange(len(shards)), len(shards), options.seed):
+        left = min(of_shard, missing)
+        key = options.text_key
+        for position, record in read_shard(shards[int(number)], text_key=key, columns=(key,)):
+            if left <= 0:
+                break
+            if draw(options.seed, position.name) < options.heldout_fraction:
+                continue
+            try:
+                text = text_of({} if isinstance(record, BadRecord) else record, key)[:left]
+            except BadRecord:
+                continue  # refused or counted when it is encoded
+            left -= len(text.encode())
+            missing -= len(text.encode())
+            yield text
+        if missing <= 0:
+            return
+
+
+def _encode(
+    job: PartJob, shards: Sequence[Shard], *, processes: int, report: Progress
+) -> list[tuple[PartSummary, bool]]:
+    """(summary, was there already) of every shard, in order."""
+    made: dict[int, tuple[PartSummary, bool]] = {}
+    at = Status(stage="encode", size=sum(shard.size for shard in shards), done=0)
+
+    def done(summary: PartSummary, kept: bool) -> None:
+        nonlocal at
+        made[summary.shard] = (summary, kept)
+        at = replace(
+            at,
+            done=at.done + summary.size,
+            num_documents=at.num_documents + sum(summary.num_documents),
+            skipped=at.skipped + sum(summary.skipped.values()),
+        )
+        report(at)
+
+    for number in range(len(shards)):
+        if (summary := find_part(job, number)) is not None:
+            done(summary, True)
+    missing = [number for number in range(len(shards)) if number not in made]
+    with closing(encode_shards(job, shards, missing, processes=processes)) as summaries:
+        for summary in summaries:
+            done(summary, False)
+    return [made[number] for number in range(len(shards))]
+
+
+def _publish(
+    options: PrepareOptions,
+    job: PartJob,
+    parts: Sequence[PartSummary],
+    tokenizer: _Tokenizer,
+    manifest: Manifest,
+    listed: dict[str, int],
+    report: Progress,
+) -> None:
+    """Merges parts into the stores; the tokenizer is there before them."""
+    left_out = totals(parts)
+    for reason, count in listed.items():
+        left_out["skipped"][reason] = left_out["skipped"].get(reason, 0) + count
+    if not sum(sum(part.num_documents) for part in parts):
+        raise ValueError(
+            f"no document is left of {', '.join(options.inputs)} (left out: "
+            f"{left_out['skipped']}, such as {left_out['examples']})"
+        )
+    name = None
+    if tokenizer.path:
+        path = store_path(options.out, "-tokenizer.json")
+        write_text(path, Path(tokenizer.path).read_text("utf-8"))
+        name = path.name
+    about: dict[str, Any] = {
+        "vocab_size": job.vocab_size,
+        "eos_id": tokenizer.vocabulary.eos_id if options.policy != DocumentPolicy.NONE else None,
+        "tokenizer": name,
+        "source": ", ".join(options.inputs),
+        "preparation": {
+            "manifest": manifest_digest(manifest),
+            "tokenizer_checksum": tokenizer.checksum,
+            "arguments": manifest["arguments"],
+            "num_files": len(manifest["inputs"]),
+            **left_out,
+        },
+    }
+    heldout = f"{options.out}-heldout"
+    if not options.heldout_fraction:  # what a store that is overwritten held out
+        for suffix in (".idx", ".bin", ".json", ".targets"):
+            store_path(heldout, suffix).unlink(missing_ok=True)
+    total, done = sum(part.size for part in parts), 0
+
+    def merged(shard: int) -> None:
+        nonlocal done
+        done += parts[shard].size
+        report(Status(stage="merge", size=total, done=done))
+
+    with ExitStack() as stack:  # leaves the held-out store first, so that the store comes last
+        prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
+        writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
+        merge_parts(job, parts, writers, progress=merged)
