@@ -52,13 +52,13 @@ def test_policies_of_a_tokenizer_that_adds_cuts_and_pads_by_itself(tmp_path):
     }
     for policy, tokens in expected.items():
         made = encoder(path, policy, bos="<s>", eos="</s>")
-        assert made.encode({"text": text}).tokens.tolist() == tokens
-        assert made.encode({"text": text}).trained is None
+        assert made.encode({"text": text})[0].tokens.tolist() == tokens
+        assert made.encode({"text": text})[0].trained is None
 
 
 def test_text_never_gives_special_tokens(tmp_path):
     path = saved(tmp_path, bpe("<s>", "</s>"))
-    ids = encoder(path, DocumentPolicy.NONE).encode({"text": ATTACK}).tokens
+    ids = encoder(path, DocumentPolicy.NONE).encode({"text": ATTACK})[0].tokens
     assert not set(ids.tolist()) & set(read_vocabulary(path).special)
     assert open_tokenizer(path).decode(ids.tolist(), skip_special_tokens=False) == ATTACK
 
@@ -73,7 +73,7 @@ def test_a_special_token_that_is_an_ordinary_piece_too_is_refused(tmp_path):
         made.encode({"text": "a </s> a"})
     assert refused.value.reason == "special_token"
     # A character without a token is not an error, and is counted.
-    encoded = made.encode({"text": "a b a c"})
+    (encoded,) = made.encode({"text": "a b a c"})
     assert (encoded.tokens.tolist(), encoded.num_unknown) == ([0, 2, 0, 2, 1], 2)
 
 
@@ -81,7 +81,7 @@ def test_unigram_unknown_by_id(tmp_path):
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
     path = saved(tmp_path, tokenizer)
     assert read_vocabulary(path).unknown_id == 0
-    assert encoder(path, DocumentPolicy.NONE).encode({"text": "azza"}).num_unknown >= 1
+    assert encoder(path, DocumentPolicy.NONE).encode({"text": "azza"})[0].num_unknown >= 1
 
 
 def test_vocabulary_holds_added_tokens_and_gaps(tmp_path):
@@ -127,7 +127,7 @@ def test_one_usual_name_is_taken(tmp_path):
 def test_bytes():
     def ids(policy, text):
         spec = TextEncoderSpec(tokenizer="", vocabulary=byte_vocabulary(), policy=policy)
-        return spec.open().encode({"text": text}).tokens.tolist()
+        return spec.open().encode({"text": text})[0].tokens.tolist()
 
     assert ids(DocumentPolicy.EOS_BOS, "é") == [256, 0xC3, 0xA9, 257]
     assert ids(DocumentPolicy.SEPARATOR, "a") == [97, 257]
@@ -173,7 +173,7 @@ def test_long_text_of_a_foreign_tokenizer_is_encoded_whole(tmp_path, monkeypatch
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     path = saved(tmp_path, tokenizer)
     text = "aaaa\n" * 8
-    found = encoder(path, DocumentPolicy.NONE).encode({"text": text}).tokens
+    found = encoder(path, DocumentPolicy.NONE).encode({"text": text})[0].tokens
     assert found.tolist() == tokenizer.encode(text).ids
     assert np.count_nonzero(found == 4) == 1
 

@@ -404,16 +404,20 @@ class EveryOther:
         return self
 
     def encode(self, record):
-        tokens = np.array(record["numbers"])
-        spans = [[i, i + 1] for i in range(1, tokens.size) if i % self.step]
-        return Encoded(tokens=tokens, trained=np.array(spans, np.int64).reshape(-1, 2))
+        return [self.document(numbers) for numbers in record["numbers"]]
+
+    def document(self, numbers):
+        spans = [[i, i + 1] for i in range(1, len(numbers)) if i % self.step]
+        trained = np.array(spans, np.int64).reshape(-1, 2)
+        return Encoded(tokens=np.array(numbers), trained=trained)
 
 
 @pytest.mark.dist
 def test_another_encoder_and_its_trained_tokens(tmp_path):
-    rows = [list(range(1, 2 + i % 9)) for i in range(60)]
+    records = [[list(range(1, 2 + i % 9))] * (1 + i % 2) for i in range(60)]
+    rows = [row for record in records for row in record]  # every second record is two documents
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"numbers": row}) + "\n" for row in rows))
+    path.write_text("".join(json.dumps({"numbers": record}) + "\n" for record in records))
     asked = options(path, tmp_path / "x", shard_bytes=200, processes=2)
     made = prepare_store(asked, encoder=EveryOther())
     assert made.num_shards > 3
@@ -429,6 +433,9 @@ def test_another_encoder_and_its_trained_tokens(tmp_path):
     assert sorted(found) == sorted(rows)
     with pytest.raises(ValueError, match="is there already and was made of other"):
         prepare_store(asked, encoder=EveryOther(step=3))
+    path.write_text('{"numbers": []}')
+    with pytest.raises(ValueError, match=r"line 1: the encoder gave neither document nor reason"):
+        prepare_store(replace(asked, overwrite=True), encoder=EveryOther())
     with pytest.raises(ValueError, match="a BPE is trained on text alone"):
         prepare_store(replace(asked, tokenizer="bpe"), encoder=EveryOther())
 
@@ -443,7 +450,7 @@ def test_a_store_too_narrow_for_its_vocabulary_is_refused(corpus, tmp_path):
 
 @dataclass(frozen=True)
 class Dies(EveryOther):
-    """Ends its process at the record of number 8, as the kernel does when memory is short."""
+    """Ends its process at the record of 8 documents, as the kernel does when memory is short."""
 
     def encode(self, record):
         if len(record["numbers"]) == 8 and parent_process() is not None:
@@ -454,11 +461,11 @@ class Dies(EveryOther):
 @pytest.mark.dist
 def test_a_worker_that_dies_is_said_and_what_is_complete_is_kept(tmp_path):
     path = tmp_path / "a.jsonl"
-    rows = [list(range(1, 3))] * 90 + [list(range(1, 9))]
+    rows = [[[1, 2]]] * 90 + [[[1]] * 8]
     path.write_text("".join(json.dumps({"numbers": row}) + "\n" for row in rows))
     asked = options(path, tmp_path / "x", shard_bytes=400, processes=2)
     with pytest.raises(RuntimeError, match=r"a worker process died .*run the same command again"):
         prepare_store(asked, encoder=Dies())
     made = prepare_store(replace(asked, processes=1), encoder=Dies())
     assert made.num_kept >= 1
-    assert made.num_documents + made.num_heldout_documents == 91
+    assert made.num_documents + made.num_heldout_documents == 98

@@ -4,13 +4,13 @@ Tokenizers: any `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. 
 from the policy alone: they are matched nowhere in text, and a tokenizer that makes one out of text
 all the same (a vocabulary entry that is an ordinary piece too) has that document refused.
 
-An encoder turns one record into an `Encoded`; other kinds of records (chat) bring an encoder of
-their own. Encoders travel to worker processes as an `EncoderSpec`, which is plain data.
+An encoder turns a record into one or more `Encoded`; other kinds of records (chat) bring an
+encoder of their own. Encoders travel to worker processes as an `EncoderSpec`, which is plain data.
 Cost: 2 to 3 MB/s a process for BPE and some 100 bytes a token of the longest document.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -61,7 +61,9 @@ class RecordEncoder(Protocol):
         """Keys that records must have; of Parquet nothing else is read."""
         ...
 
-    def encode(self, record: Record) -> Encoded: ...
+    def encode(self, record: Record) -> Sequence[Encoded]:
+        """The documents of a record, at least one; they go to the same side of the split."""
+        ...
 
 
 class EncoderSpec(Protocol):
@@ -135,7 +137,7 @@ class TextEncoder:
             whole = _in_parts if spec.in_parts else _whole
             self._ids = lambda text: whole(tokenizer, text)
 
-    def encode(self, record: Record) -> Encoded:
+    def encode(self, record: Record) -> Sequence[Encoded]:
         text = text_of(record, self._key)
         ids = self._ids(text)
         if not ids.size:
@@ -150,7 +152,7 @@ class TextEncoder:
         if self._unknown is not None:
             unknown = int((ids == self._unknown).sum())
         tokens = np.concatenate([self._before, ids, self._after])
-        return Encoded(tokens=tokens, num_unknown=unknown)
+        return [Encoded(tokens=tokens, num_unknown=unknown)]
 
 
 def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:

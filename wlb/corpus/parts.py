@@ -160,12 +160,15 @@ def _documents(
         try:
             if isinstance(record, BadRecord):
                 raise record
-            encoded = encoder.encode(record)
+            made = encoder.encode(record)
         except BadRecord as bad:
             tally.leave_out(position, bad)
             continue
-        tally.num_unknown += encoded.num_unknown
-        yield position, encoded
+        if not made:
+            raise ValueError(f"{position.spoken()}: the encoder gave neither document nor reason")
+        for encoded in made:
+            tally.num_unknown += encoded.num_unknown
+            yield position, encoded
 
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: Position) -> None:

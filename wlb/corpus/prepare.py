@@ -107,7 +107,7 @@ def prepare(
             if found is None:
                 heldout = _heldout(documents.names, fraction=heldout_fraction, seed=seed)
                 sample = _sample(documents, ~heldout, seed=seed, sample_bytes=sample_bytes)
-                tokenizer = train_bpe(sample, vocab_size=vocab_size)
+                tokenizer = train_bpe(sample, vocab_size)
                 _write(documents, prefix, tokenizer, heldout, fingerprint, progress)
                 found = _find(prefix, fingerprint)
                 if found is None:
@@ -194,7 +194,7 @@ def _heldout(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
 
 
 def draw(seed: int, name: str) -> float:
-    """Where a document of this name falls in [0, 1): held out if below the fraction."""
+    """A number in [0, 1) that (seed, name) decides: below `heldout_fraction` is held out."""
     data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
@@ -215,8 +215,8 @@ def _sample(
             yield part
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
-    """A byte-level BPE with one special token, `END_OF_TEXT`; at most vocab_size tokens."""
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """A byte-level BPE with `<|endoftext|>`, which never matches special tokens in text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -279,7 +279,7 @@ def _write(
 
 
 def write_text(path: Path, text: str) -> None:
-    """`text` at `path`, seen whole or not at all."""
+    """Writes a UTF-8 file that is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.write_text(text, encoding="utf-8")
