@@ -1,6 +1,17 @@
 """Text to tokens, token stores, length-only sources, and resumable shuffled global batches."""
 
 from wlb.corpus.batches import GlobalBatches, ListedBatches, Source, State
+from wlb.corpus.chat import ChatEncoder, ChatTokens, TooLong, add_chat_tokens, fit
+from wlb.corpus.chat_store import (
+    ChatCounts,
+    ChatDocuments,
+    OnProblem,
+    PreparedChat,
+    prepare_conversations,
+)
+from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
+from wlb.corpus.conversation import Conversation, Message, Role, conversation_of, read_records
+from wlb.corpus.jinja_template import JinjaTemplate, load_template
 from wlb.corpus.lengths import (
     FAMILIES,
     LengthFamily,
@@ -23,15 +34,29 @@ from wlb.corpus.text import (
 )
 
 __all__ = [
+    "BUILT_IN",
+    "CHATML",
     "END_OF_TEXT",
     "FAMILIES",
+    "LLAMA3",
+    "ChatCounts",
+    "ChatDocuments",
+    "ChatEncoder",
+    "ChatTemplate",
+    "ChatTokens",
+    "Conversation",
     "FileDocuments",
     "GlobalBatches",
+    "JinjaTemplate",
     "LengthFamily",
     "LengthSource",
     "ListedBatches",
     "ListedDocuments",
+    "Message",
+    "OnProblem",
+    "PreparedChat",
     "PreparedStores",
+    "Role",
     "Skip",
     "Source",
     "State",
@@ -40,12 +65,20 @@ __all__ = [
     "TokenArray",
     "TokenStore",
     "TokenStoreWriter",
+    "TooLong",
+    "Turns",
+    "add_chat_tokens",
+    "conversation_of",
+    "fit",
     "folder_documents",
     "lengths_of_family",
     "lengths_of_file",
+    "load_template",
     "load_tokenizer",
     "permute",
     "prepare",
+    "prepare_conversations",
+    "read_records",
     "read_texts",
     "stdlib_documents",
     "text_documents",

@@ -181,7 +181,7 @@ def _locked(path: Path) -> Generator[None]:
 
 def _heldout(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
     """Which documents are held out, bool [num_documents]."""
-    draws = np.array([_draw(seed, name) for name in names])
+    draws = np.array([draw(seed, name) for name in names])
     heldout = draws < fraction
     if fraction > 0 and heldout.size > 1:
         if not heldout.any():
@@ -193,7 +193,8 @@ def _heldout(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
     return heldout
 
 
-def _draw(seed: int, name: str) -> float:
+def draw(seed: int, name: str) -> float:
+    """A number in [0, 1) that (seed, name) decides: below `heldout_fraction` is held out."""
     data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
@@ -240,7 +241,7 @@ def _write(
     progress: Progress | None,
 ) -> None:
     train_prefix, heldout_prefix, tokenizer_path = _paths(prefix)
-    _write_text(tokenizer_path, tokenizer.to_str(pretty=True))
+    write_text(tokenizer_path, tokenizer.to_str(pretty=True))
     skipped: Counter[Skip] = Counter()
     about: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -276,7 +277,8 @@ def _write(
             )
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file that is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.write_text(text, encoding="utf-8")
