@@ -229,10 +229,7 @@ def _split(made: ChatTokens, limit: int) -> list[ChatTokens]:
         pieces.append((start, stop))
         start = stop - int(trained[stop])
     pieces.append((start, num))
-    return [
-        ChatTokens(tokens=made.tokens[start:stop], trained=_spans_of(trained[start:stop]))
-        for start, stop in pieces
-    ]
+    return [_document(made.tokens[a:b], trained[a:b]) for a, b in pieces]
 
 
 def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
@@ -253,7 +250,13 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
     mask = _mask(made)
     mask[start] = False  # it would be predicted from the system message
-    return ChatTokens(tokens=made.tokens[rows], trained=_spans_of(mask[rows]))
+    return _document(made.tokens[rows], mask[rows])
+
+
+def _document(tokens: IntArray, mask: BoolArray) -> ChatTokens:
+    mask = mask.copy()
+    mask[0] = False
+    return ChatTokens(tokens=tokens, trained=_spans_of(mask))
 
 
 def _mask(made: ChatTokens) -> BoolArray:

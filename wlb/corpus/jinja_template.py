@@ -191,7 +191,8 @@ class JinjaTemplate:
         except ValueError:  # templates may refuse a conversation that is not complete
             return None
         text = text.replace(_BEGIN, "").replace(_END, "")
-        return len(text) if plain.startswith(text) else None
+        is_whole = markers[len(roles) - 1] in text  # a system message may wait for the user's
+        return len(text) if is_whole and plain.startswith(text) else None
 
     def _text(self, roles: Sequence[Role], contents: Sequence[str]) -> str:
         from jinja2 import TemplateError

@@ -107,7 +107,7 @@ def prepare(
             if found is None:
                 heldout = _heldout(documents.names, fraction=heldout_fraction, seed=seed)
                 sample = _sample(documents, ~heldout, seed=seed, sample_bytes=sample_bytes)
-                tokenizer = _train(sample, vocab_size=vocab_size)
+                tokenizer = train_bpe(sample, vocab_size)
                 _write(documents, prefix, tokenizer, heldout, fingerprint, progress)
                 found = _find(prefix, fingerprint)
                 if found is None:
@@ -215,7 +215,8 @@ def _sample(
             yield part
 
 
-def _train(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """A byte-level BPE with `<|endoftext|>`, which never matches special tokens in text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
