@@ -11,6 +11,11 @@ from wlb.corpus.chat_store import (
 )
 from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
 from wlb.corpus.conversation import Conversation, Message, Role, conversation_of, read_records
+from wlb.corpus.docstrings import (
+    DocstringCounts,
+    docstring_conversations,
+    write_docstring_conversations,
+)
 from wlb.corpus.jinja_template import JinjaTemplate, load_template
 from wlb.corpus.lengths import (
     FAMILIES,
@@ -45,6 +50,7 @@ __all__ = [
     "ChatTemplate",
     "ChatTokens",
     "Conversation",
+    "DocstringCounts",
     "FileDocuments",
     "GlobalBatches",
     "JinjaTemplate",
@@ -69,6 +75,7 @@ __all__ = [
     "Turns",
     "add_chat_tokens",
     "conversation_of",
+    "docstring_conversations",
     "fit",
     "folder_documents",
     "lengths_of_family",
@@ -82,4 +89,5 @@ __all__ = [
     "read_texts",
     "stdlib_documents",
     "text_documents",
+    "write_docstring_conversations",
 ]
