@@ -6,7 +6,7 @@ imported. Which words a question has is decided by a hash of what it asks for, s
 equal conversations. For trying fine-tuning out, as the standard library's sources are for
 pre-training (`text.py`); lengths are heavy-tailed, as those of real conversations are.
 
-Cost: parsing takes some 5 s; one file is held at a time.
+Cost: parsing takes 2 to 4 s; one file is held at a time.
 """
 
 import ast
