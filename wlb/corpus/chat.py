@@ -11,7 +11,8 @@
 4. A conversation of more than `limit` tokens is refused, split, or truncated (`Fit`).
 
 Guarantees: equal to encoding the rendered text at once, wherever contents hold no special token and
-no token would cross the beginning of a trained text. Cost: some 20 us a message on one core.
+no token would cross the beginning of a trained text. Cost: 0.1 ms a message beside what the
+tokenizer takes.
 """
 
 import json
