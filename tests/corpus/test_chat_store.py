@@ -142,6 +142,7 @@ def test_heldout_conversations_keep_their_side(tmp_path) -> None:
         ({"limit": 1}, "limit = 1 must be at least 2 tokens"),
         ({"tokenizer": byte_tokenizer([])}, "has no token"),
         ({"template": "vicuna"}, "no chat template vicuna"),
+        ({"template": __file__, "add_tokens": True}, "add_tokens is for built-in templates, not"),
     ],
 )
 def test_options_that_cannot_be(tmp_path, options, message) -> None:

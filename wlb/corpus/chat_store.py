@@ -185,10 +185,7 @@ def prepare_conversations(
         raise ValueError(f"heldout_fraction = {heldout_fraction} must be in [0, 1)")
     if limit is not None and limit < 2:
         raise ValueError(f"limit = {limit} must be at least 2 tokens")
-    chosen = load_template(template) if isinstance(template, str | Path) else template
-    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    if add_tokens and isinstance(chosen, BuiltInTemplate):
-        add_chat_tokens(loaded, chosen)
+    loaded, chosen = _loaded(tokenizer, template, add_tokens=add_tokens)
     documents = ChatDocuments(
         encoder=ChatEncoder(loaded, chosen, turns=turns),
         source=str(path),
@@ -199,22 +196,23 @@ def prepare_conversations(
     )
     tokenizer_path = store_path(prefix, "-tokenizer.json")
     write_text(tokenizer_path, loaded.to_str(pretty=True))
+    preparation = {
+        "template": chosen.name,
+        "turns": str(turns),
+        "limit": limit,
+        "too_long": str(too_long),
+        "heldout_fraction": heldout_fraction,
+        "seed": seed,
+        "tokenizer_checksum": file_checksum(tokenizer_path),
+    }
+    sides = (f"{prefix}-train", f"{prefix}-heldout")
     about: dict[str, Any] = {
         "vocab_size": loaded.get_vocab_size(),
         "tokenizer": tokenizer_path.name,
         "source": str(path),
-        "preparation": {
-            "template": chosen.name,
-            "turns": str(turns),
-            "limit": limit,
-            "too_long": str(too_long),
-            "heldout_fraction": heldout_fraction,
-            "seed": seed,
-            "tokenizer_checksum": file_checksum(tokenizer_path),
-        },
+        "preparation": preparation,
     }
-    sides = (f"{prefix}-train", f"{prefix}-heldout")
-    _write(documents, path, sides, about, heldout_fraction=heldout_fraction, seed=seed)
+    _write(documents, path, sides, about)
     return PreparedChat(
         train=sides[0],
         heldout=sides[1],
@@ -224,20 +222,30 @@ def prepare_conversations(
     )
 
 
+def _loaded(
+    tokenizer: "str | Path | Tokenizer", template: str | Path | ChatTemplate, *, add_tokens: bool
+) -> "tuple[Tokenizer, ChatTemplate]":
+    chosen = load_template(template) if isinstance(template, str | Path) else template
+    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if add_tokens:
+        if not isinstance(chosen, BuiltInTemplate):
+            raise ValueError(f"add_tokens is for built-in templates, not {chosen.name}")
+        add_chat_tokens(loaded, chosen)
+    return loaded, chosen
+
+
 def _write(
     documents: ChatDocuments,
     path: str | Path,
     sides: tuple[str, str],
     about: dict[str, Any],
-    *,
-    heldout_fraction: float,
-    seed: int,
 ) -> None:
-    counts = documents.counts
+    counts, preparation = documents.counts, about["preparation"]
+    seed, fraction = preparation["seed"], preparation["heldout_fraction"]
     with ExitStack() as stack:
         writers = [stack.enter_context(TokenStoreWriter(side, **about)) for side in sides]
         for text, parts in documents.encode(read_records(path)):
-            is_heldout = heldout_fraction > 0 and draw(seed, text) < heldout_fraction
+            is_heldout = draw(seed, text) < fraction
             for part in parts:
                 writers[is_heldout].add(part.tokens, part.trained)
                 counts.num_documents += 1
