@@ -287,6 +287,15 @@ def test_the_start_of_a_text_survives_truncation() -> None:
     assert trained(tokenizer, kept) == [["No", "<|eot_id|>"]]
 
 
+def test_documents_of_a_record() -> None:
+    _, encoder = chatml()
+    record = {"messages": [{"role": role, "content": text} for role, text in TALK]}
+    assert [made.tokens.size for made in encoder.documents(record)] == [60]
+    assert [made.tokens.size for made in encoder.documents(record, limit=50)] == [36, 24]
+    with pytest.raises(ValueError, match="no token of the conversation is trained"):
+        encoder.documents({"messages": record["messages"][:2]})
+
+
 def test_refuse_names_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"has 60 tokens, more than the limit of 50; raise"):
         cut(50, TooLong.REFUSE, *TALK)

@@ -112,6 +112,19 @@ class ChatEncoder:
         made = self.encode(conversation_of(record))
         return made.tokens, made.trained
 
+    def documents(
+        self, record: object, *, limit: int | None = None, too_long: TooLong = TooLong.SPLIT
+    ) -> list[ChatTokens]:
+        """Documents of one record, each with a trained token; ValueError where there is none.
+
+        For pipelines with an encoder of records; `chat_store` counts what is left out here.
+        """
+        made = self.encode(conversation_of(record))
+        found = [part for part in fit(made, limit, too_long) if part.num_targets]
+        if not found:
+            raise ValueError(f"no token of the conversation is trained ({made.tokens.size} tokens)")
+        return found
+
     def encode(self, conversation: Conversation) -> ChatTokens:
         """ValueError for a conversation that the template refuses or cannot render exactly."""
         return self.encode_rendered([self.render(conversation)])[0]

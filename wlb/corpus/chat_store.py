@@ -243,11 +243,13 @@ def _write(
     counts, preparation = documents.counts, about["preparation"]
     seed, fraction = preparation["seed"], preparation["heldout_fraction"]
     with ExitStack() as stack:
-        writers = [stack.enter_context(TokenStoreWriter(side, **about)) for side in sides]
+        writers: list[TokenStoreWriter] = [
+            stack.enter_context(TokenStoreWriter(side, **about)) for side in sides
+        ]
         for text, parts in documents.encode(read_records(path)):
             is_heldout = draw(seed, text) < fraction
             for part in parts:
-                writers[is_heldout].add(part.tokens, part.trained)
+                writers[int(is_heldout)].add(part.tokens, part.trained)
                 counts.num_documents += 1
                 counts.num_heldout_documents += is_heldout
                 counts.num_tokens += part.tokens.size
