@@ -8,6 +8,21 @@ from wlb.corpus.blend import (
     open_batches,
     open_store,
 )
+from wlb.corpus.chat import ChatEncoder, ChatTokens, TooLong, add_chat_tokens, fit
+from wlb.corpus.chat_store import (
+    ChatCounts,
+    ChatDocuments,
+    OnProblem,
+    PreparedChat,
+    prepare_conversations,
+)
+from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
+from wlb.corpus.conversation import Conversation, Message, Role, conversation_of, read_records
+from wlb.corpus.docstrings import (
+    DocstringCounts,
+    docstring_conversations,
+    write_docstring_conversations,
+)
 from wlb.corpus.encode import (
     DocumentPolicy,
     Encoded,
@@ -18,6 +33,7 @@ from wlb.corpus.encode import (
     Vocabulary,
     read_vocabulary,
 )
+from wlb.corpus.jinja_template import JinjaTemplate, load_template
 from wlb.corpus.lengths import (
     FAMILIES,
     LengthFamily,
@@ -45,26 +61,41 @@ from wlb.corpus.text import (
 from wlb.corpus.verify import verify_store
 
 __all__ = [
+    "BUILT_IN",
+    "CHATML",
     "END_OF_TEXT",
     "FAMILIES",
+    "LLAMA3",
     "BadRecord",
     "BlendedBatches",
     "BlendedStore",
+    "ChatCounts",
+    "ChatDocuments",
+    "ChatEncoder",
+    "ChatTemplate",
+    "ChatTokens",
+    "Conversation",
+    "DocstringCounts",
     "DocumentPolicy",
     "Encoded",
     "EncoderChoice",
     "EncoderSpec",
     "FileDocuments",
     "GlobalBatches",
+    "JinjaTemplate",
     "LengthFamily",
     "LengthSource",
     "ListedBatches",
     "ListedDocuments",
+    "Message",
     "OnError",
+    "OnProblem",
     "PrepareOptions",
+    "PreparedChat",
     "PreparedStores",
     "Record",
     "RecordEncoder",
+    "Role",
     "Skip",
     "Source",
     "State",
@@ -79,19 +110,29 @@ __all__ = [
     "TokenArray",
     "TokenStore",
     "TokenStoreWriter",
+    "TooLong",
+    "Turns",
     "Vocabulary",
+    "add_chat_tokens",
+    "conversation_of",
+    "docstring_conversations",
+    "fit",
     "folder_documents",
     "lengths_of_family",
     "lengths_of_file",
+    "load_template",
     "load_tokenizer",
     "open_batches",
     "open_store",
     "permute",
     "prepare",
+    "prepare_conversations",
     "prepare_store",
+    "read_records",
     "read_texts",
     "read_vocabulary",
     "stdlib_documents",
     "text_documents",
     "verify_store",
+    "write_docstring_conversations",
 ]

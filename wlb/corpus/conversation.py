@@ -1,0 +1,208 @@
+"""Conversations: messages with roles, as the usual JSONL shapes have them.
+
+One JSON object a line, in one of three shapes:
+- {"messages": [{"role": "user", "content": "..."}, ...]};
+- {"conversations": [{"from": "human", "value": "..."}, ...]}, with an optional "system" beside it;
+- {"prompt": ..., "completion": ...}: two strings (a user's and an assistant's message) or two lists
+  of messages, of which only the completion is trained.
+An assistant's message may have "weight": 0, which leaves it untrained.
+
+Nothing is guessed: roles out of order, missing keys, contents that are no text, and keys that hold
+more of the conversation than these (tool calls, images) are refused, with the message's number.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+
+class Role(StrEnum):
+    """Who speaks."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+_FROM = {
+    "system": Role.SYSTEM,
+    "human": Role.USER,
+    "user": Role.USER,
+    "gpt": Role.ASSISTANT,
+    "assistant": Role.ASSISTANT,
+    "tool": Role.TOOL,
+}
+_FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
+    Role.SYSTEM: (None,),
+    Role.USER: (None, Role.SYSTEM, Role.ASSISTANT),
+    Role.ASSISTANT: (Role.USER, Role.TOOL),
+    Role.TOOL: (Role.ASSISTANT, Role.TOOL),
+}
+_MORE = (
+    "tool_calls",
+    "function_call",
+    "tools",
+    "functions",
+    "thinking",
+    "reasoning",
+    "reasoning_content",
+    "documents",
+    "images",
+    "audio",
+    "videos",
+)
+"""Keys that hold a part of the conversation which would be lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """is_trained: whether an assistant's content may be trained; nobody else's ever is."""
+
+    role: Role
+    content: str
+    is_trained: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages in order: a system message or none, then turns of a user and an assistant.
+
+    An assistant may be followed by tools, and tools by the assistant. The last message may be
+    anyone's.
+    """
+
+    messages: tuple[Message, ...]
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError("the conversation has no message")
+        before: Role | None = None
+        for i, message in enumerate(self.messages):
+            allowed = _FOLLOWS[message.role]
+            if before not in allowed:
+                names = [str(role) if role else "the start" for role in allowed]
+                place = f"after {before}" if before else "at the start"
+                raise ValueError(
+                    f"message {i} is of role {message.role} {place}; {message.role} may follow "
+                    f"{' or '.join(names)}: merge or reorder the messages"
+                )
+            before = message.role
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(message.role for message in self.messages)
+
+
+def conversation_of(record: object) -> Conversation:
+    """The conversation that a JSON object holds; ValueError says what is wrong with it."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{_short(record)} is not a JSON object with messages")
+    data = cast(dict[str, Any], record)
+    _refuse_more(data, "the record")
+    if "messages" in data:
+        return Conversation(messages=_messages(data["messages"], "messages"))
+    if "conversations" in data:
+        messages = _messages(data["conversations"], "conversations")
+        if data.get("system"):
+            messages = (
+                Message(role=Role.SYSTEM, content=_text(data["system"], "system")),
+                *messages,
+            )
+        return Conversation(messages=messages)
+    if "prompt" in data and "completion" in data:
+        return Conversation(messages=_prompt_and_completion(data["prompt"], data["completion"]))
+    raise ValueError(
+        f"the record has the keys {sorted(data)}; it needs messages, or conversations, or prompt "
+        f"and completion"
+    )
+
+
+def read_records(path: str | Path) -> Iterator[tuple[int, object | ValueError]]:
+    """(line number from 1, JSON value) of a JSONL file; a ValueError in place of what is none.
+
+    Lines of white space are passed over. Cost: one line in memory.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:  # not UTF-8, or not JSON
+                yield number, ValueError(f"not a JSON value in UTF-8: {error}")
+
+
+def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message, ...]:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return (
+            Message(role=Role.USER, content=_text(prompt, "prompt")),
+            Message(role=Role.ASSISTANT, content=_text(completion, "completion")),
+        )
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given = _messages(cast(object, prompt), "prompt")
+        context = tuple(Message(role=m.role, content=m.content, is_trained=False) for m in given)
+        return context + _messages(cast(object, completion), "completion")
+    shown = [_short(value) for value in cast(list[object], [prompt, completion])]
+    raise ValueError(
+        f"prompt is {shown[0]} and completion {shown[1]}; both must be text, or both lists of "
+        f"messages"
+    )
+
+
+def _messages(value: object, key: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{key} is {_short(value)}, not a list of messages")
+    return tuple(_message(item, f"message {i}") for i, item in enumerate(cast(list[object], value)))
+
+
+def _message(value: object, name: str) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {_short(value)}, not an object with role and content")
+    data = cast(dict[str, Any], value)
+    _refuse_more(data, name)
+    keys = ("from", "value") if "from" in data else ("role", "content")
+    missing = [key for key in keys if key not in data]
+    if missing:
+        raise ValueError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
+    role = data[keys[0]]
+    known = _FROM if keys[0] == "from" else {str(role): role for role in Role}
+    if not isinstance(role, str) or role not in known:
+        raise ValueError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
+    weight = data.get("weight", 1)
+    if weight is None or isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(
+            f"{name} has weight {_short(weight)}; it is 1 (trained) or 0 (not trained)"
+        )
+    return Message(
+        role=known[role],
+        content=_text(data[keys[1]], f"{keys[1]} of {name}"),
+        is_trained=bool(weight),
+    )
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {_short(value)}; only text is read")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode ({error.reason})") from error
+    return value
+
+
+def _refuse_more(data: dict[str, Any], name: str) -> None:
+    for key in _MORE:
+        if data.get(key):
+            raise ValueError(
+                f"{name} has {key} = {_short(data[key])}, which would be lost; write it into a "
+                f"message's content as the model is to see it, or remove it"
+            )
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
