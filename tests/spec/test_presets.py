@@ -22,7 +22,7 @@ TABLE_1 = {
 
 
 def test_the_presets_are_the_demos_table_1_and_the_405b_job() -> None:
-    assert presets() == sorted(["demo", "demo_single", *TABLE_1, "405b_128k"])
+    assert presets() == sorted(["demo", "demo_single", "sft_demo", *TABLE_1, "405b_128k"])
 
 
 @pytest.mark.parametrize("name", TABLE_1)

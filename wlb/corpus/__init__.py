@@ -18,6 +18,7 @@ from wlb.corpus.chat_store import (
 )
 from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
 from wlb.corpus.conversation import Conversation, Message, Role, conversation_of, read_records
+from wlb.corpus.docstring_store import DocstringStores, prepare_docstrings
 from wlb.corpus.docstrings import (
     DocstringCounts,
     docstring_conversations,
@@ -76,6 +77,7 @@ __all__ = [
     "ChatTokens",
     "Conversation",
     "DocstringCounts",
+    "DocstringStores",
     "DocumentPolicy",
     "Encoded",
     "EncoderChoice",
@@ -127,6 +129,7 @@ __all__ = [
     "permute",
     "prepare",
     "prepare_conversations",
+    "prepare_docstrings",
     "prepare_store",
     "read_records",
     "read_texts",

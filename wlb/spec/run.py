@@ -246,7 +246,11 @@ class DataSection:
         "tokens; a store too small for its weight is repeated",
     )
     heldout_store: str = key("", "prefix of the held-out store of data.store or data.blend")
-    corpus: str = key("stdlib", 'text to train on: "stdlib" (Python\'s own sources) or a folder')
+    corpus: str = key(
+        "stdlib",
+        'text to train on: "stdlib" (Python\'s own sources), "docstrings" (conversations about '
+        "them) or a folder",
+    )
     cache_dir: str = key("runs/stores", "where stores made from data.corpus are kept")
     bpe_vocab_size: int = key(4096, "size of the byte-level BPE trained on data.corpus")
     heldout_fraction: float = key(0.03, "share of documents kept for evaluation")

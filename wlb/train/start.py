@@ -12,7 +12,14 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from wlb.corpus import BlendedStore, StoreName, open_store, prepare, text_documents
+from wlb.corpus import (
+    BlendedStore,
+    StoreName,
+    open_store,
+    prepare,
+    prepare_docstrings,
+    text_documents,
+)
 from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
@@ -26,6 +33,7 @@ from wlb.train.refuse import computed_by, priced_by, profile_of, refuse_early
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""
 SPLIT_SEED = 0
+DOCSTRINGS = "docstrings"
 """Which documents are held out does not follow run.seed: runs of several seeds share them."""
 
 
@@ -56,6 +64,8 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
             shares = zip(store.stores, store.weights, strict=True)
             note += "; " + ", ".join(f"{s.prefix} {w / total:.1%}" for s, w in shares)
         return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
+    if spec.data.corpus == DOCSTRINGS:
+        return _docstring_stores(spec, console)
     prefix = _store_prefix(spec)
     with console.status(f"token store of {spec.data.corpus}") as status:
         made = prepare(
@@ -76,6 +86,26 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
     vocab = spec.model.vocab_size or made.vocab_size
     heldout = made.heldout if made.num_heldout_documents else ""
     return Stores(train=made.train, heldout=heldout, vocab_size=vocab, note=note)
+
+
+def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
+    data = spec.data
+    with console.status("token store of conversations about Python's docstrings"):
+        made = prepare_docstrings(
+            data.cache_dir,
+            vocab_size=data.bpe_vocab_size,
+            limit=data.context_window,
+            heldout_fraction=data.heldout_fraction,
+            seed=SPLIT_SEED,
+        )
+    how = f"made in {made.made_s:.1f} s" if made.made_s else "reused"
+    return Stores(
+        train=made.train,
+        heldout=made.heldout,
+        vocab_size=spec.model.vocab_size or made.vocab_size,
+        note=f"{made.num_documents:,} conversations, {made.num_tokens:,} tokens, "
+        f"{made.num_targets / made.num_tokens:.0%} trained ({how})",
+    )
 
 
 def _store_prefix(spec: RunSpec) -> Path:
