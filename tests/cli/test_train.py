@@ -140,7 +140,11 @@ BAD_INPUT = [
         "document 1 of the store {folder}/store has 70 tokens",
         "use data.long_documents = split",
     ),
-    (["data.store={folder}/ones"], "the store {folder}/ones has one token", "use another"),
+    (
+        ["data.store={folder}/ones"],
+        "every document of the store {folder}/ones has one token",
+        "use another",
+    ),
     (["cost.profile=h200"], "no kernel profile 'h200'", "shipped: cpu, h100"),
     (
         ["kernels.attention=torch_varlen"],

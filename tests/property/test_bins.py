@@ -17,6 +17,7 @@ QUICK = settings(deadline=None, max_examples=150, suppress_health_check=[HealthC
 
 FFD, BFD = BinMethod.FIRST_FIT_DECREASING, BinMethod.BEST_FIT_DECREASING
 NEXT_FIT, BEST_FIT = BinMethod.NEXT_FIT, BinMethod.BEST_FIT
+NFD = BinMethod.NEXT_FIT_DECREASING
 
 
 @st.composite
@@ -34,7 +35,7 @@ def one_by_one(
 ) -> list[list[int]]:
     """Rows of each bin as the method's definition says, O(documents x bins)."""
     rows = list(range(len(lengths)))
-    if method in (FFD, BFD):
+    if method in (FFD, BFD, NFD):
         rows.sort(key=lambda row: (row >= num_first, -lengths[row], row))
     bins: list[list[int]] = []
     room: list[int] = []
@@ -42,7 +43,7 @@ def one_by_one(
     for row in rows:
         fits = [b for b in is_open if room[b] >= lengths[row]]
         if not fits:
-            if method == NEXT_FIT:
+            if method in (NEXT_FIT, NFD):
                 is_open.clear()
             elif method == BEST_FIT and len(is_open) == window:
                 is_open.remove(min(is_open, key=lambda b: (room[b], b)))

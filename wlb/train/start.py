@@ -125,7 +125,7 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
     if store.vocab_size and store.vocab_size > stores.vocab_size:
         raise ValueError(
             f"model.vocab_size = {stores.vocab_size} is smaller than the {store.vocab_size} "
-            f"entries of {store.prefix}; raise it or set it to 0"
+            f"entries of the store {store.prefix}; raise it or set it to 0"
         )
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
 
