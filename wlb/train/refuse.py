@@ -42,8 +42,8 @@ def refuse_early(
     if not store.num_targets.any():
         has = "no trained token" if store.has_targets else "one token"
         raise ValueError(
-            f"every document of the store {store.prefix} has {has}, so there is nothing to predict; "
-            f"use another data.store or data.corpus"
+            f"every document of the store {store.prefix} has {has}, so there is nothing to "
+            f"predict; use another data.store or data.corpus"
         )
     _hold_documents(spec, store)
     if spec.eval.steps and heldout:
