@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tests.corpus.chat_case import CHATML_TOKENS, byte_tokenizer, shown
 from wlb.collate import IGNORE
 from wlb.corpus import (
-    OnProblem,
+    OnError,
     TokenStore,
     TooLong,
     Turns,
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_names_its_line(tmp_path) -> None:
     ):
         prepared(tmp_path, *records)
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".jsonl"]
-    counts = prepared(tmp_path, *records, on_invalid=OnProblem.SKIP).counts
+    counts = prepared(tmp_path, *records, on_invalid=OnError.SKIP).counts
     assert (counts.num_records, counts.num_invalid, counts.num_documents) == (5, 3, 2)
     assert [problem.partition("chat.jsonl, ")[2][:40] for problem in counts.problems] == [
         "line 2: content of message 0 is 3; only ",
@@ -86,7 +86,7 @@ def test_a_conversation_without_a_trained_token_is_reported(tmp_path) -> None:
     assert (made.counts.num_untrained, made.counts.num_documents) == (1, 1)
     assert "line 2: no token of it is trained" in made.counts.problems[0]
     with pytest.raises(ValueError, match=r"line 2: no token of it is trained \(14 tokens"):
-        prepared(tmp_path, *records, on_untrained=OnProblem.FAIL)
+        prepared(tmp_path, *records, on_untrained=OnError.FAIL)
     with pytest.raises(ValueError, match=r'is left to train on .*"num_untrained": 1'):
         prepared(tmp_path, records[1])
 
@@ -117,7 +117,7 @@ def test_truncation_may_leave_nothing_to_train(tmp_path) -> None:
     assert (counts.num_untrained, counts.num_too_long, counts.num_documents) == (1, 1, 1)
     assert "line 2: no trained token is left of its 71 tokens" in counts.problems[0]
     with pytest.raises(ValueError, match="no trained token is left"):
-        prepared(tmp_path, asks, on_untrained=OnProblem.FAIL, **how)
+        prepared(tmp_path, asks, on_untrained=OnError.FAIL, **how)
 
 
 def test_heldout_conversations_keep_their_side(tmp_path) -> None:

@@ -1,6 +1,13 @@
 """Text to tokens, token stores, length-only sources, and resumable shuffled global batches."""
 
-from wlb.corpus.batches import GlobalBatches, ListedBatches, Source, State, TargetSource
+from wlb.corpus.batches import (
+    GlobalBatches,
+    ListedBatches,
+    Source,
+    SourceBatches,
+    State,
+    TargetSource,
+)
 from wlb.corpus.blend import (
     BlendedBatches,
     BlendedStore,
@@ -12,7 +19,6 @@ from wlb.corpus.chat import ChatEncoder, ChatTokens, TooLong, add_chat_tokens, f
 from wlb.corpus.chat_store import (
     ChatCounts,
     ChatDocuments,
-    OnProblem,
     PreparedChat,
     prepare_conversations,
 )
@@ -91,7 +97,6 @@ __all__ = [
     "ListedDocuments",
     "Message",
     "OnError",
-    "OnProblem",
     "PrepareOptions",
     "PreparedChat",
     "PreparedStores",
@@ -100,6 +105,7 @@ __all__ = [
     "Role",
     "Skip",
     "Source",
+    "SourceBatches",
     "State",
     "Status",
     "StoreInfo",

@@ -15,6 +15,7 @@ Cost: lengths are looked up in blocks, 2 ms for a batch of 50,000 documents; not
 calls but the fingerprint of the lengths.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,7 +65,54 @@ class TargetSource(Source, Protocol):
     def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray: ...
 
 
-class GlobalBatches:
+class BatchStream(ABC):
+    """Global batches with explicit state."""
+
+    @abstractmethod
+    def start(self) -> State:
+        """The state before the first document."""
+
+    @abstractmethod
+    def next(self, state: State) -> tuple[GlobalBatch, State] | None:
+        """The batch after `state` and the state after the batch; None after the last one."""
+
+    def iterate(self, state: State | None = None) -> Iterator[tuple[GlobalBatch, State]]:
+        """(batch, state after it) from `state`, or from the start, to the end of data."""
+        item = self.next(self.start() if state is None else state)
+        while item is not None:
+            yield item
+            item = self.next(item[1])
+
+
+class SourceBatches(BatchStream):
+    """Of one source, whose documents have the ids epoch * num_documents + row."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._targets: TargetSource | None = None
+        if isinstance(source, TargetSource) and source.has_targets:
+            self._targets = source
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the source says which tokens are trained; without, all but the first are."""
+        return self._targets is not None
+
+    def count_targets(self, pieces: Pieces) -> IntArray:
+        """Trained labels of pieces of this source's documents, shape [num_pieces]."""
+        if self._targets is None:
+            return pieces.num_targets
+        rows = pieces.document % self.source.num_documents
+        return self._targets.count_targets(rows, pieces.start, pieces.stop)
+
+    def _num_targets(self, ids: IntArray, lengths: IntArray) -> IntArray:
+        """Trained labels of whole documents, shape [num_documents]."""
+        if self._targets is None:
+            return lengths - 1
+        return self._targets.num_targets[ids % self.source.num_documents]
+
+
+class GlobalBatches(SourceBatches):
     """Batches of `source`; epochs = 0 never ends, shuffle = False keeps the source's order.
 
     `Documents.id` is epoch * num_documents + row, so `id % num_documents` is the source's row.
@@ -92,10 +140,7 @@ class GlobalBatches:
                 f"{self._lengths.size} lengths"
             )
         check_lengths(self._lengths)
-        self.source = source
-        self._targets: TargetSource | None = None
-        if isinstance(source, TargetSource) and source.has_targets:
-            self._targets = source
+        super().__init__(source)
         self.tokens_per_batch = tokens_per_batch
         self.epochs = epochs
         self._identity: State = {
@@ -107,18 +152,6 @@ class GlobalBatches:
         }
         if self._targets is not None:
             self._identity["targets"] = digest(self._targets.num_targets)
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether the source says which tokens are trained; without, all but the first are."""
-        return self._targets is not None
-
-    def count_targets(self, pieces: Pieces) -> IntArray:
-        """Trained labels of pieces of this source's documents, shape [num_pieces]."""
-        if self._targets is None:
-            return pieces.num_targets
-        rows = pieces.document % self._lengths.size
-        return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
     def start(self) -> State:
         """The state before the first document."""
@@ -150,18 +183,6 @@ class GlobalBatches:
             "surplus": max(0, int(lengths.sum()) - missing),
         }
         return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
-
-    def iterate(self, state: State | None = None) -> Iterator[tuple[GlobalBatch, State]]:
-        """(batch, state after it) from `state`, or from the start, to the end of data."""
-        item = self.next(self.start() if state is None else state)
-        while item is not None:
-            yield item
-            item = self.next(item[1])
-
-    def _num_targets(self, ids: IntArray, lengths: IntArray) -> IntArray:
-        if self._targets is None:
-            return lengths - 1
-        return self._targets.num_targets[ids % self._lengths.size]
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of the documents from stream position `first` until `missing` tokens."""

@@ -17,7 +17,7 @@ Cost: that of `GlobalBatches`, plus sorting; documents that are looked at and no
 up again for the next batch, at least 64 a store. 16 bytes a document are kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from wlb.corpus.batches import (
     BLOCK,
+    BatchStream,
     GlobalBatches,
     Source,
     State,
@@ -108,7 +109,7 @@ class BlendedStore:
         return self.stores[at], document - int(self._first[at])
 
 
-class BlendedBatches:
+class BlendedBatches(BatchStream):
     """Global batches of several sources; epochs = 0 never ends.
 
     epochs > 0 ends where every source has been passed that often, most of them more often.
@@ -201,13 +202,6 @@ class BlendedBatches:
             **{name: counts.tolist() for name, counts in zip(_COLUMNS, read, strict=True)},
         }
         return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
-
-    def iterate(self, state: State | None = None) -> Iterator[tuple[GlobalBatch, State]]:
-        """(batch, state after it) from `state`, or from the start, to the end of data."""
-        item = self.next(self.start() if state is None else state)
-        while item is not None:
-            yield item
-            item = self.next(item[1])
 
     @property
     def _end(self) -> float:

@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from wlb.corpus.chat import ChatEncoder, ChatTokens, TooLong, add_chat_tokens, f
 from wlb.corpus.chat_template import BuiltInTemplate, ChatTemplate, Rendered, Turns
 from wlb.corpus.conversation import conversation_of, read_records
 from wlb.corpus.jinja_template import load_template
+from wlb.corpus.parts import OnError
 from wlb.corpus.prepare import draw, load_tokenizer, write_text
 from wlb.corpus.store import TokenStoreWriter, file_checksum, store_path
 
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 
 _GROUP = 256
 _SHOWN = 20
-
-
-class OnProblem(StrEnum):
-    """What a conversation that cannot be trained does."""
-
-    FAIL = "fail"
-    SKIP = "skip"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,8 +86,8 @@ class ChatDocuments:
     source: str
     limit: int | None = None
     too_long: TooLong = TooLong.SPLIT
-    on_invalid: OnProblem = OnProblem.FAIL
-    on_untrained: OnProblem = OnProblem.SKIP
+    on_invalid: OnError = OnError.FAIL
+    on_untrained: OnError = OnError.SKIP
     counts: ChatCounts = field(default_factory=ChatCounts)
 
     def encode(
@@ -152,9 +145,9 @@ class ChatDocuments:
         counts.num_untrained_part_tokens += sum(part.tokens.size for part in empty)
         return filled
 
-    def _problem(self, line: int, text: str, action: OnProblem, *, name: str) -> None:
+    def _problem(self, line: int, text: str, action: OnError, *, name: str) -> None:
         message = f"{self.source}, line {line}: {text}"
-        if action == OnProblem.FAIL:
+        if action == OnError.FAIL:
             raise ValueError(f'{message}; {name} = "skip" leaves such conversations out')
         if len(self.counts.problems) < _SHOWN:
             self.counts.problems.append(message)
@@ -169,8 +162,8 @@ def prepare_conversations(
     turns: Turns = Turns.ALL,
     limit: int | None = None,
     too_long: TooLong = TooLong.SPLIT,
-    on_invalid: OnProblem = OnProblem.FAIL,
-    on_untrained: OnProblem = OnProblem.SKIP,
+    on_invalid: OnError = OnError.FAIL,
+    on_untrained: OnError = OnError.SKIP,
     add_tokens: bool = False,
     heldout_fraction: float = 0.0,
     seed: int = 0,

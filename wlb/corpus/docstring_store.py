@@ -4,7 +4,6 @@ Made once for a Python version and these arguments, and found again. The tokeniz
 BPE of the conversations' own text with ChatML's two tokens.
 """
 
-import json
 import platform
 import tempfile
 import time
@@ -84,7 +83,7 @@ def _find(prefix: Path, vocab_size: int) -> DocstringStores | None:
     try:
         train = TokenStore(f"{prefix}-train")
         heldout = TokenStore(f"{prefix}-heldout")
-    except (ValueError, OSError, json.JSONDecodeError):
+    except (ValueError, OSError):
         return None
     return DocstringStores(
         train=train.prefix,

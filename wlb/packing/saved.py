@@ -19,7 +19,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from wlb.corpus import Source, TargetSource
+from wlb.corpus import Source, SourceBatches
 from wlb.packing.base import PackerOptions, PolicyPacker, build_plan
 from wlb.plan import (
     Carry,
@@ -137,27 +137,13 @@ class Packs:
                 )
 
 
-class PackedBatches:
+class PackedBatches(SourceBatches):
     """A step's documents as a global batch, in their saved order; epochs = 0 never ends."""
 
     def __init__(self, packs: Packs, source: Source, *, epochs: int = 0) -> None:
-        self.packs, self.epochs, self.source = packs, epochs, source
-        self._targets: TargetSource | None = None
-        if isinstance(source, TargetSource) and source.has_targets:
-            self._targets = source
+        super().__init__(source)
+        self.packs, self.epochs = packs, epochs
         self._identity = {"packs": digest(packs.rows, packs.offsets)}
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether only some tokens are trained (`wlb.planner.targets`)."""
-        return self._targets is not None
-
-    def count_targets(self, pieces: Pieces) -> IntArray:
-        """Trained labels of pieces of this source's documents, shape [num_pieces]."""
-        if self._targets is None:
-            return pieces.num_targets
-        rows = pieces.document % self.source.num_documents
-        return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
     def start(self) -> dict[str, Any]:
         return {"step": 0, **self._identity}
@@ -180,7 +166,7 @@ class PackedBatches:
         documents = Documents(
             id=epoch * self.source.num_documents + rows,
             length=length,
-            num_targets=length - 1 if self._targets is None else self._targets.num_targets[rows],
+            num_targets=self._num_targets(rows, length),
             source=same + self.source.source_id,
             arrival=same + at,
         )

@@ -64,18 +64,16 @@ class MicroBatch:
     def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Which tokens lie in rows [start, stop) of a segment: (piece, first and last + 1 token of
         the piece), in order. Padding has none."""
+        if self.layout != Layout.JOINED:
+            piece = self.pieces[segment]
+            stop = min(stop, piece.stop - piece.start)
+            return [(segment, start, stop)] if start < stop else []
         length = self.pieces.length
-        if self.layout == Layout.JOINED:
-            begin = offsets_of(length)
-            inside = range(
-                int(np.searchsorted(begin, start, "right")) - 1,
-                int(np.searchsorted(begin, stop, "left")),
-            )
-            ends = ((i, start - int(begin[i]), stop - int(begin[i])) for i in inside)
-        else:
-            ends = iter([(segment, start, stop)])
-        cut = ((i, max(0, a), min(int(length[i]), b)) for i, a, b in ends)
-        return [(i, a, b) for i, a, b in cut if a < b]
+        begin = offsets_of(length)
+        first = int(np.searchsorted(begin, start, "right")) - 1
+        last = int(np.searchsorted(begin, stop, "left"))
+        ends = ((i, start - int(begin[i]), stop - int(begin[i])) for i in range(first, last))
+        return [(i, max(0, a), min(int(length[i]), b)) for i, a, b in ends]
 
 
 def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
@@ -150,7 +148,11 @@ class PackingPlan:
         """Tokens and padding of each micro-batch, shape [num_micro_batches]."""
         if self.layout != Layout.PADDED:
             return self.tokens
-        return np.array([batch.num_rows for batch in self.micro_batches], np.int64)
+        counts, longest = np.diff(self.offsets), np.zeros(self.num_micro_batches, np.int64)
+        filled = counts > 0
+        if filled.any():
+            longest[filled] = np.maximum.reduceat(self.pieces.length, self.offsets[:-1][filled])
+        return counts * longest
 
     def micro_batch(self, index: int) -> MicroBatch:
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])

@@ -47,7 +47,8 @@ class TelemetryMeter:
         self._priced = self.cost
         if not self.times_hold_collectives:
             self._priced = without_collectives(self.cost)
-        self._stages = list(spec.stages_of(mesh.pp_rank))
+        all_layers = spec.stage_layers
+        self._layers = {stage: all_layers[stage] for stage in spec.stages_of(mesh.pp_rank)}
         self._clear()
 
     def _clear(self) -> None:
@@ -69,13 +70,13 @@ class TelemetryMeter:
         """A step that this rank executed; loading_ns: what it waited for its inputs."""
         predicted = {
             layers: stage_times(plan, self._priced, layers=layers)
-            for layers in {self.spec.stage_layers[stage] for stage in self._stages}
+            for layers in set(self._layers.values())
         }
         num = len(plan.micro_batches)
         latencies = np.zeros((self.spec.num_micro_batches, self.spec.num_stages, 3), np.int64)
         for i in range(num):
-            for stage in self._stages:
-                row, layers = self.mesh.dp_rank * num + i, self.spec.stage_layers[stage]
+            for stage, layers in self._layers.items():
+                row = self.mesh.dp_rank * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
                 if layers and plan.shardings[i].tokens[self.mesh.cp_rank]:
                     self._compare(i, num - 1, stage, predicted[layers], times)
@@ -83,9 +84,9 @@ class TelemetryMeter:
         self._embedding_ns += times.total_ns(Part.EMBEDDING)
         self._head_ns += times.total_ns(Part.HEAD)
         embedding_ns, head_ns = end_times_ns(plan, self._priced)
-        if 0 in self._stages:
+        if 0 in self._layers:
             self._predicted_embedding_ns += embedding_ns
-        if self.spec.num_stages - 1 in self._stages:
+        if self.spec.num_stages - 1 in self._layers:
             self._predicted_head_ns += head_ns
         self._compute_ns += times.compute_ns
         self._bubble_ns += times.bubble_ns
