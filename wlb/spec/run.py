@@ -345,6 +345,11 @@ class EvalSection:
 class CheckpointSection:
     interval: int = key(0, "steps between checkpoints; 0 = at the end only", unit="steps")
     keep: int = key(2, "checkpoints kept; older ones are removed")
+    init_from: str = key(
+        "",
+        "folder of a checkpoint, or of a run (its newest), whose weights a new run begins with; "
+        "optimiser, steps and data begin anew; empty = weights are drawn",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

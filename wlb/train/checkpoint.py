@@ -50,6 +50,20 @@ def latest(directory: Path) -> Path:
     return found[-1]
 
 
+def to_begin_with(path: str) -> Path:
+    """The checkpoint that `checkpoint.init_from` names: a checkpoint's folder or a run's newest."""
+    folder = Path(path)
+    if (folder / "run.json").is_file():
+        return folder
+    found = complete(folder / "checkpoints")
+    if not found:
+        raise ValueError(
+            f"checkpoint.init_from = {path} is neither a checkpoint (a folder with run.json) nor a "
+            f"run with checkpoints in it"
+        )
+    return found[-1]
+
+
 def planner_state(checkpoint: Path) -> PlannerState:
     """Where planning goes on; data that had ended is asked again, as epochs may be more now."""
     text = (checkpoint / "planner.json").read_text("utf-8")
@@ -92,14 +106,29 @@ def load(checkpoint: Path, *, stages: dict[int, Llama], optimizers: Optimizers) 
     """Load weights and optimiser state in place, from any layout; the number of executed steps."""
     state = _state_dict(stages, optimizers)
     state_dict_loader.load(state, checkpoint_id=checkpoint)
+    _set_weights(stages, state["model"])
     for index, stage in stages.items():
         names = [name for name, _ in stage.named_parameters()]
-        set_model_state_dict(stage, {n: state["model"][n] for n in names})
         prefixes = tuple(f"{kind}.{n}." for n in names for kind in ("state", "param_groups"))
         own = {k: v for k, v in state["optimizer"].items() if k.startswith(prefixes)}
         set_optimizer_state_dict(stage, optimizers.by_stage[index], own, options=_FLAT)
     optimizers.configure()  # not the checkpoint's: --set on resume counts
     return int(json.loads((checkpoint / "run.json").read_text("utf-8"))["step"])
+
+
+def load_weights(checkpoint: Path, *, stages: dict[int, Llama]) -> None:
+    """Load weights alone, in place, from any layout; all ranks must call it."""
+    model: dict[str, Any] = {}
+    for stage in stages.values():
+        model |= get_model_state_dict(stage)
+    state_dict_loader.load({"model": model}, checkpoint_id=checkpoint)
+    _set_weights(stages, model)
+
+
+def _set_weights(stages: dict[int, Llama], weights: dict[str, Any]) -> None:
+    for stage in stages.values():
+        names = [name for name, _ in stage.named_parameters()]
+        set_model_state_dict(stage, {n: weights[n] for n in names})
 
 
 def _state_dict(stages: dict[int, Llama], optimizers: Optimizers) -> dict[str, dict[str, Any]]:

@@ -38,6 +38,7 @@ from wlb.train.telemetry import TelemetryMeter
 class Job:
     """What a rank is started with. spec has dp and vocabulary size filled in.
 
+    resume: the checkpoint to go on from; init_from: the one whose weights a new run begins with.
     calibrate: the kernel profile to write when training has ended, or None.
     """
 
@@ -48,6 +49,7 @@ class Job:
     title: str
     started_s: float
     calibrate: Path | None = None
+    init_from: Path | None = None
 
     @property
     def directory(self) -> Path:
@@ -71,6 +73,8 @@ class Trainer:
                 job.resume, stages=self.executor.stages, optimizers=self.optimizers
             )
             state = checkpoint.planner_state(job.resume)
+        elif job.init_from is not None:
+            checkpoint.load_weights(job.init_from, stages=self.executor.stages)
         self.feed = PlanFeed(priced, job.train_store, world, mesh, state)
         self.inputs = InputPrefetcher(self.executor, self.reader, ahead=spec.data.prefetch)
         self.reducer = StepReducer(mesh, tuple(STRATEGIES))

@@ -49,8 +49,11 @@ def refuse_early(
     if spec.eval.steps and heldout:
         _hold_documents(spec, TokenStore(heldout))
         open_heldout_planner(priced, heldout, device)
+    if resume is None and spec.checkpoint.init_from:
+        begins = checkpoint.to_begin_with(spec.checkpoint.init_from)
+        _same_shapes(spec.model, begins, "checkpoint.init_from")
     if resume is not None:
-        _same_shapes(spec.model, resume)
+        _same_shapes(spec.model, resume, "--resume")
         planner.next(checkpoint.planner_state(resume))
     return planner
 
@@ -111,13 +114,12 @@ def profile_of(planner: Planner) -> KernelProfile:
     return planner.cost.profile
 
 
-def _same_shapes(model: ModelSpec, resume: Path) -> None:
-    saved = json.loads((resume / "run.json").read_text("utf-8"))["spec"]["model"]
-    theirs = apply(ModelSpec(), saved, source=str(resume))
+def _same_shapes(model: ModelSpec, saved_in: Path, option: str) -> None:
+    saved = json.loads((saved_in / "run.json").read_text("utf-8"))["spec"]["model"]
+    theirs = apply(ModelSpec(), saved, source=str(saved_in))
     for name in _SHAPES:
         if getattr(theirs, name) != getattr(model, name):
             raise ValueError(
-                f"--resume: {resume} has model.{name} = {getattr(theirs, name)}, this run "
-                f"{getattr(model, name)}; go on with the model of the checkpoint, or start a new "
-                f"run"
+                f"{option}: {saved_in} has model.{name} = {getattr(theirs, name)}, this run "
+                f"{getattr(model, name)}; use the checkpoint's model, or start without {option}"
             )

@@ -243,16 +243,18 @@ def _job(
         f"micro-batches of about {filled.data.context_window} tokens"
     )
     saved = checkpoint.latest(directory / "checkpoints") if resume else None
-    if saved is None and directory.absolute() in Path(spec.cost.profile).absolute().parents:
-        raise ValueError(
-            f"cost.profile = {spec.cost.profile} lies in the folder of an older run of this name, "
-            f"which is about to be moved aside; copy it elsewhere or set run.name"
-        )
+    if saved is None:
+        _refuse_in_older_run(directory, "cost.profile", spec.cost.profile)
+        _refuse_in_older_run(directory, "checkpoint.init_from", spec.checkpoint.init_from)
     planner = refuse_early(
         filled, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=saved
     )
     console.print(computed_by(filled, choice.kind))
     console.print(priced_by(planner))
+    init_from = None
+    if saved is None and spec.checkpoint.init_from:
+        init_from = checkpoint.to_begin_with(spec.checkpoint.init_from)
+        console.print(f"weights of {init_from}")
     target: Path | None = None
     if calibrate is not None:
         target = profile_path(
@@ -266,7 +268,17 @@ def _job(
         title=title,
         started_s=started_s,
         calibrate=target,
+        init_from=init_from,
     )
+
+
+def _refuse_in_older_run(directory: Path, key: str, path: str) -> None:
+    folder, given = directory.absolute(), Path(path).absolute()
+    if path and (folder == given or folder in given.parents):
+        raise ValueError(
+            f"{key} = {path} lies in the folder of an older run of this name, which is about to be "
+            f"moved aside; copy it elsewhere or set run.name"
+        )
 
 
 def _refuse_calibration(spec: RunSpec) -> None:
