@@ -10,6 +10,7 @@ from wlb.spec.keys import nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
+    "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
     "cluster.memory_gib",

@@ -373,7 +373,7 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
         train(spec(saved, model={"num_layers": 2}))
     with pytest.raises(ValueError, match="is neither a checkpoint"):
         train(spec(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="init_from = .* about to be moved aside"):
+    with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
         train(spec(saved, run={"name": "small"}))
     assert not (tmp_path / "runs" / "second").exists()
 
