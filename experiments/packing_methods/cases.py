@@ -1,0 +1,274 @@
+"""What is trained: the data, the base model, and every run by name.
+
+Each run is one `wlb train` of its own process on one thread, so times of the processor and peak
+memory are its own and two can go on at once. A run that finished left `result.json` and is not
+repeated; one that was interrupted begins again.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.packing_methods.counting import Method
+from experiments.results import commit
+from wlb.corpus import PrepareOptions, TokenStore, prepare_docstrings, prepare_store
+from wlb.planner import open_planner
+from wlb.spec import RunSpec, load
+
+MSL = 1024
+BS = 4
+VOCABULARY = 4096
+HELDOUT_FRACTION = 0.1
+BASE_PACKAGES = ("numpy", "scipy")
+"""Python sources that the base model is trained on: nothing of the standard library, whose
+docstrings it is then fine-tuned on."""
+BASE_STEPS, BASE_BATCHES = 200, 16
+MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4}
+MODEL |= {"ffn_hidden_size": 704, "vocab_size": VOCABULARY}
+LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+
+NAMES = {
+    "random_padding": Method.RANDOM_PADDING,
+    "group_by_length_padding": Method.GROUPED_PADDING,
+    "mini_batch_posid": Method.MINI_BATCH,
+    "fixed_length": Method.FIXED_LENGTH,
+    "fixed_length_posid": Method.FIXED_LENGTH_POSID,
+    "multipack_posid": Method.MULTIPACK,
+    "multipack_bfd_posid": Method.BEST_FIT_DECREASING,
+    "sorted_posid": Method.SORTED,
+    "random_posid": Method.RANDOM,
+}
+"""Of `packing.method`. The paper's Multipack packs by first fit decreasing."""
+ONLINE = ("random_padding", "group_by_length_padding", "mini_batch_posid")
+GASES = (8, 2)
+"""Micro-batches of a step. At the second, offline packing takes about as many steps as the online
+methods at the first, as in the paper's (2, 4096, 32) and (1, 8192, 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run: an epoch of a method. bs, msl, gas as in the paper."""
+
+    method: str
+    gas: int
+    seed: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-gas{self.gas}-lr{self.learning_rate:g}-seed{self.seed}"
+
+    @property
+    def title(self) -> str:
+        return str(NAMES[self.method])
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.method.startswith("fixed")
+
+    @property
+    def layout(self) -> str:
+        """(bs, msl, gas) of the paper: offline methods but fixed length are flat."""
+        if self.method in ONLINE or self.is_fixed:
+            return f"{BS}, {MSL}, {self.gas}"
+        return f"1, {BS * MSL}, {self.gas}"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Of the run's TOML. A row of fixed length is a micro-batch, and so are BS of them."""
+        return {
+            "packing.method": self.method,
+            "packing.examples": BS,
+            "packing.bin_windows": BS,
+            "packing.window_batches": 100_000,  # offline: the whole epoch at once
+            "data.num_micro_batches": self.gas * (BS if self.is_fixed else 1),
+            "training.learning_rate": self.learning_rate,
+            "training.min_learning_rate": self.learning_rate / 10,
+            "run.seed": self.seed,
+        }
+
+
+def all_cases(seeds: range, learning_rate: float) -> list[Case]:
+    """Seed by seed, so that an interrupted study has whole seeds."""
+    pairs = [(method, GASES[0]) for method in ONLINE]
+    pairs += [(method, gas) for gas in GASES for method in NAMES if method not in ONLINE]
+    return [
+        Case(method=method, gas=gas, seed=seed, learning_rate=learning_rate)
+        for seed in seeds
+        for method, gas in pairs
+    ]
+
+
+def rate_cases() -> list[Case]:
+    """Many small steps and few large ones at each learning rate."""
+    return [
+        Case(method=method, gas=GASES[0], seed=0, learning_rate=rate)
+        for method in ("mini_batch_posid", "multipack_bfd_posid")
+        for rate in LEARNING_RATES
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run left. Losses in nats a trained token: of the epoch, held out before and after.
+
+    tokens: of examples; positions: computed. compute_s: processor time of the model's passes.
+    peak_mib: resident memory of the process at its most, everything included.
+    """
+
+    steps: int
+    tokens: int
+    targets: int
+    positions: int
+    train_loss: float
+    heldout_before: float
+    heldout_after: float
+    compute_s: float
+    peak_mib: float
+    commit: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.compute_s
+
+    @property
+    def padding(self) -> float:
+        return 1 - self.tokens / self.positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """The folder of all runs, and its stores."""
+
+    folder: Path
+    train: str
+    heldout: str
+    tokenizer: str
+
+    @classmethod
+    def open(cls, folder: Path) -> "Study":
+        """Prepares the conversations where they are missing."""
+        made = prepare_docstrings(
+            folder / "stores",
+            vocab_size=VOCABULARY,
+            limit=MSL,
+            heldout_fraction=HELDOUT_FRACTION,
+            seed=0,
+        )
+        info = TokenStore(made.train).info
+        assert info is not None
+        tokenizer = str(Path(made.train).parent / str(info.tokenizer))
+        return cls(folder=folder, train=made.train, heldout=made.heldout, tokenizer=tokenizer)
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+    def train_base(self) -> None:
+        """The model that every run begins with, unless it is there."""
+        if (self.base / "result.json").exists():
+            return
+        site = Path(sysconfig.get_paths()["purelib"])
+        prefix = str(self.folder / "stores" / "base")
+        prepare_store(
+            PrepareOptions(
+                inputs=tuple(f"{site / name}/**/*.py" for name in BASE_PACKAGES),
+                out=prefix,
+                tokenizer=self.tokenizer,
+                eos="<|endoftext|>",
+            )
+        )
+        keys: dict[str, Any] = {
+            "packing.method": "fixed_length_posid",
+            "data.num_micro_batches": BASE_BATCHES,
+            "data.store": prefix,
+            "data.heldout_store": self.heldout,
+            "training.steps": BASE_STEPS,
+            "training.warmup_steps": BASE_STEPS // 20,
+        }
+        self._train("base", keys, threads=2)
+
+    def spec_of(self, case: Case, **more: Any) -> RunSpec:
+        return load("sft_demo", _set(self._shared() | case.keys | more))
+
+    def run(self, case: Case) -> Result:
+        """Trains it unless it was; its result."""
+        if (found := self.result(case)) is not None:
+            return found
+        spec = self.spec_of(case, **{"training.steps": 1_000_000})
+        steps = sum(1 for _ in open_planner(spec, self.train, "cpu").steps())
+        keys = case.keys | {
+            "training.steps": steps,
+            "training.warmup_steps": max(1, steps // 10),
+            "checkpoint.init_from": self.base,
+        }
+        made = self._train(case.name, keys, threads=1)
+        shutil.rmtree(self.folder / case.name / "checkpoints")
+        return made
+
+    def result(self, case: Case) -> Result | None:
+        """Of a run that finished."""
+        path = self.folder / case.name / "result.json"
+        return Result(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+
+    def _shared(self) -> dict[str, Any]:
+        return {
+            **{f"model.{name}": value for name, value in MODEL.items()},
+            "run.output_dir": self.folder,
+            "run.device": "cpu",
+            "data.store": self.train,
+            "data.heldout_store": self.heldout,
+            "data.context_window": MSL,
+            "data.epochs": 1,
+            "eval.steps": 1_000,  # the whole store
+        }
+
+    def _train(self, name: str, keys: dict[str, Any], *, threads: int) -> Result:
+        """One process; leaves result.json."""
+        given = _set(self._shared() | keys | {"run.name": name})
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-m", "wlb", "train", "sft_demo", "--set", *given]
+        log = self.folder / f"{name}.log"
+        with log.open("w", encoding="utf-8") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+            # Not Popen.wait: the peak memory of this process alone is wanted.
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            code = os.waitstatus_to_exitcode(status)
+            raise RuntimeError(f"{name} failed, exit status {code}; {log} says why")
+        made = read_result(self.folder / name, peak_mib=usage.ru_maxrss / 1024)
+        path = self.folder / name / "result.json"
+        path.write_text(json.dumps(asdict(made), indent=1), "utf-8")
+        return made
+
+
+def read_result(folder: Path, *, peak_mib: float) -> Result:
+    """What the metrics of a finished run say."""
+    text = (folder / "metrics.jsonl").read_text("utf-8")
+    lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    steps = [line["measured"] for line in lines if line["kind"] == "step"]
+    trained = [m for m in steps if m["loss"] is not None]
+    held = [line["heldout_loss"] for line in lines if line["kind"] == "evaluation"]
+    targets = sum(m["num_targets"] for m in steps)
+    return Result(
+        steps=len(trained),
+        tokens=sum(m["num_tokens"] for m in steps),
+        targets=targets,
+        positions=sum(m["num_tokens"] + m["num_filler_tokens"] for m in steps),
+        train_loss=sum(m["loss"] * m["num_targets"] for m in trained) / targets,
+        heldout_before=held[0],
+        heldout_after=held[-1],
+        compute_s=sum(m["telemetry"]["compute"]["mean_s"] for m in steps if m["telemetry"]),
+        peak_mib=peak_mib,
+        commit=commit(),
+    )
+
+
+def _set(keys: dict[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in keys.items()]
