@@ -42,7 +42,7 @@ from wlb.cost.machine import program_version
 from wlb.report import worth_of
 
 ROOT = Path(__file__).parents[1]
-RESULTS_ONLY = ":(exclude,glob)experiments/*/results/**"
+RESULTS_ONLY = ":(exclude,glob)experiments/**/results/**"
 
 
 class How(StrEnum):

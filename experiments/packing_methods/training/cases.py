@@ -7,6 +7,7 @@ repeated; one that was interrupted begins again.
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,9 @@ BASE_PACKAGES = ("numpy", "scipy")
 """Python sources that the base model is trained on: nothing of the standard library, whose
 docstrings it is then fine-tuned on."""
 BASE_STEPS, BASE_BATCHES = 200, 16
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SIZE_EXAMPLES = 256
+"""Examples that each batch size is tried on, the same for all."""
 MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4}
 MODEL |= {"ffn_hidden_size": 704, "vocab_size": VOCABULARY}
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
@@ -46,6 +50,8 @@ NAMES = {
 }
 """Of `packing.method`. The paper's Multipack packs by first fit decreasing."""
 ONLINE = ("random_padding", "group_by_length_padding", "mini_batch_posid")
+OUT_OF_MEMORY = "can't allocate memory"
+"""What torch says of a process that got no more."""
 GASES = (8, 2)
 """Micro-batches of a step. At the second, offline packing takes about as many steps as the online
 methods at the first, as in the paper's (2, 4096, 32) and (1, 8192, 4)."""
@@ -116,7 +122,8 @@ def rate_cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run left. Losses in nats a trained token: of the epoch, held out before and after.
+    """What a run left. Losses in nats a trained token: of the epoch, held out before and after
+    (None without evaluation).
 
     tokens: of examples; positions: computed. compute_s: processor time of the model's passes.
     peak_mib: resident memory of the process at its most, everything included.
@@ -127,8 +134,8 @@ class Result:
     targets: int
     positions: int
     train_loss: float
-    heldout_before: float
-    heldout_after: float
+    heldout_before: float | None
+    heldout_after: float | None
     compute_s: float
     peak_mib: float
     commit: str
@@ -140,6 +147,30 @@ class Result:
     @property
     def padding(self) -> float:
         return 1 - self.tokens / self.positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeCase:
+    """A batch size of the ablation: a padding or a mini-batch method, one micro-batch a step."""
+
+    method: str
+    bs: int
+
+    @property
+    def name(self) -> str:
+        return f"size-{self.method}-bs{self.bs}"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {
+            "packing.method": self.method,
+            "packing.examples": self.bs,
+            "data.num_micro_batches": 1,
+            "training.steps": max(1, SIZE_EXAMPLES // self.bs),
+            "training.learning_rate": 1e-3,
+            "training.min_learning_rate": 1e-3,
+            "eval.steps": 0,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +243,25 @@ class Study:
         shutil.rmtree(self.folder / case.name / "checkpoints")
         return made
 
-    def result(self, case: Case) -> Result | None:
+    def try_out(self, case: Case, *, steps: int) -> Result:
+        """A few steps from drawn weights, without evaluation."""
+        keys = {"training.steps": steps, "training.warmup_steps": 0, "eval.steps": 0}
+        return self._train(case.name, case.keys | keys, threads=1)
+
+    def run_size(self, case: SizeCase, *, cap_mib: int) -> Result | None:
+        """Tries a batch size where the process gets so much memory for data; None: out of it."""
+        if (found := self.result(case)) is not None:
+            return found
+        try:
+            made = self._train(case.name, case.keys, threads=1, cap_mib=cap_mib)
+        except RuntimeError:
+            if OUT_OF_MEMORY in (self.folder / f"{case.name}.log").read_text("utf-8"):
+                return None
+            raise
+        shutil.rmtree(self.folder / case.name / "checkpoints")
+        return made
+
+    def result(self, case: Case | SizeCase) -> Result | None:
         """Of a run that finished."""
         path = self.folder / case.name / "result.json"
         return Result(**json.loads(path.read_text("utf-8"))) if path.exists() else None
@@ -229,7 +278,7 @@ class Study:
             "eval.steps": 1_000,  # the whole store
         }
 
-    def _train(self, name: str, keys: dict[str, Any], *, threads: int) -> Result:
+    def _train(self, name: str, keys: dict[str, Any], *, threads: int, cap_mib: int = 0) -> Result:
         """One process; leaves result.json."""
         given = _set(self._shared() | keys | {"run.name": name})
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -237,11 +286,14 @@ class Study:
         log = self.folder / f"{name}.log"
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+            if cap_mib:
+                limit = cap_mib << 20
+                resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
             # Not Popen.wait: the peak memory of this process alone is wanted.
             _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         if status:
-            code = os.waitstatus_to_exitcode(status)
-            raise RuntimeError(f"{name} failed, exit status {code}; {log} says why")
+            raise RuntimeError(f"{name} failed, exit status {process.returncode}; {log} says why")
         made = read_result(self.folder / name, peak_mib=usage.ru_maxrss / 1024)
         path = self.folder / name / "result.json"
         path.write_text(json.dumps(asdict(made), indent=1), "utf-8")
@@ -262,8 +314,8 @@ def read_result(folder: Path, *, peak_mib: float) -> Result:
         targets=targets,
         positions=sum(m["num_tokens"] + m["num_filler_tokens"] for m in steps),
         train_loss=sum(m["loss"] * m["num_targets"] for m in trained) / targets,
-        heldout_before=held[0],
-        heldout_after=held[-1],
+        heldout_before=held[0] if held else None,
+        heldout_after=held[-1] if held else None,
         compute_s=sum(m["telemetry"]["compute"]["mean_s"] for m in steps if m["telemetry"]),
         peak_mib=peak_mib,
         commit=commit(),

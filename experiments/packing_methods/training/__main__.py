@@ -1,0 +1,130 @@
+"""Real fine-tuning by every method: `python -m experiments.packing_methods.training`.
+
+A model of 5 million parameters is trained on Python sources of other packages, then fine-tuned for
+one epoch on conversations about the standard library's docstrings, by each of the paper's methods
+at layouts like those of its Tables 4 to 6, several seeds each; then batch sizes are tried up to a
+memory cap (its Figures 2 and 3). Everything is kept in --folder: the same command goes on where it
+was interrupted, and writes `training/results` when all is there. About 75 minutes on two cores.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from experiments.packing_methods.training.cases import (
+    BATCH_SIZES,
+    Case,
+    Result,
+    SizeCase,
+    Study,
+    all_cases,
+    rate_cases,
+)
+from experiments.packing_methods.training.page import (
+    Sizes,
+    against_rows,
+    pictures,
+    rates_table,
+    sizes_table,
+    training_table,
+)
+from experiments.packing_methods.training.summary import groups_of
+from experiments.packing_methods.training.words import words
+from experiments.results import How, show, write_results
+
+SEEDS = 3
+CAP_MIB = 3072
+QUICK_STEPS = 4
+
+
+def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]:
+    """Trains what is missing, `jobs` at a time, in order."""
+    missing = [case for case in cases if study.result(case) is None]
+    print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for case, made in zip(missing, pool.map(study.run, missing), strict=True):
+            print(
+                f"{case.name}: {made.steps} steps, held-out loss {made.heldout_before:.3f} -> "
+                f"{made.heldout_after:.3f}, {made.tokens_per_s:,.0f} tokens/s",
+                flush=True,
+            )
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C: the runs got it as well
+    return {case: study.run(case) for case in cases}
+
+
+def run_sizes(study: Study) -> Sizes:
+    """Each method's batch sizes until memory ends, one run at a time."""
+    sizes: Sizes = {}
+    for method in ("random_padding", "mini_batch_posid"):
+        for bs in BATCH_SIZES:
+            case = SizeCase(method=method, bs=bs)
+            sizes[case] = made = study.run_size(case, cap_mib=CAP_MIB)
+            said = f"{made.peak_mib:,.0f} MiB" if made else "out of memory"
+            print(f"{case.name}: {said}", flush=True)
+            if made is None:
+                break
+    return sizes
+
+
+def best_rate(rates: dict[Case, Result]) -> float:
+    """Of the mini-batch runs: many steps, the paper's own method."""
+    found = {c: r for c, r in rates.items() if c.method == "mini_batch_posid"}
+    return min(found, key=lambda case: found[case].heldout_after).learning_rate
+
+
+def study_of(options: argparse.Namespace) -> None:
+    study = Study.open(options.folder.absolute())
+    study.train_base()
+    rates = run_all(study, rate_cases(), jobs=options.jobs)
+    cases = all_cases(range(options.seeds), best_rate(rates))
+    found = run_all(study, cases, jobs=options.jobs)
+    sizes = run_sizes(study)
+    groups = groups_of(found)
+    tables = [training_table(groups), rates_table(rates), sizes_table(sizes)]
+    against = against_rows(groups)
+    show(*tables, against=against, width=200)
+    write_results(
+        Path(__file__).parent,
+        title="Packing with position ids: training",
+        how=How.MEASURED,
+        profile="two runs at a time on two CPU cores, one thread each; tokens/s by the processor "
+        "time of the model's passes, peak memory by the operating system.",
+        text=words(groups, rates, sizes, cap_mib=CAP_MIB),
+        against=against,
+        tables=tables,
+        figures=pictures(groups, sizes, cap_mib=CAP_MIB),
+    )
+
+
+def quick() -> None:
+    """A few steps of three methods from drawn weights: that it works, no more."""
+    with tempfile.TemporaryDirectory() as folder:
+        study = Study.open(Path(folder))
+        for method in ("random_padding", "mini_batch_posid", "multipack_bfd_posid"):
+            case = Case(method=method, gas=1, seed=0, learning_rate=1e-3)
+            made = study.try_out(case, steps=QUICK_STEPS)
+            print(
+                f"{case.title}: {made.tokens:,} tokens in {made.positions:,} positions, "
+                f"{made.tokens_per_s:,.0f} tokens/s, peak {made.peak_mib:,.0f} MiB, loss "
+                f"{made.train_loss:.3f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/packing_methods"))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--quick", action="store_true", help="a few steps; writes nothing")
+    options = parser.parse_args()
+    run: Callable[[], None] = quick if options.quick else lambda: study_of(options)
+    run()
+
+
+if __name__ == "__main__":
+    main()

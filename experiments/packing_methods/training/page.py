@@ -1,0 +1,238 @@
+"""The page of `experiments.packing_methods.training`: tables, pictures, words."""
+
+from typing import Any
+
+import numpy as np
+
+from experiments.drawing import COLOURS, MARKERS, new_figure
+from experiments.packing_methods.lengths import DATASETS
+from experiments.packing_methods.training.cases import (
+    BATCH_SIZES,
+    GASES,
+    NAMES,
+    Case,
+    Result,
+    SizeCase,
+)
+from experiments.packing_methods.training.summary import Group, noise_band, paper_pair
+from experiments.results import Against, Picture, Table
+
+Sizes = dict[SizeCase, Result | None]
+
+
+def training_table(groups: list[Group]) -> Table:
+    band = noise_band(groups)
+    rows: list[list[Any]] = []
+    for group in groups:
+        is_baseline = group.case.method == "random_padding"
+        verdict = "noise" if abs(group.difference) <= band else "worse"
+        if group.difference < -band:
+            verdict = "better"
+        rows.append(
+            [
+                group.case.title,
+                group.case.layout,
+                group.steps,
+                group.mean("tokens_per_s"),
+                group.faster,
+                group.mean("padding"),
+                group.mean("peak_mib"),
+                group.mean("train_loss"),
+                group.spread("train_loss"),
+                group.mean("heldout_after"),
+                group.spread("heldout_after"),
+                None if is_baseline else group.difference,
+                None if is_baseline else verdict,
+            ]
+        )
+    columns = (
+        "method",
+        "bs, msl, gas",
+        "steps",
+        "tokens/s",
+        "over padding",
+        "padding",
+        "peak memory (MiB)",
+        "train loss",
+        "sd, train",
+        "held-out loss",
+        "sd, held out",
+        "less padding's",
+        "difference",
+    )
+    losses = ("train loss", "held-out loss", "sd, train", "sd, held out")
+    return Table(
+        name="training",
+        title="An epoch of every method",
+        columns=columns,
+        rows=rows,
+        formats=dict.fromkeys(losses, ".3f")
+        | {"steps": ".1f", "tokens/s": ",.0f", "over padding": ".2f", "padding": ".1%"}
+        | {"peak memory (MiB)": ",.0f", "less padding's": "+.3f"},
+        note=f"Means of {len(groups[0].results)} seeds; sd: standard deviation of seeds. tokens/s: "
+        "of examples, by one thread's processor time in the model's passes. difference: noise "
+        f"where it is within {band:.3f} nats (95%, paired by seed, variance pooled over methods).",
+    )
+
+
+def rates_table(found: dict[Case, Result]) -> Table:
+    return Table(
+        name="learning_rates",
+        title="Learning rates",
+        columns=("method", "bs, msl, gas", "learning rate", "steps", "train loss", "held-out loss"),
+        rows=[
+            [c.title, c.layout, f"{c.learning_rate:g}", r.steps, r.train_loss, r.heldout_after]
+            for c, r in found.items()
+        ],
+        formats={"train loss": ".3f", "held-out loss": ".3f"},
+        note="One seed each. All other runs have the rate that is best for MiniBatchPacking, as "
+        "the paper has one rate for all.",
+    )
+
+
+def sizes_table(sizes: Sizes) -> Table:
+    rows = [
+        [
+            str(NAMES[case.method]),
+            case.bs,
+            made.peak_mib if made else "out of memory",
+            made.tokens_per_s if made else None,
+            made.padding if made else None,
+        ]
+        for case, made in sizes.items()
+    ]
+    return Table(
+        name="batch_sizes",
+        title="Mini-batch size",
+        columns=("method", "bs", "peak memory (MiB)", "tokens/s", "padding"),
+        rows=rows,
+        formats={"peak memory (MiB)": ",.0f", "tokens/s": ",.0f", "padding": ".1%"},
+        note="The same examples for every size, one micro-batch a step.",
+    )
+
+
+def against_rows(groups: list[Group]) -> list[Against]:
+    out: list[Against] = []
+    for group in groups:
+        pairs = {name: paper_pair(name, group.case) for name in DATASETS}
+        if group.case.method == "random_padding" or not all(pairs.values()):
+            continue
+        out.append(
+            Against(
+                what=f"held-out loss less padding's, {group.title}",
+                paper=" / ".join(f"{p.difference:+.3f}" for p in pairs.values() if p),
+                ours=f"{group.difference:+.3f}",
+                note="FLAN / OrcaMath / Stack",
+            )
+        )
+        out.append(
+            Against(
+                what=f"tokens/s over padding, {group.title}",
+                paper=" / ".join(f"{p.faster:.2f}" for p in pairs.values() if p),
+                ours=f"{group.faster:.2f}",
+                note="FLAN / OrcaMath / Stack",
+            )
+        )
+    return out
+
+
+def draw_methods(groups: list[Group]) -> Any:
+    """Held-out loss and speed beside the paper's, a line a method."""
+    figure, axes = new_figure(ncols=2, height=5.6, sharey=True)
+    band = noise_band(groups)
+    shown = [g for g in groups if g.case.method != "random_padding"]
+    axes[0].axvspan(-band, band, color="0.85", label="noise")
+    for y, group in enumerate(shown):
+        for axis, value in ((axes[0], "difference"), (axes[1], "faster")):
+            axis.plot(
+                getattr(group, value), y, "o", color="black", zorder=3, label="" if y else "here"
+            )
+            for i, name in enumerate(DATASETS):
+                pair = paper_pair(name, group.case)
+                if pair is not None:
+                    axis.plot(
+                        getattr(pair, value),
+                        y,
+                        MARKERS[i + 1],
+                        color=COLOURS[i],
+                        markerfacecolor="none",
+                        label="" if y else f"paper, {name}",
+                    )
+        axes[0].plot(group.differences, [y] * len(group.differences), "|", color="black")
+    axes[0].axvline(0, color="black", linewidth=1)
+    axes[1].axvline(1, color="black", linewidth=1)
+    first_few = next(
+        i
+        for i, g in enumerate(shown)
+        if g.case.method not in ("mini_batch_posid", "group_by_length_padding")
+    )
+    second = next(i for i, g in enumerate(shown) if g.case.gas == GASES[1])
+    for axis in axes:
+        for at in (first_few, second):
+            axis.axhline(at - 0.5, color="0.6", linewidth=0.8, linestyle=(0, (2, 2)))
+    axes[0].set(
+        xlabel="held-out loss less padding's (nats)",
+        yticks=range(len(shown)),
+        yticklabels=[f"{g.case.title}, {g.steps:.0f} steps" for g in shown],
+    )
+    axes[1].set(xlabel="tokens/s over padding's")
+    axes[0].invert_yaxis()
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False
+    )
+    return figure
+
+
+def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
+    """The paper's Figures 2 and 3."""
+    figure, axes = new_figure(ncols=2, height=3.8)
+    methods = list(dict.fromkeys(case.method for case in sizes))
+    for i, method in enumerate(methods):
+        found = {c.bs: r for c, r in sizes.items() if c.method == method}
+        fits = {bs: r for bs, r in found.items() if r is not None}
+        for axis, name in zip(axes, ("peak_mib", "tokens_per_s"), strict=True):
+            values = np.array([getattr(r, name) for r in fits.values()])
+            axis.plot(
+                list(fits),
+                values,
+                marker=MARKERS[i],
+                color=COLOURS[i],
+                label=str(NAMES[method]),
+            )
+        failed = [bs for bs, r in found.items() if r is None]
+        if failed:
+            axes[0].plot(failed[0], cap_mib, "x", color=COLOURS[i], markersize=9)
+            axes[0].annotate(
+                "out of memory",
+                (failed[0], cap_mib),
+                textcoords="offset points",
+                xytext=(0, 8),
+                ha="center",
+                color=COLOURS[i],
+            )
+    axes[0].axhline(cap_mib, color="black", linewidth=1, linestyle=(0, (4, 2)))
+    for axis, label in zip(axes, ("peak memory (MiB)", "tokens/s"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(BATCH_SIZES, [str(bs) for bs in BATCH_SIZES])
+        axis.set(xlabel="mini-batch size (examples)", ylabel=label)
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylim(top=cap_mib * 1.15)
+    axes[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
+def pictures(groups: list[Group], sizes: Sizes, *, cap_mib: int) -> list[Picture]:
+    return [
+        Picture(
+            name="methods",
+            caption="Held-out loss and speed beside RandomSampling+Padding: "
+            "dots the mean of seeds, ticks each seed, hollow the paper's tables at bs = 2",
+            figure=draw_methods(groups),
+        ),
+        Picture(
+            name="batch_sizes",
+            caption=f"Peak memory and speed by mini-batch size under a cap of {cap_mib / 1024:g} "
+            "GiB (the paper's Figures 2 and 3)",
+            figure=draw_sizes(sizes, cap_mib=cap_mib),
+        ),
+    ]
