@@ -35,7 +35,7 @@ SIZE_EXAMPLES = 256
 """Examples that each batch size is tried on, the same for all."""
 MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4}
 MODEL |= {"ffn_hidden_size": 704, "vocab_size": VOCABULARY}
-LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 
 NAMES = {
     "random_padding": Method.RANDOM_PADDING,
