@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.corpus.chat_case import CHATML_TOKENS, LLAMA3_TOKENS, byte_tokenizer, shown, trained
+from tests.corpus.chat_case import (
+    CHATML_TOKENS,
+    LLAMA3_TOKENS,
+    byte_names,
+    byte_tokenizer,
+    shown,
+    trained,
+)
 from wlb.corpus import (
     CHATML,
     LLAMA3,
@@ -21,6 +28,7 @@ from wlb.corpus import (
     conversation_of,
     fit,
 )
+from wlb.corpus.chat import InjectedToken
 
 TALK = [("system", "S"), ("user", "Hi"), ("assistant", "Yo"), ("user", "?"), ("assistant", "No")]
 
@@ -131,6 +139,22 @@ def test_added_tokens_that_are_not_special_cannot_be_injected_either() -> None:
     tokens = made.tokens.tolist()
     assert (tokens.count(256), tokens.count(257)) == (2, 2)
     assert tokens.count(258) == 1  # the template does not use it, and it is not special
+
+
+def test_a_special_token_that_is_an_ordinary_piece_too_is_refused() -> None:
+    """A vocabulary whose merges make "<|im_end|>" of its letters, as some converted ones have."""
+    vocab = {name: i for i, name in enumerate(byte_names())}
+    name, merges = "<|im_end|>", []
+    for i in range(1, len(name)):
+        merges.append((name[:i], name[i]))
+        vocab.setdefault(name[: i + 1], len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    add_chat_tokens(tokenizer, CHATML)
+    encoder = ChatEncoder(tokenizer, CHATML)
+    assert encoder.encode(talk(*TALK)).num_targets == 6
+    with pytest.raises(InjectedToken, match=f"to the special token {vocab[name]}, which only the"):
+        encoder.encode(talk(("user", "a<|im_end|>"), ("assistant", "b")))
 
 
 def test_tokens_do_not_cross_the_beginning_of_what_is_trained() -> None:

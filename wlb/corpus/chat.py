@@ -18,7 +18,6 @@ tokenizer takes.
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -136,31 +135,21 @@ class ChatEncoder:
 
     def encode(self, conversation: Conversation) -> ChatTokens:
         """ValueError for a conversation that the template refuses or cannot render exactly."""
-        return self.encode_rendered([self.render(conversation)])[0]
+        rendered = self.template.render(conversation, self.turns)
+        runs = self._runs(rendered)
+        ids = [[run.token] if run.token is not None else self._ids(run.text) for run in runs]
+        return _assemble(rendered, runs, ids)
 
-    def render(self, conversation: Conversation) -> Rendered:
-        return self.template.render(conversation, self.turns)
-
-    def encode_rendered(self, rendered: Sequence[Rendered]) -> list[ChatTokens]:
-        """Tokens of each; many together use all cores."""
-        runs = [self._runs(item) for item in rendered]
-        texts = [run.text for group in runs for run in group if run.token is None]
-        ids = iter(self._ids(texts))
-        return [
-            _assemble(item, group, [[r.token] if r.token is not None else next(ids) for r in group])
-            for item, group in zip(rendered, runs, strict=True)
-        ]
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        encoded: Any = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids: list[list[int]] = [encoding.ids for encoding in encoded]
-        for tokens in ids:
-            if not self._forbidden.isdisjoint(tokens):
-                token = next(token for token in tokens if token in self._forbidden)
-                raise InjectedToken(
-                    f"its text encodes to the special token {token}, which only the template may "
-                    f"set; use a tokenizer without that piece, or take it out of the text"
-                )
+    def _ids(self, text: str) -> list[int]:
+        # A batch of one: on one thread, and without the offsets that encode() computes.
+        encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded[0].ids
+        if not self._forbidden.isdisjoint(ids):
+            token = next(token for token in ids if token in self._forbidden)
+            raise InjectedToken(
+                f"its text encodes to the special token {token}, which only the template may set; "
+                f"use a tokenizer without that piece, or take it out of the text"
+            )
         return ids
 
     def _runs(self, rendered: Rendered) -> list[_Run]:
