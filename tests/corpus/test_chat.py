@@ -204,6 +204,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
     [
         ([], r"\[\] is not a JSON object with messages"),
         ({"text": "x"}, r"has the keys \['text'\]; it needs messages, or conversations"),
+        ({"messages": None}, r"has the keys \[\]; it needs messages, or conversations"),
         ({"messages": []}, "the conversation has no message"),
         ({"messages": "x"}, "messages is 'x', not a list of messages"),
         ({"messages": [3]}, "message 0 is 3, not an object with role and content"),
@@ -246,6 +247,16 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
 def test_records_that_are_no_conversation(record, message) -> None:
     with pytest.raises(ValueError, match=message):
         conversation_of(record)
+
+
+def test_null_is_a_key_that_is_not_there() -> None:
+    """As rows of Parquet have them."""
+    given = [{"role": role, "content": text} for role, text in TALK]
+    nulls = {"from": None, "value": None, "weight": None, "tool_calls": None}
+    record = {"messages": [m | nulls for m in given], "conversations": None, "tools": None}
+    assert conversation_of(record) == conversation_of({"messages": given})
+    pair = {"prompt": "x", "completion": "y", "messages": None}
+    assert conversation_of(pair).roles == (Role.USER, Role.ASSISTANT)
 
 
 def cut(limit: int, too_long: TooLong, *messages: tuple[str, str]) -> list[list[str]]:
