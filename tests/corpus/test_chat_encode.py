@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.corpus.chat_case import CHATML_TOKENS, byte_tokenizer, shown
 from wlb.collate import IGNORE
@@ -56,8 +56,10 @@ def prepared(folder: Path, *records: object, **changes) -> StoreReport:
     """A store of `records`, which may be a path; `changes` of the choice or of the options."""
     chat = {k: changes.pop(k) for k in list(changes) if k in ChatChoice.__dataclass_fields__}
     path = records[0] if isinstance(records[0], Path) else jsonl(folder, *records)
-    asked = {"tokenizer": tokenizer_file(folder), "out": str(folder / "s"), "overwrite": True}
-    options = PrepareOptions(inputs=(str(path),), **{**asked, **changes})
+    if "tokenizer" not in changes:
+        changes["tokenizer"] = tokenizer_file(folder)
+    asked = {"out": str(folder / "s"), "overwrite": True, **changes}
+    options = PrepareOptions(inputs=(str(path),), **asked)
     return prepare_store(options, encoder=ChatChoice(**chat))
 
 
@@ -419,6 +421,17 @@ def test_tokens_that_the_tokenizer_lacks_are_added(tmp_path) -> None:
     ((tokens, _),) = documents(made.prefix)
     assert (tokens[0], tokens[-2]) == (257, 258)
     assert Path(path).read_bytes() == before
+
+
+def test_tokens_for_what_the_tokenizer_does_not_know_are_counted(tmp_path) -> None:
+    """They are special in many tokenizers, and yet no special token of the template."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<unk>"])
+    path = tokenizer_file(tmp_path, words)
+    made = prepared(tmp_path, ask("a b", "a c d"), tokenizer=path, add_tokens=True)
+    assert documents(made.prefix)[0][0] == [2, 0, 1, 0, 3, 2, 0, 1, 0, 0, 3]
+    assert made.num_unknown == len(["user", "b", "assistant", "c", "d"])
 
 
 def test_the_standard_library_with_a_tokenizer_of_its_own(tmp_path) -> None:
