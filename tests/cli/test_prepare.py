@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpus.chat_case import CHATML_TOKENS, byte_tokenizer
 from wlb.cli import main
 from wlb.corpus import TokenStore
 
@@ -97,3 +98,128 @@ def test_text_a_line_and_a_trained_bpe(corpus: Path, capsys: pytest.CaptureFixtu
     assert TokenStore(out).num_documents == 3
     assert "1 blank_line" in capsys.readouterr().out
     assert Path(f"{out}-tokenizer.json").is_file()
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two turns each; every tenth conversation is long, the last one has no answer."""
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "chats.jsonl"
+    turn = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."})
+    records = [{"messages": [*turn, *turn]} for _ in range(30)]
+    for i in range(0, 30, 10):
+        records[i] = {"messages": [*turn, *turn, *turn]}
+    records.append({"messages": [turn[0]]})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer(CHATML_TOKENS).save(str(path))
+    return path
+
+
+def trained(prefix: Path) -> list[int]:
+    """Trained tokens of each document."""
+    return TokenStore(prefix).num_targets.tolist()
+
+
+def test_conversations(chats: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = chats.parent / "out" / "chat"
+    command = [chats, "--out", out, "--chat", "chatml", "--tokenizer", tokenizer, "--verify"]
+    assert run(*command, "--limit", 60, "--heldout-fraction", 0.2) == 0
+    shown = capsys.readouterr().out
+    train, held = TokenStore(out), TokenStore(f"{out}-heldout")
+    assert sorted(trained(out) + trained(Path(f"{out}-heldout"))) == [4] * 3 + [8] * 30
+    for text in (
+        f"{train.num_tokens:,}",
+        f"{train.num_targets.sum()} tokens, {train.num_targets.sum() / train.num_tokens:.1%}",
+        "3 split, 6 split documents",
+        "1 untrained",
+        "left out, untrained, 1 in all:",
+        f"  {chats}, line 31: no token of it is trained (12 tokens",
+        f"{out}: {train.num_documents} documents, {train.num_tokens:,} tokens; checksum and",
+        f"{out}-heldout: {held.num_documents} documents",
+    ):
+        assert text in shown
+    assert run(*command, "--limit", 60, "--heldout-fraction", 0.2) == 0
+    again = capsys.readouterr().out
+    assert "the store was there already" in again
+    assert "3 split, 6 split documents" in again
+
+
+def test_flags_of_conversations(
+    chats: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = chats.parent / "chat"
+    command = [chats, "--out", out, "--chat", "chatml", "--tokenizer", tokenizer, "--overwrite"]
+    assert run(*command, "--turns", "last") == 0
+    assert trained(out) == [4] * 30
+    assert run(*command, "--limit", 60, "--too-long", "truncate_left") == 0
+    assert "3 truncated, 12 truncated targets, 84 truncated tokens" in capsys.readouterr().out
+    assert trained(out) == [8] * 30
+    assert run(*command, "--limit", 60, "--too-long", "refuse") == 2
+    assert "line 1: the conversation has 84 tokens, more than the" in capsys.readouterr().err
+    assert run(*command, "--limit", 60, "--too-long", "refuse", "--on-error", "skip") == 0
+    assert "3 too_long, 1 untrained" in capsys.readouterr().out
+    assert trained(out) == [8] * 27
+    assert run(*command, "--on-untrained", "fail") == 2
+    error = capsys.readouterr().err
+    assert f"{chats}, line 31: no token of it is trained (12 tokens" in error
+    assert "with --on-untrained skip" in error
+    assert run(*command, "--on-untrained", "skip", "--turns", "all", "--too-long", "split") == 2
+    assert "--too-long split needs --limit TOKENS" in capsys.readouterr().err
+
+
+def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plain = chats.parent / "chat", chats.parent / "plain.json"
+    byte_tokenizer([]).save(str(plain))
+    command = [chats, "--out", out, "--chat", "llama3"]
+    assert run(*command, "--tokenizer", plain) == 2
+    assert "the tokenizer has no token <|begin_of_text|>" in capsys.readouterr().err
+    assert run(*command, "--tokenizer", "bytes") == 2
+    assert "--tokenizer bytes has no special tokens for --chat llama3" in capsys.readouterr().err
+    assert run(*command, "--tokenizer", plain, "--add-tokens") == 0
+    assert TokenStore(out).vocab_size == 260
+    assert run(*command, "--tokenizer", "bpe", "--vocab-size", 300, "--overwrite") == 0
+    assert TokenStore(out).vocab_size == 264  # there is not more to merge
+    assert TokenStore(out).read(0)[0] == 260
+    capsys.readouterr()
+    template = chats.parent / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    )
+    names = ["<|end|>", "<|user|>", "<|assistant|>"]
+    byte_tokenizer(names).save(str(plain))
+    command = [chats, "--out", out, "--chat", template, "--overwrite"]
+    assert run(*command, "--tokenizer", plain) == 0
+    assert TokenStore(out).read(3).tolist()[:6] == [257, *b"Why?", 256]
+    assert run(*command, "--tokenizer", "bpe") == 2
+    assert "knows the special tokens of built-in templates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--limit", 9], "--limit 9 is for conversations; say with --chat TEMPLATE"),
+        (["--turns", "last"], "--turns last is for conversations"),
+        (["--too-long", "refuse"], "--too-long refuse is for conversations"),
+        (["--on-untrained", "fail"], "--on-untrained fail is for conversations"),
+        (["--add-tokens"], "--add-tokens is for conversations"),
+        (["--chat", "chatml", "--limit", 1], "--limit = 1 must be at least 2 tokens"),
+        (["--chat", "chatml", "--documents", "none"], "--documents none is for text; with --chat"),
+        (["--chat", "chatml", "--text-key", "body"], "--text-key body is for text"),
+        (["--chat", "chatml", "--one-per", "line"], "--one-per line is for text"),
+        (["--chat", "chatml", "--eos", "</s>"], "--eos </s> is for text"),
+        (["--chat", "chatml", "--bos", "<s>"], "--bos <s> is for text"),
+        (["--chat", "vicuna"], "no chat template vicuna: give one of chatml, llama3"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(
+    chats: Path, capsys: pytest.CaptureFixture[str], words: list[object], message: str
+) -> None:
+    assert run(chats, "--out", chats.parent / "x", *words) == 2
+    assert f"wlb prepare: {message}" in capsys.readouterr().err
+    assert not (chats.parent / "x.idx").exists()

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.corpus.chat_case import CHATML_TOKENS, LLAMA3_TOKENS, byte_tokenizer, shown, trained
+from tests.corpus.chat_case import (
+    CHATML_TOKENS,
+    LLAMA3_TOKENS,
+    byte_names,
+    byte_tokenizer,
+    shown,
+    trained,
+)
 from wlb.corpus import (
     CHATML,
     LLAMA3,
@@ -21,6 +28,7 @@ from wlb.corpus import (
     conversation_of,
     fit,
 )
+from wlb.corpus.chat import InjectedToken
 
 TALK = [("system", "S"), ("user", "Hi"), ("assistant", "Yo"), ("user", "?"), ("assistant", "No")]
 
@@ -133,6 +141,22 @@ def test_added_tokens_that_are_not_special_cannot_be_injected_either() -> None:
     assert tokens.count(258) == 1  # the template does not use it, and it is not special
 
 
+def test_a_special_token_that_is_an_ordinary_piece_too_is_refused() -> None:
+    """A vocabulary whose merges make "<|im_end|>" of its letters, as some converted ones have."""
+    vocab = {name: i for i, name in enumerate(byte_names())}
+    name, merges = "<|im_end|>", []
+    for i in range(1, len(name)):
+        merges.append((name[:i], name[i]))
+        vocab.setdefault(name[: i + 1], len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    add_chat_tokens(tokenizer, CHATML)
+    encoder = ChatEncoder(tokenizer, CHATML)
+    assert encoder.encode(talk(*TALK)).num_targets == 6
+    with pytest.raises(InjectedToken, match=f"to the special token {vocab[name]}, which only the"):
+        encoder.encode(talk(("user", "a<|im_end|>"), ("assistant", "b")))
+
+
 def test_tokens_do_not_cross_the_beginning_of_what_is_trained() -> None:
     """The header is tokenised as it is when the model is asked to answer."""
     tokenizer = byte_tokenizer(CHATML_TOKENS)
@@ -180,6 +204,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
     [
         ([], r"\[\] is not a JSON object with messages"),
         ({"text": "x"}, r"has the keys \['text'\]; it needs messages, or conversations"),
+        ({"messages": None}, r"has the keys \[\]; it needs messages, or conversations"),
         ({"messages": []}, "the conversation has no message"),
         ({"messages": "x"}, "messages is 'x', not a list of messages"),
         ({"messages": [3]}, "message 0 is 3, not an object with role and content"),
@@ -222,6 +247,16 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
 def test_records_that_are_no_conversation(record, message) -> None:
     with pytest.raises(ValueError, match=message):
         conversation_of(record)
+
+
+def test_null_is_a_key_that_is_not_there() -> None:
+    """As rows of Parquet have them."""
+    given = [{"role": role, "content": text} for role, text in TALK]
+    nulls = {"from": None, "value": None, "weight": None, "tool_calls": None}
+    record = {"messages": [m | nulls for m in given], "conversations": None, "tools": None}
+    assert conversation_of(record) == conversation_of({"messages": given})
+    pair = {"prompt": "x", "completion": "y", "messages": None}
+    assert conversation_of(pair).roles == (Role.USER, Role.ASSISTANT)
 
 
 def cut(limit: int, too_long: TooLong, *messages: tuple[str, str]) -> list[list[str]]:

@@ -1,11 +1,16 @@
 """Conversations from docstrings: a small module literally, the standard library as a whole."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from wlb.corpus import (
     ListedDocuments,
+    TokenStore,
     conversation_of,
     docstring_conversations,
+    prepare_docstrings,
     write_docstring_conversations,
 )
 
@@ -81,3 +86,18 @@ def test_the_standard_library(tmp_path) -> None:
     write_docstring_conversations(tmp_path / "chat.jsonl")
     assert (tmp_path / "chat.jsonl").read_bytes() == first
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_stores_without_held_out_conversations(tmp_path) -> None:
+    asked = {"limit": 256, "heldout_fraction": 0.0, "seed": 0}
+    made = prepare_docstrings(tmp_path, vocab_size=300, **asked)
+    assert (made.heldout, made.vocab_size) == ("", 300)
+    assert not Path(f"{made.train}-heldout.idx").exists()
+    info = TokenStore(made.train).info
+    assert info is not None
+    assert info.preparation["counts"]["split"] > 100
+    assert made.num_documents > info.preparation["counts"]["split_documents"]
+    assert info.source == f"{made.train}.jsonl"
+    assert prepare_docstrings(tmp_path, vocab_size=300, **asked).made_s == 0
+    with pytest.raises(ValueError, match=r"data.bpe_vocab_size = 258 must be above 258"):
+        prepare_docstrings(tmp_path, vocab_size=258, **asked)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.corpus import BadRecord, TextUnit
+from wlb.corpus import BadRecord, TextChoice, TextUnit
 from wlb.corpus.records import check_columns, list_inputs, list_shards, read_shard
 
 LINES = st.lists(
@@ -20,10 +20,13 @@ LINES = st.lists(
 )
 
 
-def read(*paths, shard_bytes=1 << 20, text_key="text", columns=("text",), **options):
+COLUMNS = TextChoice().columns
+
+
+def read(*paths, shard_bytes=1 << 20, columns=COLUMNS, **options):
     files, skipped = list_inputs([str(path) for path in paths], **options)
     shards = list_shards(files, shard_bytes=shard_bytes)
-    out = [r for s in shards for r in read_shard(s, text_key=text_key, columns=columns)]
+    out = [r for s in shards for r in read_shard(s, text_key="text", columns=columns)]
     return out, dict(skipped), shards
 
 
@@ -47,7 +50,7 @@ def test_every_line_is_in_one_shard(tmp_path_factory, lines, shard_bytes, ends):
     files, _ = list_inputs([str(path)], text_unit=TextUnit.LINE)
     shards = list_shards(files, shard_bytes=shard_bytes)
     assert sum(shard.size for shard in shards) == len(data)
-    found = [r for s in shards for r in read_shard(s, text_key="t", columns=())]
+    found = [r for s in shards for r in read_shard(s, text_key="t", columns=COLUMNS)]
     reference = data.decode("latin-1").split("\n")
     if reference[-1] == "":
         reference.pop()
@@ -140,11 +143,26 @@ def test_parquet_strings_that_are_not_utf8_come_as_bytes(tmp_path):
     assert [item["text"] for _, item in found] == [b"good", b"\xff"]
 
 
+def test_parquet_strings_inside_lists_and_structs_come_as_bytes_too(tmp_path):
+    message = pa.struct([("role", pa.string()), ("weight", pa.int64())])
+    rows = [[{"role": "é", "weight": None}], None, [None, {"role": None, "weight": 0}]]
+    expected = [[{"role": "é".encode(), "weight": None}], None, [None, {"role": None, "weight": 0}]]
+    for kind in (pa.list_(message), pa.large_list(message)):
+        pq.write_table(pa.table({"m": pa.array(rows, kind)}), tmp_path / "a.parquet")
+        found, _, _ = read(tmp_path / "a.parquet", columns=lambda names: ("m",))
+        assert [item["m"] for _, item in found] == expected
+    bad = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    nested = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), bad)
+    pq.write_table(pa.table({"m": nested}), tmp_path / "a.parquet")
+    found, _, _ = read(tmp_path / "a.parquet", columns=lambda names: ("m",))
+    assert found[0][1] == {"m": [b"\xff"]}
+
+
 def test_parquet_refusals(tmp_path):
     path = write_table(tmp_path / "a.parquet", values=["x"], name="body")
     files, _ = list_inputs([str(path)])
     with pytest.raises(ValueError, match=r"no column 'text'; its columns are other, body"):
-        check_columns(files, ("text",))
+        check_columns(files, COLUMNS)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"a\.parquet is not a Parquet file or is corrupt"):
         read(path)
@@ -218,6 +236,6 @@ def test_a_file_that_is_gone_is_a_bad_record(tmp_path):
     files, _ = list_inputs([str(tmp_path)])
     Path(tmp_path / "a.txt").unlink()
     (shard,) = list_shards(files, shard_bytes=9)
-    ((_, item),) = read_shard(shard, text_key="text", columns=())
+    ((_, item),) = read_shard(shard, text_key="text", columns=COLUMNS)
     assert isinstance(item, BadRecord)
     assert str(item.reason) == "unreadable"

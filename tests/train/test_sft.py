@@ -1,5 +1,7 @@
 """Fine-tuning on packed conversations by the trainer: every method, trained tokens only."""
 
+import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.train.case import Run, relaid, small_spec, train
-from wlb.corpus import TokenStore, TokenStoreWriter, prepare_docstrings
+from wlb.cli import main
+from wlb.corpus import TokenStore, TokenStoreWriter, load_tokenizer, prepare_docstrings
 from wlb.spec import METHODS, RunSpec, apply, check, load
 from wlb.spec.methods import keys_of
 
@@ -95,3 +98,28 @@ def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
     again = prepare_docstrings(tmp_path, vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0)
     assert again == replace(made, made_s=0.0)
     assert made.made_s > 0
+
+
+def test_a_store_of_wlb_prepare_trains_what_assistants_say_and_nothing_else(tmp_path: Path) -> None:
+    """Questions are noise, answers are always the same: only of those can the loss vanish."""
+    draw, answer = random.Random(0), "I do not know, and nobody does."
+    with open(tmp_path / "chats.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(90):
+            question = "".join(draw.choices("abcdefghijklmnop", k=draw.randrange(4, 16)))
+            file.write(json.dumps({"prompt": question, "completion": answer}) + "\n")
+    out = tmp_path / "chats"
+    command = ["prepare", tmp_path / "chats.jsonl", "--out", out, "--chat", "chatml", "--verify"]
+    command += ["--tokenizer", "bpe", "--vocab-size", 320, "--limit", 64, "--heldout-fraction", 0.1]
+    assert main([str(word) for word in command]) == 0
+    store, heldout = TokenStore(out), TokenStore(f"{out}-heldout")
+    tokenizer = load_tokenizer(f"{out}-tokenizer.json")
+    targets = len(tokenizer.encode(answer).ids) + 1  # and the end of the turn
+    assert set(store.num_targets) | set(heldout.num_targets) == {targets}
+    assert store.num_tokens > 3 * targets * store.num_documents // 2
+    spec = spec_of(tmp_path, "random_posid", store=out, heldout=Path(f"{out}-heldout"))
+    run, _ = train(spec)
+    trained = sum(line["measured"]["num_targets"] for line in run.steps)
+    assert trained == targets * store.num_documents
+    assert run.losses[0] > 5
+    assert run.losses[-1] < 0.5
+    assert run.evaluations[-1][1] < 0.5

@@ -1,4 +1,4 @@
-"""`wlb prepare`: text, JSONL, Parquet or folders to a token store; `--verify` checks one."""
+"""`wlb prepare`: text or conversations, as files or folders, to a token store; or checks one."""
 
 import argparse
 from typing import Any
@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from wlb.corpus import (
+    ChatChoice,
     DocumentPolicy,
     OnError,
     PrepareOptions,
@@ -16,11 +17,14 @@ from wlb.corpus import (
     StoreReport,
     TextUnit,
     TokenStore,
+    TooLong,
+    Turns,
     prepare_store,
     verify_store,
 )
 
 DEFAULTS = PrepareOptions(inputs=("-",), out="-")
+CHAT_DEFAULTS = ChatChoice()
 
 
 def add_parser(commands: Any) -> None:
@@ -29,7 +33,8 @@ def add_parser(commands: Any) -> None:
         help="turn text, JSONL or Parquet into a token store",
         description="Turn text files, JSONL (.jsonl, .ndjson), Parquet, each also .gz, .bz2 or .xz "
         "but Parquet, folders of them and glob patterns into a token store (.bin + .idx + .json) "
-        "for data.store. Interrupted, the same command goes on where it was.",
+        "for data.store; with --chat, conversations into one that says which tokens are trained. "
+        "Interrupted, the same command goes on where it was.",
     )
     parser.add_argument(
         "inputs",
@@ -46,6 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     _add_tokenizer(parser)
     _add_documents(parser)
+    _add_chat(parser)
     parser.add_argument(
         "--processes",
         type=int,
@@ -73,7 +79,7 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=int,
         default=DEFAULTS.vocab_size,
-        help="most tokens of the BPE (default: %(default)s)",
+        help="most tokens of the BPE, those of --chat included (default: %(default)s)",
     )
     group.add_argument(
         "--sample-bytes",
@@ -121,8 +127,8 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
         choices=list(OnError),
         default=DEFAULTS.on_error,
         metavar="|".join(OnError),
-        help="at malformed JSON, invalid UTF-8, a missing text: stop and say where, or leave it "
-        "out, count it and show the first (default: %(default)s)",
+        help="at malformed JSON, invalid UTF-8, a missing text, what is no conversation: stop and "
+        "say where, or leave it out, count it and show the first (default: %(default)s)",
     )
     group.add_argument(
         "--heldout-fraction",
@@ -139,6 +145,81 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("conversations")
+    group.add_argument(
+        "--chat",
+        metavar="TEMPLATE",
+        help="records are conversations (messages, conversations, or prompt and completion), "
+        "written with this template: chatml, llama3, a Jinja file or a tokenizer_config.json; "
+        "only what assistants say is trained",
+    )
+    for name, values, help_text in (
+        ("turns", Turns, "which of the assistant's messages are trained"),
+        ("too_long", TooLong, "what becomes of conversations above --limit"),
+        ("on_untrained", OnError, "at a conversation without a trained token"),
+    ):
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=values,
+            choices=list(values),
+            metavar="|".join(values),
+            help=f"{help_text} (default: {getattr(CHAT_DEFAULTS, name)})",
+        )
+    group.add_argument(
+        "--limit", type=int, metavar="TOKENS", help="most tokens of a document (default: any)"
+    )
+    group.add_argument(
+        "--add-tokens",
+        action="store_true",
+        default=None,
+        help="give the tokenizer the special tokens of the template that it lacks, for a model "
+        "that is trained from the start; a trained BPE has them",
+    )
+
+
+_OF_CHAT = ("turns", "limit", "too_long", "on_untrained", "add_tokens")
+_OF_TEXT = {
+    "documents": DEFAULTS.policy,
+    "text_key": DEFAULTS.text_key,
+    "one_per": DEFAULTS.text_unit,
+    "bos": "",
+    "eos": "",
+}
+
+
+def _chat(options: argparse.Namespace) -> ChatChoice | None:
+    """ValueError for options of text with --chat, and of conversations without."""
+    given = {name: getattr(options, name) for name in _OF_CHAT}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.chat is None:
+        if given:
+            raise ValueError(
+                f"{_spoken(given)} is for conversations; say with --chat TEMPLATE that the records "
+                f"are such, or leave it out"
+            )
+        return None
+    of_text = {name: getattr(options, name) for name in _OF_TEXT}
+    of_text = {name: value for name, value in of_text.items() if value != _OF_TEXT[name]}
+    if of_text:
+        raise ValueError(
+            f"{_spoken(of_text)} is for text; with --chat {options.chat} the template says what "
+            f"stands around messages, and their keys are known, so leave it out"
+        )
+    if "too_long" in given and "limit" not in given:
+        raise ValueError(f"--too-long {options.too_long} needs --limit TOKENS: nothing is too long")
+    return ChatChoice(template=options.chat, **given)
+
+
+def _spoken(given: dict[str, Any]) -> str:
+    """Options as they are written."""
+    words = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in given.items()
+    ]
+    return " ".join(words)
+
+
 def run(options: argparse.Namespace) -> int:
     screen = Console(highlight=False, markup=False)  # names of files may have brackets
     if options.out is None:
@@ -147,6 +228,7 @@ def run(options: argparse.Namespace) -> int:
         for prefix in options.inputs:
             _verify(prefix, screen)
         return 0
+    chat = _chat(options)
     asked = PrepareOptions(
         inputs=tuple(options.inputs),
         out=options.out,
@@ -165,7 +247,7 @@ def run(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
     )
     try:
-        made = _prepare(asked)
+        made = _prepare(asked, chat)
     except RuntimeError as failure:  # a worker that died
         screen.print(f"wlb prepare: {failure}")
         return 1
@@ -180,7 +262,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(options: PrepareOptions) -> StoreReport:
+def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -204,7 +286,7 @@ def _prepare(options: PrepareOptions) -> StoreReport:
                 counts=counts,
             )
 
-        return prepare_store(options, progress=show)
+        return prepare_store(options, encoder=chat, progress=show)
 
 
 def _verify(prefix: str, screen: Console) -> None:
@@ -220,25 +302,31 @@ def _table(made: StoreReport) -> Table:
     table = Table(title="Token store", title_justify="left", show_header=False, box=box.SQUARE)
     table.add_column()
     table.add_column(overflow="fold")
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in made.skipped.items())
+    left_out = _counted(made.skipped)
+    heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
+    all_trained = made.num_tokens - made.num_documents
     megabytes = made.num_bytes / 1e6
     rows = {
         "store": made.prefix,
         "tokenizer": f"{made.tokenizer or 'bytes'}, vocabulary {made.vocab_size:,}",
         "documents": f"{made.num_documents:,}",
         "tokens": f"{made.num_tokens:,}",
+        "trained": f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}",
         "length": f"p50 {made.lengths_p50:,}, p99 {made.lengths_p99:,}, longest {made.longest:,}",
-        "held out": f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
-        f" in {made.heldout}"
-        if made.heldout
-        else "none",
+        "held out": f"{heldout} in {made.heldout}" if made.heldout else "none",
+        "counts": _counted(made.counts).replace("_", " "),
         "left out": left_out or "nothing",
         "unknown": f"{made.num_unknown:,} tokens stand for characters the tokenizer does not know",
         "checksum": made.checksum,
         "input": f"{made.num_files:,} files, {megabytes:,.1f} MB",
     }
-    if not made.num_unknown:
-        del rows["unknown"]
+    for row, is_shown in (
+        ("trained", made.num_targets != all_trained),
+        ("counts", made.counts),
+        ("unknown", made.num_unknown),
+    ):
+        if not is_shown:
+            del rows[row]
     if made.reused:
         rows["time"] = f"{made.time_s:.1f} s; the store was there already, nothing was encoded"
     else:
@@ -250,3 +338,7 @@ def _table(made: StoreReport) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())

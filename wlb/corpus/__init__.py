@@ -16,14 +16,9 @@ from wlb.corpus.blend import (
     open_store,
 )
 from wlb.corpus.chat import ChatEncoder, ChatTokens, TooLong, add_chat_tokens, fit
-from wlb.corpus.chat_store import (
-    ChatCounts,
-    ChatDocuments,
-    PreparedChat,
-    prepare_conversations,
-)
+from wlb.corpus.chat_encode import ChatChoice
 from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
-from wlb.corpus.conversation import Conversation, Message, Role, conversation_of, read_records
+from wlb.corpus.conversation import Conversation, Message, Role, conversation_of
 from wlb.corpus.docstring_store import DocstringStores, prepare_docstrings
 from wlb.corpus.docstrings import (
     DocstringCounts,
@@ -36,6 +31,7 @@ from wlb.corpus.encode import (
     EncoderChoice,
     EncoderSpec,
     RecordEncoder,
+    TextChoice,
     TextEncoderSpec,
     Vocabulary,
     read_vocabulary,
@@ -48,10 +44,9 @@ from wlb.corpus.lengths import (
     lengths_of_family,
     lengths_of_file,
 )
-from wlb.corpus.parts import OnError
 from wlb.corpus.pipeline import prepare_store
 from wlb.corpus.prepare import END_OF_TEXT, PreparedStores, load_tokenizer, prepare
-from wlb.corpus.records import BadRecord, Record, TextUnit
+from wlb.corpus.records import BadRecord, OnError, Record, TextUnit
 from wlb.corpus.request import PrepareOptions, Status, StoreReport
 from wlb.corpus.shuffle import permute
 from wlb.corpus.store import StoreInfo, TokenArray, TokenStore, TokenStoreWriter
@@ -76,8 +71,7 @@ __all__ = [
     "BadRecord",
     "BlendedBatches",
     "BlendedStore",
-    "ChatCounts",
-    "ChatDocuments",
+    "ChatChoice",
     "ChatEncoder",
     "ChatTemplate",
     "ChatTokens",
@@ -98,7 +92,6 @@ __all__ = [
     "Message",
     "OnError",
     "PrepareOptions",
-    "PreparedChat",
     "PreparedStores",
     "Record",
     "RecordEncoder",
@@ -112,6 +105,7 @@ __all__ = [
     "StoreName",
     "StoreReport",
     "TargetSource",
+    "TextChoice",
     "TextDocuments",
     "TextEncoderSpec",
     "TextUnit",
@@ -134,10 +128,8 @@ __all__ = [
     "open_store",
     "permute",
     "prepare",
-    "prepare_conversations",
     "prepare_docstrings",
     "prepare_store",
-    "read_records",
     "read_texts",
     "read_vocabulary",
     "stdlib_documents",

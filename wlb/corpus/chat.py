@@ -4,7 +4,8 @@
 2. Special tokens are looked for in the template's own text only and become their ids. All other
    text, contents above all, is encoded with special tokens never matched, so a user who writes
    "<|im_end|>" gets ordinary tokens. (Tokens that the template uses are protected so even where the
-   tokenizer does not call them special.)
+   tokenizer does not call them special.) A tokenizer that makes one out of text all the same (a
+   vocabulary entry that is an ordinary piece too) has that conversation refused.
 3. Trained are the contents of assistants and the special token that ends their turn; with a
    template that has generation blocks, exactly what is in them. Text is cut where training begins
    and ends, so no token is half trained, and the header is tokenised as it is in generation.
@@ -17,15 +18,15 @@ tokenizer takes.
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wlb.corpus.chat_template import BuiltInTemplate, ChatTemplate, Part, Rendered, Train, Turns
 from wlb.corpus.conversation import Conversation, Message, Role, conversation_of
+from wlb.corpus.encode import add_special_tokens, unknown_id
 from wlb.plan import BoolArray, IntArray, offsets_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ _PROBES = (
     (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT),
 )
 """Conversations that show which tokens a template uses; the first one must be possible."""
+
+
+class InjectedToken(ValueError):
+    """Text of a conversation was encoded to a special token."""
 
 
 class TooLong(StrEnum):
@@ -105,6 +110,9 @@ class ChatEncoder:
         self._special = _special_of(tokenizer)
         self._tokenizer = self._protected(tokenizer)
         self._tokenizer.encode_special_tokens = True
+        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        self._forbidden = frozenset(special - {unknown_id(self._tokenizer)})
         _check_parts(self._tokenizer)
 
     def __call__(self, record: object) -> tuple[IntArray, IntArray]:
@@ -117,7 +125,7 @@ class ChatEncoder:
     ) -> list[ChatTokens]:
         """Documents of one record, each with a trained token; ValueError where there is none.
 
-        For pipelines with an encoder of records; `chat_store` counts what is left out here.
+        `chat_encode.py` says and counts what is left out here.
         """
         made = self.encode(conversation_of(record))
         found = [part for part in fit(made, limit, too_long) if part.num_targets]
@@ -127,21 +135,22 @@ class ChatEncoder:
 
     def encode(self, conversation: Conversation) -> ChatTokens:
         """ValueError for a conversation that the template refuses or cannot render exactly."""
-        return self.encode_rendered([self.render(conversation)])[0]
+        rendered = self.template.render(conversation, self.turns)
+        runs = self._runs(rendered)
+        ids = [[run.token] if run.token is not None else self._ids(run.text) for run in runs]
+        return _assemble(rendered, runs, ids)
 
-    def render(self, conversation: Conversation) -> Rendered:
-        return self.template.render(conversation, self.turns)
-
-    def encode_rendered(self, rendered: Sequence[Rendered]) -> list[ChatTokens]:
-        """Tokens of each; many together use all cores."""
-        runs = [self._runs(item) for item in rendered]
-        texts = [run.text for group in runs for run in group if run.token is None]
-        encoded: Any = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = iter([encoding.ids for encoding in encoded])
-        return [
-            _assemble(item, group, [[r.token] if r.token is not None else next(ids) for r in group])
-            for item, group in zip(rendered, runs, strict=True)
-        ]
+    def _ids(self, text: str) -> list[int]:
+        # A batch of one: on one thread, and without the offsets that encode() computes.
+        encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded[0].ids
+        if not self._forbidden.isdisjoint(ids):
+            token = next(token for token in ids if token in self._forbidden)
+            raise InjectedToken(
+                f"its text encodes to the special token {token}, which only the template may set; "
+                f"use a tokenizer without that piece, or take it out of the text"
+            )
+        return ids
 
     def _runs(self, rendered: Rendered) -> list[_Run]:
         """Parts as runs: neighbours of one kind that no turn begins between are one text."""
@@ -344,8 +353,4 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
 
 def add_chat_tokens(tokenizer: "Tokenizer", template: BuiltInTemplate) -> int:
     """Adds the template's special tokens that the tokenizer lacks; how many those were."""
-    from tokenizers import AddedToken
-
-    names = [AddedToken(name, special=True, normalized=False) for name in template.special_tokens]
-    added: int = cast(Any, tokenizer).add_special_tokens(names)
-    return added
+    return add_special_tokens(tokenizer, template.special_tokens)

@@ -1,21 +1,20 @@
-"""Conversations: messages with roles, as the usual JSONL shapes have them.
+"""Conversations: messages with roles, in the three shapes that records of them usually have.
 
-One JSON object a line, in one of three shapes:
+A record is a JSON object or a row of Parquet:
 - {"messages": [{"role": "user", "content": "..."}, ...]};
 - {"conversations": [{"from": "human", "value": "..."}, ...]}, with an optional "system" beside it;
 - {"prompt": ..., "completion": ...}: two strings (a user's and an assistant's message) or two lists
   of messages, of which only the completion is trained.
-An assistant's message may have "weight": 0, which leaves it untrained.
+An assistant's message may have "weight": 0, which leaves it untrained. A key that holds null is not
+there, as Parquet cannot tell the two apart.
 
 Nothing is guessed: roles out of order, missing keys, contents that are no text, and keys that hold
 more of the conversation than these (tool calls, images) are refused, with the message's number.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, cast
 
 
@@ -56,6 +55,9 @@ _MORE = (
     "videos",
 )
 """Keys that hold a part of the conversation which would be lost."""
+
+_SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
+_NEEDED = "messages, or conversations, or prompt and completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +101,10 @@ class Conversation:
 
 def conversation_of(record: object) -> Conversation:
     """The conversation that a JSON object holds; ValueError says what is wrong with it."""
-    if not isinstance(record, dict):
+    if not isinstance(record, Mapping):
         raise ValueError(f"{_short(record)} is not a JSON object with messages")
-    data = cast(dict[str, Any], record)
+    given = cast("Mapping[str, Any]", record)
+    data = {key: value for key, value in given.items() if value is not None}
     _refuse_more(data, "the record")
     if "messages" in data:
         return Conversation(messages=_messages(data["messages"], "messages"))
@@ -115,25 +118,21 @@ def conversation_of(record: object) -> Conversation:
         return Conversation(messages=messages)
     if "prompt" in data and "completion" in data:
         return Conversation(messages=_prompt_and_completion(data["prompt"], data["completion"]))
-    raise ValueError(
-        f"the record has the keys {sorted(data)}; it needs messages, or conversations, or prompt "
-        f"and completion"
-    )
+    raise ValueError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
 
 
-def read_records(path: str | Path) -> Iterator[tuple[int, object | ValueError]]:
-    """(line number from 1, JSON value) of a JSONL file; a ValueError in place of what is none.
+def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
+    """Of a table's columns, those that `conversation_of` looks at; ValueError without a shape.
 
-    Lines of white space are passed over. Cost: one line in memory.
+    Those it refuses are among them, so that a table and its rows as JSON are treated alike.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:  # not UTF-8, or not JSON
-                yield number, ValueError(f"not a JSON value in UTF-8: {error}")
+    if not any(set(shape) <= set(names) for shape in _SHAPES):
+        raise ValueError(
+            f"has no column of conversations; its columns are {', '.join(names)}, and it needs "
+            f"{_NEEDED}"
+        )
+    known = {*(name for shape in _SHAPES for name in shape), "system", *_MORE}
+    return tuple(name for name in names if name in known)
 
 
 def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message, ...]:
@@ -164,7 +163,7 @@ def _message(value: object, name: str) -> Message:
         raise ValueError(f"{name} is {_short(value)}, not an object with role and content")
     data = cast(dict[str, Any], value)
     _refuse_more(data, name)
-    keys = ("from", "value") if "from" in data else ("role", "content")
+    keys = ("from", "value") if data.get("from") is not None else ("role", "content")
     missing = [key for key in keys if key not in data]
     if missing:
         raise ValueError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
@@ -172,8 +171,8 @@ def _message(value: object, name: str) -> Message:
     known = _FROM if keys[0] == "from" else {str(role): role for role in Role}
     if not isinstance(role, str) or role not in known:
         raise ValueError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
-    weight = data.get("weight", 1)
-    if weight is None or isinstance(weight, bool) or weight not in (0, 1):
+    weight = 1 if data.get("weight") is None else data["weight"]
+    if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(
             f"{name} has weight {_short(weight)}; it is 1 (trained) or 0 (not trained)"
         )

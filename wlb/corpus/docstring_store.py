@@ -5,26 +5,29 @@ BPE of the conversations' own text with ChatML's two tokens.
 """
 
 import platform
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wlb.corpus.chat_store import prepare_conversations
-from wlb.corpus.chat_template import CHATML
-from wlb.corpus.docstrings import docstring_conversations, write_docstring_conversations
-from wlb.corpus.prepare import locked, train_bpe
+from wlb.corpus.chat_encode import ChatChoice
+from wlb.corpus.docstrings import write_docstring_conversations
+from wlb.corpus.encode import BPE
+from wlb.corpus.pipeline import prepare_store
+from wlb.corpus.prepare import locked
+from wlb.corpus.request import PrepareOptions
 from wlb.corpus.store import TokenStore, store_path
 from wlb.plan import digest
 
-_FORMAT = 1
-_TEMPLATE_TOKENS = 2
-"""That ChatML adds to the BPE's own."""
+_FORMAT = 2
+_LEAST_VOCAB = 258
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocstringStores:
-    """Prefixes of the two stores. num_targets: trained tokens. made_s: 0 where they were found."""
+    """Prefixes of the two stores. num_targets: trained tokens. made_s: 0 where they were found.
+
+    heldout: "" where nothing is held out. num_documents, num_tokens, num_targets: of `train`.
+    """
 
     train: str
     heldout: str
@@ -40,20 +43,27 @@ def prepare_docstrings(
 ) -> DocstringStores:
     """Writes, or finds, the stores in `folder`; conversations longer than `limit` are split.
 
+    The conversations stay beside them as JSONL.
+
     vocab_size: of the model, ChatML's tokens included.
     """
+    if vocab_size <= _LEAST_VOCAB:
+        raise ValueError(
+            f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}: 256 bytes and three "
+            f"special tokens"
+        )
     mark = digest(
         _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
     )
     prefix = Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
     began = time.perf_counter()
-    found = _find(prefix, vocab_size)
+    found = _find(prefix, heldout_fraction)
     if found is None:
-        with locked(store_path(prefix, ".lock")):
-            found = _find(prefix, vocab_size)  # another process may have been faster
+        with locked(store_path(prefix, ".jsonl.lock")):
+            found = _find(prefix, heldout_fraction)  # another process may have been faster
             if found is None:
                 _make(prefix, vocab_size, limit, heldout_fraction, seed)
-                found = _find(prefix, vocab_size)
+                found = _find(prefix, heldout_fraction)
                 if found is None:
                     raise RuntimeError(f"the stores at {prefix} cannot be read after being made")
                 return replace(found, made_s=time.perf_counter() - began)
@@ -61,34 +71,32 @@ def prepare_docstrings(
 
 
 def _make(prefix: Path, vocab_size: int, limit: int, heldout_fraction: float, seed: int) -> None:
-    texts = (m["content"] for c in docstring_conversations() for m in c["messages"])
-    tokenizer = train_bpe(texts, vocab_size - _TEMPLATE_TOKENS)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "docstrings.jsonl"
-        write_docstring_conversations(path)
-        prepare_conversations(
-            path,
-            prefix,
-            tokenizer=tokenizer,
-            template=CHATML,
-            add_tokens=True,
-            limit=limit,
-            heldout_fraction=heldout_fraction,
-            seed=seed,
-        )
+    conversations = store_path(prefix, ".jsonl")
+    write_docstring_conversations(conversations)
+    asked = PrepareOptions(
+        inputs=(str(conversations),),
+        out=str(prefix),
+        tokenizer=BPE,
+        vocab_size=vocab_size,
+        heldout_fraction=heldout_fraction,
+        seed=seed,
+        overwrite=True,  # what an interrupted call left is of an older file
+    )
+    prepare_store(asked, encoder=ChatChoice(template="chatml", limit=limit))
 
 
-def _find(prefix: Path, vocab_size: int) -> DocstringStores | None:
+def _find(prefix: Path, heldout_fraction: float) -> DocstringStores | None:
     """None where they are absent or not complete: the train store is written last."""
     try:
-        train = TokenStore(f"{prefix}-train")
-        heldout = TokenStore(f"{prefix}-heldout")
+        train = TokenStore(prefix)
+        heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None
     except (ValueError, OSError):
         return None
+    assert train.vocab_size is not None
     return DocstringStores(
         train=train.prefix,
-        heldout=heldout.prefix if heldout.num_documents else "",
-        vocab_size=train.vocab_size or vocab_size,
+        heldout=heldout.prefix if heldout is not None and heldout.num_documents else "",
+        vocab_size=train.vocab_size,
         num_documents=train.num_documents,
         num_tokens=train.num_tokens,
         num_targets=int(train.num_targets.sum()),

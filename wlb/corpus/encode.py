@@ -4,14 +4,15 @@ Tokenizers: any `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. 
 from the policy alone: they are matched nowhere in text, and a tokenizer that makes one out of text
 all the same (a vocabulary entry that is an ordinary piece too) has that document refused.
 
-An encoder turns a record into one or more `Encoded`; other kinds of records (chat) bring an
-encoder of their own. Encoders travel to worker processes as an `EncoderSpec`, which is plain data.
+An encoder turns a record into one or more `Encoded`. All that a preparation knows of a kind of
+records (text here, conversations in `chat_encode.py`) is its `EncoderChoice`. Encoders travel to
+worker processes as an `EncoderSpec`, which is plain data.
 Cost: 2 to 3 MB/s a process for BPE and some 100 bytes a token of the longest document.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from wlb.corpus.prepare import encode_texts
-from wlb.corpus.records import BadRecord, Record
+from wlb.corpus.records import BadRecord, OnError, Record
 from wlb.corpus.store import TokenArray
 from wlb.corpus.text import Skip
 from wlb.plan import IntArray
@@ -46,20 +47,17 @@ class DocumentPolicy(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """One document. tokens: shape [n], n >= 1. trained: half-open ranges of trained tokens, shape
-    [m, 2]; None for all. num_unknown: characters that the tokenizer has no token for."""
+    [m, 2]; None for all. num_unknown: characters that the tokenizer has no token for. counts: what
+    was done to make it, by name; what is of a whole record is in one of its documents."""
 
     tokens: TokenArray
     trained: IntArray | None = None
     num_unknown: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class RecordEncoder(Protocol):
     """Makes documents of records; `BadRecord` for one that is none, with the reason."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys that records must have; of Parquet nothing else is read."""
-        ...
 
     def encode(self, record: Record) -> Sequence[Encoded]:
         """The documents of a record, at least one; they go to the same side of the split."""
@@ -87,21 +85,82 @@ class Vocabulary:
 
 
 class EncoderChoice(Protocol):
-    """A kind of records other than text, for `prepare_store`.
+    """A kind of records, for `prepare_store`: plain, picklable data; derive from it.
 
-    arguments: JSON-able; an interrupted preparation goes on only with equal ones. columns: keys
-    that records must have.
+    arguments: JSON-able; an interrupted preparation goes on only with equal ones. actions: what
+    becomes of records that are left out for a reason with an option of its own, `--on-<reason>`.
     """
 
     @property
     def arguments(self) -> dict[str, Any]: ...
 
     @property
-    def columns(self) -> tuple[str, ...]: ...
+    def actions(self) -> Mapping[Skip, OnError]:
+        return {}
+
+    def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Of a Parquet file's columns, those to read; ValueError where it lacks some."""
+        ...
+
+    def texts(self, record: Record) -> Sequence[str]:
+        """What a BPE may be trained on; `BadRecord` for a record that is left out."""
+        raise ValueError(
+            f"--tokenizer {BPE}: these records have no text to train one on; give a tokenizer.json"
+        )
+
+    def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
+        """Those that are added to the tokenizer if it lacks them. tokenizer: "bpe" or a path."""
+        del tokenizer
+        return ()
+
+    def eos_id(self, vocabulary: Vocabulary) -> int | None:
+        """The token that ends every document; None if there is none."""
+        del vocabulary
+        return None
 
     def spec(self, tokenizer: str, vocabulary: Vocabulary) -> EncoderSpec:
-        """tokenizer: path of the tokenizer's file, "" for raw bytes."""
+        """tokenizer: path of the tokenizer's file, "" for raw bytes.
+
+        ValueError for one that these records cannot be encoded with.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextChoice(EncoderChoice):
+    """Records with a text under `text_key`. in_parts: see `TextEncoderSpec`."""
+
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
+    text_key: str = "text"
+    in_parts: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"policy": self.policy, "text_key": self.text_key}
+
+    def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        if self.text_key not in names:
+            raise ValueError(
+                f"has no column {self.text_key!r}; its columns are {', '.join(names)}: choose one "
+                f"with --text-key"
+            )
+        return (self.text_key,)
+
+    def texts(self, record: Record) -> Sequence[str]:
+        return (text_of(record, self.text_key),)
+
+    def eos_id(self, vocabulary: Vocabulary) -> int | None:
+        return vocabulary.eos_id if self.policy != DocumentPolicy.NONE else None
+
+    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoderSpec":
+        around(self.policy, vocabulary)  # refuses what tokens it lacks
+        return TextEncoderSpec(
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            policy=self.policy,
+            text_key=self.text_key,
+            in_parts=self.in_parts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +185,6 @@ class TextEncoder:
 
     def __init__(self, spec: TextEncoderSpec) -> None:
         vocabulary = spec.vocabulary
-        self.columns = (spec.text_key,)
         self._key = spec.text_key
         self._special = np.array(vocabulary.special, np.int64)
         self._unknown = vocabulary.unknown_id
@@ -237,18 +295,30 @@ def byte_vocabulary() -> Vocabulary:
     return Vocabulary(size=BYTES_VOCAB, bos_id=BYTES_BOS, eos_id=BYTES_EOS)
 
 
-def read_vocabulary(path: str | Path, *, bos: str = "", eos: str = "") -> Vocabulary:
+def add_special_tokens(tokenizer: "Tokenizer", names: Sequence[str]) -> int:
+    """Adds those of `names` that the tokenizer lacks; how many those were."""
+    from tokenizers import AddedToken
+
+    tokens = [AddedToken(name, special=True, normalized=False) for name in names]
+    added: int = cast(Any, tokenizer).add_special_tokens(tokens)
+    return added
+
+
+def read_vocabulary(
+    path: str | Path, *, bos: str = "", eos: str = "", folder: str | Path | None = None
+) -> Vocabulary:
     """Size and special tokens of a tokenizer file.
 
-    bos, eos: tokens by name; "" for what tokenizer_config.json beside the file says, or else the
-    one special token with a usual name. size: the largest id, added tokens included, plus one.
+    bos, eos: tokens by name; "" for what the tokenizer_config.json in `folder` (that of the file)
+    says, or else the one special token with a usual name. size: the largest id, added tokens
+    included, plus one.
     """
     tokenizer = open_tokenizer(path)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
-    unknown = _unknown_id(tokenizer)
-    config = _config(Path(path).parent / "tokenizer_config.json")
+    unknown = unknown_id(tokenizer)
+    config = _config(Path(folder or Path(path).parent) / "tokenizer_config.json")
     ids = [
         _special_id(path, option, given or config.get(key, ""), usual, vocabulary, special)
         for option, given, key, usual in (
@@ -285,7 +355,8 @@ def _special_id(
     return found[0] if len(found) == 1 else None
 
 
-def _unknown_id(tokenizer: "Tokenizer") -> int | None:
+def unknown_id(tokenizer: "Tokenizer") -> int | None:
+    """The token for what the tokenizer does not know; None if it has none."""
     model = cast("dict[str, Any]", json.loads(tokenizer.to_str())["model"])
     if isinstance(index := model.get("unk_id"), int):
         return index

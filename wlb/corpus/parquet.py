@@ -1,13 +1,16 @@
 """Parquet files as records, some rows at a time.
 
-pyarrow (extra `[data]`) is imported where a Parquet file is met. Strings are taken as bytes and
-decoded here, because a string column may hold invalid UTF-8.
+pyarrow (extra `[data]`) is imported where a Parquet file is met. Strings, also those inside lists
+and structs, come as bytes: a string column may hold invalid UTF-8, which is a row's own fault.
 Cost: memory of one batch of rows, and of the compressed pages that they lie in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
+
+Columns = Callable[[Sequence[str]], tuple[str, ...]]
+"""Chooses, of a table's columns, those to read; ValueError, without the path, where some lack."""
 
 _PARQUET_ROWS = 256
 _BUFFER_BYTES = 1 << 20
@@ -43,19 +46,20 @@ def row_groups(path: str, *, shard_bytes: int) -> Iterator[tuple[int, int, int]]
 
 
 def parquet_records(
-    path: str, *, groups: range, columns: Sequence[str]
+    path: str, *, groups: range, columns: Columns
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row in the file, values of `columns`) of the rows of row groups; text as bytes."""
     pa = _pyarrow()
     file = open_parquet(path)
+    names = columns(file.schema_arrow.names)
     row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
     try:
         for batch in file.iter_batches(
-            batch_size=_PARQUET_ROWS, row_groups=list(groups), columns=list(columns)
+            batch_size=_PARQUET_ROWS, row_groups=list(groups), columns=list(names)
         ):
-            values = [_values(batch.column(batch.schema.names.index(name))) for name in columns]
+            values = [_values(batch.column(batch.schema.names.index(name))) for name in names]
             for items in zip(*values, strict=True):
-                yield row, dict(zip(columns, items, strict=True))
+                yield row, dict(zip(names, items, strict=True))
                 row += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is corrupt near row {row} ({error}); get it again") from None
@@ -65,8 +69,21 @@ def _values(column: Any) -> list[Any]:
     pa = _pyarrow()
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if pa.types.is_string(column.type):
-        column = column.cast(pa.binary())
-    elif pa.types.is_large_string(column.type):
-        column = column.cast(pa.large_binary())
-    return column.to_pylist()
+    kind = _with_bytes(column.type)
+    return (column if kind == column.type else column.cast(kind)).to_pylist()
+
+
+def _with_bytes(kind: Any) -> Any:
+    """The type with bytes for strings, at any depth of lists and structs."""
+    pa = _pyarrow()
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        item = kind.value_field.with_type(_with_bytes(kind.value_type))
+        return pa.large_list(item) if pa.types.is_large_list(kind) else pa.list_(item)
+    if pa.types.is_struct(kind):
+        inner = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_with_bytes(field.type)) for field in inner])
+    return kind

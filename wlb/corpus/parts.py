@@ -8,10 +8,9 @@ made which part, nor on when. Cost: memory of one document, and 8 bytes a docume
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.corpus.encode import Encoded, EncoderSpec, RecordEncoder
+from wlb.corpus.parquet import Columns
 from wlb.corpus.prepare import draw, write_text
-from wlb.corpus.records import BadRecord, Position, Shard, read_shard
+from wlb.corpus.records import BadRecord, OnError, Position, Shard, read_shard
 from wlb.corpus.store import TokenStore, TokenStoreWriter
 from wlb.corpus.text import Skip
 from wlb.plan import IntArray
@@ -32,26 +32,27 @@ MOST_EXAMPLES = 3
 _STOP_EVERY = 64
 
 
-class OnError(StrEnum):
-    FAIL = "fail"
-    SKIP = "skip"
-
-
 class Stopped(Exception):
     """A shard was given up because the preparation is being stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartJob:
-    """What all shards of a preparation have in common. folder: where parts are written."""
+    """What all shards of a preparation have in common.
+
+    folder: where parts are written. columns: of a Parquet file's, those to read. actions: for
+    reasons that --on-error does not decide.
+    """
 
     folder: str
     encoder: EncoderSpec
     vocab_size: int
     text_key: str
+    columns: Columns
     heldout_fraction: float
     seed: int
     on_error: OnError
+    actions: Mapping[Skip, OnError] = field(default_factory=dict[Skip, OnError])
 
     def prefix(self, shard: int, side: int) -> Path:
         return Path(self.folder, f"{shard:06}-{SIDES[side]}")
@@ -60,12 +61,16 @@ class PartJob:
         return Path(self.folder, f"{shard:06}.json")
 
 
+_Nearest = tuple[float, int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
     """What became of a shard.
 
-    num_documents, num_tokens: of train and held-out. examples: the first records left out, by
-    reason. nearest: of each side (draw, row) of the document nearest to the held-out limit.
+    num_documents, num_tokens: of train and held-out. counts: of `Encoded`, summed. examples: the
+    first records left out, by reason. nearest: of each side (draw, first row, number of rows) of
+    the record nearest to the held-out limit.
     """
 
     shard: int
@@ -73,9 +78,10 @@ class PartSummary:
     num_documents: tuple[int, int]
     num_tokens: tuple[int, int]
     num_unknown: int
+    counts: dict[str, int]
     skipped: dict[str, int]
     examples: dict[str, list[str]]
-    nearest: tuple[tuple[float, int] | None, tuple[float, int] | None]
+    nearest: tuple[_Nearest | None, _Nearest | None]
 
     @classmethod
     def read(cls, path: Path) -> "PartSummary":
@@ -87,23 +93,30 @@ class PartSummary:
 class _Tally:
     """Counts of one shard while it is encoded."""
 
-    on_error: OnError
+    job: PartJob
+    counts: Counter[str] = field(default_factory=Counter[str])
     skipped: Counter[str] = field(default_factory=Counter[str])
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     num_unknown: int = 0
 
     def leave_out(self, position: Position, bad: BadRecord) -> None:
         """Counts a record that is no document, or raises ValueError with where it is."""
-        is_error = bad.reason not in NO_ERROR
-        if is_error and self.on_error == OnError.FAIL:
+        action, option = self.job.on_error, "--on-error"
+        if bad.reason in self.job.actions:
+            action, option = self.job.actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
+        if bad.reason not in NO_ERROR and action == OnError.FAIL:
             raise ValueError(
                 f"{position.spoken()}: {bad}. Correct it, or leave out and count such records "
-                f"with --on-error skip"
+                f"with {option} skip"
             )
         self.skipped[str(bad.reason)] += 1
         shown = self.examples.setdefault(str(bad.reason), [])
         if len(shown) < MOST_EXAMPLES:
             shown.append(f"{position.spoken()}: {bad}")
+
+    def add(self, encoded: Encoded) -> None:
+        self.num_unknown += encoded.num_unknown
+        self.counts.update(encoded.counts)
 
 
 def encode_shard(
@@ -115,8 +128,8 @@ def encode_shard(
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> PartSummary:
     """Writes the part of shard `number`; ValueError for a bad record unless those are skipped."""
-    tally = _Tally(job.on_error)
-    nearest: list[tuple[float, int] | None] = [None, None]
+    tally = _Tally(job)
+    nearest: list[_Nearest | None] = [None, None]
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -124,20 +137,23 @@ def encode_shard(
             )
             for side in range(2)
         ]
-        for position, encoded in _documents(job, encoder, shard, tally, is_stopped):
+        for position, documents in _records(job, encoder, shard, tally, is_stopped):
             drawn = draw(job.seed, position.name)
             side = int(drawn < job.heldout_fraction)
             at = nearest[side]
             if at is None or (drawn > at[0] if side else drawn < at[0]):
-                nearest[side] = (drawn, writers[side].num_documents)
-            add(writers[side], encoded, position)
-        counts = [(writer.num_documents, writer.num_tokens) for writer in writers]
+                nearest[side] = (drawn, writers[side].num_documents, len(documents))
+            for encoded in documents:
+                tally.add(encoded)
+                add(writers[side], encoded, position)
+        sizes = [(writer.num_documents, writer.num_tokens) for writer in writers]
     summary = PartSummary(
         shard=number,
         size=shard.size,
-        num_documents=(counts[0][0], counts[1][0]),
-        num_tokens=(counts[0][1], counts[1][1]),
+        num_documents=(sizes[0][0], sizes[1][0]),
+        num_tokens=(sizes[0][1], sizes[1][1]),
         num_unknown=tally.num_unknown,
+        counts=dict(tally.counts),
         skipped=dict(tally.skipped),
         examples=tally.examples,
         nearest=(nearest[0], nearest[1]),
@@ -146,14 +162,15 @@ def encode_shard(
     return summary
 
 
-def _documents(
+def _records(
     job: PartJob,
     encoder: RecordEncoder,
     shard: Shard,
     tally: _Tally,
     is_stopped: Callable[[], bool],
-) -> Iterator[tuple[Position, Encoded]]:
-    records = read_shard(shard, text_key=job.text_key, columns=encoder.columns)
+) -> Iterator[tuple[Position, Sequence[Encoded]]]:
+    """(position, its documents) of the records that are not left out."""
+    records = read_shard(shard, text_key=job.text_key, columns=job.columns)
     for number, (position, record) in enumerate(records):
         if number % _STOP_EVERY == 0 and is_stopped():
             raise Stopped
@@ -166,9 +183,7 @@ def _documents(
             continue
         if not made:
             raise ValueError(f"{position.spoken()}: the encoder gave neither document nor reason")
-        for encoded in made:
-            tally.num_unknown += encoded.num_unknown
-            yield position, encoded
+        yield position, made
 
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: Position) -> None:
@@ -200,23 +215,23 @@ def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
             os.unlink(entry.path)
 
 
-def moved_document(
+def moved_record(
     summaries: Sequence[PartSummary], *, fraction: float
-) -> tuple[int, int, int] | None:
-    """(shard, side, row) of the document that changes sides so that neither side is empty.
+) -> tuple[int, int, range] | None:
+    """(shard, side, rows) of the record that changes sides so that neither side is empty.
 
-    As `prepare` does: the one nearest to the limit; None where both sides have documents, or where
-    there is one document, which is trained.
+    As `prepare` does: the one nearest to the limit, with all its documents; None where both sides
+    have documents, or where there is one record, which is trained.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:
         return None
     side = int(totals[1] > 0)
-    if side == 0 and totals[0] == 1:
+    found = [(n[0], s.shard, n[1], n[2]) for s in summaries if (n := s.nearest[side]) is not None]
+    _, shard, first, num = max(found) if side else min(found)
+    if side == 0 and totals[0] == num:
         return None
-    found = [(n[0], s.shard, n[1]) for s in summaries if (n := s.nearest[side]) is not None]
-    _, shard, row = max(found) if side else min(found)
-    return shard, side, row
+    return shard, side, range(first, first + num)
 
 
 def merge_parts(
@@ -231,12 +246,13 @@ def merge_parts(
     writers: of train and of held-out, or of train alone where nothing is held out. progress: called
     with each shard that is done.
     """
-    moved = moved_document(summaries, fraction=job.heldout_fraction)
+    moved = moved_record(summaries, fraction=job.heldout_fraction)
     for summary in summaries:
         for side in range(2):
             store = TokenStore(job.prefix(summary.shard, side))
             for row in range(store.num_documents):
-                target = 1 - side if moved == (summary.shard, side, row) else side
+                is_moved = moved is not None and moved[:2] == (summary.shard, side)
+                target = 1 - side if is_moved and row in moved[2] else side
                 trained = trained_spans(store.trained(row)) if store.has_targets else None
                 writers[target].add(store.read(row), trained)
         progress(summary.shard)
@@ -249,15 +265,18 @@ def trained_spans(mask: npt.NDArray[np.bool_]) -> IntArray:
 
 
 def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:
-    """What was left out of all shards: counts and first examples by reason, unknown tokens."""
+    """Of all shards: counts, unknown tokens, what was left out with first examples by reason."""
     skipped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}
     for summary in summaries:
         skipped.update(summary.skipped)
+        counts.update(summary.counts)
         for reason, shown in summary.examples.items():
             examples[reason] = (examples.get(reason, []) + shown)[:MOST_EXAMPLES]
     return {
         "skipped": dict(sorted(skipped.items())),
         "examples": dict(sorted(examples.items())),
         "num_unknown": sum(summary.num_unknown for summary in summaries),
+        "counts": dict(sorted(counts.items())),
     }

@@ -1,7 +1,8 @@
 """Files to one token store, by several processes: `wlb prepare`.
 
 1. List the inputs and divide them into shards (`wlb.corpus.records`).
-2. Tokenizer: copy it, or train a BPE on a sample of training documents, into `<out>.parts`.
+2. Tokenizer: copy it, or train a BPE on a sample of training documents, into `<out>.parts`
+   (`wlb.corpus.tokenizer`).
 3. Encode every shard into a part (`wlb.corpus.parts`); parts that an interrupted call completed
    are kept, after their checksums were compared.
 4. Merge parts in order into `<out>`, and what is held out into `<out>-heldout`.
@@ -15,27 +16,15 @@ document at the end, some 300 bytes an input file; on disk the tokens twice unti
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wlb.corpus.encode import (
-    BPE,
-    BYTES,
-    DocumentPolicy,
-    EncoderChoice,
-    EncoderSpec,
-    TextEncoderSpec,
-    Vocabulary,
-    around,
-    byte_vocabulary,
-    read_vocabulary,
-    text_of,
-)
+from wlb.corpus.encode import BPE, EncoderChoice, TextChoice
 from wlb.corpus.manifest import (
     Manifest,
     check_unchanged,
@@ -44,7 +33,6 @@ from wlb.corpus.manifest import (
     open_manifest,
 )
 from wlb.corpus.parts import (
-    OnError,
     PartJob,
     PartSummary,
     find_part,
@@ -52,26 +40,19 @@ from wlb.corpus.parts import (
     remove_unfinished,
     totals,
 )
-from wlb.corpus.prepare import END_OF_TEXT, draw, locked, train_bpe, write_text
+from wlb.corpus.prepare import locked, write_text
 from wlb.corpus.records import (
-    BadRecord,
     InputFile,
+    OnError,
     Shard,
     check_columns,
     list_inputs,
     list_shards,
-    read_shard,
 )
-from wlb.corpus.request import (
-    PrepareOptions,
-    Status,
-    StoreReport,
-    arguments_of,
-    tokenizer_path,
-)
-from wlb.corpus.shuffle import permute
-from wlb.corpus.store import TokenStore, TokenStoreWriter, file_checksum, store_path
+from wlb.corpus.request import PrepareOptions, Status, StoreReport, arguments_of
+from wlb.corpus.store import TokenStore, TokenStoreWriter, store_path
 from wlb.corpus.text import Skip
+from wlb.corpus.tokenizer import PreparedTokenizer, prepare_tokenizer
 from wlb.corpus.workers import encode_shards
 
 _SHARD_BYTES = (1 << 20, 1 << 26)
@@ -79,15 +60,6 @@ _NUM_SHARDS = 256
 
 
 Progress = Callable[[Status], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokenizer:
-    """path: of its file, "" for raw bytes."""
-
-    path: str
-    vocabulary: Vocabulary
-    checksum: str
 
 
 def prepare_store(
@@ -98,7 +70,8 @@ def prepare_store(
 ) -> StoreReport:
     """Writes, goes on with, or finds the store `options.out`; see the module.
 
-    encoder: for records that are not text; it sets special tokens by itself, not by options.policy.
+    encoder: for records that are not text, such as `ChatChoice`; options of documents that are text
+    (policy, text_key, text_unit) are not for them.
     ValueError for bad input, for an interrupted call with other arguments, for a store of other
     arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
     """
@@ -120,16 +93,17 @@ def prepare_store(
         raise ValueError(f"all files of {', '.join(options.inputs)} are empty")
     arguments = arguments_of(options)
     if encoder is not None:
-        if options.tokenizer == BPE:
-            raise ValueError("a BPE is trained on text alone; give a tokenizer.json for other data")
         arguments["encoder"] = encoder.arguments
-    check_columns(files, (options.text_key,) if encoder is None else encoder.columns)
+    choice = encoder or TextChoice(
+        policy=options.policy, text_key=options.text_key, in_parts=options.tokenizer == BPE
+    )
+    check_columns(files, choice.columns)
     manifest = manifest_of(arguments, files)
     with locked(store_path(options.out, ".lock")):
         found = _finished(options, manifest, files)
         if found is None:
             listed = {str(reason): count for reason, count in skipped.items()}
-            num_shards, num_kept = _prepare(options, encoder, files, manifest, listed, report)
+            num_shards, num_kept = _prepare(options, choice, files, manifest, listed, report)
             found = _finished(options, manifest, files)
             if found is None:
                 raise RuntimeError(f"{options.out} was replaced while it was prepared")
@@ -173,11 +147,14 @@ def _finished(
         vocab_size=info.vocab_size,
         num_documents=stores[0].num_documents,
         num_tokens=stores[0].num_tokens,
+        num_targets=int(stores[0].num_targets.sum()),
         num_heldout_documents=held.num_documents if held else 0,
         num_heldout_tokens=held.num_tokens if held else 0,
+        num_heldout_targets=int(held.num_targets.sum()) if held else 0,
         lengths_p50=p50,
         lengths_p99=p99,
         longest=int(lengths.max()),
+        counts=info.preparation.get("counts", {}),  # stores of text were made without
         skipped=info.preparation["skipped"],
         examples=info.preparation["examples"],
         num_unknown=info.preparation["num_unknown"],
@@ -193,7 +170,7 @@ def _finished(
 
 def _prepare(
     options: PrepareOptions,
-    encoder: EncoderChoice | None,
+    choice: EncoderChoice,
     files: Sequence[InputFile],
     manifest: Manifest,
     listed: dict[str, int],
@@ -204,7 +181,7 @@ def _prepare(
     if options.overwrite and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    open_manifest(folder / "manifest.json", manifest)
+    is_begun = open_manifest(folder / "manifest.json", manifest)
     remove_unfinished(folder)
     for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
         remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
@@ -212,80 +189,32 @@ def _prepare(
     shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
     shards = list_shards(files, shard_bytes=shard_bytes)
     report(Status(stage="tokenizer", size=size, done=0))
-    tokenizer = _open_tokenizer(options, folder, shards)
-    if encoder is None:
-        around(options.policy, tokenizer.vocabulary)  # refuses what tokens it lacks
+    try:
+        tokenizer = prepare_tokenizer(options, choice, folder, shards)
+        spec = choice.spec(tokenizer.path, tokenizer.vocabulary)
+    except ValueError:  # nothing was made yet that another tokenizer could not go on from
+        if not is_begun:
+            shutil.rmtree(folder)
+        raise
     job = PartJob(
         folder=str(folder),
-        encoder=_encoder(options, tokenizer)
-        if encoder is None
-        else encoder.spec(tokenizer.path, tokenizer.vocabulary),
+        encoder=spec,
         vocab_size=tokenizer.vocabulary.size,
         text_key=options.text_key,
+        columns=choice.columns,
         heldout_fraction=options.heldout_fraction,
         seed=options.seed,
         on_error=options.on_error,
+        actions=choice.actions,
     )
     summaries = _encode(job, shards, processes=options.processes, report=report)
     num_kept = sum(kept for _, kept in summaries)
     check_unchanged(files)
     parts = [summary for summary, _ in summaries]
-    _publish(options, job, parts, tokenizer, manifest, listed, report)
+    eos_id = choice.eos_id(tokenizer.vocabulary)
+    _publish(options, job, parts, tokenizer, eos_id, manifest, listed, report)
     shutil.rmtree(folder)
     return len(shards), num_kept
-
-
-def _open_tokenizer(options: PrepareOptions, folder: Path, shards: Sequence[Shard]) -> _Tokenizer:
-    if options.tokenizer == BYTES:
-        return _Tokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
-    path, eos = folder / "tokenizer.json", options.eos
-    source = path
-    if options.tokenizer == BPE:
-        eos = eos or END_OF_TEXT
-        if not path.exists():
-            made = train_bpe(_sample(options, shards), vocab_size=options.vocab_size)
-            write_text(path, made.to_str(pretty=True))
-    else:
-        source = tokenizer_path(options.tokenizer)  # its folder says which token is EOS
-        write_text(path, source.read_text("utf-8"))
-    return _Tokenizer(
-        path=str(path),
-        vocabulary=read_vocabulary(source, bos=options.bos, eos=eos),
-        checksum=file_checksum(path),
-    )
-
-
-def _encoder(options: PrepareOptions, tokenizer: _Tokenizer) -> EncoderSpec:
-    return TextEncoderSpec(
-        tokenizer=tokenizer.path,
-        vocabulary=tokenizer.vocabulary,
-        policy=options.policy,
-        text_key=options.text_key,
-        in_parts=options.tokenizer == BPE,
-    )
-
-
-def _sample(options: PrepareOptions, shards: Sequence[Shard]) -> Iterator[str]:
-    """Texts of training documents of about sample_bytes, from all shards in seeded order."""
-    missing = options.sample_bytes
-    of_shard = max(1 << 16, -(-missing // len(shards)))
-    for number in permute(np.arange(len(shards)), len(shards), options.seed):
-        left = min(of_shard, missing)
-        key = options.text_key
-        for position, record in read_shard(shards[int(number)], text_key=key, columns=(key,)):
-            if left <= 0:
-                break
-            if draw(options.seed, position.name) < options.heldout_fraction:
-                continue
-            try:
-                text = text_of({} if isinstance(record, BadRecord) else record, key)[:left]
-            except BadRecord:
-                continue  # refused or counted when it is encoded
-            left -= len(text.encode())
-            missing -= len(text.encode())
-            yield text
-        if missing <= 0:
-            return
 
 
 def _encode(
@@ -320,7 +249,8 @@ def _publish(
     options: PrepareOptions,
     job: PartJob,
     parts: Sequence[PartSummary],
-    tokenizer: _Tokenizer,
+    tokenizer: PreparedTokenizer,
+    eos_id: int | None,
     manifest: Manifest,
     listed: dict[str, int],
     report: Progress,
@@ -341,7 +271,7 @@ def _publish(
         name = path.name
     about: dict[str, Any] = {
         "vocab_size": job.vocab_size,
-        "eos_id": tokenizer.vocabulary.eos_id if options.policy != DocumentPolicy.NONE else None,
+        "eos_id": eos_id,
         "tokenizer": name,
         "source": ", ".join(options.inputs),
         "preparation": {

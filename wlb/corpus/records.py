@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, cast
 
-from wlb.corpus.parquet import open_parquet, parquet_records, row_groups
+from wlb.corpus.parquet import Columns, open_parquet, parquet_records, row_groups
 from wlb.corpus.text import Skip, folder_documents
 
 Record = Mapping[str, Any]
@@ -52,6 +52,13 @@ class TextUnit(StrEnum):
 
     FILE = "file"
     LINE = "line"
+
+
+class OnError(StrEnum):
+    """What becomes of a record that is no document: the preparation stops, or it is counted."""
+
+    FAIL = "fail"
+    SKIP = "skip"
 
 
 class BadRecord(ValueError):
@@ -219,10 +226,11 @@ def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
             yield Shard(files=(file,), start=start, stop=stop, size=stop - start)
 
 
-def read_shard(shard: Shard, *, text_key: str, columns: Sequence[str]) -> Iterator[Read]:
+def read_shard(shard: Shard, *, text_key: str, columns: Columns) -> Iterator[Read]:
     """(position, record or BadRecord) of everything in a shard.
 
-    text_key: the key that a text file's or line's text gets. columns: what is read of Parquet rows.
+    text_key: the key that a text file's or line's text gets. columns: of those of a Parquet file,
+    the ones that are read.
     ValueError for a file that is corrupt as a whole, with its path.
     """
     if shard.files[0].kind == Kind.TEXT:
@@ -320,14 +328,12 @@ def _line_number(path: str, offset: int) -> int:
     return number
 
 
-def check_columns(files: Sequence[InputFile], columns: Sequence[str]) -> None:
-    """ValueError for the first Parquet file without one of `columns`."""
+def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
+    """ValueError for the first Parquet file that lacks what `columns` looks for."""
     for file in files:
         if file.kind == Kind.PARQUET:
             names = open_parquet(file.path).schema_arrow.names
-            for column in columns:
-                if column not in names:
-                    raise ValueError(
-                        f"{file.path} has no column {column!r}; its columns are "
-                        f"{', '.join(names)}: choose one with --text-key"
-                    )
+            try:
+                columns(names)
+            except ValueError as error:
+                raise ValueError(f"{file.path} {error}") from None

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from wlb.corpus.encode import BPE, BYTES, DocumentPolicy
-from wlb.corpus.parts import OnError
 from wlb.corpus.prepare import END_OF_TEXT
-from wlb.corpus.records import TextUnit
+from wlb.corpus.records import OnError, TextUnit
 from wlb.corpus.store import file_checksum
 
 
@@ -75,7 +74,8 @@ class Status:
 class StoreReport:
     """What was made. heldout: prefix of the held-out store, "" where there is none.
 
-    lengths_p50, lengths_p99, longest: tokens of training documents. skipped: left out, by reason,
+    num_targets: trained tokens. lengths_p50, lengths_p99, longest: tokens of training documents.
+    counts: what was done to records to encode them, of both stores. skipped: left out, by reason,
     with the first `examples`. num_unknown: tokens that stand for characters the tokenizer does not
     know. num_kept: parts that an interrupted call had made. time_s: of this call.
     """
@@ -86,11 +86,14 @@ class StoreReport:
     vocab_size: int
     num_documents: int
     num_tokens: int
+    num_targets: int
     num_heldout_documents: int
     num_heldout_tokens: int
+    num_heldout_targets: int
     lengths_p50: int
     lengths_p99: int
     longest: int
+    counts: dict[str, int]
     skipped: dict[str, int]
     examples: dict[str, list[str]]
     num_unknown: int

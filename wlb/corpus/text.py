@@ -35,6 +35,10 @@ class Skip(StrEnum):
     NO_TEXT = "no_text"
     NOT_TEXT = "not_text"
     SPECIAL_TOKEN = "special_token"
+    NOT_A_CONVERSATION = "not_a_conversation"
+    NOT_RENDERED = "not_rendered"
+    UNTRAINED = "untrained"
+    TOO_LONG = "too_long"
 
 
 class TextDocuments(Protocol):
