@@ -10,6 +10,7 @@ from wlb.spec.keys import nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
+    "checkpoint.asynchronous",
     "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
@@ -83,6 +84,7 @@ KEYS = [
     "run.name",
     "run.output_dir",
     "run.seed",
+    "run.stop_file",
     "sharding.remainder",
     "sharding.strategy",
     "telemetry.drift_threshold",
@@ -97,7 +99,9 @@ KEYS = [
     "training.learning_rate",
     "training.loss_chunk",
     "training.loss_normalizer",
+    "training.max_nonfinite",
     "training.min_learning_rate",
+    "training.on_nonfinite",
     "training.recompute",
     "training.steps",
     "training.timeout_s",

@@ -140,9 +140,13 @@ class Run:
         return PlannerState.from_json(json.loads(path.read_text("utf-8")))
 
 
-def train(spec: RunSpec, *, resume: bool = False) -> tuple[Run, str]:
-    """Run `spec`; what it left, and what the starting process said."""
+def train(spec: RunSpec, *, resume: bool | str = False) -> tuple[Run, str]:
+    """Run `spec`; what it left, and what the starting process said.
+
+    resume: from the newest checkpoint, or from what `--resume` is given.
+    """
     console = Console(file=StringIO(), width=200)
-    start.train(spec, resume=resume, console=console)
+    asked = resume if isinstance(resume, str) else ("" if resume else None)
+    start.train(spec, resume=asked, console=console)
     assert isinstance(console.file, StringIO)
     return Run(spec), console.file.getvalue()

@@ -32,7 +32,12 @@ def add_parser(commands: Any) -> None:
         help="print layout, memory and the first plan; train nothing",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the run's last checkpoint"
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="STEP|FOLDER|auto",
+        help="go on from the run's last checkpoint, or from that of a step, or a checkpoint's "
+        "folder; auto: from the last one if there is one, as jobs that are requeued do",
     )
     parser.add_argument(
         "--calibrate",

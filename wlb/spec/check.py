@@ -71,6 +71,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "training.steps": (spec.training.steps, 1),
         "training.warmup_steps": (spec.training.warmup_steps, 0),
         "training.loss_chunk": (spec.training.loss_chunk, 1),
+        "training.max_nonfinite": (spec.training.max_nonfinite, 1),
         "training.clip_norm": (spec.training.clip_norm, 0),
         "training.min_learning_rate": (spec.training.min_learning_rate, 0),
         "training.weight_decay": (spec.training.weight_decay, 0),

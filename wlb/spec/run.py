@@ -44,6 +44,14 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class OnNonfinite(StrEnum):
+    """What follows a loss or gradient that is not finite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
 class Recompute(StrEnum):
     """What backward runs again of a decoder layer instead of keeping its activations."""
 
@@ -76,6 +84,11 @@ class LossNormalizer(StrEnum):
 class RunSection:
     name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
     output_dir: str = key("runs", "folder of all runs")
+    stop_file: str = key(
+        "",
+        "a file whose existence asks the run to finish its step, save and leave with status 0, as "
+        "SIGTERM and SIGUSR1 do; empty = none",
+    )
     seed: int = key(0, "seed of weights, document order and order inside a micro-batch")
     device: Device = key(Device.AUTO, "where ranks compute; auto takes CUDA if there is one a rank")
 
@@ -331,6 +344,14 @@ class TrainingSection:
         "what backward computes again to save memory: selective = a layer's second norm and MLP, "
         "all but the last product; full = the whole layer, attention and its collectives included",
     )
+    on_nonfinite: OnNonfinite = key(
+        OnNonfinite.STOP,
+        "at a loss or gradient that is not finite: stop; skip the step's update; or rollback = go "
+        "back to the last checkpoint, train again, and skip the step if it fails again",
+    )
+    max_nonfinite: int = key(
+        10, "steps in a row whose update may be skipped before the run stops", unit="steps"
+    )
     loss_chunk: int = key(8192, "rows of logits held at a time", unit="tokens")
     timeout_s: float = key(600.0, "collectives that take longer stop the run", unit="s")
 
@@ -345,6 +366,9 @@ class EvalSection:
 class CheckpointSection:
     interval: int = key(0, "steps between checkpoints; 0 = at the end only", unit="steps")
     keep: int = key(2, "checkpoints kept; older ones are removed")
+    asynchronous: bool = key(
+        True, "write checkpoints behind training, which waits only for a copy in host memory"
+    )
     init_from: str = key(
         "",
         "folder of a checkpoint, or of a run (its newest), whose weights a new run begins with; "

@@ -1,37 +1,35 @@
-"""Checkpoints by torch.distributed.checkpoint: weights, optimiser, planner state, configuration.
+"""Checkpoints as folders: which there are, what they hold, whether they are whole.
 
-A checkpoint is a folder `step-00000030` with DCP's files, `planner.json` (the state after the last
-EXECUTED step: outlier queues, leftovers, read position; valid for another layout) and `run.json`.
-It is written under another name and renamed when complete, so a crash never leaves a half one.
+A checkpoint is a folder `step-00000030` with
+- `shard-*.safetensors`: weights, optimiser and RNG state, written by torch.distributed.checkpoint
+  (`wlb.train.saver`), a file a rank, readable from any layout. Nothing in a checkpoint is pickled;
+- `planner.json`: the planner's state after the last EXECUTED step: outlier queues, leftovers, read
+  position; valid for another layout;
+- `run.json`: steps, configuration, kernel profile;
+- `manifest.json`: size and SHA-256 of all these. It is written last, then the folder, until then
+  called `partial-...`, is renamed: a crash never leaves half a checkpoint under the final name.
 """
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-
-from wlb.model import Llama
 from wlb.plan import PlannerState
-from wlb.spec import RunSpec
-from wlb.train.optimizer import Optimizers
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
+AUTO = "auto"
+_BLOCK = 1 << 22
 
 
 def folder_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[5:])
 
 
 def complete(directory: Path) -> list[Path]:
@@ -39,112 +37,124 @@ def complete(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step-*") if p.name[5:].isdigit())
 
 
-def latest(directory: Path) -> Path:
-    """The newest checkpoint; ValueError naming the folder where there is none."""
+def to_resume(directory: Path, asked: str | None) -> Path | None:
+    """The checkpoint that `--resume` means; ValueError where there is none.
+
+    asked: None for no --resume, "" for the newest, "auto" for the newest if there is one, or a
+    step's number or a checkpoint's folder.
+    """
+    if asked is None:
+        return None
     found = complete(directory)
-    if not found:
+    if asked == AUTO:
+        return found[-1] if found else None
+    if not asked:
+        if not found:
+            raise ValueError(
+                f"--resume: no checkpoint in {directory}; start without --resume, or set run.name "
+                f"and run.output_dir to the run that is to go on"
+            )
+        return found[-1]
+    wanted = folder_of(directory, int(asked)) if asked.isdigit() else Path(asked)
+    if wanted.absolute() not in [path.absolute() for path in found]:
+        there = ", ".join(path.name for path in found) or "none"
         raise ValueError(
-            f"--resume: no checkpoint in {directory}; start without --resume, or set run.name and "
-            f"run.output_dir to the run that is to go on"
+            f"--resume {asked}: {wanted} is no checkpoint of this run; {directory} has {there}. To "
+            f"begin a new run with its weights, set checkpoint.init_from"
         )
-    return found[-1]
+    return wanted
 
 
 def to_begin_with(path: str) -> Path:
     """The checkpoint that `checkpoint.init_from` names: a checkpoint's folder or a run's newest."""
     folder = Path(path)
-    if (folder / "run.json").is_file():
+    if (folder / RUN).is_file():
         return folder
     found = complete(folder / "checkpoints")
     if not found:
         raise ValueError(
-            f"checkpoint.init_from = {path} is neither a checkpoint (a folder with run.json) nor a "
+            f"checkpoint.init_from = {path} is neither a checkpoint (a folder with {RUN}) nor a "
             f"run with checkpoints in it"
         )
     return found[-1]
 
 
+def tidy(directory: Path, resumed: Path) -> list[Path]:
+    """Removes what a crash left half-written, and sets checkpoints after `resumed` aside, which
+    the resumed run will write again; returns where those are now."""
+    for partial in directory.glob("partial-*"):
+        shutil.rmtree(partial)
+    aside: list[Path] = []
+    for later in complete(directory):
+        if step_of(later) > step_of(resumed):
+            number = 1
+            while (target := directory / f"aside-{number}-{later.name}").exists():
+                number += 1
+            aside.append(later.rename(target))
+    return aside
+
+
 def planner_state(checkpoint: Path) -> PlannerState:
     """Where planning goes on; data that had ended is asked again, as epochs may be more now."""
-    text = (checkpoint / "planner.json").read_text("utf-8")
+    text = (checkpoint / PLANNER).read_text("utf-8")
     return replace(PlannerState.from_json(json.loads(text)), exhausted=False)
 
 
-def save(
-    directory: Path,
-    *,
-    step: int,
-    spec: RunSpec,
-    stages: dict[int, Llama],
-    optimizers: Optimizers,
-    state: PlannerState,
-) -> Path:
-    """Save after `step` executed steps and drop old checkpoints; all ranks must call it."""
-    final = folder_of(directory, step)
-    partial = directory / f"partial-{step:08d}"
-    is_writer = dist.get_rank() == 0
-    if is_writer:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state_dict_saver.save(_state_dict(stages, optimizers), checkpoint_id=partial)
-    if is_writer:
-        _write(partial / "planner.json", state.to_json())
-        _write(partial / "run.json", {"step": step, "spec": spec.to_dict()})
-        replaced = directory / f"replaced-{step:08d}"
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        for old in complete(directory)[: -spec.checkpoint.keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
+def run_of(checkpoint: Path) -> dict[str, Any]:
+    """`run.json`: "step" (executed), "spec", "profile" (name of the kernel profile)."""
+    return json.loads((checkpoint / RUN).read_text("utf-8"))
 
 
-def load(checkpoint: Path, *, stages: dict[int, Llama], optimizers: Optimizers) -> int:
-    """Load weights and optimiser state in place, from any layout; the number of executed steps."""
-    state = _state_dict(stages, optimizers)
-    state_dict_loader.load(state, checkpoint_id=checkpoint)
-    _set_weights(stages, state["model"])
-    for index, stage in stages.items():
-        names = [name for name, _ in stage.named_parameters()]
-        prefixes = tuple(f"{kind}.{n}." for n in names for kind in ("state", "param_groups"))
-        own = {k: v for k, v in state["optimizer"].items() if k.startswith(prefixes)}
-        set_optimizer_state_dict(stage, optimizers.by_stage[index], own, options=_FLAT)
-    optimizers.configure()  # not the checkpoint's: --set on resume counts
-    return int(json.loads((checkpoint / "run.json").read_text("utf-8"))["step"])
+def file_digest(path: Path) -> str:
+    """SHA-256 in hexadecimal, as sha256sum prints it."""
+    hashed = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            hashed.update(block)
+    return hashed.hexdigest()
 
 
-def load_weights(checkpoint: Path, *, stages: dict[int, Llama]) -> None:
-    """Load weights alone, in place, from any layout; all ranks must call it."""
-    model: dict[str, Any] = {}
-    for stage in stages.values():
-        model |= get_model_state_dict(stage)
-    state_dict_loader.load({"model": model}, checkpoint_id=checkpoint)
-    _set_weights(stages, model)
+def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """{"bytes", "sha256"} by file name; ValueError where it is absent or unreadable."""
+    path = checkpoint / MANIFEST
+    try:
+        return json.loads(path.read_text("utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _refuse(path, f"cannot be read ({error})")
 
 
-def _set_weights(stages: dict[int, Llama], weights: dict[str, Any]) -> None:
-    for stage in stages.values():
-        names = [name for name, _ in stage.named_parameters()]
-        set_model_state_dict(stage, {n: weights[n] for n in names})
+def check_files(checkpoint: Path) -> None:
+    """Every file is there and as long as it was; the small ones are read. ValueError naming the
+    first that is not, with the checkpoint before it."""
+    for name, wanted in read_manifest(checkpoint).items():
+        path = checkpoint / name
+        if not path.is_file():
+            _refuse(path, "is missing")
+        if (size := path.stat().st_size) != wanted["bytes"]:
+            _refuse(path, f"has {size:,} bytes, it was saved with {wanted['bytes']:,}")
+        if path.suffix == ".json":
+            check_digest(path, wanted["sha256"])
 
 
-def _state_dict(stages: dict[int, Llama], optimizers: Optimizers) -> dict[str, dict[str, Any]]:
-    model: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
-    for index, stage in stages.items():
-        model |= get_model_state_dict(stage)
-        optimizer |= get_optimizer_state_dict(stage, optimizers.by_stage[index], options=_FLAT)
-    return {"model": model, "optimizer": optimizer}
+def check_share(checkpoint: Path, *, index: int, num: int) -> None:
+    """Checksums of this reader's share of the large files: every num-th, from `index` on."""
+    files = read_manifest(checkpoint)
+    large = [name for name in sorted(files) if not name.endswith(".json")]
+    for name in large[index::num]:
+        check_digest(checkpoint / name, files[name]["sha256"])
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, default=_plain), "utf-8")
+def check_digest(path: Path, wanted: str) -> None:
+    """ValueError where the file's SHA-256 is not `wanted`."""
+    if file_digest(path) != wanted:
+        _refuse(path, "is corrupt: its SHA-256 is not the manifest's")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    raise TypeError(f"cannot write {type(value)} as JSON")
+def _refuse(path: Path, what: str) -> NoReturn:
+    """ValueError that offers the checkpoint before."""
+    checkpoint = path.parent
+    before = [p for p in complete(checkpoint.parent) if p.name < checkpoint.name]
+    offer = "there is no checkpoint before it"
+    if before:
+        offer = f"the one before it can be gone on from with --resume {step_of(before[-1])}"
+    raise ValueError(f"{path} {what}; this checkpoint cannot be used, {offer}")

@@ -70,6 +70,10 @@ class Display:
         else:
             self.console.print(note)
 
+    def note(self, text: str) -> None:
+        """A line that stays, above a live table."""
+        self.console.print(text, soft_wrap=True)
+
     def _row(
         self, steps_done: int, m: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None
     ) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -19,17 +19,20 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
 from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
-from wlb.spec import LossNormalizer, RunSpec
-from wlb.train import checkpoint
+from wlb.spec import LossNormalizer, OnNonfinite, RunSpec
+from wlb.train import checkpoint, saver
 from wlb.train.calibrate import Calibration
 from wlb.train.display import Display, console, summary
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
+from wlb.train.nonfinite import NonfiniteSteps
 from wlb.train.optimizer import Optimizers, learning_rate
 from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reader import StoreReader
-from wlb.train.reduce import StepReducer
+from wlb.train.reduce import StepReducer, StepSums
 from wlb.train.refuse import with_backend
+from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
+from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
 
@@ -55,6 +58,10 @@ class Job:
     def directory(self) -> Path:
         return Path(self.spec.run.output_dir) / self.spec.run.name
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
 
 class Trainer:
     """Runs a job on one rank; all ranks construct it and call `run` together."""
@@ -62,19 +69,18 @@ class Trainer:
     def __init__(self, job: Job, world: World, mesh: Mesh) -> None:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
-        priced = _agree_on_kernel(spec, world, mesh)
+        self.world = world
+        priced, profile = _agree_on_kernel(spec, world, mesh)
+        self._priced = priced
         self.executor = Executor(spec, mesh)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         state: PlannerState | None = None
         self.steps_done = 0
         if job.resume is not None:
-            self.steps_done = checkpoint.load(
-                job.resume, stages=self.executor.stages, optimizers=self.optimizers
-            )
-            state = checkpoint.planner_state(job.resume)
+            state = self._load(job.resume)
         elif job.init_from is not None:
-            checkpoint.load_weights(job.init_from, stages=self.executor.stages)
+            saver.load_weights(job.init_from, mesh, stages=self.executor.stages)
         self.feed = PlanFeed(priced, job.train_store, world, mesh, state)
         self.inputs = InputPrefetcher(self.executor, self.reader, ahead=spec.data.prefetch)
         self.reducer = StepReducer(mesh, tuple(STRATEGIES))
@@ -82,15 +88,33 @@ class Trainer:
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(priced, job.heldout_store, self.executor)
         self.meter = TelemetryMeter(priced, mesh) if spec.telemetry.enabled else None
+        self.saver = CheckpointSaver(
+            job.checkpoints,
+            spec,
+            mesh,
+            stages=self.executor.stages,
+            optimizers=self.optimizers,
+            profile=profile,
+        )
+        self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
+        self.stop_request = StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
         self._num_measured = 0
         self.state = state
         self.saved = state
         self.tally = Tally()
 
+    def _load(self, saved_in: Path) -> PlannerState:
+        self.steps_done = saver.load(
+            saved_in, self.mesh, stages=self.executor.stages, optimizers=self.optimizers
+        )
+        return checkpoint.planner_state(saved_in)
+
     def run(self) -> Tally:
-        """Train until training.steps or the end of data; evaluate, save, show a summary."""
-        with Report(self.job, is_shown=self.mesh.rank == 0) as report:
+        """Train until training.steps, the end of data or a request to stop; evaluate unless
+        stopped, save, show a summary."""
+        with Report(self.job, is_shown=self.mesh.rank == 0) as report, self.stop_request:
+            stop = Stop.NO
             try:
                 # Plans of the first two steps are compared here, later ones two steps ahead.
                 first = self.feed.peek(1) + self.feed.peek(2)
@@ -98,19 +122,23 @@ class Trainer:
                 self.reducer.reduce(first + held)
                 if self.job.resume is None:
                     self._evaluate(report)
-                while self.steps_done < self.spec.training.steps:
+                while not stop and self.steps_done < self.spec.training.steps:
                     item = self.feed.next()
                     if item is None:
                         break
-                    self._step(*item, report)
+                    stop = self._step(*item, report)
             finally:
                 self.inputs.close()
                 self.feed.close()
-            self._evaluate(report)
-            self._save()
+            if not stop:
+                self._evaluate(report)
+            self._save(report, is_last=True)
+            self.saver.close()
+            if stop:
+                report.stopped(self.steps_done, self.stop_request.words[stop])
         if self.mesh.rank == 0:
             report.summary(self.tally, self._checkpoint_path())
-        if self.job.calibrate is not None:
+        if self.job.calibrate is not None and not stop:
             assert self.meter is not None
             self.calibration.finish(
                 self.job.calibrate,
@@ -121,8 +149,32 @@ class Trainer:
             )
         return self.tally
 
-    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> None:
+    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> Stop:
+        """Executes a planned step; whether the run was asked to stop."""
         begin = time.perf_counter()
+        sums = self._compute(plan, pipeline)
+        if not math.isfinite(sums.loss + sums.gradient_norm):
+            if self._refuse(plan, sums, report) == OnNonfinite.ROLLBACK:
+                return sums.stop
+            updated = False
+        else:
+            self.nonfinite.passed()
+            updated = bool(plan.num_targets)
+        if updated:
+            # A step without a label moves neither the optimiser nor the learning rate.
+            self.optimizers.step(self.steps_done, norm=sums.gradient_norm)
+            self.steps_done += 1
+        self.state = plan.state
+        self._record(plan, pipeline, sums, report, updated=updated, begin=begin)
+        if updated and self._is_due(self.spec.eval.interval):
+            self._evaluate(report)
+        if updated and self._is_due(self.spec.checkpoint.interval):
+            self._save(report)
+        report.saves(self.saver.poll())
+        return sums.stop
+
+    def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
+        """Forward and backward of all micro-batches, and the step's sums over all ranks."""
         scale = self._loss_scale(plan)
         loss = square = None
         if plan.num_targets:
@@ -130,20 +182,46 @@ class Trainer:
             self._load_ahead()
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.named_parameters(), self.mesh)
-        sums = self.reducer.reduce(
-            self.feed.peek(2), loss=loss, gradient_square=square, done=pipeline
+        return self.reducer.reduce(
+            self.feed.peek(2),
+            loss=loss,
+            gradient_square=square,
+            done=pipeline,
+            stop=self.stop_request.now(),
         )
-        if not math.isfinite(sums.loss + sums.gradient_norm):
-            raise FloatingPointError(
-                f"step {plan.step}: loss {sums.loss}, gradient norm {sums.gradient_norm}; nothing "
-                f"was updated. Lower training.learning_rate or go on from the last checkpoint "
-                f"with --resume"
-            )
-        if plan.num_targets:
-            # A step without a label moves neither the optimiser nor the learning rate.
-            self.optimizers.step(self.steps_done, norm=sums.gradient_norm)
-            self.steps_done += 1
-        self.state = plan.state
+
+    def _refuse(self, plan: StepPlan, sums: StepSums, report: "Report") -> OnNonfinite:
+        """Nothing is updated: the step is passed over, or training goes back."""
+        self.saver.finish_for_reading()
+        there = checkpoint.complete(self.job.checkpoints)
+        action = self.nonfinite.decide(
+            plan.step, loss=sums.loss, norm=sums.gradient_norm, has_checkpoint=bool(there)
+        )
+        self.optimizers.clear()
+        report.nonfinite(plan.step, sums, action, there[-1] if there else None)
+        if action == OnNonfinite.ROLLBACK:
+            self._roll_back(there[-1], report)
+        return action
+
+    def _roll_back(self, saved_in: Path, report: "Report") -> None:
+        self.inputs.close()
+        self.feed.close()
+        state = self._load(saved_in)
+        self.feed = PlanFeed(self._priced, self.job.train_store, self.world, self.mesh, state)
+        self.inputs = InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
+        self.state = self.saved = state
+        report.start(str(saved_in))
+
+    def _record(
+        self,
+        plan: StepPlan,
+        pipeline: PipelinePlan,
+        sums: StepSums,
+        report: "Report",
+        *,
+        updated: bool,
+        begin: float,
+    ) -> None:
         telemetry = self._measure(plan, pipeline)
         predicted = replace(
             plan.predicted,
@@ -157,16 +235,12 @@ class Trainer:
             max_workload_ns=telemetry.slowest_ns if telemetry else 0,
             mean_workload_ns=telemetry.mean_ns if telemetry else 0.0,
             telemetry=telemetry,
-            loss=sums.loss / (scale * plan.num_targets) if plan.num_targets else None,
-            grad_norm=sums.gradient_norm if plan.num_targets else None,
+            loss=sums.loss / (self._loss_scale(plan) * plan.num_targets) if updated else None,
+            grad_norm=sums.gradient_norm if updated else None,
             step_time_s=time.perf_counter() - begin,
         )
         self.tally.add(measured, predicted, plan.baseline)
         report.step(self.steps_done, measured, predicted, plan.baseline)
-        if plan.num_targets and self._is_due(self.spec.eval.interval):
-            self._evaluate(report)
-        if plan.num_targets and self._is_due(self.spec.checkpoint.interval):
-            self._save()
 
     def _measure(self, plan: StepPlan, pipeline: PipelinePlan) -> Telemetry | None:
         """The record of the steps since the last one, if it is due; the device was waited for."""
@@ -208,22 +282,27 @@ class Trainer:
             self.tally.heldout.append((self.steps_done, loss))
             report.evaluation(self.steps_done, loss)
 
-    def _save(self) -> None:
+    def _save(self, report: "Report", *, is_last: bool = False) -> None:
+        """Saves unless this state is saved; what is the last of a run is waited for."""
+        ended = self.saver.wait()
+        if any(saved.error for saved in ended):
+            self.saved = None  # known to all ranks here, and to none before
         # By state, not by steps_done: a step without a label moves the state alone.
-        if self.state is None or self.state is self.saved:
-            return
-        checkpoint.save(
-            self.job.directory / "checkpoints",
-            step=self.steps_done,
-            spec=self.spec,
-            stages=self.executor.stages,
-            optimizers=self.optimizers,
-            state=self.state,
-        )
-        self.saved = self.state
+        if self.state is not None and self.state is not self.saved:
+            ended += self.saver.save(self.steps_done, self.state)
+            self.saved = self.state
+        if is_last:
+            ended += self.saver.wait()
+        report.saves(ended)
+        if is_last and ended and ended[-1].error:
+            raise CheckpointError(
+                f"the last checkpoint, after step {ended[-1].step}, could not be written: "
+                f"{ended[-1].error}. Those before it in {self.job.checkpoints} are as they were; "
+                f"make room or correct run.output_dir, and go on with --resume"
+            )
 
     def _checkpoint_path(self) -> Path:
-        return checkpoint.folder_of(self.job.directory / "checkpoints", self.steps_done)
+        return checkpoint.folder_of(self.job.checkpoints, self.steps_done)
 
 
 class Report:
@@ -235,10 +314,11 @@ class Report:
         self.path = job.directory / "metrics.jsonl"
         self._display: Display | None = None
         self._file: IO[str] | None = None
+        self._reported: Saved | None = None
         if is_shown:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8", buffering=1)
-            self._write({"kind": "start", "resumed_from": job.resume and str(job.resume)})
+            self.start(job.resume and str(job.resume))
             self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
 
     def __enter__(self) -> "Report":
@@ -279,6 +359,43 @@ class Report:
         )
         self._display.step(steps_done, measured, predicted, plain)
 
+    def start(self, resumed_from: str | None) -> None:
+        """Lines after this one are of a training that began anew, or went on from a checkpoint."""
+        if self._file is not None:
+            self._write({"kind": "start", "resumed_from": resumed_from})
+
+    def saves(self, ended: list[Saved]) -> None:
+        """Each save that ended, once."""
+        for saved in ended:
+            if self._display is None or saved is self._reported:
+                continue
+            self._reported = saved
+            self._write({"kind": "checkpoint", **asdict(saved)})
+            if saved.error:
+                self._display.note(
+                    f"the checkpoint after step {saved.step} could not be written: {saved.error}; "
+                    f"training goes on, those before it are as they were"
+                )
+
+    def nonfinite(
+        self, step: int, sums: StepSums, action: OnNonfinite, saved_in: Path | None
+    ) -> None:
+        if self._display is None:
+            return
+        found = f"loss {sums.loss}, gradient norm {sums.gradient_norm}"
+        self._write({"kind": "nonfinite", "step": step, "found": found, "action": str(action)})
+        then = "its update is skipped"
+        if action == OnNonfinite.ROLLBACK:
+            then = f"training goes back to {saved_in}"
+        self._display.note(f"step {step}: {found}; {then}")
+
+    def stopped(self, steps_done: int, asked_by: str) -> None:
+        if self._display is not None:
+            self._write({"kind": "stop", "steps_done": steps_done, "asked_by": asked_by})
+            self._display.note(
+                f"stopped after step {steps_done}, asked by {asked_by}; saved, go on with --resume"
+            )
+
     def evaluation(self, step: int, loss: float) -> None:
         if self._display is not None:
             self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})
@@ -294,8 +411,9 @@ class Report:
         self._file.write(json.dumps(data) + "\n")
 
 
-def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> RunSpec:
-    """The spec with the attention kernel that all ranks compute and price plans with.
+def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, str]:
+    """The spec with the attention kernel that all ranks compute and price plans with; the name of
+    the kernel profile.
 
     ValueError on all of them if they would compute by different ones, or one cannot, or if they'd
     price by different profiles: devices and what is installed may differ from node to node.
@@ -309,7 +427,7 @@ def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> RunSpec:
     group = dist.group.WORLD if world.world_size > 1 else None
     declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
     agree(declared, problem, group=group)
-    return priced
+    return priced, profile
 
 
 def run_rank(world: World, job: Job, device: torch.device) -> Tally:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PipelinePlan, StepPlan
+from wlb.train.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
+_STOPS = (Stop.FILE, Stop.SIGNAL)
 
 Plans = list[tuple[StepPlan, PipelinePlan]]
 
@@ -31,13 +33,15 @@ class StepSums:
     """Sums over all ranks.
 
     loss: token losses times loss_scale. cp_imbalance: predicted attention time of the slowest CP
-    rank over the mean rank, all micro-batches of all pipelines. shardings: chosen, by name.
+    rank over the mean rank, all micro-batches of all pipelines. shardings: chosen, by name. stop:
+    what a rank was asked, the same on all.
     """
 
     loss: float
     gradient_norm: float
     cp_imbalance: float
     shardings: dict[str, int]
+    stop: Stop = Stop.NO
 
 
 class StepReducer:
@@ -55,14 +59,16 @@ class StepReducer:
         loss: Tensor | None = None,
         gradient_square: Tensor | None = None,
         done: PipelinePlan | None = None,
+        stop: Stop = Stop.NO,
     ) -> StepSums:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
         loss: this rank's local loss. gradient_square: its share of the squared gradient norm. done:
-        the pipeline plan that was executed.
+        the pipeline plan that was executed. stop: what this rank was asked.
         """
         mesh = self.mesh
-        host = [torch.tensor(self._counts(done), dtype=torch.float64), self._digests(ahead)]
+        counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
+        host = [torch.tensor(counts, dtype=torch.float64), self._digests(ahead)]
         vector = torch.cat([torch.zeros(2, dtype=torch.float64), *host]).to(mesh.device)
         if loss is not None and mesh.tp_rank == 0:  # tp ranks hold copies
             vector[0] = loss
@@ -72,12 +78,14 @@ class StepReducer:
         total = vector.tolist()  # the step's one wait for the device
         num_values = 2 + host[0].numel()
         self._check(torch.tensor(total[num_values:], dtype=torch.float64), ahead)
-        slowest, mean, *counts = total[2:num_values]
+        slowest, mean, *rest = total[2:num_values]
+        counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
             loss=total[0],
             gradient_norm=math.sqrt(total[1]),
             cp_imbalance=slowest / mean if mean else 1.0,
             shardings={n: int(c) for n, c in zip(self.strategies, counts, strict=True)},
+            stop=max((k for k, n in zip(_STOPS, asked, strict=True) if n), default=Stop.NO),
         )
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:

@@ -130,9 +130,12 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
 
 
-def train(spec: RunSpec, *, resume: bool, console: Console, calibrate: str | None = None) -> None:
+def train(
+    spec: RunSpec, *, resume: str | None, console: Console, calibrate: str | None = None
+) -> None:
     """Run a spec to its end on the ranks there are.
 
+    resume: what `--resume` was given (`checkpoint.to_resume`), None without it.
     calibrate: name or path of a kernel profile to fit and write (empty: a name made from the one
     that priced the run); None to write none.
     """
@@ -172,7 +175,7 @@ def _given_ranks(
     spec: RunSpec,
     world: World,
     *,
-    resume: bool,
+    resume: str | None,
     console: Console,
     started_s: float,
     calibrate: str | None,
@@ -229,7 +232,7 @@ def _job(
     world_size: int,
     choice: DeviceChoice,
     *,
-    resume: bool,
+    resume: str | None,
     started_s: float,
     console: Console,
     calibrate: str | None,
@@ -242,7 +245,9 @@ def _job(
         f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
         f"micro-batches of about {filled.data.context_window} tokens"
     )
-    saved = checkpoint.latest(directory / "checkpoints") if resume else None
+    saved = checkpoint.to_resume(directory / "checkpoints", resume)
+    if saved is not None:
+        checkpoint.check_files(saved)
     if saved is None:
         _refuse_in_older_run(directory, "cost.profile", spec.cost.profile)
         _refuse_in_older_run(directory, "checkpoint.init_from", spec.checkpoint.init_from)
@@ -303,6 +308,8 @@ def claim_directory(job: Job, console: Console) -> None:
     directory = job.directory
     if job.resume is not None:
         console.print(f"going on from {job.resume}")
+        for path in checkpoint.tidy(job.checkpoints, job.resume):
+            console.print(f"a later checkpoint is now {path}")
     elif directory.exists() and any(directory.iterdir()):
         number = 1
         while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
