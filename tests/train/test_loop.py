@@ -61,7 +61,7 @@ def test_a_run_learns_and_leaves_metrics_and_a_checkpoint(
     assert "1 rank in this process (not started by torchrun or Slurm) for TP 1 x CP 1" in said
     assert "corpus: 52 documents, " in said
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3, 4, 5, 6]
-    kinds = ["start", "evaluation", *["step"] * 6, "evaluation"]
+    kinds = ["start", "evaluation", *["step"] * 6, "evaluation", "checkpoint"]
     assert [line["kind"] for line in run.lines] == kinds
     assert run.lines[0]["resumed_from"] is None
     # An untrained model is about as good as a guess among the 301 tokens; then it learns.
@@ -305,7 +305,9 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
     kept = {1: [3, 4, 5], 2: [2, 4, 5]}[interval]
     assert run.checkpoints == [f"step-{step:08d}" for step in kept]
     assert [run.state(step).next_step for step in kept] == kept
-    kinds = "".join(line["kind"][0] for line in run.lines[1:])
+    saved = [line["step"] for line in run.lines if line["kind"] == "checkpoint"]
+    assert saved == sorted({*range(interval, 5, interval), 5})
+    kinds = "".join(line["kind"][0] for line in run.lines[1:] if line["kind"] != "checkpoint")
     assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "e"
 
 

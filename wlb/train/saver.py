@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -146,7 +147,8 @@ class CheckpointSaver:
         num_bytes, error = 0, ""
         try:
             num_bytes = self._write_all(task)
-        except Exception as failure:  # of any kind: training goes on without this checkpoint
+        # Of any kind: training goes on without this checkpoint. Theirs is a BaseException.
+        except (Exception, CheckpointException) as failure:
             error = _words(failure)
             if self.mesh.rank == 0:
                 with contextlib.suppress(OSError):
@@ -318,7 +320,7 @@ def _set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
         torch.cuda.set_rng_state(cuda)
 
 
-def _words(failure: Exception) -> str:
+def _words(failure: BaseException) -> str:
     """The cause inside of torch's CheckpointException, which lists failures by rank."""
     failures = getattr(failure, "failures", None)
     if failures:

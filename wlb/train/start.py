@@ -168,7 +168,7 @@ def train(
     if world_size == 1:
         _rank(World(), job, choice.kind)
     else:
-        run_local(_rank, world_size, job, choice.kind, device=choice.kind)
+        run_local(_rank, world_size, job, choice.kind, device=choice.kind, forward_signals=True)
 
 
 def _given_ranks(
