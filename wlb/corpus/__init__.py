@@ -24,7 +24,7 @@ from wlb.corpus.chat_store import (
 )
 from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
 from wlb.corpus.conversation import Conversation, Message, Role, conversation_of, read_records
-from wlb.corpus.docstring_store import DocstringStores, prepare_docstrings
+from wlb.corpus.docstring_store import DocstringStores, docstring_prefix, prepare_docstrings
 from wlb.corpus.docstrings import (
     DocstringCounts,
     docstring_conversations,
@@ -124,6 +124,7 @@ __all__ = [
     "add_chat_tokens",
     "conversation_of",
     "docstring_conversations",
+    "docstring_prefix",
     "fit",
     "folder_documents",
     "lengths_of_family",

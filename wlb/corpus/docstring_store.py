@@ -42,10 +42,9 @@ def prepare_docstrings(
 
     vocab_size: of the model, ChatML's tokens included.
     """
-    mark = digest(
-        _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
+    prefix = docstring_prefix(
+        folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
     )
-    prefix = Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
     began = time.perf_counter()
     found = _find(prefix, vocab_size)
     if found is None:
@@ -58,6 +57,16 @@ def prepare_docstrings(
                     raise RuntimeError(f"the stores at {prefix} cannot be read after being made")
                 return replace(found, made_s=time.perf_counter() - began)
     return found
+
+
+def docstring_prefix(
+    folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
+) -> Path:
+    """What the names of the two stores begin with, for this version of Python."""
+    mark = digest(
+        _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
+    )
+    return Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
 
 
 def _make(prefix: Path, vocab_size: int, limit: int, heldout_fraction: float, seed: int) -> None:
