@@ -207,6 +207,9 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
 
 
 def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
+    for name, value in rope.values.items():
+        if isinstance(value, dict):
+            raise rope.error(name, "is of some layers only: wlb rotates all of them alike")
     theta = rope.real("rope_theta", keys.real("rope_theta", 10000.0))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
