@@ -18,6 +18,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         r"model_type = 'qwen2' is not known here; wlb reads LlamaForCausalLM, MistralForCausalLM",
     ),
     "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not known"),
+    "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not known"),
     "another head": (
         {"architectures": ["LlamaForSequenceClassification"]},
         r"architectures = \['LlamaForSequenceClassification'\] is not known",

@@ -36,6 +36,8 @@ def test_a_round_trip_keeps_every_bit_and_the_model(tmp_path: Path, dtype: torch
         assert found[name].dtype == dtype
         assert torch.equal(found[name], value), name
     assert read_config(back.folder / "config.json") == read_config(hub / "config.json")
+    modes = {path.stat().st_mode for path in back.folder.iterdir()}
+    assert len(modes) == 1  # who may read the configuration may read the weights
     config = json.loads((back.folder / "config.json").read_text("utf-8"))
     assert config["torch_dtype"] == back.dtype == str(dtype).removeprefix("torch.")
     tokens = json.loads((back.folder / "generation_config.json").read_text("utf-8"))

@@ -159,7 +159,7 @@ def _architecture(keys: _Keys) -> str:
     """model_type, where it and `architectures` are ones we know."""
     known = ", ".join(ARCHITECTURES.values())
     model_type = keys.values.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise keys.error("model_type", f"is not known here; wlb reads {known}")
     expected = [ARCHITECTURES[model_type]]
     if (keys.values.get("architectures") or expected) != expected:

@@ -111,6 +111,8 @@ def _write_shards(
         values = saved.read((p.name for p in shard), dtype)
         # Without this mark transformers refuses the file.
         _save_file(values, folder / name, metadata={"format": "pt"})
+        # Newer safetensors let only their owner read them; as the folder permits, here.
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
         del values  # before the next shard is read
