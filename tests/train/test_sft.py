@@ -14,6 +14,7 @@ from wlb.cli import main
 from wlb.corpus import TokenStore, TokenStoreWriter, load_tokenizer, prepare_docstrings
 from wlb.spec import METHODS, RunSpec, apply, check, load
 from wlb.spec.methods import keys_of
+from wlb.train.start import train_store
 
 
 def write_chats(prefix: Path, num: int = 40, seed: int = 0) -> TokenStore:
@@ -98,6 +99,7 @@ def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
     again = prepare_docstrings(tmp_path, vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0)
     assert again == replace(made, made_s=0.0)
     assert made.made_s > 0
+    assert train_store(spec) == made.train  # found again by who has only the spec
 
 
 def test_a_store_of_wlb_prepare_trains_what_assistants_say_and_nothing_else(tmp_path: Path) -> None:

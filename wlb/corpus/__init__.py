@@ -19,7 +19,7 @@ from wlb.corpus.chat import ChatEncoder, ChatTokens, TooLong, add_chat_tokens, f
 from wlb.corpus.chat_encode import ChatChoice
 from wlb.corpus.chat_template import BUILT_IN, CHATML, LLAMA3, ChatTemplate, Turns
 from wlb.corpus.conversation import Conversation, Message, Role, conversation_of
-from wlb.corpus.docstring_store import DocstringStores, prepare_docstrings
+from wlb.corpus.docstring_store import DocstringStores, docstring_prefix, prepare_docstrings
 from wlb.corpus.docstrings import (
     DocstringCounts,
     docstring_conversations,
@@ -118,6 +118,7 @@ __all__ = [
     "add_chat_tokens",
     "conversation_of",
     "docstring_conversations",
+    "docstring_prefix",
     "fit",
     "folder_documents",
     "lengths_of_family",

@@ -52,10 +52,9 @@ def prepare_docstrings(
             f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}: 256 bytes and three "
             f"special tokens"
         )
-    mark = digest(
-        _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
+    prefix = docstring_prefix(
+        folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
     )
-    prefix = Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
     began = time.perf_counter()
     found = _find(prefix, heldout_fraction)
     if found is None:
@@ -68,6 +67,16 @@ def prepare_docstrings(
                     raise RuntimeError(f"the stores at {prefix} cannot be read after being made")
                 return replace(found, made_s=time.perf_counter() - began)
     return found
+
+
+def docstring_prefix(
+    folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
+) -> Path:
+    """What the names of the two stores begin with, for this version of Python."""
+    mark = digest(
+        _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
+    )
+    return Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
 
 
 def _make(prefix: Path, vocab_size: int, limit: int, heldout_fraction: float, seed: int) -> None:

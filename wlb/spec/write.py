@@ -7,25 +7,31 @@ from wlb.spec.keys import to_dict
 from wlb.spec.run import RunSpec
 
 WHOLE = ("parallel", "pp", "packing", "sharding")
-"""Sections that are written with all their keys; of others what differs from the defaults."""
+"""Sections of a layout, which is read better whole."""
 
 
-def to_toml(spec: RunSpec, *, comments: Sequence[str] = ()) -> str:
-    """The file's text, with a line of comment for each of `comments`."""
+def to_toml(spec: RunSpec, *, comments: Sequence[str] = (), whole: Sequence[str] = WHOLE) -> str:
+    """The file's text, with a line of comment for each of `comments`.
+
+    whole: sections that are written with all their keys; of others what differs from the defaults.
+    """
     blocks = ["".join(f"# {' '.join(line.split())}\n" for line in comments)]
-    blocks += _tables("", to_dict(spec), to_dict(RunSpec()))
+    blocks += _tables("", to_dict(spec), to_dict(RunSpec()), whole)
     return "\n".join(block for block in blocks if block)
 
 
-def _tables(prefix: str, values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+def _tables(
+    prefix: str, values: dict[str, Any], defaults: dict[str, Any], whole: Sequence[str]
+) -> list[str]:
     """The tables of a section, its own first; those without a key are left out."""
     own: list[str] = []
     nested: list[str] = []
     for name, value in values.items():
         if isinstance(value, dict):
             inner = cast("dict[str, Any]", value)
-            nested += _tables(f"{prefix}.{name}" if prefix else name, inner, defaults[name])
-        elif prefix in WHOLE or value != defaults[name]:
+            dotted = f"{prefix}.{name}" if prefix else name
+            nested += _tables(dotted, inner, defaults[name], whole)
+        elif prefix in whole or value != defaults[name]:
             own.append(f"{name} = {_value(value)}\n")
     return [f"[{prefix}]\n{''.join(own)}", *nested] if own else nested
 

@@ -12,6 +12,7 @@ A checkpoint is a folder `step-00000030` with
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,27 @@ def file_digest(path: Path) -> str:
         while block := file.read(_BLOCK):
             hashed.update(block)
     return hashed.hexdigest()
+
+
+def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = None) -> None:
+    """Writes manifest.json, on the disk when this returns. files: known sizes and checksums; None
+    to read all files there are."""
+    if files is None:
+        files = {path.name: about(path) for path in sorted(checkpoint.iterdir())}
+    write_json(checkpoint / MANIFEST, {"files": files})
+
+
+def about(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest."""
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """On the disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,6 @@ state in memory; every rank learns of it.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -206,23 +205,16 @@ class CheckpointSaver:
     def _own_files(self, partial: Path) -> dict[str, dict[str, Any]]:
         """Size and checksum of what this rank wrote."""
         paths = partial.glob(f"shard-{self.mesh.rank + 1:05d}-*")
-        return {
-            path.name: {"bytes": path.stat().st_size, "sha256": checkpoint.file_digest(path)}
-            for path in sorted(paths)
-        }
+        return {path.name: checkpoint.about(path) for path in sorted(paths)}
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
         for name, data in (
             (checkpoint.PLANNER, task.planner),
             (checkpoint.RUN, {"step": task.step, **self._about}),
         ):
-            _write_json(partial / name, data)
-            path = partial / name
-            files[name] = {
-                "bytes": path.stat().st_size,
-                "sha256": checkpoint.file_digest(path),
-            }
-        _write_json(partial / checkpoint.MANIFEST, {"files": files})
+            checkpoint.write_json(partial / name, data)
+            files[name] = checkpoint.about(partial / name)
+        checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
         final = checkpoint.folder_of(self.directory, task.step)
         replaced = self.directory / f"partial-replaced-{task.step:08d}"
@@ -255,9 +247,13 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     return int(checkpoint.run_of(saved_in)["step"])
 
 
-def load_weights(saved_in: Path, mesh: Mesh, *, stages: Stages) -> None:
-    """Load weights alone, in place, from any layout; all ranks call it."""
-    _verify(saved_in, mesh)
+def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
+    """Load weights alone, in place, from any layout; all ranks call it. mesh: None in one process
+    without process groups."""
+    if mesh is None:
+        checkpoint.check_share(saved_in, index=0, num=1)
+    else:
+        _verify(saved_in, mesh)
     tensors = _weights(stages)
     state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(saved_in)))
     _set_weights(stages, tensors)
@@ -329,13 +325,6 @@ def _words(failure: BaseException) -> str:
     return str(failure) or repr(failure)
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(data, default=_plain))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync_folder(path: Path) -> None:
     """Names in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -343,9 +332,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    raise TypeError(f"cannot write {type(value)} as JSON")

@@ -15,6 +15,7 @@ from rich.console import Console
 from wlb.corpus import (
     BlendedStore,
     StoreName,
+    docstring_prefix,
     open_store,
     prepare,
     prepare_docstrings,
@@ -106,6 +107,23 @@ def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
         note=f"{made.num_documents:,} conversations, {made.num_tokens:,} tokens, "
         f"{made.num_targets / made.num_tokens:.0%} trained ({how})",
     )
+
+
+def train_store(spec: RunSpec) -> StoreName:
+    """The name of a run's token store, whether or not that has been made."""
+    data = spec.data
+    if data.blend or data.store:
+        return data.blend or data.store
+    if data.corpus == DOCSTRINGS:
+        prefix = docstring_prefix(
+            data.cache_dir,
+            vocab_size=data.bpe_vocab_size,
+            limit=data.context_window,
+            heldout_fraction=data.heldout_fraction,
+            seed=SPLIT_SEED,
+        )
+        return str(prefix)
+    return f"{_store_prefix(spec)}-train"
 
 
 def _store_prefix(spec: RunSpec) -> Path:

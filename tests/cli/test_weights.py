@@ -1,0 +1,65 @@
+"""`wlb import` and `wlb export`: what they make, print and refuse."""
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.weights.case import SPEC, write_hub
+from wlb.cli import main
+from wlb.cli.weights import parse_bytes
+
+
+def test_import_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub, saved, out = write_hub(tmp_path / "hub"), tmp_path / "saved", tmp_path / "out"
+    assert main(["import", str(hub), "--out", str(saved)]) == 0
+    said = capsys.readouterr().out
+    assert f"{saved}: {SPEC.num_parameters:,} parameters in float32" in said
+    assert "211 rows of zeros after the vocabulary's 301" in said
+    assert f"wlb train {saved / 'model.toml'} --set" in said
+    assert "[model]\nvocab_size = 301\n" in said
+    assert "tied" not in said
+    sizes = ["--dtype", "bfloat16", "--shard-size", "25KB"]
+    assert main(["export", str(saved), "--out", str(out), *sizes]) == 0
+    said = capsys.readouterr().out
+    held = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
+    num_bytes = sum(value.nbytes for part in held for value in part.values())
+    assert f"{out}: {saved} in bfloat16, {num_bytes:,} bytes in {len(held)} files" in said
+    assert len(held) > 1
+    assert "tokenizer: none copied (--tokenizer FILE): the checkpoint is of no token store" in said
+
+
+def test_bad_input_is_refused_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = write_hub(tmp_path / "hub", hidden_act="gelu")
+    assert main(["import", str(hub), "--out", str(tmp_path / "saved")]) == 2
+    assert "wlb import: " in capsys.readouterr().err
+    assert main(["export", str(hub), "--out", str(tmp_path / "out")]) == 2
+    assert "wlb export: " in capsys.readouterr().err
+
+
+def test_without_safetensors_the_message_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "wlb" and "weights" in (args[2] or ()):
+            raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["import", str(tmp_path), "--out", str(tmp_path / "saved")]) == 2
+    assert "weights need safetensors, which is not installed; pip" in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert parse_bytes("5GB") == 5 * 10**9
+    assert parse_bytes("1.5 MiB") == 3 << 19
+    assert parse_bytes("100") == parse_bytes("100b") == 100
+    for text in ("", "GB", "5XB", "-1GB", "five"):
+        with pytest.raises(ValueError, match="write it as 5GB, 500MB, 2GiB or a number of bytes"):
+            parse_bytes(text)

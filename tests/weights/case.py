@@ -1,0 +1,94 @@
+"""What the tests of weights share: small models, their logits, folders as Hugging Face has them."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wlb.kernels import Segments, attend
+from wlb.model import (
+    Llama,
+    LocalAttend,
+    Rows,
+    build_reference,
+    inverse_frequencies,
+    rope_tables,
+)
+from wlb.spec import ModelSpec, RopeScaling, apply
+from wlb.train import saver
+from wlb.weights.config import config_json
+
+SPEC = ModelSpec(
+    vocab_size=301,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    ffn_hidden_size=48,
+    norm_eps=1e-6,
+    init_std=0.1,
+    rope_theta=5000.0,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64
+    ),
+)
+
+
+def some_tokens(num: int, vocab_size: int) -> Tensor:
+    return torch.randint(0, vocab_size, (num,), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: Llama, tokens_T: Tensor) -> Tensor:
+    """Of one document, float32, shape [T, V] without the vocabulary's padding."""
+    num = tokens_T.shape[0]
+    segments = Segments.from_offsets([0, num], [0, num], device="cpu")
+    cos, sin = rope_tables(torch.arange(num), inverse_frequencies(model.spec))
+    rows = Rows(
+        cos=cos,
+        sin=sin,
+        attend=LocalAttend(lambda q, k, v: attend(q, k, v, segments, backend="reference")),
+    )
+    assert model.lm_head is not None
+    return (model.model(tokens_T, rows) @ model.lm_head.weight.T)[:, : model.spec.vocab_size]
+
+
+def model_of(folder: Path) -> Llama:
+    """The model of a checkpoint, loaded in this process by what a run loads it with."""
+    run = json.loads((folder / "run.json").read_text("utf-8"))
+    model = Llama(apply(ModelSpec(), run["spec"]["model"], source=str(folder)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        saver.load_weights(folder, None, stages={0: model})
+    return model
+
+
+def hub_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Tensors of a random model by Hugging Face's names and shapes."""
+    found: dict[str, Tensor] = {}
+    for name, value in build_reference(spec, dtype=dtype).named_parameters():
+        has_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
+        found[name] = (value[: spec.vocab_size] if has_vocabulary else value).detach().clone()
+    return found
+
+
+def write_hub(
+    folder: Path,
+    *,
+    spec: ModelSpec = SPEC,
+    tensors: dict[str, Tensor] | None = None,
+    **config: Any,
+) -> Path:
+    """A Hugging Face folder in one file; `config` overrides keys, ... takes them away."""
+    folder.mkdir(parents=True)
+    values = hub_tensors(spec) if tensors is None else tensors
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    made = config_json(spec, max_positions=512, bos_id=None, eos_ids=(), dtype="float32") | config
+    kept = {name: value for name, value in made.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept), "utf-8")
+    return folder

@@ -1,0 +1,106 @@
+"""`wlb export` and `wlb import`: weights to and from Hugging Face folders."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from wlb.spec import Dtype
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def add_parsers(commands: Any) -> None:
+    exporting = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Write the weights of a checkpoint of any layout as a Hugging Face folder: "
+        "safetensors, config.json and the tokenizer that the run's token store names.",
+    )
+    exporting.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run (its newest)"
+    )
+    exporting.add_argument("--out", required=True, metavar="DIR", help="new folder")
+    exporting.add_argument(
+        "--dtype", choices=[str(d) for d in Dtype], help="of the tensors (default: as saved)"
+    )
+    exporting.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="most that a file holds, and about what memory is needed (default: %(default)s)",
+    )
+    exporting.add_argument(
+        "--tokenizer", metavar="FILE", help="a tokenizer.json instead of the store's"
+    )
+    exporting.set_defaults(run=run_export)
+    importing = commands.add_parser(
+        "import",
+        help="make a checkpoint of a Hugging Face folder",
+        description="Make a checkpoint of a Llama in a Hugging Face folder (safetensors), with a "
+        "model.toml that trains from it on any layout: wlb train DIR/model.toml --set ...",
+    )
+    importing.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights")
+    importing.add_argument("--out", required=True, metavar="DIR", help="new checkpoint folder")
+    importing.set_defaults(run=run_import)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    made = _room().export(
+        Path(options.source),
+        Path(options.out),
+        dtype=Dtype(options.dtype) if options.dtype else None,
+        shard_bytes=parse_bytes(options.shard_size),
+        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+    )
+    files = "1 file" if made.num_shards == 1 else f"{made.num_shards} files"
+    print(f"{made.folder}: {made.checkpoint} in {made.dtype}, {made.num_bytes:,} bytes in {files}")
+    has_one = (made.folder / "tokenizer.json").is_file()
+    print(f"tokenizer: {'' if has_one else 'none copied (--tokenizer FILE): '}{made.tokenizer}")
+    return 0
+
+
+def run_import(options: argparse.Namespace) -> int:
+    room = _room()
+    made = room.import_folder(Path(options.source), Path(options.out))
+    spec = made.model.spec
+    print(
+        f"{made.checkpoint}: {spec.num_parameters:,} parameters in {', '.join(made.dtypes)}; "
+        f"{made.num_padding_rows} rows of zeros after the vocabulary's {spec.vocab_size:,}"
+    )
+    if made.model.is_tied:
+        print("its head was tied to the embedding; here they are two tensors, trained apart")
+    print(f"a run that begins with it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
+    print(made.toml, end="")
+    return 0
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as 5GB, 500MiB or 1000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f"--shard-size {text!r}: write it as 5GB, 500MB, 2GiB or a number of bytes"
+        )
+    return int(float(match[1]) * unit)
+
+
+def _room() -> Any:
+    """The room `wlb.weights`, which needs torch and safetensors."""
+    try:
+        from wlb import weights
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"weights need {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
+    return weights

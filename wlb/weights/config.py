@@ -1,0 +1,242 @@
+"""Hugging Face's config.json <-> ModelSpec.
+
+Reads what transformers 4 writes (`rope_theta`, `rope_scaling`) and what transformers 5 writes
+(`rope_parameters`), with transformers' defaults for what is left out; writes both. A configuration
+that computes something else than `wlb.model` is refused with the key, its value and the remedy.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from wlb.spec import ModelSpec, RopeScaling
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+"""By model_type. Mistral without a sliding window computes what Llama does."""
+
+_MISTRAL_WINDOW = 4096
+"""What transformers takes for a Mistral whose config.json does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """What a config.json says. is_tied: the head is the embedding. max_positions: of the text that
+    it was trained on. bos_id, eos_ids: None and empty where unknown."""
+
+    spec: ModelSpec
+    is_tied: bool
+    max_positions: int
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+class _Keys:
+    """Typed look-ups in a JSON object; ValueError with the file, the key and its value."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 1:
+            raise self.error(name, "must be an integer of at least 1")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, "must be a number")
+        return float(value)
+
+    def error(self, name: str, why: str) -> ValueError:
+        said = repr(self.values[name]) if name in self.values else "(missing)"
+        return ValueError(f"{self.where}: {name} = {said} {why}")
+
+
+def read_config(path: Path) -> HubModel:
+    """The model of a config.json; ValueError for one that `wlb.model` would not compute."""
+    values = read_json(path)
+    keys = _Keys(values, str(path))
+    model_type = _architecture(keys)
+    _refuse_other_maths(keys, is_mistral=model_type == "mistral")
+    num_heads = keys.whole("num_attention_heads")
+    max_positions = keys.whole("max_position_embeddings", 2048)
+    theta, scaling = _rope(keys, max_positions)
+    # A Mistral's default is 8 whatever num_attention_heads is: too odd to rely on.
+    needs_kv = model_type == "mistral" and "num_key_value_heads" not in values
+    spec = ModelSpec(
+        vocab_size=keys.whole("vocab_size"),
+        hidden_size=keys.whole("hidden_size"),
+        num_layers=keys.whole("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=keys.whole("num_key_value_heads", None if needs_kv else num_heads),
+        head_dim=keys.whole("head_dim", 0) if values.get("head_dim") else 0,
+        ffn_hidden_size=keys.whole("intermediate_size"),
+        norm_eps=keys.real("rms_norm_eps", 1e-6),
+        init_std=keys.real("initializer_range", 0.02),
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+    try:
+        spec.check()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return HubModel(
+        spec=spec,
+        is_tied=bool(values.get("tie_word_embeddings", False)),
+        max_positions=max_positions,
+        bos_id=next(iter(_token_ids(keys, "bos_token_id")), None),
+        eos_ids=_token_ids(keys, "eos_token_id"),
+    )
+
+
+def config_json(
+    spec: ModelSpec, *, max_positions: int, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str
+) -> dict[str, Any]:
+    """The config.json of a model, for transformers 4 and 5. dtype: as in "bfloat16"."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    scaling = spec.rope_scaling
+    if scaling.factor != 1.0:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return {
+        "architectures": [ARCHITECTURES["llama"]],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_positions,
+        "initializer_range": spec.init_std,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": rope if scaling.factor != 1.0 else None,
+        "rope_parameters": {"rope_theta": spec.rope_theta, **rope},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        # Written also where unknown: LlamaConfig would take 1 and 2.
+        "bos_token_id": bos_id,
+        "eos_token_id": one_or_many(eos_ids),
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Token ids as config.json has them: nothing, one, or a list."""
+    return list(ids) if len(ids) > 1 else next(iter(ids), None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError naming the file for anything else."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must be a JSON object, got {type(values).__name__}")
+    return cast("dict[str, Any]", values)
+
+
+def _architecture(keys: _Keys) -> str:
+    """model_type, where it and `architectures` are ones we know."""
+    known = ", ".join(ARCHITECTURES.values())
+    model_type = keys.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise keys.error("model_type", f"is not known here; wlb reads {known}")
+    expected = [ARCHITECTURES[model_type]]
+    if (keys.values.get("architectures") or expected) != expected:
+        raise keys.error("architectures", f"is not known here; wlb reads {known}")
+    return model_type
+
+
+def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
+    values = keys.values
+    if values.get("quantization_config"):
+        raise keys.error("quantization_config", "is of quantised weights; import the original ones")
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
+    for name in ("attention_bias", "mlp_bias"):
+        if values.get(name):
+            raise keys.error(name, "asks for biases, which wlb's linear layers do not have")
+    window = values.get("sliding_window", _MISTRAL_WINDOW)
+    if is_mistral and window is not None:
+        raise ValueError(
+            f"{keys.where}: sliding_window = {window}: wlb's attention has no window; only a "
+            f"Mistral with sliding_window = null is a Llama"
+        )
+
+
+def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
+    """Base and scaling, from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    values = keys.values
+    places = ("rope_parameters", "rope_scaling")
+    given = {name: values[name] for name in places if values.get(name)}
+    for name, value in given.items():
+        if not isinstance(value, dict):
+            raise keys.error(name, "must be a JSON object")
+    read = {
+        name: _one_rope(keys, _Keys(value, f"{keys.where}: {name}"), max_positions)
+        for name, value in given.items()
+    } or {"rope_theta": (keys.real("rope_theta", 10000.0), RopeScaling())}
+    first, *others = read.values()
+    if any(other != first for other in others):
+        raise ValueError(
+            f"{keys.where}: rope_parameters = {given['rope_parameters']} and rope_scaling = "
+            f"{given['rope_scaling']} (rope_theta = {values.get('rope_theta')}) contradict each "
+            f"other; remove the wrong one"
+        )
+    return first
+
+
+def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
+    for name, value in rope.values.items():
+        if isinstance(value, dict):
+            raise rope.error(name, "is of some layers only: wlb rotates all of them alike")
+    theta = rope.real("rope_theta", keys.real("rope_theta", 10000.0))
+    if keys.real("rope_theta", theta) != theta:
+        raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
+    for each in (keys, rope):
+        if each.real("partial_rotary_factor", 1.0) != 1.0:
+            raise each.error("partial_rotary_factor", "is not 1: wlb rotates whole heads")
+    match rope.values.get("rope_type", rope.values.get("type", "default")):
+        case "default":
+            return theta, RopeScaling()
+        case "llama3":
+            return theta, RopeScaling(
+                factor=rope.real("factor"),
+                low_freq_factor=rope.real("low_freq_factor"),
+                high_freq_factor=rope.real("high_freq_factor"),
+                original_context=rope.whole("original_max_position_embeddings", max_positions),
+            )
+        case other:
+            raise ValueError(
+                f"{rope.where}: rope_type = {other!r} is not known here; wlb computes default and "
+                f"llama3"
+            )
+
+
+def _token_ids(keys: _Keys, name: str) -> tuple[int, ...]:
+    value = keys.values.get(name)
+    ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+    ids = [i for i in ids if i is not None]
+    if not all(type(i) is int for i in ids):
+        raise keys.error(name, "must be a token id or a list of them")
+    return tuple(ids)

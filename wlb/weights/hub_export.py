@@ -1,0 +1,155 @@
+"""A checkpoint of any layout becomes a folder that transformers, vLLM and others load.
+
+safetensors under Hugging Face's names, the vocabulary without its padding, `config.json`,
+`generation_config.json` where an end-of-text token is known, and the tokenizer of the run's store.
+Cost: one process on the CPU; about one shard is held in memory, at most a tensor more.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+
+from wlb.spec import Dtype
+from wlb.weights.config import config_json, one_or_many
+from wlb.weights.folder import new_folder, refuse_existing
+from wlb.weights.hub import INDEX, SINGLE
+from wlb.weights.hub_import import name_of
+from wlb.weights.names import Parameter
+from wlb.weights.saved import SavedModel, checkpoint_of, open_saved
+from wlb.weights.tokenizer import check_tokenizer, copy_tokenizer, tokenizer_of_run
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+_save_file = cast(Any, safetensors.torch.save_file)  # pyright: ignore[reportUnknownMemberType]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A folder that was made. tokenizer: where its tokenizer is from, or why it has none."""
+
+    folder: Path
+    checkpoint: Path
+    num_shards: int
+    num_bytes: int
+    dtype: str
+    tokenizer: str
+
+
+def export(
+    source: Path,
+    out: Path,
+    *,
+    dtype: Dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    tokenizer: Path | None = None,
+) -> Exported:
+    """Makes folder `out` of a checkpoint, or of a run's newest; complete or absent.
+
+    dtype: None = as saved (float32 where tensors differ). shard_bytes: most of a file, unless one
+    tensor is more. tokenizer: a tokenizer.json instead of the one that the run's store names.
+    """
+    refuse_existing(out)
+    if shard_bytes < 1:
+        raise ValueError(f"--shard-size {shard_bytes} must be at least 1 byte")
+    saved = open_saved(checkpoint_of(source))
+    taken = _dtype(saved, dtype)
+    found = tokenizer_of_run(saved.run)
+    file, why = found.file, found.why
+    if tokenizer is not None:
+        file, why = tokenizer, f"--tokenizer {tokenizer}"
+    if file is not None:
+        check_tokenizer(file, saved.spec.vocab_size)
+    with new_folder(out) as folder:
+        shards = list(shards_of(saved.parameters.values(), taken.itemsize, shard_bytes))
+        num_bytes = _write_shards(saved, shards, taken, folder)
+        _write_configs(saved, taken, found.eos_id, folder)
+        if file is not None:
+            copy_tokenizer(file, folder, eos_id=found.eos_id)
+    return Exported(
+        folder=out,
+        checkpoint=saved.folder,
+        num_shards=len(shards),
+        num_bytes=num_bytes,
+        dtype=name_of(taken),
+        tokenizer=why,
+    )
+
+
+def shards_of(
+    parameters: Iterable[Parameter], itemsize: int, most_bytes: int
+) -> Iterator[list[Parameter]]:
+    """Parameters in order, as many a shard as fit; one that does not fit has a shard of its own."""
+    shard: list[Parameter] = []
+    held = 0
+    for parameter in parameters:
+        size = prod(parameter.unpadded) * itemsize
+        if shard and held + size > most_bytes:
+            yield shard
+            shard, held = [], 0
+        shard.append(parameter)
+        held += size
+    if shard:
+        yield shard
+
+
+def _write_shards(
+    saved: SavedModel, shards: list[list[Parameter]], dtype: torch.dtype, folder: Path
+) -> int:
+    """Writes the weights' files, with an index for several; bytes of all tensors."""
+    where: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        values = saved.read((p.name for p in shard), dtype)
+        # Without this mark transformers refuses the file.
+        _save_file(values, folder / name, metadata={"format": "pt"})
+        # Newer safetensors let only their owner read them; as the folder permits, here.
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
+        where |= dict.fromkeys(values, name)
+        total += sum(value.nbytes for value in values.values())
+        del values  # before the next shard is read
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        _write_json(folder / INDEX, index)
+    return total
+
+
+def _write_configs(saved: SavedModel, dtype: torch.dtype, eos_id: int | None, folder: Path) -> None:
+    run = saved.run
+    imported: dict[str, Any] = run.get("imported", {})
+    bos_id = imported.get("bos_token_id")
+    eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
+    if eos_id is not None:
+        eos_ids = (eos_id,)
+    positions = imported.get("max_position_embeddings") or run["spec"]["data"]["context_window"]
+    config = config_json(
+        saved.spec, max_positions=positions, bos_id=bos_id, eos_ids=eos_ids, dtype=name_of(dtype)
+    )
+    _write_json(folder / "config.json", config)
+    if bos_id is not None or eos_ids:
+        tokens = {"bos_token_id": bos_id, "eos_token_id": one_or_many(eos_ids)}
+        known = {name: token for name, token in tokens.items() if token is not None}
+        _write_json(folder / "generation_config.json", known)
+
+
+def _dtype(saved: SavedModel, asked: Dtype | None) -> torch.dtype:
+    match asked:
+        case Dtype.FLOAT32:
+            return torch.float32
+        case Dtype.BFLOAT16:
+            return torch.bfloat16
+        case None:
+            stored = set(saved.dtypes.values())
+            return stored.pop() if len(stored) == 1 else torch.float32
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")

@@ -1,0 +1,129 @@
+"""A Hugging Face folder becomes a checkpoint that `checkpoint.init_from` takes, for any layout.
+
+The checkpoint is torch.distributed.checkpoint's, weights alone, in the files' dtypes: loading
+converts to the run's. A tied head becomes a tensor of its own. Rows that pad the vocabulary are
+zero; no token is there to look them up, and the loss leaves their logits out.
+Cost: headers, then a file of a GiB at a time is read, padded and written.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from wlb.spec import RunSpec, to_dict, to_toml
+from wlb.train import checkpoint
+from wlb.weights.config import HubModel, read_config
+from wlb.weights.folder import new_folder, refuse_existing
+from wlb.weights.hub import HubTensors, open_tensors
+from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
+from wlb.weights.one_process import save_tensors
+
+MODEL_FILE = "model.toml"
+_FILE_BYTES = 1 << 30
+"""Of tensors in a file of the checkpoint, unless a single one is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A checkpoint that was made. toml: keys that a run which begins with it needs, also in its
+    `model.toml`. dtypes: of its tensors. num_padding_rows: zeros after the vocabulary's rows."""
+
+    checkpoint: Path
+    model: HubModel
+    toml: str
+    dtypes: tuple[str, ...]
+    num_padding_rows: int
+
+
+def import_folder(source: Path, out: Path) -> Imported:
+    """Makes checkpoint `out` of the Llama in `source`; complete or absent."""
+    refuse_existing(out)
+    config = source / "config.json"
+    if not config.is_file():
+        raise ValueError(
+            f"{source} is not a Hugging Face folder: there is no {config}; download the model's "
+            f"whole folder"
+        )
+    model = read_config(config)
+    parameters = parameters_of(model.spec)
+    tensors = open_tensors(source, parameters.values(), is_tied=model.is_tied, config=config)
+    toml = _toml(model, source, out)
+    with new_folder(out) as folder:
+        _save(folder, parameters, tensors)
+        checkpoint.write_json(folder / checkpoint.RUN, _run_json(model, source))
+        (folder / MODEL_FILE).write_text(toml, "utf-8")
+        checkpoint.write_manifest(folder)
+    return Imported(
+        checkpoint=out,
+        model=model,
+        toml=toml,
+        dtypes=tuple(sorted({name_of(tensors.stored(p).dtype) for p in parameters})),
+        num_padding_rows=model.spec.padded_vocab_size - model.spec.vocab_size,
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As in "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+class _FromFiles(DefaultSavePlanner):
+    """Plans with tensors that have no data yet, and reads each when it is written."""
+
+    def __init__(self, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
+        super().__init__()
+        self._by_flat_name = {p.saved_as: p for p in parameters.values()}
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        parameter = self._by_flat_name[write_item.index.fqn]
+        value = self._tensors.read(parameter.name)
+        if parameter.num_padding_rows:
+            padding = value.new_zeros(parameter.num_padding_rows, *parameter.shape[1:])
+            value = torch.cat([value, padding])
+        return value
+
+
+def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
+    planned = {
+        name: torch.empty(p.shape, dtype=tensors.stored(name).dtype, device="meta")
+        for name, p in parameters.items()
+    }
+    files: dict[str, int] = {}
+    number, filled = 1, 0
+    for parameter in parameters.values():
+        num_bytes = planned[parameter.name].nbytes
+        if filled and filled + num_bytes > _FILE_BYTES:
+            number, filled = number + 1, 0
+        filled += num_bytes
+        files[parameter.saved_as] = number
+    planner = _FromFiles(parameters, tensors)
+    save_tensors({CHECKPOINT_ROOT: planned}, folder, planner, files=files)
+
+
+def _run_json(model: HubModel, source: Path) -> dict[str, Any]:
+    return {
+        "step": 0,
+        "spec": {"model": to_dict(model.spec)},
+        "imported": {
+            "from": str(source.resolve()),
+            "max_position_embeddings": model.max_positions,
+            "bos_token_id": model.bos_id,
+            "eos_token_ids": list(model.eos_ids),
+        },
+    }
+
+
+def _toml(model: HubModel, source: Path, out: Path) -> str:
+    spec = RunSpec(model=model.spec)
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, init_from=str(out.resolve())))
+    comments = [
+        f"The model of {source.resolve()}, of texts up to {model.max_positions} tokens.",
+        "data.store must be made with its tokenizer.",
+    ]
+    return to_toml(spec, comments=comments, whole=("model", "model.rope_scaling"))

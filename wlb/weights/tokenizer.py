@@ -1,0 +1,79 @@
+"""The tokenizer that goes with exported weights: the one that the run's token store names.
+
+Nothing is guessed: where no store is known, or it names no tokenizer, none is found, and why.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wlb.corpus import BlendedStore, load_tokenizer, open_store
+from wlb.corpus.store import store_path
+from wlb.spec import RunSpec, apply
+from wlb.train.start import train_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTokenizer:
+    """file: a tokenizer.json, or None. eos_id: what ends a document in the store. why: for people,
+    where the file is from or why there is none."""
+
+    file: Path | None
+    eos_id: int | None
+    why: str
+
+
+def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
+    """What the store of a run.json names, if the store is (still) there."""
+    sections = run["spec"]
+    if "data" not in sections:
+        return FoundTokenizer(file=None, eos_id=None, why="the checkpoint is of no token store")
+    known = {name: sections[name] for name in ("data", "model")}
+    name = train_store(apply(RunSpec(), known, source="run.json"))
+    try:
+        opened = open_store(name)
+    except (ValueError, OSError) as error:
+        return FoundTokenizer(file=None, eos_id=None, why=f"its token store: {error}")
+    stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
+    # The stores of a blend were made with one tokenizer, or it would not have opened.
+    infos = [(store, store.info) for store in stores if store.info is not None]
+    eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
+    for store, info in infos:
+        if info.tokenizer:
+            file = store_path(store.prefix, "").with_name(info.tokenizer)
+            if file.is_file():
+                return FoundTokenizer(file=file, eos_id=eos_id, why=f"named by {store.prefix}")
+            return FoundTokenizer(file=None, eos_id=eos_id, why=f"{file} is gone")
+    return FoundTokenizer(file=None, eos_id=eos_id, why=f"{opened.prefix} names none")
+
+
+def check_tokenizer(file: Path, vocab_size: int) -> None:
+    """ValueError for a file that is no tokenizer.json, or has tokens that the model has not."""
+    if not file.is_file():
+        raise ValueError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
+    try:
+        size = load_tokenizer(file).get_vocab_size()
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"--tokenizer {file} is not a tokenizer.json: {error}") from None
+    if size > vocab_size:
+        raise ValueError(
+            f"{file} has {size} tokens, the model {vocab_size}; give --tokenizer the file that its "
+            f"text was encoded with"
+        )
+
+
+def copy_tokenizer(file: Path, folder: Path, *, eos_id: int | None) -> None:
+    """tokenizer.json, and a tokenizer_config.json with which transformers takes it as it is."""
+    shutil.copyfile(file, folder / "tokenizer.json")
+    beside = file.with_name("tokenizer_config.json")
+    if file.name == "tokenizer.json" and beside.is_file():
+        shutil.copyfile(beside, folder / beside.name)
+        return
+    # Without a class, transformers would rebuild it as Llama's, whose parts differ.
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    eos = None if eos_id is None else load_tokenizer(file).id_to_token(eos_id)
+    if eos is not None:
+        config["eos_token"] = eos
+    (folder / beside.name).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
