@@ -1,0 +1,124 @@
+"""Steps whose loss or gradient is not finite: stop, skip, roll back, all counted."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.train.case import small_spec, train, write_corpus
+from wlb.plan import PipelinePlan, StepPlan
+from wlb.spec import OnNonfinite, RunSpec
+from wlb.train.loop import Trainer
+from wlb.train.nonfinite import NonfiniteSteps
+from wlb.train.reduce import StepSums
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """fail_at(step, times): the sums of `step` are NaN the first `times` times; returns a list of
+    the steps that are computed."""
+
+    def arrange(failing: set[int], times: int) -> list[int]:
+        computed: list[int] = []
+        compute = Trainer._compute
+
+        def broken(self: Trainer, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
+            computed.append(plan.step)
+            sums = compute(self, plan, pipeline)
+            if plan.step in failing and computed.count(plan.step) <= times:
+                return replace(sums, loss=math.nan)
+            return sums
+
+        monkeypatch.setattr(Trainer, "_compute", broken)
+        return computed
+
+    return arrange
+
+
+def spec_of(folder: Path, corpus: Path, action: str, most: int = 10) -> RunSpec:
+    training = {"on_nonfinite": action, "max_nonfinite": most}
+    return small_spec(folder, corpus, training=training, checkpoint={"interval": 2})
+
+
+def test_skip_leaves_a_step_out(
+    corpus: Path,
+    tmp_path: Path,
+    fail_at: Callable[..., list[int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    computed = fail_at({2}, 9)
+    run, _ = train(spec_of(tmp_path, corpus, "skip"))
+    assert computed == [0, 1, 2, 3, 4, 5, 6]  # six updates all the same
+    assert [line["measured"]["loss"] is None for line in run.steps] == [i == 2 for i in range(7)]
+    (record,) = [line for line in run.lines if line["kind"] == "nonfinite"]
+    assert (record["step"], record["action"]) == (2, "skip")
+    assert [line["steps_done"] for line in run.steps] == [1, 2, 2, 3, 4, 5, 6]
+    assert "step 2: loss nan, gradient norm" in capsys.readouterr().out
+
+
+def test_many_in_a_row_stop_the_run(
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
+) -> None:
+    fail_at({2, 3, 4, 5}, 9)
+    with pytest.raises(FloatingPointError, match=r"step 5: loss nan.*4 steps in a row.*= 3\."):
+        train(spec_of(tmp_path, corpus, "skip", 3))
+
+
+def test_rollback_of_a_passing_fault_changes_nothing(
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
+) -> None:
+    straight, _ = train(spec_of(tmp_path / "straight", corpus, "stop"))
+    computed = fail_at({3}, 1)
+    run, _ = train(spec_of(tmp_path, corpus, "rollback"))
+    assert computed == [0, 1, 2, 3, 2, 3, 4, 5]
+    starts = [line["resumed_from"] for line in run.lines if line["kind"] == "start"]
+    assert starts[0] is None
+    assert starts[1].endswith("step-00000002")
+    assert run.losses[:3] == straight.losses[:3]
+    assert run.losses[3:] == straight.losses[2:]
+    assert run.evaluations[-1] == straight.evaluations[-1]
+
+
+def test_rollback_skips_a_step_that_fails_again(
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
+) -> None:
+    fail_at({3}, 9)
+    reference, _ = train(spec_of(tmp_path / "skip", corpus, "skip"))
+    computed = fail_at({3}, 9)
+    run, _ = train(spec_of(tmp_path, corpus, "rollback"))
+    assert computed == [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    assert run.evaluations[-1] == reference.evaluations[-1]
+
+
+def test_without_a_checkpoint_a_step_is_skipped(
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
+) -> None:
+    computed = fail_at({0}, 9)
+    run, _ = train(spec_of(tmp_path, corpus, "rollback"))
+    assert computed == [0, 1, 2, 3, 4, 5, 6]
+    (record,) = [line for line in run.lines if line["kind"] == "nonfinite"]
+    assert record["action"] == "skip"
+
+
+def test_what_is_counted() -> None:
+    steps = NonfiniteSteps(OnNonfinite.ROLLBACK, 2)
+
+    def decide(step: int) -> OnNonfinite:
+        return steps.decide(step, loss=math.inf, norm=1.0, has_checkpoint=True)
+
+    assert decide(4) == OnNonfinite.ROLLBACK
+    assert decide(4) == OnNonfinite.SKIP
+    steps.passed()
+    assert decide(9) == OnNonfinite.ROLLBACK
+    assert decide(9) == OnNonfinite.SKIP
+    assert decide(4) == OnNonfinite.SKIP
+    assert (steps.num_rollbacks, steps.num_skipped) == (2, 3)
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        decide(4)

@@ -1,0 +1,92 @@
+"""Runs that are asked to stop finish their step, save, leave with status 0 and go on exactly."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.case import Run, relaid, small_spec, train, write_corpus
+from wlb.spec import RunSpec, to_toml
+from wlb.train.stop import Stop, StopRequest
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(str(file), rank=0) as first, StopRequest(str(file), rank=1) as second:
+        assert first.now() == second.now() == Stop.NO
+        file.touch()
+        assert (first.now(), second.now()) == (Stop.FILE, Stop.NO)
+        os.kill(os.getpid(), signal.SIGUSR1)  # to the handler that came last
+        assert second.now() == Stop.SIGNAL
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert str(file) in first.words[Stop.FILE]
+
+
+def test_a_stop_file_ends_a_run_after_its_step(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight, _ = train(small_spec(tmp_path / "straight", corpus))
+    file = tmp_path / "stop"
+    file.touch()
+    spec = small_spec(tmp_path, corpus, run={"stop_file": str(file)})
+    for step in (1, 2):
+        run, _ = train(spec, resume="auto")
+        assert len(run.steps) == step
+        assert f"step-{step:08d}" in run.checkpoints
+        said = capsys.readouterr().out
+        assert f"stopped after step {step}, asked by the file {file}; saved" in said
+        (stop,) = [line for line in run.lines if line["kind"] == "stop"][-1:]
+        assert stop["steps_done"] == step
+    # Nothing is evaluated on the way out: there may be seconds left.
+    assert [step for step, _ in run.evaluations] == [0]
+    file.unlink()
+    run, _ = train(spec, resume="auto")
+    assert run.losses == straight.losses
+    assert run.evaluations[-1] == straight.evaluations[-1]
+
+
+def start(spec: RunSpec, folder: Path) -> subprocess.Popen[str]:
+    toml = folder / "run.toml"
+    toml.write_text(to_toml(spec), "utf-8")
+    command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def has_steps(run: Path, num: int) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and path.read_text().count('"kind": "step"') >= num
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_run_after_its_step(
+    corpus: Path, tmp_path: Path, kind: signal.Signals, layout: str
+) -> None:
+    steps = 400  # more than there is time for
+    data = {"epochs": 0}
+    spec = relaid(small_spec(tmp_path, corpus, training={"steps": steps}, data=data), layout)
+    process = start(spec, tmp_path)
+    folder = tmp_path / "runs" / "small"
+    end = time.monotonic() + 90
+    while not has_steps(folder, 3) and time.monotonic() < end:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.05)
+    process.send_signal(kind)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    run = Run(spec)
+    done = len(run.steps)
+    assert 3 <= done < steps
+    assert f"stopped after step {done}, asked by a signal (SIGTERM or SIGUSR1); saved" in said
+    assert f"step-{done:08d}" in run.checkpoints
