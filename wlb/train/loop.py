@@ -1,12 +1,9 @@
 """The training loop of one rank."""
 
-import json
 import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +14,19 @@ from wlb.parallel.agreement import agree
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
-from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan, Telemetry
+from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, RunSpec
 from wlb.train import checkpoint
 from wlb.train.calibrate import Calibration
-from wlb.train.display import Display, console, summary
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
-from wlb.train.optimizer import Optimizers, learning_rate
+from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer
 from wlb.train.refuse import with_backend
+from wlb.train.report_log import Report
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
 
@@ -121,7 +118,7 @@ class Trainer:
             )
         return self.tally
 
-    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> None:
+    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: Report) -> None:
         begin = time.perf_counter()
         scale = self._loss_scale(plan)
         loss = square = None
@@ -202,7 +199,7 @@ class Trainer:
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
 
-    def _evaluate(self, report: "Report") -> None:
+    def _evaluate(self, report: Report) -> None:
         if self.evaluator is not None:
             loss = self.evaluator.run()
             self.tally.heldout.append((self.steps_done, loss))
@@ -224,74 +221,6 @@ class Trainer:
 
     def _checkpoint_path(self) -> Path:
         return checkpoint.folder_of(self.job.directory / "checkpoints", self.steps_done)
-
-
-class Report:
-    """metrics.jsonl and the screen, on rank 0; does nothing on other ranks."""
-
-    def __init__(self, job: Job, *, is_shown: bool) -> None:
-        self.job = job
-        self.console = console()
-        self.path = job.directory / "metrics.jsonl"
-        self._display: Display | None = None
-        self._file: IO[str] | None = None
-        if is_shown:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
-            self._write({"kind": "start", "resumed_from": job.resume and str(job.resume)})
-            self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
-
-    def __enter__(self) -> "Report":
-        if self._display is not None:
-            self._display.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._display is not None:
-            self._display.__exit__()
-        if self._file is not None:
-            self._file.close()
-
-    def step(
-        self,
-        steps_done: int,
-        measured: StepMetrics,
-        predicted: StepMetrics,
-        plain: StepMetrics | None,
-    ) -> None:
-        if self._display is None:
-            return
-        self._write(
-            {
-                "kind": "step",
-                "step": measured.step,
-                "steps_done": steps_done,
-                "learning_rate": learning_rate(self.job.spec, max(0, steps_done - 1)),
-                "measured": measured.to_json(),
-                "predicted": predicted.to_json(),
-                "plain_4d": None if plain is None else plain.to_json(),
-            }
-        )
-        self._display.step(steps_done, measured, predicted, plain)
-
-    def evaluation(self, step: int, loss: float) -> None:
-        if self._display is not None:
-            self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})
-            self._display.evaluation(step, loss)
-
-    def summary(self, tally: Tally, saved: Path) -> None:
-        files = {"metrics": self.path, "checkpoint": saved}
-        wall_s = time.time() - self.job.started_s
-        summary(self.console, tally, files=files, wall_s=wall_s)
-
-    def _write(self, data: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(data) + "\n")
 
 
 def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> RunSpec:
