@@ -23,6 +23,7 @@ from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
+from wlb.train.ranks import RankMeter
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer
 from wlb.train.refuse import with_backend
@@ -59,7 +60,7 @@ class Trainer:
     def __init__(self, job: Job, world: World, mesh: Mesh) -> None:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
-        priced = _agree_on_kernel(spec, world, mesh)
+        self.priced = priced = _agree_on_kernel(spec, world, mesh)
         self.executor = Executor(spec, mesh)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
@@ -79,6 +80,7 @@ class Trainer:
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(priced, job.heldout_store, self.executor)
         self.meter = TelemetryMeter(priced, mesh) if spec.telemetry.enabled else None
+        self.ranks = RankMeter(priced, mesh, world) if spec.telemetry.enabled else None
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
         self._num_measured = 0
         self.state = state
@@ -87,7 +89,7 @@ class Trainer:
 
     def run(self) -> Tally:
         """Train until training.steps or the end of data; evaluate, save, show a summary."""
-        with Report(self.job, is_shown=self.mesh.rank == 0) as report:
+        with self._report() as report:
             try:
                 # Plans of the first two steps are compared here, later ones two steps ahead.
                 first = self.feed.peek(1) + self.feed.peek(2)
@@ -117,6 +119,16 @@ class Trainer:
                 console=report.console if self.mesh.rank == 0 else None,
             )
         return self.tally
+
+    def _report(self) -> Report:
+        return Report(
+            self.job,
+            is_shown=self.mesh.rank == 0,
+            priced=self.priced,
+            device=self.mesh.device.type,
+            steps_done=self.steps_done,
+            places=self.ranks.places if self.ranks is not None else (),
+        )
 
     def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: Report) -> None:
         begin = time.perf_counter()
@@ -160,6 +172,7 @@ class Trainer:
         )
         self.tally.add(measured, predicted, plan.baseline)
         report.step(self.steps_done, measured, predicted, plan.baseline)
+        self._record_ranks(plan, report)
         if plan.num_targets and self._is_due(self.spec.eval.interval):
             self._evaluate(report)
         if plan.num_targets and self._is_due(self.spec.checkpoint.interval):
@@ -172,17 +185,38 @@ class Trainer:
             return None
         if plan.num_targets:
             meter.add(pipeline, clock.take(), loading_ns=self.inputs.exposed_ns)
-        is_last = self.steps_done == self.spec.training.steps or not self.feed.peek(1)
         # A record ends with the warm-up, so that none holds steps of both.
         self._num_measured += bool(plan.num_targets)
         ends_warm_up = self._num_measured == self.spec.telemetry.warmup_steps
-        is_due = meter.num_steps == self.spec.telemetry.interval or is_last or ends_warm_up
+        is_due = meter.num_steps == self.spec.telemetry.interval or self._is_last() or ends_warm_up
         if not (is_due and meter.num_steps):
             return None
+        own_ns = meter.own_ns
         telemetry = meter.reduce()
         if self.calibration.take(telemetry):
             self.tally.telemetry.add(telemetry)
+            if self.ranks is not None:
+                self.ranks.add(own_ns, telemetry.num_steps)
         return telemetry
+
+    def _record_ranks(self, plan: StepPlan, report: Report) -> None:
+        """The table of ranks and the timeline, where they are due."""
+        clock, ranks = self.executor.clock, self.ranks
+        if clock is None or ranks is None or not plan.num_targets:
+            return
+        is_last = self._is_last()
+        if ranks.is_table_due(is_last=is_last):
+            table = ranks.table(plan.step, self.steps_done)
+            if table is not None:
+                report.ranks(table)
+                self.tally.stragglers.add(table)
+        if ranks.is_timeline_due(self.steps_done, is_last=is_last):
+            timeline = ranks.timeline(clock.spans(), plan.step, self.steps_done)
+            if timeline is not None:
+                report.timeline(timeline)
+
+    def _is_last(self) -> bool:
+        return self.steps_done == self.spec.training.steps or not self.feed.peek(1)
 
     def _load_ahead(self) -> None:
         for ahead in range(1, self.spec.data.prefetch + 1):

@@ -1,14 +1,24 @@
-"""What a run writes and shows while it trains: `metrics.jsonl` and the screen, on rank 0."""
+"""What a run writes and shows while it trains: records for the sinks, and the screen, on rank 0."""
 
-import json
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from wlb.plan import StepMetrics
+from wlb.cost.machine import program_version
+from wlb.plan import (
+    MeasuredTimeline,
+    Place,
+    RankTable,
+    StepMetrics,
+    Straggler,
+    places_to_json,
+)
+from wlb.spec import RunSpec
 from wlb.train.display import Display, console, summary
 from wlb.train.optimizer import learning_rate
+from wlb.train.sinks import Sink, open_sinks
 from wlb.train.tally import Tally
 
 if TYPE_CHECKING:
@@ -16,18 +26,42 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """metrics.jsonl and the screen, on rank 0; does nothing on other ranks."""
+    """metrics.jsonl, other sinks and the screen, on rank 0; does nothing on other ranks.
 
-    def __init__(self, job: "Job", *, is_shown: bool) -> None:
+    priced: the run's spec with the attention kernel it computes with. places: where ranks are.
+    """
+
+    def __init__(
+        self,
+        job: "Job",
+        *,
+        is_shown: bool,
+        priced: RunSpec | None = None,
+        device: str = "",
+        steps_done: int = 0,
+        places: tuple[Place, ...] = (),
+    ) -> None:
         self.job = job
         self.console = console()
         self.path = job.directory / "metrics.jsonl"
         self._display: Display | None = None
-        self._file: IO[str] | None = None
+        self._sinks: list[Sink] = []
+        self._stragglers: dict[int, Straggler] = {}
         if is_shown:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
-            self._write({"kind": "start", "resumed_from": job.resume and str(job.resume)})
+            self._sinks = open_sinks(job.spec, job.directory, steps_done=steps_done)
+            self._write(
+                {
+                    "kind": "start",
+                    "resumed_from": job.resume and str(job.resume),
+                    "steps_done": steps_done,
+                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "version": program_version(),
+                    "device": device,
+                    "train_store": job.train_store,
+                    "places": places_to_json(places) if places else None,
+                    "spec": (priced or job.spec).to_dict(),
+                }
+            )
             self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
 
     def __enter__(self) -> "Report":
@@ -43,8 +77,8 @@ class Report:
     ) -> None:
         if self._display is not None:
             self._display.__exit__()
-        if self._file is not None:
-            self._file.close()
+        for sink in self._sinks:
+            sink.close()
 
     def step(
         self,
@@ -73,11 +107,27 @@ class Report:
             self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})
             self._display.evaluation(step, loss)
 
+    def ranks(self, table: RankTable) -> None:
+        """A table of ranks; who is named anew as a straggler, or not any more, is said."""
+        if self._display is None:
+            return
+        self._write({"kind": "ranks", **table.to_json()})
+        known = {s.rank: s for s in table.stragglers}
+        for rank, straggler in known.items():
+            if rank not in self._stragglers:
+                self._display.say(f"straggler: {straggler.text} (step {table.steps_done})")
+        for rank in self._stragglers.keys() - known.keys():
+            self._display.say(f"rank {rank} is no straggler any more (step {table.steps_done})")
+        self._stragglers = known
+
+    def timeline(self, made: MeasuredTimeline) -> None:
+        self._write({"kind": "timeline", **made.to_json()})
+
     def summary(self, tally: Tally, saved: Path) -> None:
         files = {"metrics": self.path, "checkpoint": saved}
         wall_s = time.time() - self.job.started_s
         summary(self.console, tally, files=files, wall_s=wall_s)
 
-    def _write(self, data: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(data) + "\n")
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
