@@ -373,7 +373,7 @@ class TelemetrySection:
         unit="steps",
     )
     straggler_threshold: float = key(
-        0.25,
+        0.15,
         "a rank is called a straggler if measured / predicted time is so much over the median "
         "rank's, as a fraction",
     )
