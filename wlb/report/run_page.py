@@ -32,8 +32,9 @@ RUN_STYLE = (
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .7rem }
 .tiles div { background: var(--soft); padding: .6rem .8rem; border-radius: .4rem }
 .tiles b { display: block; font-size: 1.3rem } .tiles span { font-size: 13px }
-nav { font-size: 14px; line-height: 1.9 } nav a { margin-right: .9rem; white-space: nowrap }
-a { color: inherit } .bad { font-weight: 600; color: #D55E00 } td.text { white-space: normal }
+nav { margin-top: 1rem; font-size: 14px; line-height: 1.9 }
+nav a { margin-right: .9rem; white-space: nowrap }
+a { color: inherit } td.text { white-space: normal }
 pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: 13px }
 summary { cursor: pointer }
 @media (max-width: 700px) {

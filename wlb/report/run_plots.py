@@ -43,8 +43,8 @@ def loss_figure(records: RunRecords) -> Any:
     _draw(above, records, [Series("training", loss, tokens)])
     if records.evaluations:
         xs, ys = zip(*records.evaluations, strict=True)
-        above.plot(xs, ys, "D", color=RUNS[1], markersize=6, ls="--", lw=1, label="held out")
-        _label_ends(above, xs, ys)
+        label = f"held out: {ys[0]:.3f}" + (f" to {ys[-1]:.3f}" if len(ys) > 1 else "")
+        above.plot(xs, ys, "D", color=RUNS[1], markersize=6, ls="--", lw=1, label=label)
     above.set_ylabel("loss (nats a token)")
     norm = records.column(lambda s: s.measured.grad_norm)
     _draw(below, records, [Series("gradient norm", norm)])
@@ -200,22 +200,6 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[Series]) -> None:
 
 def _stride(count: int, most: int = MOST_POINTS) -> int:
     return max(1, -(-count // most))
-
-
-def _label_ends(axes: Any, xs: Sequence[float], ys: Sequence[float]) -> None:
-    """The first and the last value, in words."""
-    for i, side in ((0, "left"), (len(xs) - 1, "right")):
-        axes.annotate(
-            f"{ys[i]:.3f}",
-            (xs[i], ys[i]),
-            xytext=(8 if side == "left" else -8, 6),
-            textcoords="offset points",
-            ha=side,
-            fontsize=9,
-            color=RUNS[1],
-        )
-        if len(xs) == 1:
-            return
 
 
 def _finish(

@@ -54,7 +54,7 @@ def measured_timeline_figure(
     axes.tick_params(axis="y", length=0)
     chunks = 1 + max((p.stage // parallel.pp for row in rows for p in row.passes), default=0)
     if chunks > 1:
-        axes.set_title(f"lower in a row: later of {chunks} chunks", fontsize=8, loc="right")
+        axes.set_title(f"lower in a row: later of {chunks} chunks", fontsize=8, loc="left")
     for key, boxes in _boxes(rows, parallel.pp, chunks, scale).items():
         _draw(axes, *key, boxes, inches)
     for i, row in enumerate(rows):
