@@ -22,7 +22,7 @@ from wlb.report.simulation_plots import (
 )
 from wlb.spec import ParallelSpec
 
-MOST_POINTS = 1500
+MOST_POINTS = 800
 MOST_RANK_LABELS = 32
 MOST_ROWS = 256
 
@@ -84,7 +84,9 @@ def ratio_figure(records: RunRecords) -> Any:
         x, y = steps[keep], ratio[keep]
         axes.plot(x[::every], y[::every], "o", color=colour, ms=2.5, alpha=0.4, mew=0)
         line = running_mean(y, weights[keep])
-        axes.plot(x, line, color=colour, ls=dash, lw=1.8, label=name.replace("_", " "))
+        axes.plot(
+            x[::every], line[::every], color=colour, ls=dash, lw=1.8, label=name.replace("_", " ")
+        )
     axes.axhline(1.0, color="grey", lw=0.8)
     axes.set(ylabel="measured / predicted time", xlabel="step")
     axes.set_ylim(bottom=0)
@@ -135,7 +137,7 @@ def delay_figure(records: RunRecords) -> Any:
     above.plot(x[::every], most[::every], "_", color=RUNS[1], ms=5, label="longest of a step")
     above.set_ylabel("delay (steps)")
     held = records.column(lambda s: s.measured.num_held_tokens)
-    below.fill_between(x, held, step="mid", color=RUNS[2], alpha=0.5, lw=0)
+    below.fill_between(x[::every], held[::every], step="mid", color=RUNS[2], alpha=0.5, lw=0)
     below.set(ylabel="tokens held back")
     below.set_ylim(bottom=0)
     _finish(figure, [above, below], records)
