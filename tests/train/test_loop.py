@@ -309,7 +309,9 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
     assert run.checkpoints == [f"step-{step:08d}" for step in kept]
     assert [run.state(step).next_step for step in kept] == kept
     kinds = "".join(line["kind"][0] for line in run.lines[1:])
-    assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "e"
+    assert (
+        kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "rt" + "e"
+    )  # ranks and timeline: at the end
 
 
 def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -> None:
