@@ -213,6 +213,7 @@ def _finish(
             axes.axvline(at + 0.5, color="grey", ls=":", lw=1)
         axes.margins(x=0.02)
     panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
     if legend:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(
