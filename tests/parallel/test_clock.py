@@ -32,6 +32,9 @@ class Counted:
 
     wall_now = now
 
+    def wall_of(self, point: int) -> int:
+        return point
+
     def between_ns(self, start: int, stop: int) -> int:
         return stop - start
 
@@ -49,6 +52,24 @@ def clock(marks: Counted) -> StepClock:
 def kernel(marks: Counted, ns: int, *, is_backward: bool) -> None:
     with observed(is_backward=is_backward):
         marks.time_ns += ns
+
+
+def test_where_chunks_lie_in_a_step(clock: StepClock, marks: Counted) -> None:
+    marks.time_ns = 5
+    with clock.step():
+        marks.time_ns += 100
+        with clock.chunk(Pass.FORWARD, stage=0, micro_batch=1):
+            marks.time_ns += 7
+        marks.time_ns += 10
+        with clock.chunk(Pass.BACKWARD, stage=0, micro_batch=1):
+            marks.time_ns += 20
+        marks.time_ns += 3
+    made = clock.spans()
+    assert made.wall_ns == 140
+    assert made.spans == ((Cell(Pass.FORWARD, 0, 1), 100, 7), (Cell(Pass.BACKWARD, 0, 1), 117, 20))
+    with clock.step():
+        pass
+    assert clock.spans().spans == ()
 
 
 def test_parts_of_a_chunk_add_up_to_it(clock: StepClock, marks: Counted) -> None:

@@ -1,6 +1,8 @@
-"""A run whose attention kernel is slower than it was: for tests of calibration."""
+"""Runs whose attention kernel is slower than it was, on all ranks or on one: for tests of
+calibration and of stragglers."""
 
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -48,6 +50,29 @@ class Slowed:
 def slowed_rank(world: World, job: Job, factor: float) -> None:
     BACKENDS["sdpa"] = Slowed(BACKENDS["sdpa"], factor)
     start._rank(world, job, "cpu")
+
+
+def one_slowed_rank(world: World, job: Job, factor: float, rank: int, log: Path) -> None:
+    if world.rank == rank:
+        BACKENDS["sdpa"] = Slowed(BACKENDS["sdpa"], factor)
+    with log.open("a", encoding="utf-8") as file, redirect_stdout(file):
+        start._rank(world, job, "cpu")
+
+
+def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path) -> None:
+    """Trains `spec` on local ranks; attention's forward pass takes `factor` times its CPU time on
+    `rank`. log: a file for what they say."""
+    stores = start.open_stores(spec, Console(file=StringIO()))
+    job = Job(
+        spec=start.ready(spec, stores, spec.parallel.world_size),
+        train_store=stores.train,
+        heldout_store="",
+        resume=None,
+        title=spec.run.name,
+        started_s=0.0,
+    )
+    world_size = spec.parallel.world_size
+    run_local(one_slowed_rank, world_size, job, factor, rank, log, timeout_s=240.0)
 
 
 def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:

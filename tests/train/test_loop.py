@@ -18,7 +18,7 @@ from wlb.corpus import TokenStore
 from wlb.parallel import mesh
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
-from wlb.spec import AttentionBackend, RunSpec
+from wlb.spec import AttentionBackend, RunSpec, apply
 from wlb.train import start
 from wlb.train.loop import Job, Trainer
 from wlb.train.optimizer import Optimizers
@@ -61,7 +61,9 @@ def test_a_run_learns_and_leaves_metrics_and_a_checkpoint(
     assert "1 rank in this process (not started by torchrun or Slurm) for TP 1 x CP 1" in said
     assert "corpus: 52 documents, " in said
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3, 4, 5, 6]
-    kinds = ["start", "evaluation", *["step"] * 6, "evaluation", "checkpoint"]
+    # A table of ranks and a timeline come with the last step.
+    kinds = ["start", "evaluation", *["step"] * 6, "ranks", "timeline", "evaluation"]
+    kinds.append("checkpoint")
     assert [line["kind"] for line in run.lines] == kinds
     assert run.lines[0]["resumed_from"] is None
     # An untrained model is about as good as a guess among the 301 tokens; then it learns.
@@ -114,7 +116,9 @@ def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
     shutil.copytree(run.folder / "checkpoints" / "step-00000003", target)
     again, said = train(relaid(spec, layout), resume=True)
     assert f"going on from {target}" in said
-    assert again.lines[0] == {"kind": "start", "resumed_from": str(target)}
+    first = again.lines[0]
+    assert (first["kind"], first["resumed_from"], first["steps_done"]) == ("start", str(target), 3)
+    assert apply(RunSpec(), first["spec"], source="start").parallel == relaid(spec, layout).parallel
     assert [line["steps_done"] for line in again.steps] == [4, 5, 6]
     return again
 
@@ -308,7 +312,8 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
     saved = [line["step"] for line in run.lines if line["kind"] == "checkpoint"]
     assert saved == sorted({*range(interval, 5, interval), 5})
     kinds = "".join(line["kind"][0] for line in run.lines[1:] if line["kind"] != "checkpoint")
-    assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "e"
+    # Ranks and timeline: at the end.
+    assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "rt" + "e"
 
 
 def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A run that was trained is planned and simulated again; what is another run is refused."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from rich.console import Console
 
 from tests.train.case import Run, small_spec, write_corpus
 from wlb.cli.main import main
+from wlb.report import read_run, run_page
+from wlb.report.run_simulated import simulate_step
 from wlb.train import start
 from wlb.train.recorded import simulate_recorded
 
@@ -91,3 +94,15 @@ def test_the_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert (data["profile"], data["steps"]) == ("h100", [3, 4, 5])
     assert main(["simulate", "--run", str(run.folder), "--set", "run.seed=1"]) == 2
     assert "--set cost.profile=...; got run.seed=1" in capsys.readouterr().err
+
+
+def test_a_step_of_a_run_is_simulated_for_its_page_from_its_lines_alone(run: Run) -> None:
+    records = read_run(run.folder)
+    made = simulate_step(records, records.at(3))
+    (whole,) = simulate_recorded(run.folder, skip=2).simulations
+    assert made.step_time_s.tolist() == whole.step_time_s[:1].tolist()
+    assert "Simulated, not measured" in run_page(records, step=3)
+    assert "Measured</strong>: step 6" in run_page(records)
+    changed = records.at(3)._replace(measured=replace(records.at(3).measured, num_tokens=1))
+    with pytest.raises(ValueError, match=r"step 2 is planned with num_tokens = \d+, but 1 is in"):
+        simulate_step(records, changed)

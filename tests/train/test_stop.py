@@ -44,7 +44,7 @@ def test_a_stop_file_ends_a_run_after_its_step(
         assert len(run.steps) == step
         assert f"step-{step:08d}" in run.checkpoints
         said = capsys.readouterr().out
-        assert f"stopped after step {step}, asked by the file {file}; saved" in said
+        assert f"stopped after step {step} by the stop file {file}; saved" in said
         (stop,) = [line for line in run.lines if line["kind"] == "stop"][-1:]
         assert stop["steps_done"] == step
     # Nothing is evaluated on the way out: there may be seconds left.
@@ -88,5 +88,5 @@ def test_a_signal_ends_a_run_after_its_step(
     run = Run(spec)
     done = len(run.steps)
     assert 3 <= done < steps
-    assert f"stopped after step {done}, asked by a signal (SIGTERM or SIGUSR1); saved" in said
+    assert f"stopped after step {done} by a signal (SIGTERM or SIGUSR1); saved" in said
     assert f"step-{done:08d}" in run.checkpoints

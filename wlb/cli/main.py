@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from wlb import __version__
-from wlb.cli import pack, plan, prepare, profile, simulate, train, tune, weights
+from wlb.cli import pack, plan, prepare, profile, report, simulate, train, tune, weights
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_parser(commands)
     tune.add_parser(commands)
     profile.add_parser(commands)
+    report.add_parser(commands)
     weights.add_parsers(commands)
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)

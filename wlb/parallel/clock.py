@@ -15,6 +15,9 @@ What a mark's time holds:
   gradients in the last one's backward; both are counted there, partly with the embedding, so
   telemetry does not compare those cells with predictions.
 
+Where each chunk lies in the step (`StepClock.spans`, for timelines) is wall time on CPU as well,
+and so holds what thread time leaves out.
+
 Cost: a mark at each end of a chunk, of an attention call, of the embedding and the head; 3 us each
 with thread time (0.1-1 % of steps of 100 to 500 ms), not measured with CUDA events.
 """
@@ -86,6 +89,15 @@ class StepTimes:
         return max(0, self.wall_ns - self.compute_ns)
 
 
+class StepSpans(NamedTuple):
+    """Wall times of a rank's step. began_ns: when the host began it, Unix time. spans: each chunk's
+    cell, its begin since the step's, and what it took, in ns."""
+
+    began_ns: int
+    wall_ns: int
+    spans: tuple[tuple[Cell, int, int], ...]
+
+
 class Marks(Protocol):
     """Points in time that can be told apart later. Wall points are for the step as a whole."""
 
@@ -96,6 +108,10 @@ class Marks(Protocol):
     def now(self) -> Any: ...
 
     def wall_now(self) -> Any: ...
+
+    def wall_of(self, point: Any) -> Any:
+        """The wall point of a point that was made just now."""
+        ...
 
     def between_ns(self, start: Any, stop: Any) -> int: ...
 
@@ -120,6 +136,9 @@ class ThreadMarks:
     def wall_now(self) -> int:
         return time.perf_counter_ns()
 
+    def wall_of(self, point: int) -> int:
+        return time.perf_counter_ns()
+
     def between_ns(self, start: int, stop: int) -> int:
         return stop - start
 
@@ -130,6 +149,9 @@ class WallMarks(ThreadMarks):
     def now(self) -> int:
         super().now()
         return time.perf_counter_ns()
+
+    def wall_of(self, point: int) -> int:
+        return point
 
 
 class EventMarks:
@@ -152,6 +174,9 @@ class EventMarks:
 
     wall_now = now
 
+    def wall_of(self, point: torch.cuda.Event) -> torch.cuda.Event:
+        return point
+
     def between_ns(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> int:
         return round(start.elapsed_time(stop) * 1e6)
 
@@ -163,6 +188,8 @@ class StepClock:
         self._marks = marks
         self._points: list[tuple[tuple[Cell, Part] | None, Any]] = []
         self._seen: set[Cell] = set()
+        self._spans: list[tuple[Cell, Any, Any]] = []
+        self._began_ns = 0
         self._cell: Cell | None = None
         self._part = Part.LAYERS
         self._wall: list[Any] = []
@@ -179,8 +206,9 @@ class StepClock:
     def step(self) -> Iterator[None]:
         """Time what is inside; a step before it that nobody took is forgotten."""
         self._marks.reset()
-        self._points, self._seen = [], set()
+        self._points, self._seen, self._spans = [], set(), []
         with observing(self):
+            self._began_ns = time.time_ns()
             self._wall = [self._marks.wall_now()]
             self._is_running = True
             try:
@@ -206,10 +234,12 @@ class StepClock:
         self._seen.add(cell)
         self._cell = cell
         self.switch(first)
+        begin = self._marks.wall_of(self._points[-1][1])
         try:
             yield
         finally:
             self._points.append((None, self._marks.now()))
+            self._spans.append((cell, begin, self._marks.wall_of(self._points[-1][1])))
             self._cell = None
 
     def switch(self, part: Part) -> None:
@@ -236,6 +266,18 @@ class StepClock:
             if key is not None:
                 times[key] = times.get(key, 0) + self._marks.between_ns(start, stop)
         return StepTimes(times, self._marks.between_ns(*self._wall))
+
+    def spans(self) -> "StepSpans":
+        """Where the last step's chunks lie in it; when `take` may be called."""
+        origin = self._wall[0]
+        return StepSpans(
+            began_ns=self._began_ns,
+            wall_ns=self._marks.between_ns(*self._wall),
+            spans=tuple(
+                (cell, self._marks.between_ns(origin, begin), self._marks.between_ns(begin, end))
+                for cell, begin, end in self._spans
+            ),
+        )
 
 
 _OFF = nullcontext()

@@ -14,6 +14,15 @@ from wlb.plan.arrays import (
 from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
 from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
 from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
+from wlb.plan.ranks import (
+    MeasuredTimeline,
+    Place,
+    RankTable,
+    Straggler,
+    TimedPass,
+    places_from_json,
+    places_to_json,
+)
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
 from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
 from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry
@@ -28,20 +37,25 @@ __all__ = [
     "IntArray",
     "IntLike",
     "Layout",
+    "MeasuredTimeline",
     "MicroBatch",
     "Moments",
     "PackingPlan",
     "Piece",
     "Pieces",
     "PipelinePlan",
+    "Place",
     "PlannerState",
     "RankSpans",
+    "RankTable",
     "ShardingPlan",
     "Span",
     "Spread",
     "StepMetrics",
     "StepPlan",
+    "Straggler",
     "Telemetry",
+    "TimedPass",
     "check_at_least",
     "check_minimum",
     "cut_at",
@@ -51,6 +65,8 @@ __all__ = [
     "local_tokens",
     "merge",
     "offsets_of",
+    "places_from_json",
+    "places_to_json",
     "predict",
     "quantum",
     "ranges",

@@ -37,11 +37,17 @@ def svg(figure: Any, name: str) -> str:
 
 
 def heat_map_figure(
-    values: FloatArray, *, what: str = "computing time", title: str = "", tp: int = 1
+    values: FloatArray,
+    *,
+    what: str = "computing time",
+    title: str = "",
+    tp: int = 1,
+    inner: Sequence[str] = (),
+    devices: str = "GPUs",
 ) -> Any:
     """values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
 
-    tp: GPUs that each cell stands for.
+    tp: GPUs that each cell stands for. inner: what the last axis is, where it is not CP ranks.
     """
     if values.ndim != 3 or not values.size:
         raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")
@@ -59,12 +65,13 @@ def heat_map_figure(
     axes.invert_yaxis()
     axes.set(xlabel="pipeline rank", xticks=np.arange(pp) + 0.5, xticklabels=range(pp))
     if cp > 1 and rows <= 32:
-        labels = [f"dp {d}, cp {c}" for d in range(dp) for c in range(cp)]
+        names = inner or [f"cp {c}" for c in range(cp)]
+        labels = [f"dp {d}, {name}" for d in range(dp) for name in names]
         axes.set(yticks=np.arange(rows) + 0.5, yticklabels=labels)
     else:
         axes.set(yticks=(np.arange(dp) + 0.5) * cp, yticklabels=[f"dp {d}" for d in range(dp)])
         if cp > 1:
-            axes.set_ylabel(f"{cp} rows each: CP ranks")
+            axes.set_ylabel(f"{cp} rows each: {'CP x TP' if inner else 'CP'} ranks")
     axes.tick_params(length=0)
     for d in range(1, dp if cp > 1 else 1):
         axes.axhline(d * cp, color="white", linewidth=2 if rows <= 32 else 1)
@@ -82,7 +89,7 @@ def heat_map_figure(
             )
     figure.colorbar(mesh, ax=axes, label="relative to mean")
     words = f"{title}: " if title else ""
-    words += f"{what} / mean of all GPUs, {relative.min():.3f} to {relative.max():.3f}"
+    words += f"{what} / mean of all {devices}, {relative.min():.3f} to {relative.max():.3f}"
     words += f"; {tp} TP ranks a cell" if tp > 1 else ""
     axes.set_title(words, fontsize=10, loc="left")
     return figure
@@ -128,14 +135,14 @@ def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
             panel.plot(steps, line, color=colour, ls=dash, linewidth=1.8, label=run.label)
         panel.set_ylabel(name)
         panel.margins(x=0.01)
-        _keep_far_points_at_the_edge(panel, [of_run for of_run, _ in values])
+        keep_far_points_at_the_edge(panel, [of_run for of_run, _ in values])
     axes[-1].set_xlabel("step")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
-def _keep_far_points_at_the_edge(axes: Any, values: Sequence[FloatArray]) -> None:
+def keep_far_points_at_the_edge(axes: Any, values: Sequence[FloatArray]) -> None:
     """Where a few steps (a flush of little data) would flatten all others, the axis ends before
     them, and they stand as triangles with their values at its top."""
     together = np.concatenate(values)

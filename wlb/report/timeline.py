@@ -21,6 +21,8 @@ BAR = 0.86
 CHUNK_SHIFT = 0.32
 """Part of a bar's height by which chunks of a rank stand lower than the first."""
 MIN_FONT = 6.5
+Box = tuple[float, float, float, float]
+"""left, right, top, bottom of a bar."""
 ASIDE = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE_AHEAD)
 """What goes on beside passes."""
 
@@ -85,7 +87,7 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
     grey = MICRO_BATCHES[-1]
     splits = any(a.kind == Kind.BACKWARD_WEIGHT for a in simulation.simulator.order[0])
     handles: list[Any] = [
-        Patch(facecolor=_mixed(grey, LIGHT), label="forward"),
+        Patch(facecolor=mixed(grey, LIGHT), label="forward"),
         Patch(facecolor=grey, label="backward, inputs" if splits else "backward"),
     ]
     if splits:
@@ -121,7 +123,7 @@ class _Bars(NamedTuple):
     start: FloatArray
     stop: FloatArray
 
-    def box(self, i: int, node: Node) -> tuple[float, float, float, float]:
+    def box(self, i: int, node: Node) -> Box:
         """left, right, top, bottom; rows grow downwards."""
         spec = self.simulation.simulator.spec
         v = spec.pp.virtual_stages
@@ -135,16 +137,16 @@ class _Bars(NamedTuple):
     def passes(self) -> None:
         from matplotlib.collections import PolyCollection
 
-        groups: dict[tuple[int, Kind], list[tuple[float, float, float, float]]] = {}
+        groups: dict[tuple[int, Kind], list[Box]] = {}
         for i, node in enumerate(self.simulation.simulator.graph.nodes):
             if node.kind == NodeKind.PASS and node.action is not None:
                 key = (node.action.micro_batch, node.action.kind)
                 groups.setdefault(key, []).append(self.box(i, node))
         for (micro_batch, kind), boxes in groups.items():
             colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
-            colour = _mixed(colour, LIGHT) if kind == Kind.FORWARD else colour
+            colour = mixed(colour, LIGHT) if kind == Kind.FORWARD else colour
             collection = PolyCollection(
-                [_corners(box) for box in boxes],
+                [corners(box) for box in boxes],
                 facecolors=colour,
                 edgecolors="white",
                 linewidths=0.4,
@@ -153,36 +155,15 @@ class _Bars(NamedTuple):
             collection.set_gid(f"mb{micro_batch}{kind}")
             self.axes.add_collection(collection)
             if kind != Kind.BACKWARD_WEIGHT:
-                self.numbers(micro_batch, boxes, colour)
-
-    def numbers(
-        self, micro_batch: int, boxes: list[tuple[float, float, float, float]], colour: str
-    ) -> None:
-        """The micro-batch's number in each bar that has room for it."""
-        rows, across = abs(np.diff(self.axes.get_ylim())[0]), self.axes.get_xlim()[1]
-        inches = row_inches(self.simulation.simulator.spec.parallel.pp)
-        for left, right, top, bottom in boxes:
-            font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
-            wide = (right - left) / across * 0.86 * WIDTH * 72
-            if font < MIN_FONT or wide < 0.75 * font * len(str(micro_batch)) or not rows:
-                continue
-            self.axes.text(
-                (left + right) / 2,
-                (top + bottom) / 2,
-                str(micro_batch),
-                ha="center",
-                va="center_baseline",
-                fontsize=font,
-                color=INK if _is_light(colour) else "white",
-                clip_on=True,
-            )
+                inches = row_inches(self.simulation.simulator.spec.parallel.pp)
+                number_bars(self.axes, micro_batch, boxes, colour, inches=inches)
 
     def waits(self) -> None:
         """What goes on beside passes as a strip under the row; what a rank waits for over all of
         the row."""
         from matplotlib.collections import PolyCollection
 
-        boxes: list[tuple[float, float, float, float]] = []
+        boxes: list[Box] = []
         graph = self.simulation.simulator.graph
         for i, node in enumerate(graph.nodes):
             if node.action is not None or self.stop[i] <= self.start[i]:
@@ -194,7 +175,7 @@ class _Bars(NamedTuple):
                 boxes.append((left, right, bottom, bottom + 0.09) if is_aside
                              else (left, right, top, bottom))  # fmt: skip
         collection = PolyCollection(
-            [_corners(box) for box in boxes], facecolors=COLLECTIVE, linewidths=0
+            [corners(box) for box in boxes], facecolors=COLLECTIVE, linewidths=0
         )
         collection.set_gid("waits")
         self.axes.add_collection(collection)
@@ -205,7 +186,7 @@ class _Bars(NamedTuple):
         s = self.simulation
         graph = s.simulator.graph
         path = graph.critical_path(s.ends_ns, s.durations_ns, step=step)
-        boxes: list[tuple[float, float, float, float]] = []
+        boxes: list[Box] = []
         line: list[tuple[float, float]] = []
         for i, of_pipeline in path:
             node = graph.nodes[i]
@@ -217,7 +198,7 @@ class _Bars(NamedTuple):
                 middle = (box[2] + box[3]) / 2
                 line += [(box[0], middle), (np.nan, np.nan), (box[1], middle)]
         collection = PolyCollection(
-            [_corners(box) for box in boxes],
+            [corners(box) for box in boxes],
             facecolors="none",
             edgecolors="#000000",
             linewidths=1.4,
@@ -231,12 +212,34 @@ class _Bars(NamedTuple):
             self.axes.plot(xs, ys, color="#000000", linewidth=1.4, zorder=4)
 
 
-def _corners(box: tuple[float, float, float, float]) -> list[tuple[float, float]]:
+def number_bars(
+    axes: Any, micro_batch: int, boxes: list[Box], colour: str, *, inches: float
+) -> None:
+    """The micro-batch's number in each bar that has room for it. inches: a row's height."""
+    across = axes.get_xlim()[1]
+    for left, right, top, bottom in boxes:
+        font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
+        wide = (right - left) / across * 0.86 * WIDTH * 72
+        if font < MIN_FONT or wide < 0.75 * font * len(str(micro_batch)):
+            continue
+        axes.text(
+            (left + right) / 2,
+            (top + bottom) / 2,
+            str(micro_batch),
+            ha="center",
+            va="center_baseline",
+            fontsize=font,
+            color=INK if _is_light(colour) else "white",
+            clip_on=True,
+        )
+
+
+def corners(box: Box) -> list[tuple[float, float]]:
     left, right, top, bottom = box
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _mixed(colour: str, white: float) -> str:
+def mixed(colour: str, white: float) -> str:
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(p + (255 - p) * white):02X}" for p in parts)
 

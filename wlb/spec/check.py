@@ -83,6 +83,9 @@ def _check_ranges(spec: RunSpec) -> None:
         "cluster.overhead": (spec.cluster.overhead, 0),
         "telemetry.interval": (spec.telemetry.interval, 1),
         "telemetry.warmup_steps": (spec.telemetry.warmup_steps, 0),
+        "telemetry.ranks_interval": (spec.telemetry.ranks_interval, 0),
+        "telemetry.straggler_records": (spec.telemetry.straggler_records, 1),
+        "telemetry.timeline_interval": (spec.telemetry.timeline_interval, 0),
     }
     for name, (value, minimum) in at_least.items():
         if not value >= minimum:
@@ -100,6 +103,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "training.adam_eps": spec.training.adam_eps,
         "training.timeout_s": spec.training.timeout_s,
         "telemetry.drift_threshold": spec.telemetry.drift_threshold,
+        "telemetry.straggler_threshold": spec.telemetry.straggler_threshold,
         "cluster.memory_gib": spec.cluster.memory_gib,
         "cluster.peak_tflops": spec.cluster.peak_tflops,
     }

@@ -391,6 +391,28 @@ class TelemetrySection:
     drift_threshold: float = key(
         0.15, "--calibrate calls a term drifted if measured / predicted is further from 1"
     )
+    ranks_interval: int = key(
+        10,
+        "steps between tables of every rank's times, for the heat map and stragglers; 0 = none",
+        unit="steps",
+    )
+    straggler_threshold: float = key(
+        0.15,
+        "a rank is called a straggler if measured / predicted time is so much over the median "
+        "rank's, as a fraction",
+    )
+    straggler_records: int = key(3, "in so many tables of ranks in a row")
+    timeline_interval: int = key(
+        100,
+        "steps between timelines of the passes of up to 64 ranks; also of the last step; 0 = none",
+        unit="steps",
+    )
+    tensorboard: bool = key(
+        False, "also write TensorBoard's event files, to the run's folder (package tensorboard)"
+    )
+    wandb: str = key(
+        "", "also log to this project of Weights & Biases (package wandb); empty = do not"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

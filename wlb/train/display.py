@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from wlb.plan import TERMS, Moments, StepMetrics
-from wlb.train.tally import Measured, Tally
+from wlb.train.tally import Measured, Stragglers, Tally
 
 _ROWS = 14
+_MOST_STRAGGLERS = 5
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
 
 
@@ -30,7 +31,8 @@ class Display:
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
         self._live: Live | None = None
-        if console.is_terminal:
+        # On a dumb terminal a live table would appear when it is over.
+        if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> "Display":
@@ -70,9 +72,9 @@ class Display:
         else:
             self.console.print(note)
 
-    def note(self, text: str) -> None:
-        """A line that stays, above a live table."""
-        self.console.print(text, soft_wrap=True)
+    def say(self, line: str) -> None:
+        """A line that stays: above a live table, or where it comes in the log."""
+        self.console.print(line, soft_wrap=True, markup=False)
 
     def _row(
         self, steps_done: int, m: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None
@@ -149,11 +151,23 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
     )
     if tally.telemetry.steps:
         _measured(table, tally.telemetry)
+    if tally.stragglers.num_tables:
+        table.add_row("stragglers", _stragglers(tally.stragglers))
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
     console.print(table)
     for name, path in files.items():
         # Not in the table, which would shorten a long path.
         console.print(f"{name}: {path}", soft_wrap=True)
+
+
+def _stragglers(seen: Stragglers) -> str:
+    if not seen.named:
+        return f"none in {seen.num_tables} tables of ranks"
+    worst_first = sorted(seen.named.values(), key=lambda item: -item[0].over)
+    return "\n".join(
+        f"{s.text}, at most; named in {count} of {seen.num_tables} tables"
+        for s, count in worst_first[:_MOST_STRAGGLERS]
+    )
 
 
 def _balance(table: Table, tally: Tally) -> None:

@@ -1,12 +1,9 @@
 """The training loop of one rank."""
 
-import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -17,21 +14,22 @@ from wlb.parallel.agreement import agree
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh
-from wlb.plan import PipelinePlan, PlannerState, StepMetrics, StepPlan, Telemetry
+from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite, RunSpec
 from wlb.train import checkpoint, saver
 from wlb.train.calibrate import Calibration
-from wlb.train.display import Display, console, summary
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
 from wlb.train.nonfinite import NonfiniteSteps
-from wlb.train.optimizer import Optimizers, learning_rate
+from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
+from wlb.train.ranks import RankMeter
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer, StepSums
 from wlb.train.refuse import with_backend
-from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
+from wlb.train.report_log import Report
+from wlb.train.saver import CheckpointError, CheckpointSaver
 from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
@@ -88,6 +86,7 @@ class Trainer:
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(priced, job.heldout_store, self.executor)
         self.meter = TelemetryMeter(priced, mesh) if spec.telemetry.enabled else None
+        self.ranks = RankMeter(priced, mesh, world) if spec.telemetry.enabled else None
         self.saver = CheckpointSaver(
             job.checkpoints,
             spec,
@@ -113,7 +112,7 @@ class Trainer:
     def run(self) -> Tally:
         """Train until training.steps, the end of data or a request to stop; evaluate unless
         stopped, save, show a summary."""
-        with Report(self.job, is_shown=self.mesh.rank == 0) as report, self.stop_request:
+        with self._report() as report, self.stop_request:
             stop = Stop.NO
             try:
                 # Plans of the first two steps are compared here, later ones two steps ahead.
@@ -149,7 +148,17 @@ class Trainer:
             )
         return self.tally
 
-    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: "Report") -> Stop:
+    def _report(self) -> Report:
+        return Report(
+            self.job,
+            is_shown=self.mesh.rank == 0,
+            priced=self._priced,
+            device=self.mesh.device.type,
+            steps_done=self.steps_done,
+            places=self.ranks.places if self.ranks is not None else (),
+        )
+
+    def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: Report) -> Stop:
         """Executes a planned step; whether the run was asked to stop."""
         begin = time.perf_counter()
         sums = self._compute(plan, pipeline)
@@ -166,6 +175,7 @@ class Trainer:
             self.steps_done += 1
         self.state = plan.state
         self._record(plan, pipeline, sums, report, updated=updated, begin=begin)
+        self._record_ranks(plan, report)
         if updated and self._is_due(self.spec.eval.interval):
             self._evaluate(report)
         if updated and self._is_due(self.spec.checkpoint.interval):
@@ -190,7 +200,7 @@ class Trainer:
             stop=self.stop_request.now(),
         )
 
-    def _refuse(self, plan: StepPlan, sums: StepSums, report: "Report") -> OnNonfinite:
+    def _refuse(self, plan: StepPlan, sums: StepSums, report: Report) -> OnNonfinite:
         """Nothing is updated: the step is passed over, or training goes back."""
         self.saver.finish_for_reading()
         there = checkpoint.complete(self.job.checkpoints)
@@ -203,21 +213,21 @@ class Trainer:
             self._roll_back(there[-1], report)
         return action
 
-    def _roll_back(self, saved_in: Path, report: "Report") -> None:
+    def _roll_back(self, saved_in: Path, report: Report) -> None:
         self.inputs.close()
         self.feed.close()
         state = self._load(saved_in)
         self.feed = PlanFeed(self._priced, self.job.train_store, self.world, self.mesh, state)
         self.inputs = InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
         self.state = self.saved = state
-        report.start(str(saved_in))
+        report.start(str(saved_in), steps_done=self.steps_done)
 
     def _record(
         self,
         plan: StepPlan,
         pipeline: PipelinePlan,
         sums: StepSums,
-        report: "Report",
+        report: Report,
         *,
         updated: bool,
         begin: float,
@@ -249,17 +259,38 @@ class Trainer:
             return None
         if plan.num_targets:
             meter.add(pipeline, clock.take(), loading_ns=self.inputs.exposed_ns)
-        is_last = self.steps_done == self.spec.training.steps or not self.feed.peek(1)
         # A record ends with the warm-up, so that none holds steps of both.
         self._num_measured += bool(plan.num_targets)
         ends_warm_up = self._num_measured == self.spec.telemetry.warmup_steps
-        is_due = meter.num_steps == self.spec.telemetry.interval or is_last or ends_warm_up
+        is_due = meter.num_steps == self.spec.telemetry.interval or self._is_last() or ends_warm_up
         if not (is_due and meter.num_steps):
             return None
+        own_ns = meter.own_ns
         telemetry = meter.reduce()
         if self.calibration.take(telemetry):
             self.tally.telemetry.add(telemetry)
+            if self.ranks is not None:
+                self.ranks.add(own_ns, telemetry.num_steps)
         return telemetry
+
+    def _record_ranks(self, plan: StepPlan, report: Report) -> None:
+        """The table of ranks and the timeline, where they are due."""
+        clock, ranks = self.executor.clock, self.ranks
+        if clock is None or ranks is None or not plan.num_targets:
+            return
+        is_last = self._is_last()
+        if ranks.is_table_due(is_last=is_last):
+            table = ranks.table(plan.step, self.steps_done)
+            if table is not None:
+                report.ranks(table)
+                self.tally.stragglers.add(table)
+        if ranks.is_timeline_due(self.steps_done, is_last=is_last):
+            timeline = ranks.timeline(clock.spans(), plan.step, self.steps_done)
+            if timeline is not None:
+                report.timeline(timeline)
+
+    def _is_last(self) -> bool:
+        return self.steps_done == self.spec.training.steps or not self.feed.peek(1)
 
     def _load_ahead(self) -> None:
         for ahead in range(1, self.spec.data.prefetch + 1):
@@ -276,13 +307,13 @@ class Trainer:
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
 
-    def _evaluate(self, report: "Report") -> None:
+    def _evaluate(self, report: Report) -> None:
         if self.evaluator is not None:
             loss = self.evaluator.run()
             self.tally.heldout.append((self.steps_done, loss))
             report.evaluation(self.steps_done, loss)
 
-    def _save(self, report: "Report", *, is_last: bool = False) -> None:
+    def _save(self, report: Report, *, is_last: bool = False) -> None:
         """Saves unless this state is saved; what is the last of a run is waited for."""
         ended = self.saver.wait()
         if any(saved.error for saved in ended):
@@ -303,112 +334,6 @@ class Trainer:
 
     def _checkpoint_path(self) -> Path:
         return checkpoint.folder_of(self.job.checkpoints, self.steps_done)
-
-
-class Report:
-    """metrics.jsonl and the screen, on rank 0; does nothing on other ranks."""
-
-    def __init__(self, job: Job, *, is_shown: bool) -> None:
-        self.job = job
-        self.console = console()
-        self.path = job.directory / "metrics.jsonl"
-        self._display: Display | None = None
-        self._file: IO[str] | None = None
-        self._reported: Saved | None = None
-        if is_shown:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
-            self.start(job.resume and str(job.resume))
-            self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
-
-    def __enter__(self) -> "Report":
-        if self._display is not None:
-            self._display.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._display is not None:
-            self._display.__exit__()
-        if self._file is not None:
-            self._file.close()
-
-    def step(
-        self,
-        steps_done: int,
-        measured: StepMetrics,
-        predicted: StepMetrics,
-        plain: StepMetrics | None,
-    ) -> None:
-        if self._display is None:
-            return
-        self._write(
-            {
-                "kind": "step",
-                "step": measured.step,
-                "steps_done": steps_done,
-                "learning_rate": learning_rate(self.job.spec, max(0, steps_done - 1)),
-                "measured": measured.to_json(),
-                "predicted": predicted.to_json(),
-                "plain_4d": None if plain is None else plain.to_json(),
-            }
-        )
-        self._display.step(steps_done, measured, predicted, plain)
-
-    def start(self, resumed_from: str | None) -> None:
-        """Lines after this one are of a training that began anew, or went on from a checkpoint."""
-        if self._file is not None:
-            self._write({"kind": "start", "resumed_from": resumed_from})
-
-    def saves(self, ended: list[Saved]) -> None:
-        """Each save that ended, once."""
-        for saved in ended:
-            if self._display is None or saved is self._reported:
-                continue
-            self._reported = saved
-            self._write({"kind": "checkpoint", **asdict(saved)})
-            if saved.error:
-                self._display.note(
-                    f"the checkpoint after step {saved.step} could not be written: {saved.error}; "
-                    f"training goes on, those before it are as they were"
-                )
-
-    def nonfinite(
-        self, step: int, sums: StepSums, action: OnNonfinite, saved_in: Path | None
-    ) -> None:
-        if self._display is None:
-            return
-        found = f"loss {sums.loss}, gradient norm {sums.gradient_norm}"
-        self._write({"kind": "nonfinite", "step": step, "found": found, "action": str(action)})
-        then = "its update is skipped"
-        if action == OnNonfinite.ROLLBACK:
-            then = f"training goes back to {saved_in}"
-        self._display.note(f"step {step}: {found}; {then}")
-
-    def stopped(self, steps_done: int, asked_by: str) -> None:
-        if self._display is not None:
-            self._write({"kind": "stop", "steps_done": steps_done, "asked_by": asked_by})
-            self._display.note(
-                f"stopped after step {steps_done}, asked by {asked_by}; saved, go on with --resume"
-            )
-
-    def evaluation(self, step: int, loss: float) -> None:
-        if self._display is not None:
-            self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})
-            self._display.evaluation(step, loss)
-
-    def summary(self, tally: Tally, saved: Path) -> None:
-        files = {"metrics": self.path, "checkpoint": saved}
-        wall_s = time.time() - self.job.started_s
-        summary(self.console, tally, files=files, wall_s=wall_s)
-
-    def _write(self, data: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(data) + "\n")
 
 
 def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, str]:

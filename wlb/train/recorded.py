@@ -21,6 +21,7 @@ from wlb.cost import KernelProfile, workload_for
 from wlb.parallel.mesh import choose_device
 from wlb.plan import StepMetrics
 from wlb.planner import open_planner
+from wlb.report.run_simulated import refuse_other_plan
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
 from wlb.spec import RunSpec, apply
 from wlb.train import checkpoint
@@ -133,13 +134,5 @@ def _chunks(
     chosen = (step for step in steps if step.plan.step in wanted)
     while chunk := tuple(islice(chosen, _CHUNK)):
         for step in chunk:
-            trained, planned = wanted[step.plan.step], step.plan.predicted
-            for name in ("num_documents", "num_tokens", "num_targets", "max_delay"):
-                was, now = getattr(trained, name), getattr(planned, name)
-                if was != now:
-                    raise ValueError(
-                        f"step {planned.step} is planned with {name} = {now}, but {was} is in "
-                        f"{written}: the store, the profile that plans are priced with, or the "
-                        f"program changed since"
-                    )
+            refuse_other_plan(wanted[step.plan.step], step.plan.predicted, written=str(written))
         yield chunk

@@ -17,6 +17,7 @@ from wlb.parallel.build import compute_dtype
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train import checkpoint
+from wlb.train.sinks import refuse_missing
 
 _SHAPES = (
     "vocab_size",
@@ -36,6 +37,7 @@ def refuse_early(
 
     Returns the planner it opened, so that a caller can say what plans are priced with.
     """
+    refuse_missing(spec)
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
     store = open_store(train)

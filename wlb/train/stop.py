@@ -55,4 +55,7 @@ class StopRequest:
 
     @property
     def words(self) -> dict[Stop, str]:
-        return {Stop.SIGNAL: "a signal (SIGTERM or SIGUSR1)", Stop.FILE: f"the file {self._file}"}
+        return {
+            Stop.SIGNAL: "a signal (SIGTERM or SIGUSR1)",
+            Stop.FILE: f"the stop file {self._file}",
+        }

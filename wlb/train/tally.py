@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from wlb.plan import Moments, Spread, StepMetrics, Telemetry
+from wlb.plan import Moments, RankTable, Spread, StepMetrics, Straggler, Telemetry
 
 
 @dataclass(slots=True)
@@ -76,6 +76,23 @@ class Measured:
 
 
 @dataclass(slots=True)
+class Stragglers:
+    """Ranks that were named in tables of ranks. named: by rank, as when they were slowest, and in
+    how many tables. num_tables: that were seen."""
+
+    num_tables: int = 0
+    named: dict[int, tuple[Straggler, int]] = field(
+        default_factory=dict[int, tuple[Straggler, int]]
+    )
+
+    def add(self, table: RankTable) -> None:
+        self.num_tables += 1
+        for now in table.stragglers:
+            worst, count = self.named.get(now.rank, (now, 0))
+            self.named[now.rank] = (now if now.over > worst.over else worst, count + 1)
+
+
+@dataclass(slots=True)
 class Tally:
     """Everything the summary says. losses: mean loss of each step, in order. telemetry: of
     records after warm-up."""
@@ -91,6 +108,7 @@ class Tally:
     held: int = 0
     train_time_s: float = 0.0
     telemetry: Measured = field(default_factory=Measured)
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
         self.ours.add(predicted)

@@ -8,8 +8,9 @@ last one's backward, which hold the gathering of parameters and the reduction of
 backward computes again (`training.recompute`) is part of backward, measured as predicted.
 
 One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
-float64 sum of 35 numbers and an int64 maximum of 2 + 3 * K * N * stages; no table of ranks. They
-run after the optimiser was launched, so that a GPU has work in the meantime.
+float64 sum of 35 numbers and an int64 maximum of 2 + 3 * K * N * stages; tables of ranks are apart
+and rare (`wlb.train.ranks`). They run after the optimiser was launched, so that a GPU has work in
+the meantime.
 """
 
 from dataclasses import fields
@@ -48,6 +49,11 @@ class TelemetryMeter:
         if not self.times_hold_collectives:
             self._priced = without_collectives(self.cost)
         all_layers = spec.stage_layers
+        # What holds no wait for other ranks, to compare ranks by (`wlb.train.stragglers`).
+        is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
+        self._own_terms = (
+            TERMS if is_alone else tuple(t for t in TERMS if t.startswith("attention"))
+        )
         self._layers = {stage: all_layers[stage] for stage in spec.stages_of(mesh.pp_rank)}
         self._clear()
 
@@ -56,6 +62,7 @@ class TelemetryMeter:
         self._latencies_ns: list[np.ndarray] = []
         self._embedding_ns = self._head_ns = self._compute_ns = self._bubble_ns = 0
         self._predicted_embedding_ns = self._predicted_head_ns = self._loading_ns = 0
+        self._own_measured_ns = self._own_predicted_ns = 0
 
     @property
     def times_hold_collectives(self) -> bool:
@@ -65,6 +72,14 @@ class TelemetryMeter:
     def num_steps(self) -> int:
         """Steps that were not reduced yet."""
         return len(self._latencies_ns)
+
+    @property
+    def own_ns(self) -> np.ndarray:
+        """This rank's times since the last record, for a table of ranks: measured and predicted of
+        what is compared, compute, bubble, loading."""
+        own = (self._own_measured_ns, self._own_predicted_ns)
+        times = (*own, self._compute_ns, self._bubble_ns, self._loading_ns)
+        return np.array(times, np.int64)
 
     def add(self, plan: PipelinePlan, times: StepTimes, *, loading_ns: int = 0) -> None:
         """A step that this rank executed; loading_ns: what it waited for its inputs."""
@@ -107,28 +122,33 @@ class TelemetryMeter:
     ) -> None:
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         cp_rank = self.mesh.cp_rank
-        has_fsdp = self.mesh.fsdp_size > 1
-        pairs: dict[str, tuple[int, int]] = {}
-        if not (has_fsdp and i == 0):
-            pairs["attention_forward"] = (
+        pairs: dict[str, tuple[int, int]] = {
+            "attention_forward": (
                 predicted.attention_forward_ns[i, cp_rank],
                 times.part_ns(forward, Part.ATTENTION),
-            )
-            pairs["linear_forward"] = (
+            ),
+            "linear_forward": (
                 predicted.linear_forward_ns[i],
                 times.part_ns(forward, Part.LAYERS),
-            )
-        if not (has_fsdp and i == last):
-            pairs["attention_backward"] = (
+            ),
+            "attention_backward": (
                 predicted.attention_backward_ns[i, cp_rank],
                 times.part_ns(backward, Part.ATTENTION, Part.RECOMPUTE),
-            )
-            pairs["linear_backward"] = (
+            ),
+            "linear_backward": (
                 predicted.linear_backward_ns[i],
                 times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
-            )
+            ),
+        }
+        has_fsdp = self.mesh.fsdp_size > 1
+        left_out = ("forward" if i == 0 else "", "backward" if i == last else "")
         for name, (expected_ns, measured_ns) in pairs.items():
-            if measured_ns > 0:
+            if measured_ns <= 0:
+                continue
+            if name in self._own_terms:
+                self._own_measured_ns += int(measured_ns)
+                self._own_predicted_ns += int(expected_ns)
+            if not (has_fsdp and name.endswith(tuple(filter(None, left_out)))):
                 self._moments[name] += Moments.of(int(expected_ns) * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:

@@ -1,0 +1,160 @@
+"""Records of single ranks, which telemetry's sums cannot tell: times of each, passes of a few.
+
+They are written rarely (`telemetry.ranks_interval`, `telemetry.timeline_interval`) as integers of
+microseconds, and read by `wlb report`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.plan.arrays import IntArray
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class Place(NamedTuple):
+    """Where a rank computes."""
+
+    host: str
+    node: int
+
+
+def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
+    """Each host's name once."""
+    hosts = sorted({p.host for p in places})
+    numbers = {host: i for i, host in enumerate(hosts)}
+    return {
+        "hosts": hosts,
+        "host": [numbers[p.host] for p in places],
+        "node": [p.node for p in places],
+    }
+
+
+def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
+    hosts = data["hosts"]
+    return tuple(Place(hosts[h], n) for h, n in zip(data["host"], data["node"], strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that was slower than others of the same work; over: its ratio of measured to predicted
+    time over the median rank's."""
+
+    rank: int
+    over: float
+    host: str
+    node: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+
+    @property
+    def text(self) -> str:
+        return (
+            f"rank {self.rank} on {self.host} (node {self.node}; tp {self.tp}, cp {self.cp}, "
+            f"pp {self.pp}, dp {self.dp}) takes {self.over:.2f} times what its work takes on the "
+            f"median rank"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankTable:
+    """Times of every rank in `num_steps` steps, the last of which is `step`; us, int64, [ranks].
+
+    measured, predicted: of the passes that are compared, without what a rank waits in. compute: in
+    all passes. bubble: the steps' passes less that. loading: the wait for inputs. stragglers: those
+    known at this record.
+    """
+
+    step: int
+    steps_done: int
+    num_steps: int
+    measured_us: IntArray
+    predicted_us: IntArray
+    compute_us: IntArray
+    bubble_us: IntArray
+    loading_us: IntArray
+    stragglers: tuple[Straggler, ...] = ()
+
+    @property
+    def over_median(self) -> FloatArray:
+        """Measured over predicted time of each rank, over the median rank's; 1 where nothing was
+        compared (a rank without a token)."""
+        ratio = np.full(self.measured_us.size, np.nan)
+        known = (self.predicted_us > 0) & (self.measured_us > 0)
+        np.divide(self.measured_us, self.predicted_us, out=ratio, where=known)
+        if not known.any():
+            return np.ones_like(ratio)
+        return np.where(known, ratio / np.nanmedian(ratio), 1.0)
+
+    def named(self, stragglers: tuple[Straggler, ...]) -> "RankTable":
+        """The table with its stragglers."""
+        return replace(self, stragglers=stragglers)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in ("step", "steps_done", "num_steps")}
+        data |= {name: getattr(self, name).tolist() for name in COLUMNS}
+        return {**data, "stragglers": [asdict(s) for s in self.stragglers]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "RankTable":
+        """Of a line of metrics.jsonl, whose other keys are left."""
+        values: dict[str, Any] = {n: data[n] for n in ("step", "steps_done", "num_steps")}
+        values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
+        return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
+
+
+COLUMNS = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
+
+
+class TimedPass(NamedTuple):
+    """A pass of a rank; micro_batch: its place in the pipeline's plan. begin_us: since the first
+    rank began the step."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    begin_us: int
+    time_us: int
+
+
+PASSES = ("forward", "backward", "weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimeline:
+    """When a few ranks ran which pass of a step. ranks: their numbers. wall_us: when each had done
+    all of its passes, since the first rank began."""
+
+    step: int
+    steps_done: int
+    ranks: tuple[int, ...]
+    wall_us: tuple[int, ...]
+    passes: tuple[tuple[TimedPass, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "steps_done": self.steps_done,
+            "ranks": list(self.ranks),
+            "wall_us": list(self.wall_us),
+            "passes": [[[PASSES.index(p[0]), *p[1:]] for p in of_rank] for of_rank in self.passes],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "MeasuredTimeline":
+        return cls(
+            step=data["step"],
+            steps_done=data["steps_done"],
+            ranks=tuple(data["ranks"]),
+            wall_us=tuple(data["wall_us"]),
+            passes=tuple(
+                tuple(TimedPass(PASSES[p[0]], *p[1:]) for p in of_rank)
+                for of_rank in data["passes"]
+            ),
+        )
