@@ -102,7 +102,7 @@ def lab(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Lab:
 @pytest.fixture(scope="module")
 def out_of_time(lab: Lab) -> int:
     """A job of two minutes, which is told two minutes before its end; Slurm looks every 30 s."""
-    return lab.stand_in("--time=2", name="out-of-time")
+    return lab.stand_in("--time=2", "--nodelist=n31,n32", name="out-of-time")
 
 
 @pytest.fixture(scope="module")
