@@ -5,11 +5,21 @@
 # srun starts the ranks itself, one task a GPU, with no torchrun between: Slurm's own signals then
 # reach the ranks, which save and end; torchrun kills its workers 30 s after a signal and fails, and
 # would want a rendezvous and a port. wlb reads its place among the ranks from Slurm.
-source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
-
+set -euo pipefail
+cd "${WLB_HOME:-$SLURM_SUBMIT_DIR}"
 PRESET=$1 SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs} MAX_RESTARTS=${MAX_RESTARTS:-50}
 RUN_NAME=${RUN_NAME:-$PRESET-${SYSTEM/:/-}-$SLURM_JOB_ID} # a requeued job keeps its number
 stop_file=$OUTPUT/.stop-$RUN_NAME
+mkdir -p "$OUTPUT" && rm -f "$stop_file"
+
+# USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at pre-emption; TERM
+# comes with scancel. Either way the ranks agree on a step after which they save and end.
+ask() { echo "$(date -Is) $1: asking the ranks to save and end"; again=$2; touch "$stop_file"; }
+again=no
+trap 'ask "time limit or pre-emption" yes' USR1
+trap 'ask "cancelled or out of time" no' TERM
+
+source slurm/environment.sh
 settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "run.device=${DEVICE:-cuda}")
 data="no STORE is given: a trial on Python's own sources, the corpus of the demo"
 if [ -n "${STORE:-}" ]; then
@@ -21,13 +31,6 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
-# USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at pre-emption; TERM
-# comes with scancel. Either way the ranks agree on a step after which they save and end.
-ask() { echo "$(date -Is) $1: asking the ranks to save and end"; again=$2; touch "$stop_file"; }
-again=no
-trap 'ask "time limit or pre-emption" yes' USR1
-trap 'ask "cancelled or out of time" no' TERM
-mkdir -p "$OUTPUT" && rm -f "$stop_file"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 srun --label --kill-on-bad-exit=1 --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
     "$PYTHON" -m wlb train "$PRESET" --system "$SYSTEM" --resume-latest --set "${settings[@]}" "${EXTRA[@]}" &

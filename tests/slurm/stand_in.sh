@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Stands for Python in tests of slurm/launch.sh: like `wlb train` it works until the stop file or
 # SIGTERM tells it to end; started again, it is done at once.
-if [ "$1" = -c ]; then exit; fi
+if [ "$1" = -c ]; then # the launcher asks whether wlb is installed
+    touch "$OUTPUT/asked-$RUN_NAME"
+    exec sleep "${ASKED_S:-0}"
+fi
 for word in "$@"; do
     if [[ $word == run.stop_file=* ]]; then file=${word#*=}; fi
 done

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +72,14 @@ class Lab:
             assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), self.log(job)
             time.sleep(0.1)
 
-    def until_said(self, job: int, words: str) -> None:
+    def until(self, job: int, is_so: Callable[[], bool]) -> None:
         until = time.monotonic() + WITHIN_S
-        while words not in self.log(job):
+        while not is_so():
             assert time.monotonic() < until, self.log(job)
             time.sleep(0.1)
+
+    def until_said(self, job: int, words: str) -> None:
+        self.until(job, lambda: words in self.log(job))
 
     def checkpoints(self, name: str) -> list[str]:
         return sorted(p.name for p in (self.folder / "runs" / name / "checkpoints").iterdir())
@@ -209,13 +213,19 @@ def test_the_settings_reach_the_ranks(lab: Lab) -> None:
     assert "data: token store stores/a" in lab.log(job)
 
 
-def test_requeueing_ends_at_its_limit(lab: Lab) -> None:
-    job = lab.stand_in(name="limited", MAX_RESTARTS="0")
-    lab.until_said(job, "3: began")
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_requeueing_ends_at_its_limit(lab: Lab, when: str) -> None:
+    """Also for a job that is signalled before it has started its ranks."""
+    asked_s = "2" if when == "early" else "0"
+    job = lab.stand_in(name=f"limited-{when}", MAX_RESTARTS="0", ASKED_S=asked_s)
+    asked = lab.folder / "runs" / f"asked-limited-{when}"
+    lab.until(job, asked.exists if when == "early" else lambda: "3: began" in lab.log(job))
     lab.cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     ended = lab.cluster.ended(job, within_s=30)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
-    assert "saved; not requeued after MAX_RESTARTS=0: RUN_NAME=limited sbatch" in lab.log(job)
+    assert f"saved; not requeued after MAX_RESTARTS=0: RUN_NAME=limited-{when} sbatch" in lab.log(
+        job
+    )
 
 
 def test_a_preemption_that_only_the_ranks_are_told_of_is_one_too(
