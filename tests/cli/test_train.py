@@ -98,6 +98,42 @@ def test_help_lists_every_key_with_its_default_and_unit(
         assert key.doc
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--system", "plain_4d"], ("original", "per_sequence", "merged", 0.0, "none")),
+        (["--system", "fixed_4d"], ("fixed", "per_sequence", "merged", 0.0, "none")),
+        (["--system", "fixed_4d:2"], ("fixed", "per_document", "one_by_one", 0.0, "none")),
+        (["--system", "paper"], ("var_len", "adaptive", "one_by_one", 0.0, "none")),
+        (["--system", "wlb"], ("bounded", "balanced", "merged", 76.0, "none")),
+        (["--system", "wlb:2"], ("bounded", "balanced", "merged", 76.0, "selective")),
+        (
+            ["--system", "wlb", "--set", "cluster.memory_gib=100", "sharding.strategy=hybrid"],
+            ("bounded", "hybrid", "merged", 95.0, "none"),
+        ),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_system_is_settings_that_set_comes_after(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], expected: tuple[Any, ...]
+) -> None:
+    trained: list[RunSpec] = []
+    monkeypatch.setattr(start, "train", lambda spec, **_: trained.append(spec))
+    assert main(["train", "7b_128k", *options]) == 0
+    (s,) = trained
+    packing, sharding = s.packing, s.sharding
+    found = (packing.policy, sharding.strategy, sharding.remainder, packing.memory_gib)
+    assert (*found, s.training.recompute) == expected
+    assert s.data.context_window == 131072
+
+
+@pytest.mark.usefixtures("_no_ranks")
+def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    known = "known: plain_4d, fixed_4d, paper, wlb"
+    assert known in refused(["demo", "--system", "megatron"], capsys)
+    assert "paper has the alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that `wlb train` ends with for bad input."""
     capsys.readouterr()

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from wlb.spec import RunSpec, list_keys, load, presets
+from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets, system_choice
 
 
 def add_parser(commands: Any) -> None:
@@ -25,6 +25,12 @@ def add_parser(commands: Any) -> None:
         metavar="KEY=VALUE",
         dest="overrides",
         help="override keys, as in --set training.steps=100 parallel.tp=4",
+    )
+    parser.add_argument(
+        "--system",
+        metavar="SYSTEM",
+        help=f"settings of one of the systems that are compared: {', '.join(SYSTEMS)}; fixed_4d:2 "
+        f"is the second alternative of one that has two; --set comes after it",
     )
     parser.add_argument(
         "--dry-run",
@@ -52,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    spec = load(options.name, options.overrides)
+    spec = load(options.name, _overrides(options))
     try:
         from wlb.parallel.launch import RankFailure
         from wlb.train import dry_run, start
@@ -75,6 +81,14 @@ def run(options: argparse.Namespace) -> int:
     finally:
         screen.show_cursor()  # hidden by a live table whose rank was killed
     return 0
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Of --system, then those of --set, which win. A device's memory may be set by either."""
+    if not options.system:
+        return options.overrides
+    memory_gib = load(options.name, options.overrides).cluster.memory_gib
+    return [*system_choice(options.system, memory_gib=memory_gib), *options.overrides]
 
 
 def _keys_help() -> str:

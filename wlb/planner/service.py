@@ -11,17 +11,19 @@ Run by `start` as `python -m wlb.planner.service`; what it is told comes as a pi
 input, from the parent process only.
 """
 
+import contextlib
 import os
 import pickle
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -31,6 +33,7 @@ from typing import Any
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_S = 1.0
 _LONGEST = 100
 _DIED = "the planner process of this node has died"
@@ -95,11 +98,12 @@ class PlannerProcess:
             ahead=ahead,
             num_clients=num_clients,
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "wlb.planner.service"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        with _held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "wlb.planner.service"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(pickle.dumps(job))
@@ -111,7 +115,7 @@ class PlannerProcess:
             )
 
     def close(self) -> None:
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -239,7 +243,22 @@ class _Server:
             self.shards = {k: v for k, v in self.shards.items() if k[0] != plan.step}
 
 
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """A process that is started inside has signals to stop held back until it ignores them.
+
+    Slurm signals all processes of a step; ranks save and then end the planner themselves.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _main() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     job: Job = pickle.load(sys.stdin.buffer)
     watch = threading.Thread(target=_end_with, args=(os.getppid(), job.address), daemon=True)
     watch.start()

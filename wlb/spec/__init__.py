@@ -21,7 +21,7 @@ from wlb.spec.run import (
     Schedule,
     Strategy,
 )
-from wlb.spec.systems import PLANNED_MEMORY, SYSTEMS, system_overrides
+from wlb.spec.systems import PLANNED_MEMORY, SYSTEMS, system_choice, system_overrides
 from wlb.spec.write import to_toml
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "load",
     "presets",
     "resolve_dp",
+    "system_choice",
     "system_overrides",
     "to_dict",
     "to_toml",

@@ -64,3 +64,18 @@ def system_overrides(name: str, *, memory_gib: float) -> tuple[tuple[str, ...], 
         tuple(override.format(memory_gib=planned) for override in overrides)
         for overrides in SYSTEMS[name]
     )
+
+
+def system_choice(text: str, *, memory_gib: float) -> tuple[str, ...]:
+    """Overrides of "NAME", a system's first alternative, or of "NAME:2", its second.
+
+    The first one is the faster on nearly all of Table 1's configurations (`wlb simulate` tells).
+    """
+    name, _, number = text.partition(":")
+    alternatives = system_overrides(name, memory_gib=memory_gib)
+    numbers = [str(i + 1) for i in range(len(alternatives))]
+    if (number or "1") not in numbers:
+        raise ValueError(
+            f"system {text!r}: {name} has the alternatives {', '.join(numbers)}, as in {name}:1"
+        )
+    return alternatives[int(number or "1") - 1]

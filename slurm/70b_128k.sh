@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# 70B parameters, 128K window, on 256 GPUs: TP 16 x CP 4 x PP 4 x DP 1 (Table 1). TP spans two nodes.
+# From the checkout: STORE=stores/mine sbatch slurm/70b_128k.sh      settings: slurm/README.md
+#SBATCH --job-name=70b_128k
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/launch.sh" 70b_128k

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Simulates a preset's job under all four systems, on one node's CPU: step time, memory, what waits.
+# From the checkout: PRESET=70b_128k sbatch slurm/simulate.sh      settings: slurm/README.md
+#SBATCH --job-name=simulate
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=8G
+#SBATCH --time=01:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
+
+lengths=(--synthetic wlb_paper)
+if [ -n "${STORE:-}" ]; then lengths=(--corpus "$STORE"); fi
+echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: ${PRESET:=7b_128k}, lengths ${lengths[1]}"
+read -ra systems <<<"${SYSTEM:-plain_4d fixed_4d paper wlb}"
+exec "$PYTHON" -m wlb simulate "$PRESET" "${lengths[@]}" --systems "${systems[@]}" "${EXTRA[@]}"

@@ -1,0 +1,214 @@
+"""A real Slurm on this machine for as long as a test group runs: slurmctld, and a slurmd a node.
+
+`Cluster` starts this file inside namespaces of its own (mounts, network, processes): nothing of it
+outlives the tests, no port is shared with anything, and /etc/hosts stays as it is outside.
+Every node is a slurmd with its own host name and address; each claims 96 cores and 8 GPUs (which
+are /dev/null under another name) and runs on whatever cores there are.
+
+Starting takes a second; `stop` ends all of it, jobs included, and so does the end of the process
+that started it, however that comes.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "nsenter", "ip")
+INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2"
+START_S = 60.0
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+ADDRESS = "192.0.2.1"
+"""Reserved for documentation; Slurm resolves no host name where 127.0.0.0/8 is all there is."""
+
+SLURM_CONF = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort=16817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+# How soon a requeued job may start again.
+AuthInfo=cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{controller}
+EnforcePartLimits=ALL
+ReturnToService=2
+KillWait=15
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
+"""
+NODE = (
+    "NodeName=n{i} NodeAddr=127.0.1.{i} Port={port} Sockets=2 CoresPerSocket=48 ThreadsPerCore=1 "
+    "RealMemory=1900000 Gres=gpu:h100:8 State=UNKNOWN"
+)
+
+
+def missing() -> str:
+    """Why no Slurm can be started here; empty if it can."""
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if absent:
+        return f"needs {', '.join(absent)}: {INSTALL}"
+    if os.geteuid() != 0:
+        return "needs root: a Slurm of its own is started in namespaces"
+    tried = subprocess.run(["unshare", "-mnpf", "true"], capture_output=True, text=True)
+    return f"needs namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """A started Slurm. `folder` holds its configuration, state and logs.
+
+    user_signal: at a pre-emption Slurm sends the signal that a job asks for with --signal (the
+    cluster's preempt_send_user_signal); without it, the ranks get SIGTERM.
+    """
+
+    folder: Path
+    num_nodes: int
+    user_signal: bool = True
+    _holder: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    _pid: int = field(default=0, init=False)
+
+    def __enter__(self) -> "Cluster":
+        said = self.folder / "start.log"
+        command = ["unshare", "-mnpf", "--kill-child", "--mount-proc", "--propagation", "private"]
+        inside = [sys.executable, __file__, str(self.folder), str(self.num_nodes)]
+        with said.open("wb") as log:
+            self._holder = subprocess.Popen(
+                [*command, *inside, *(["user_signal"] if self.user_signal else [])],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.PIPE,
+            )
+        until = time.monotonic() + START_S
+        ready = self.folder / "ready"
+        while not ready.exists():
+            if self._holder.poll() is not None or time.monotonic() > until:
+                self.stop()
+                raise RuntimeError(f"Slurm did not start; {said}:\n{said.read_text()}")
+            time.sleep(0.05)
+        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
+        self._pid = int(children.read_text())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._holder is not None:
+            self._holder.kill()  # --kill-child takes the namespaces' processes with it
+            self._holder.communicate()
+
+    def run(
+        self,
+        *words: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        check: bool = True,
+    ) -> "subprocess.CompletedProcess[str]":
+        """A command inside the namespaces, its two outputs as one text."""
+        enter = ["nsenter", "-t", str(self._pid), "-m", "-n", "-p", f"--wd={cwd or Path.cwd()}"]
+        done = subprocess.run(
+            [*enter, *words],
+            env={**os.environ, **(environment or {}), "SLURM_CONF": f"{self.folder}/slurm.conf"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}")
+        return done
+
+    def submit(self, *words: str, cwd: Path, environment: Mapping[str, str] | None = None) -> int:
+        """The number of the job that `sbatch ...` made."""
+        said = self.run("sbatch", "--parsable", *words, cwd=cwd, environment=environment).stdout
+        return int(said.splitlines()[-1])
+
+    def job(self, number: int) -> dict[str, str]:
+        """What Slurm knows of a job: JobState, Restarts, ExitCode, NodeList, ..."""
+        line = self.run("scontrol", "show", "job", "-o", str(number)).stdout
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+    def ended(self, number: int, *, within_s: float) -> dict[str, str]:
+        """What Slurm knows of a job when it has ended for good: neither requeued nor running."""
+        until = time.monotonic() + within_s
+        while (job := self.job(number))["JobState"] not in FINAL:
+            if time.monotonic() > until:
+                raise TimeoutError(f"job {number} has not ended in {within_s} s: {job}")
+            time.sleep(0.2)
+        return job
+
+
+def _main(folder: Path, num_nodes: int, user_signal: bool) -> None:
+    """Inside the namespaces: configure, start, say that all nodes are idle, and wait."""
+    _configure(folder, num_nodes, user_signal)
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    daemons = [subprocess.Popen(["slurmctld", "-D"], stdin=subprocess.DEVNULL)]
+    for i in range(1, num_nodes + 1):
+        named = f"hostname n{i} && exec slurmd -D -N n{i}"
+        node = ["unshare", "-u", "sh", "-c", named]
+        daemons.append(subprocess.Popen(node, stdin=subprocess.DEVNULL))
+    until = time.monotonic() + START_S
+    idle = ""
+    while idle != str(num_nodes):
+        if time.monotonic() > until:
+            sys.exit(f"{idle or 'no'} nodes of {num_nodes} are idle; see {folder}/log")
+        ask = ["timeout", "3", "sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D"]
+        idle = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+        time.sleep(0.05)
+    (folder / "ready").touch()
+    sys.stdin.buffer.read()  # until the starting process is gone
+
+
+def _configure(folder: Path, num_nodes: int, user_signal: bool) -> None:
+    host = os.uname().nodename.split(".")[0]
+    nodes = range(1, num_nodes + 1)
+    for name in ("state", "log", "dev", *(f"spool.n{i}" for i in nodes)):
+        (folder / name).mkdir()
+    for i in range(8):
+        subprocess.run(["mknod", f"{folder}/dev/nvidia{i}", "c", "1", "3"], check=True)
+    (folder / "gres.conf").write_text(f"Name=gpu Type=h100 File={folder}/dev/nvidia[0-7]\n")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+    lines = [NODE.format(i=i, port=17000 + i) for i in nodes]
+    controller = "SlurmctldParameters=preempt_send_user_signal" if user_signal else ""
+    (folder / "slurm.conf").write_text(
+        SLURM_CONF.format(folder=folder, host=host, nodes="\n".join(lines), controller=controller)
+    )
+    hosts = [f"127.0.0.1 localhost {host}", *(f"127.0.1.{i} n{i}" for i in nodes)]
+    (folder / "hosts").write_text("\n".join(hosts) + "\n")
+    for command in (
+        ["mount", "--bind", f"{folder}/hosts", "/etc/hosts"],
+        ["ip", "link", "set", "lo", "up"],
+        ["ip", "address", "add", f"{ADDRESS}/32", "dev", "lo"],
+    ):
+        subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]), "user_signal" in sys.argv[3:])

@@ -1,0 +1,275 @@
+"""Jobs of `slurm/7b_128k.sh` on a real Slurm: trained, pre-empted, cancelled, refused, out of time.
+
+Each virtual node runs two ranks on the CPU. The job is the README's trial; what Slurm does to a job
+besides is tried with a stand-in for Python, which starts at once.
+"""
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.train.case import write_corpus
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).with_name("stand_in.sh")
+STEPS = 40
+WITHIN_S = 150.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lab:
+    """A cluster with a folder for logs, runs and the corpus."""
+
+    cluster: Cluster
+    folder: Path
+
+    def submit(self, *options: str, script: str, **environment: str) -> int:
+        given = {"WLB_PYTHON": sys.executable, "OUTPUT": str(self.folder / "runs"), **environment}
+        logs = f"--output={self.folder}/%x-%j.log"
+        return self.cluster.submit(
+            logs, *options, f"slurm/{script}.sh", cwd=ROOT, environment=given
+        )
+
+    def trial(self, name: str, nodes: str) -> int:
+        """The README's trial as a run of that name, on these two nodes."""
+        variables, options, script = documented_trial()
+        assert script == "slurm/7b_128k.sh"
+        more = f" data.corpus={self.folder}/corpus data.cache_dir={self.folder}/stores"
+        variables["EXTRA"] += f"{more} training.steps={STEPS}"
+        options = [*options, f"--nodelist={nodes}"]
+        return self.submit(*options, script="7b_128k", **variables, RUN_NAME=name)
+
+    def stand_in(self, *options: str, name: str, **environment: str) -> int:
+        size = ("--nodes=2", "--ntasks-per-node=2")
+        given = {"WLB_PYTHON": str(STAND_IN), "RUN_NAME": name, **environment}
+        return self.submit(*size, *options, script="7b_128k", **given)
+
+    def log(self, job: int, script: str = "7b_128k") -> str:
+        path = self.folder / f"{script}-{job}.log"
+        return path.read_text("utf-8") if path.exists() else ""
+
+    def losses(self, name: str) -> list[tuple[int, float]]:
+        """(step, loss) of every trained step, as they were written."""
+        path = self.folder / "runs" / name / "metrics.jsonl"
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        steps = [line for line in map(json.loads, lines) if line["kind"] == "step"]
+        return [(line["step"], line["measured"]["loss"]) for line in steps]
+
+    def until_step(self, job: int, name: str, count: int) -> None:
+        until = time.monotonic() + WITHIN_S
+        while len(self.losses(name)) < count:
+            assert time.monotonic() < until, self.log(job)
+            assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), self.log(job)
+            time.sleep(0.1)
+
+    def until(self, job: int, is_so: Callable[[], bool]) -> None:
+        until = time.monotonic() + WITHIN_S
+        while not is_so():
+            assert time.monotonic() < until, self.log(job)
+            time.sleep(0.1)
+
+    def until_said(self, job: int, words: str) -> None:
+        self.until(job, lambda: words in self.log(job))
+
+    def checkpoints(self, name: str) -> list[str]:
+        return sorted(p.name for p in (self.folder / "runs" / name / "checkpoints").iterdir())
+
+
+def documented_trial() -> tuple[dict[str, str], list[str], str]:
+    """Variables, options and script of the trial in slurm/README.md."""
+    text = (ROOT / "slurm" / "README.md").read_text("utf-8")
+    found = re.search(r"<!-- trial -->\n```\n(.+?)\n```", text, re.DOTALL)
+    assert found
+    words = shlex.split(found[1].replace("\\\n", " "))
+    at = words.index("sbatch")
+    variables = dict(word.split("=", 1) for word in words[:at])
+    return variables, words[at + 1 : -1], words[-1]
+
+
+@pytest.fixture(scope="module")
+def lab(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    folder = tmp_path_factory.mktemp("jobs")
+    write_corpus(folder / "corpus", num_files=300)
+    return Lab(cluster=cluster, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def out_of_time(lab: Lab) -> int:
+    """A job of two minutes, which is told two minutes before its end; Slurm looks every 30 s."""
+    return lab.stand_in("--time=2", "--nodelist=n31,n32", name="out-of-time")
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab, out_of_time: int) -> int:
+    """The trial, undisturbed."""
+    job = lab.trial("whole", "n1,n2")
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    assert ended["JobState"] == "COMPLETED", lab.log(job)
+    return job
+
+
+def test_both_nodes_train_and_the_loss_falls(lab: Lab, whole: int) -> None:
+    log = lab.log(whole)
+    assert "7b_128k, system wlb, on 2 x 2 ranks of n[1-2]" in log
+    assert "data: no STORE is given: a trial on Python's own sources, the corpus of the demo" in log
+    assert "0: 4 ranks given by slurm for TP 2 x CP 1 x PP 2 x DP 1; cpu with Gloo" in log
+    assert log.endswith(" ended\n")
+    steps, losses = zip(*lab.losses("whole"), strict=True)
+    assert list(steps) == list(range(STEPS))
+    assert losses[0] > 5.5
+    assert max(losses[-5:]) < 3.0
+    # Every rank wrote its part of the checkpoint: 0 and 1 are on n1, 2 and 3 on n2.
+    last = lab.folder / "runs" / "whole" / "checkpoints" / f"step-{STEPS:08d}"
+    assert {p.name.split("_")[2] for p in last.glob("*.distcp")} == {"0", "1", "2", "3"}
+    for node in ("n1", "n2"):
+        slurmd = (lab.cluster.folder / "log" / f"slurmd.{node}.log").read_text("utf-8")
+        assert f"launch task StepId={whole}.0 request" in slurmd
+    assert not list((lab.folder / "runs").glob(".stop-whole"))
+
+
+def test_a_preempted_job_saves_is_requeued_and_resumes_to_the_same_losses(
+    lab: Lab, whole: int
+) -> None:
+    job = lab.trial("preempted", "n3,n4")
+    lab.until_step(job, "preempted", 2)
+    wanted = ("--partition=high", "--nodelist=n3,n4", "--exclusive", "--output=/dev/null")
+    high = lab.cluster.submit(*wanted, "--wrap=sleep 1", cwd=lab.folder)
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    assert lab.cluster.ended(high, within_s=10)["JobState"] == "COMPLETED"
+    (stopped,) = re.findall(r"stopped after step (\d+) by the stop file", log)
+    assert 2 <= int(stopped) < STEPS
+    in_order = [
+        f"job {job}, start 1 at commit",
+        "time limit or pre-emption: asking the ranks to save and end",
+        f"stopped after step {stopped} by the stop file",
+        "saved; requeued",
+        f"job {job}, start 2 at commit",
+        f"0: going on from {lab.folder}/runs/preempted/checkpoints/step-{int(stopped):08d}",
+        " ended\n",
+    ]
+    places = [log.index(words) for words in in_order]
+    assert places == sorted(places)
+    # Bit for bit, and no step twice.
+    assert lab.losses("preempted") == lab.losses("whole")
+
+
+def test_a_cancelled_job_saves_and_leaves_its_log_and_no_half_checkpoint(lab: Lab) -> None:
+    job = lab.trial("cancelled", "n5,n6")
+    lab.until_step(job, "cancelled", 2)
+    lab.cluster.run("scancel", str(job))
+    lab.until_said(job, " ended\n")
+    ended = lab.cluster.ended(job, within_s=30)
+    log = lab.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log
+    assert "cancelled or out of time: asking the ranks to save and end" in log
+    assert "requeued" not in log
+    (stopped,) = re.findall(r"stopped after step (\d+) by", log)
+    assert lab.checkpoints("cancelled") == [f"step-{int(stopped):08d}"]
+    saved = lab.folder / "runs" / "cancelled" / "checkpoints" / f"step-{int(stopped):08d}"
+    assert {".metadata", "planner.json", "run.json"} <= {p.name for p in saved.iterdir()}
+    assert len(lab.losses("cancelled")) == int(stopped)
+
+
+def test_a_job_that_cannot_work_fails_once_and_says_why(lab: Lab) -> None:
+    size = ("--nodes=2", "--ntasks-per-node=2")
+    job = lab.submit(*size, script="7b_128k", EXTRA="training.stesp=3", RUN_NAME="wrong")
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log
+    assert "did you mean 'training.steps'?" in log
+    # srun ends the other ranks with the first: 128 + 15 where one was not as far yet.
+    assert log.endswith(("srun ended with 2\n", "srun ended with 143\n"))
+    assert "requeued" not in log
+
+
+def test_the_settings_reach_the_ranks(lab: Lab) -> None:
+    stop = lab.folder / "runs" / ".stop-settings"
+    stop.parent.mkdir(exist_ok=True)
+    stop.touch()  # of an earlier job that was killed: the launcher removes it
+    given = {"SYSTEM": "fixed_4d:2", "STORE": "stores/a", "HELDOUT": "stores/b"}
+    job = lab.stand_in(name="settings", **given, EXTRA="training.steps=7 eval.steps=1")
+    lab.until_said(job, "3: began")
+    assert not stop.exists()
+    lab.cluster.run("scancel", str(job))
+    lab.until_said(job, " ended\n")
+    (words,) = re.findall(r"^2: began: (.+)$", lab.log(job), re.MULTILINE)
+    assert words == (
+        f"-m wlb train 7b_128k --system fixed_4d:2 --resume auto --set run.name=settings "
+        f"run.output_dir={lab.folder}/runs run.stop_file={stop} run.device=cuda "
+        f"data.store=stores/a data.heldout_store=stores/b training.steps=7 eval.steps=1"
+    )
+    assert "data: token store stores/a" in lab.log(job)
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_requeueing_ends_at_its_limit(lab: Lab, when: str) -> None:
+    """Also for a job that is signalled before it has started its ranks."""
+    asked_s = "2" if when == "early" else "0"
+    job = lab.stand_in(name=f"limited-{when}", MAX_RESTARTS="0", ASKED_S=asked_s)
+    asked = lab.folder / "runs" / f"asked-limited-{when}"
+    lab.until(job, asked.exists if when == "early" else lambda: "3: began" in lab.log(job))
+    lab.cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    ended = lab.cluster.ended(job, within_s=30)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
+    assert f"saved; not requeued after MAX_RESTARTS=0: RUN_NAME=limited-{when} sbatch" in lab.log(
+        job
+    )
+
+
+def test_a_preemption_that_only_the_ranks_are_told_of_is_one_too(
+    slurm: None, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster").mkdir()
+    with Cluster(folder=tmp_path / "cluster", num_nodes=2, user_signal=False) as cluster:
+        lab = Lab(cluster=cluster, folder=tmp_path)
+        job = lab.stand_in(name="told")
+        lab.until_said(job, "3: began")
+        wanted = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
+        cluster.submit(*wanted, "--wrap=true", cwd=tmp_path)
+        ended = cluster.ended(job, within_s=60)
+        log = lab.log(job)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+        assert log.count("SIGTERM") == 4
+        assert "asking" not in log
+
+
+def test_the_simulate_job_compares_the_systems(lab: Lab) -> None:
+    job = lab.submit(script="simulate", PRESET="550m_64k", EXTRA="--steps 4")
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job, "simulate")
+    assert ended["JobState"] == "COMPLETED", log
+    assert "550m_64k, lengths wlb_paper" in log
+    for system in ("plain_4d", "fixed_4d", "paper", "wlb", "run"):
+        assert re.search(rf"^ {system} +\d", log, re.MULTILINE), log
+
+
+def test_the_profile_job_writes_a_profile(lab: Lab) -> None:
+    out = lab.folder / "cpu.json"
+    given = {"DEVICE": "cpu", "PRESET": "demo", "OUT": str(out)}
+    job = lab.submit(script="profile", **given, EXTRA="--quick --no-page")
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job, "profile")
+    assert ended["JobState"] == "COMPLETED", log
+    assert json.loads(out.read_text("utf-8"))["name"] == "cpu"
+    assert f"wrote {out}" in log
+
+
+def test_a_job_out_of_time_is_requeued(lab: Lab, out_of_time: int) -> None:
+    ended = lab.cluster.ended(out_of_time, within_s=WITHIN_S)
+    log = lab.log(out_of_time)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    assert "time limit or pre-emption: asking" in log
+    assert "saw the stop file" in log
+    assert "saved; requeued" in log

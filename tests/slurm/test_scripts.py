@@ -1,0 +1,83 @@
+"""The sbatch scripts of `slurm/`: short, right for their presets, and accepted by Slurm."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from wlb.spec import load
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "slurm"
+TABLE_1 = [
+    f"{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")
+]
+SUBMITTED = [*TABLE_1, "profile", "simulate"]
+GPUS_A_NODE = 8
+CPUS_A_NODE = 96
+
+
+def options_of(script: Path) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", script.read_text("utf-8"), re.MULTILINE)
+    return dict(found)
+
+
+def test_every_script_is_short_and_clean() -> None:
+    scripts = sorted(FOLDER.glob("*.sh"))
+    assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
+    for script in scripts:
+        num_lines = len(script.read_text("utf-8").splitlines())
+        assert num_lines <= (50 if script.stem == "launch" else 40), script
+        subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        stand_in = Path(__file__).with_name("stand_in.sh")
+        subprocess.run(["shellcheck", "-x", *scripts, stand_in], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_a_script_asks_for_the_gpus_of_its_layout(name: str) -> None:
+    script = FOLDER / f"{name}.sh"
+    parallel = load(name).parallel
+    options = options_of(script)
+    assert options["job-name"] == name
+    assert int(options["ntasks-per-node"]) == int(options["gpus-per-node"]) == GPUS_A_NODE
+    assert int(options["nodes"]) * GPUS_A_NODE == parallel.world_size
+    # Ranks are numbered TP first, so the inner axes are inside a node as far as they fit.
+    assert GPUS_A_NODE % parallel.tp == 0 or parallel.tp % GPUS_A_NODE == 0
+    layout = f"TP {parallel.tp} x CP {parallel.cp} x PP {parallel.pp} x DP {parallel.dp}"
+    text = script.read_text("utf-8")
+    assert f"on {parallel.world_size} GPUs: {layout} (Table 1)" in text
+    assert ("TP spans two nodes" in text) == (parallel.tp > GPUS_A_NODE)
+    assert text.endswith(f'/slurm/launch.sh" {name}\n')
+
+
+def test_the_scripts_of_table_1_differ_in_name_and_size_only() -> None:
+    alike = {
+        tuple(sorted({**options_of(FOLDER / f"{n}.sh"), "job-name": "", "nodes": ""}.items()))
+        for n in TABLE_1
+    }
+    assert len(alike) == 1
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("name", SUBMITTED)
+def test_slurm_would_start_every_script_on_32_nodes(cluster: Cluster, name: str) -> None:
+    said = cluster.run("sbatch", "--test-only", f"slurm/{name}.sh", cwd=ROOT).stdout
+    found = re.search(r"using (\d+) processors on nodes? (\S+) in partition main", said)
+    assert found, said
+    num_nodes = int(options_of(FOLDER / f"{name}.sh")["nodes"])
+    if name in TABLE_1:
+        assert int(found[1]) == num_nodes * CPUS_A_NODE  # whole nodes
+    hosts = cluster.run("scontrol", "show", "hostnames", found[2]).stdout.split()
+    assert len(hosts) == num_nodes
+
+
+@pytest.mark.slurm
+def test_slurm_refuses_more_than_there_is(cluster: Cluster) -> None:
+    for more in ("--nodes=33", "--gpus-per-node=9"):
+        command = ("sbatch", "--test-only", more, "slurm/70b_128k.sh")
+        done = cluster.run(*command, cwd=ROOT, check=False)
+        assert (done.returncode, "allocation failure" in done.stdout) == (1, True), done.stdout
