@@ -90,6 +90,7 @@ KEYS = [
     "telemetry.drift_threshold",
     "telemetry.enabled",
     "telemetry.interval",
+    "telemetry.ledger",
     "telemetry.ranks_interval",
     "telemetry.straggler_records",
     "telemetry.straggler_threshold",

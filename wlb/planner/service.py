@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -244,7 +244,7 @@ class _Server:
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[None]:
+def _held_back() -> Generator[None]:
     """A process that is started inside has signals to stop held back until it ignores them.
 
     Slurm signals all processes of a step; ranks save and then end the planner themselves.

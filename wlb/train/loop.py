@@ -21,6 +21,7 @@ from wlb.train import checkpoint, saver
 from wlb.train.calibrate import Calibration
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
+from wlb.train.ledger import Ledger
 from wlb.train.nonfinite import NonfiniteSteps
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
@@ -95,6 +96,7 @@ class Trainer:
             optimizers=self.optimizers,
             profile=profile,
         )
+        self.ledger = Ledger(job.directory, is_on=spec.telemetry.ledger and mesh.rank == 0)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
         self.stop_request = StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
@@ -114,6 +116,7 @@ class Trainer:
         stopped, save, show a summary."""
         with self._report() as report, self.stop_request:
             stop = Stop.NO
+            self.ledger.begin(self.state.next_step if self.state else 0)
             try:
                 # Plans of the first two steps are compared here, later ones two steps ahead.
                 first = self.feed.peek(1) + self.feed.peek(2)
@@ -133,6 +136,7 @@ class Trainer:
                 self._evaluate(report)
             self._save(report, is_last=True)
             self.saver.close()
+            self.ledger.close()
             if stop:
                 report.stopped(self.steps_done, self.stop_request.words[stop])
         if self.mesh.rank == 0:
@@ -176,6 +180,7 @@ class Trainer:
         self.state = plan.state
         self._record(plan, pipeline, sums, report, updated=updated, begin=begin)
         self._record_ranks(plan, report)
+        self.ledger.add(plan, updated=updated)
         if updated and self._is_due(self.spec.eval.interval):
             self._evaluate(report)
         if updated and self._is_due(self.spec.checkpoint.interval):
@@ -220,6 +225,7 @@ class Trainer:
         self.feed = PlanFeed(self._priced, self.job.train_store, self.world, self.mesh, state)
         self.inputs = InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
         self.state = self.saved = state
+        self.ledger.begin(state.next_step)
         report.start(str(saved_in), steps_done=self.steps_done)
 
     def _record(

@@ -1,0 +1,260 @@
+"""Kill -9 at random points: `python -m experiments.kill_points`.
+
+A small run over one epoch of a store is killed, all its processes at once, at a random moment, and
+started again with `--resume auto`; so many times, then it may end. From its ledger and its last
+checkpoint: was every token that the loader gave trained exactly once in the lineage of the final
+weights? And are the losses those of a run that nobody killed, bit for bit?
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from experiments.results import How, Table, show, write_results
+from wlb.corpus import TokenStoreWriter
+from wlb.planner import open_planner
+from wlb.spec import RunSpec, apply, check, to_toml
+from wlb.train import checkpoint
+from wlb.train.ledger import Count, count
+
+LAYOUTS = {
+    "1 rank": {"parallel": {"dp": 1}},
+    "DP 2": {"parallel": {"dp": 2}},
+    "CP 2": {"parallel": {"cp": 2}},
+    "PP 2": {"parallel": {"pp": 2}, "pp": {"schedule": "1f1b"}},
+}
+KILLS = {"1 rank": 20, "DP 2": 10, "CP 2": 10, "PP 2": 10}
+NUM_DOCUMENTS = 1200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """kills: that hit a running process. in_save: of them, while a checkpoint was half-written."""
+
+    layout: str
+    kills: int
+    in_save: int
+    resumed: int
+    count: Count
+    same_losses: bool
+    seconds: float
+
+
+def write_store(prefix: Path, num: int = NUM_DOCUMENTS) -> str:
+    """Documents of a heavy-tailed distribution, some longer than the window."""
+    draw = np.random.default_rng(0)
+    with TokenStoreWriter(prefix, vocab_size=320) as writer:
+        for length in np.clip(draw.lognormal(3.5, 1.0, num), 2, 400).astype(int):
+            writer.add(draw.integers(0, 300, int(length)))
+    return str(prefix)
+
+
+def spec_of(folder: Path, store: str, name: str, layout: str) -> RunSpec:
+    spec = apply(
+        RunSpec(),
+        {
+            "run": {"name": name, "output_dir": str(folder / "runs"), "device": "cpu"},
+            "model": {
+                "hidden_size": 32,
+                "num_layers": 2,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "ffn_hidden_size": 64,
+            },
+            "pp": {"virtual_stages": 1},
+            "data": {
+                "store": store,
+                "context_window": 128,
+                "num_micro_batches": 4,
+                "epochs": 1,
+            },
+            "packing": {"policy": "var_len", "queue_thresholds": [0.5, 0.9]},
+            "planner": {"baseline": False},
+            "training": {"steps": 100_000, "warmup_steps": 2, "timeout_s": 60.0},
+            "eval": {"steps": 0},
+            "checkpoint": {"interval": 5, "keep": 2},
+            "telemetry": {"ledger": True},
+        },
+        source="kill_points",
+    )
+    return check(apply(spec, LAYOUTS[layout], source=layout))
+
+
+def start(spec: RunSpec, folder: Path) -> subprocess.Popen[bytes]:
+    toml = folder / f"{spec.run.name}.toml"
+    toml.write_text(to_toml(spec), "utf-8")
+    log = (folder / f"{spec.run.name}.log").open("ab")
+    command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
+    """Starts or goes on, waits until something is trained, and a random while more; kills.
+
+    False if the run ended first.
+    """
+    run = Path(spec.run.output_dir) / spec.run.name
+    ledger = run / "ledger.jsonl"
+    before = size_of(ledger)
+    process = start(spec, folder)
+    while process.poll() is None and size_of(ledger) <= before + 100:
+        time.sleep(0.01)
+    end = time.monotonic() + draw.uniform(0.0, 1.5)
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    if process.poll() is not None:
+        if process.returncode:
+            raise RuntimeError(f"the run failed by itself; {folder / spec.run.name}.log says why")
+        return False
+    # Ranks lead groups of their own; they end with the launcher, whose death they watch.
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(0.3)
+    return True
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    """By step; of a step that was trained several times the last."""
+    found: dict[int, float] = {}
+    for line in (run / "metrics.jsonl").read_text("utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # half a line, of a kill
+        if record["kind"] == "step":
+            found[record["measured"]["step"]] = record["measured"]["loss"]
+    return found
+
+
+def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> Outcome:
+    """Kills a run `kills` times, lets it end, and counts."""
+    began = time.perf_counter()
+    draw = random.Random(seed)
+    name = layout.lower().replace(" ", "-")
+    straight = spec_of(folder, store, f"{name}-straight", layout)
+    process = start(straight, folder)
+    if process.wait():
+        raise RuntimeError(f"{straight.run.name} failed; its log in {folder} says why")
+    spec = spec_of(folder, store, name, layout)
+    checkpoints = Path(spec.run.output_dir) / name / "checkpoints"
+    done = in_save = resumed = 0
+    while done < kills:
+        if not kill_once(spec, folder, draw):
+            break
+        done += 1
+        in_save += any(checkpoints.glob("partial-*"))
+        resumed += bool(checkpoint.complete(checkpoints))
+    process = start(spec, folder)
+    if process.wait():
+        raise RuntimeError(f"{name} did not end well; its log in {folder} says why")
+    run = Path(spec.run.output_dir) / name
+    filled = replace(spec, model=replace(spec.model, vocab_size=320))
+    state = checkpoint.planner_state(checkpoint.complete(checkpoints)[-1])
+    counted = count(run, open_planner(filled, store, "cpu"), state)
+    other = Path(spec.run.output_dir) / straight.run.name
+    return Outcome(
+        layout=layout,
+        kills=done,
+        in_save=in_save,
+        resumed=resumed,
+        count=counted,
+        same_losses=losses_of(run) == losses_of(other),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    return Table(
+        name="kills",
+        title="Runs killed at random",
+        columns=(
+            "layout",
+            "kills",
+            "in a save",
+            "with a checkpoint",
+            "steps",
+            "trained again",
+            "tokens once",
+            "never",
+            "repeated",
+            "waiting",
+            "losses bit-equal",
+            "seconds",
+        ),
+        rows=[
+            [
+                o.layout,
+                o.kills,
+                o.in_save,
+                o.resumed,
+                o.count.num_steps,
+                o.count.num_undone,
+                o.count.once,
+                o.count.never,
+                o.count.repeated,
+                o.count.waiting,
+                "yes" if o.same_losses else "no",
+                o.seconds,
+            ]
+            for o in outcomes
+        ],
+        formats=dict.fromkeys(("tokens once", "never", "repeated", "waiting"), ",d")
+        | {"seconds": ".0f"},
+        note="in a save: a half-written checkpoint was there after the kill. trained again: steps "
+        "that were done and are not in the lineage of the final weights.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three kills; writes nothing")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    kills = {"1 rank": 3} if options.quick else KILLS
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        store = write_store(folder / "store")
+        for layout, num in kills.items():
+            made = survive(folder, store, layout, kills=num, seed=options.seed + num)
+            outcomes.append(made)
+            print(f"{layout}: {made.kills} kills, {made.count}, losses equal: {made.same_losses}")
+    show(table(outcomes), width=160)
+    if options.quick:
+        return
+    num = sum(o.kills for o in outcomes)
+    exact = all(o.count.is_exact for o in outcomes)
+    same = all(o.same_losses for o in outcomes)
+    write_results(
+        Path(__file__).parent,
+        title="Kill -9 at random points",
+        how=How.MEASURED,
+        profile="real processes on CPU, killed by SIGKILL with all their children",
+        seed=options.seed,
+        text=(
+            f"{num} kills over {len(outcomes)} layouts. In the lineage of the final weights every "
+            f"token of the epoch is trained {'exactly once' if exact else 'NOT exactly once'}, and "
+            f"the losses {'are' if same else 'are NOT'} those of a run that was not killed, bit "
+            f"for bit. Checkpoints are asynchronous, every 5 steps."
+        ),
+        tables=[table(outcomes)],
+    )
+
+
+if __name__ == "__main__":
+    main()
