@@ -34,7 +34,9 @@ LAYOUTS = {
     "PP 2": {"parallel": {"pp": 2}, "pp": {"schedule": "1f1b"}},
 }
 KILLS = {"1 rank": 20, "DP 2": 10, "CP 2": 10, "PP 2": 10}
-NUM_DOCUMENTS = 1200
+NUM_DOCUMENTS = 6000
+LONGEST_S = 0.8
+"""Between the first step after a start and the kill, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +95,10 @@ def spec_of(folder: Path, store: str, name: str, layout: str) -> RunSpec:
 def start(spec: RunSpec, folder: Path) -> subprocess.Popen[bytes]:
     toml = folder / f"{spec.run.name}.toml"
     toml.write_text(to_toml(spec), "utf-8")
-    log = (folder / f"{spec.run.name}.log").open("ab")
     command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    with (folder / f"{spec.run.name}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
 
 def size_of(path: Path) -> int:
@@ -114,7 +116,7 @@ def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
     process = start(spec, folder)
     while process.poll() is None and size_of(ledger) <= before + 100:
         time.sleep(0.01)
-    end = time.monotonic() + draw.uniform(0.0, 1.5)
+    end = time.monotonic() + draw.uniform(0.0, LONGEST_S)
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.002)
     if process.poll() is not None:
@@ -155,7 +157,7 @@ def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> 
     done = in_save = resumed = 0
     while done < kills:
         if not kill_once(spec, folder, draw):
-            break
+            raise RuntimeError(f"{name} ended after {done} of {kills} kills; give it more data")
         done += 1
         in_save += any(checkpoints.glob("partial-*"))
         resumed += bool(checkpoint.complete(checkpoints))

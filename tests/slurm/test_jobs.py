@@ -130,7 +130,7 @@ def test_both_nodes_train_and_the_loss_falls(lab: Lab, whole: int) -> None:
     assert max(losses[-5:]) < 3.0
     # Every rank wrote its part of the checkpoint: 0 and 1 are on n1, 2 and 3 on n2.
     last = lab.folder / "runs" / "whole" / "checkpoints" / f"step-{STEPS:08d}"
-    assert {p.name.split("_")[2] for p in last.glob("*.distcp")} == {"0", "1", "2", "3"}
+    assert {p.name.split("-")[1] for p in last.glob("shard-*")} == {f"{i:05}" for i in range(1, 5)}
     for node in ("n1", "n2"):
         slurmd = (lab.cluster.folder / "log" / f"slurmd.{node}.log").read_text("utf-8")
         assert f"launch task StepId={whole}.0 request" in slurmd
@@ -178,7 +178,7 @@ def test_a_cancelled_job_saves_and_leaves_its_log_and_no_half_checkpoint(lab: La
     (stopped,) = re.findall(r"stopped after step (\d+) by", log)
     assert lab.checkpoints("cancelled") == [f"step-{int(stopped):08d}"]
     saved = lab.folder / "runs" / "cancelled" / "checkpoints" / f"step-{int(stopped):08d}"
-    assert {".metadata", "planner.json", "run.json"} <= {p.name for p in saved.iterdir()}
+    assert {"manifest.json", "planner.json", "run.json"} <= {p.name for p in saved.iterdir()}
     assert len(lab.losses("cancelled")) == int(stopped)
 
 

@@ -99,14 +99,16 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     torn = ""
     for line in path.read_text("utf-8").splitlines():
         if not line:
-            torn = ""  # the empty line before a beginning
-            continue
-        if torn:
-            raise ValueError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
+            continue  # before a beginning, whatever the line before it lacks
         try:
-            yield json.loads(line)
+            data = json.loads(line)
         except json.JSONDecodeError:
             torn = line
+            continue
+        if torn and "begin" not in data:
+            raise ValueError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
+        torn = ""
+        yield data
 
 
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
