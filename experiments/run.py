@@ -90,6 +90,8 @@ REGISTRY = (
     Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
     Experiment("padding_waste", "padding_waste", "", 0.5, "padding, packing, their costs", BOTH),
     Experiment("packing_methods", "packing_methods", "", 0.5, "rows, steps of methods", "--quick"),
+    Experiment("packing_training", "experiments.packing_methods.training", "", 90, "the methods trained, measured", "--quick"),  # noqa: E501
+    Experiment("kill_points", "kill_points", "", 15, "runs killed at random, measured", "--quick"),
     Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
     Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501
