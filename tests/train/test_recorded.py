@@ -21,7 +21,7 @@ from wlb.train.recorded import simulate_recorded
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("recorded")
     spec = small_spec(folder, write_corpus(folder / "corpus"), eval={"steps": 0})
-    start.train(spec, resume=False, console=Console(file=StringIO()))
+    start.train(spec, resume=None, console=Console(file=StringIO()))
     return Run(spec)
 
 

@@ -206,7 +206,7 @@ def test_calibrations_that_could_measure_nothing_are_refused(
 ) -> None:
     spec = small_spec(tmp_path, corpus, telemetry=telemetry, **others)
     with pytest.raises(ValueError, match=message):
-        start.train(spec, resume=False, console=Console(file=StringIO()), calibrate="")
+        start.train(spec, resume=None, console=Console(file=StringIO()), calibrate="")
     assert not (tmp_path / "runs" / "small").exists()
 
 
