@@ -131,6 +131,31 @@ def test_the_page_names_the_straggler(page: str) -> None:
     assert f"5 {SLOW.host} 1 1 0 1 0 1.40x 16 20" in text
 
 
+def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
+    def save(step: int, **others: object) -> dict[str, object]:
+        times = {"stall_s": 0.02, "write_s": 1.0, "num_bytes": 3 << 20, "error": ""}
+        return {"kind": "checkpoint", "step": step, **times, **others}
+
+    events = [
+        save(5),
+        save(10, stall_s=0.04, write_s=2.0),
+        save(15, error="rank 0: No space left on device"),
+        {"kind": "nonfinite", "step": 12, "found": "loss nan", "action": "rollback"},
+        {"kind": "stop", "steps_done": 20, "asked_by": "the stop file <x>"},
+    ]
+    shown = run_page(read_run(write(tmp_path, [*whole_run(), *events])))
+    for text in (
+        "2 checkpoints were written, the last after step 10 with 3.0 MiB",
+        "waited 0.030 s for one on average, 0.040 s at most",
+        "complete after 1.50 s, 2.00 s at most",
+        "The checkpoint after step 15 could not be written: rank 0: No space left on device.",
+        "Step 12 was not finite (loss nan): training went back to the last checkpoint.",
+        "stopped after step 20, asked by the stop file &lt;x&gt;.",
+    ):
+        assert text in shown
+    assert "No checkpoint was written" in run_page(read_run(write(tmp_path / "no", whole_run())))
+
+
 def test_the_page_has_the_configuration(page: str) -> None:
     text = text_of(page)
     assert "[parallel] tp = 2 cp = 2 pp = 2 dp = 2" in text

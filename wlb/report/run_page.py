@@ -8,6 +8,7 @@ import numpy as np
 
 from wlb.plan import TERMS, MeasuredTimeline, Moments, RankTable
 from wlb.report.page import STYLE
+from wlb.report.run_events import event_lines
 from wlb.report.run_plots import (
     balance_figure,
     delay_figure,
@@ -67,6 +68,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         _timeline(records, step),
         _delays(records, totals),
         _stragglers(records),
+        _events(records),
         _configuration(records, command),
     ]
     title = f"{records.spec.run.name}: training run"
@@ -281,6 +283,11 @@ def _stragglers(records: RunRecords) -> Section:
         heads = ("rank", "host", "node", "tp", "cp", "pp", "dp", "worst", "from step", "to step")
         parts.append(_table(heads, rows))
     return Section(name="stragglers", title="Stragglers", parts=tuple(parts))
+
+
+def _events(records: RunRecords) -> Section:
+    lines = tuple(f"<p>{escape(line)}</p>" for line in event_lines(records.events))
+    return Section(name="events", title="Checkpoints and events", parts=lines)
 
 
 def _configuration(records: RunRecords, command: str) -> Section:

@@ -23,6 +23,7 @@ from wlb.plan import (
     Telemetry,
     places_from_json,
 )
+from wlb.report.run_events import KINDS
 from wlb.spec import RunSpec, apply
 
 FloatArray = npt.NDArray[np.float64]
@@ -42,7 +43,8 @@ class StepRecord(NamedTuple):
 @dataclass(kw_only=True)
 class RunRecords:
     """In the order of steps. starts: the lines of every start. evaluations: held-out loss by
-    steps_done. num_replaced: steps that were trained again. num_unreadable: lines."""
+    steps_done. events: lines of `run_events.KINDS`, all that happened. num_replaced: steps that
+    were trained again. num_unreadable: lines."""
 
     folder: Path
     spec: RunSpec
@@ -51,6 +53,7 @@ class RunRecords:
     evaluations: list[tuple[int, float]]
     tables: list[RankTable]
     timelines: list[MeasuredTimeline]
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     num_replaced: int = 0
     num_unreadable: int = 0
 
@@ -120,6 +123,7 @@ def read_run(folder: Path) -> RunRecords:
         evaluations=sorted(read.evaluations.items()),
         tables=[RankTable.from_json(read.tables[i]) for i in sorted(read.tables)],
         timelines=[MeasuredTimeline.from_json(read.timelines[i]) for i in sorted(read.timelines)],
+        events=read.events,
         num_replaced=read.num_replaced,
         num_unreadable=read.num_unreadable,
     )
@@ -142,6 +146,7 @@ class _Reading:
     evaluations: dict[int, float] = field(default_factory=dict[int, float])
     tables: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     timelines: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     num_replaced: int = 0
     num_unreadable: int = 0
 
@@ -171,6 +176,8 @@ class _Reading:
                 self.tables[line["step"]] = line
             case "timeline":
                 self.timelines[line["step"]] = line
+            case kind if kind in KINDS:
+                self.events.append(line)
             case _:  # of a later version
                 pass
 
