@@ -226,3 +226,32 @@ def test_a_later_method_replaces_an_earlier_one() -> None:
     spec = load("demo", ["packing.method=fixed_length", "packing.method=random_posid"])
     assert (spec.packing.layout, str(spec.packing.policy)) == (Layout.SEPARATE, "capacity")
     assert list(islice(METHODS, 1)) == ["random_padding"]
+
+
+@pytest.mark.parametrize("method", ["multipack_posid", "multipack_bfd_posid"])
+def test_multipack_is_balanced_over_dp_ranks_by_work_as_well_as_tokens(method: str) -> None:
+    """Bins of equal tokens differ in attention; ranks that take them as they come would wait."""
+    # Several bins a rank, and documents of a third of a bin beside many short ones.
+    spec = spec_of(method, "parallel.dp=4", "data.num_micro_batches=32", "packing.window_batches=4")
+    source = GlobalBatches(
+        LengthSource(name="examples", lengths=lengths_of(6000)),
+        tokens_per_batch=spec.tokens_per_step,
+        seed=1,
+        epochs=1,
+    )
+    cost = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=1)
+    found: dict[str, list[float]] = {"work": [], "tokens": [], "as they come": []}
+    steps = [plan for plan in Planner.from_spec(spec, source, cost).steps()][:-1]
+    for plan in steps:
+        work, tokens = plan.packing.workload_ns, plan.packing.rows
+        for name, values, dealt in (
+            ("work", work, plan.pipelines),
+            ("tokens", tokens, plan.pipelines),
+            ("as they come", work, np.arange(32).reshape(4, 8)),
+        ):
+            sums = values[dealt].sum(1)
+            found[name].append(sums.max() / sums.mean())
+    assert len(steps) > 20
+    assert max(found["work"]) < 1.02
+    assert max(found["tokens"]) < 1.01
+    assert np.mean(found["as they come"]) > 1.04
