@@ -91,8 +91,10 @@ def study_of(options: argparse.Namespace) -> None:
         Path(__file__).parent,
         title="Packing with position ids: training",
         how=How.MEASURED,
+        command=f"python -m experiments.packing_methods.training --seeds {options.seeds}",
         profile="two runs at a time on two CPU cores, one thread each; tokens/s by the processor "
-        "time of the model's passes, peak memory by the operating system.",
+        "time of the model's passes, peak memory by the operating system. Runs of commit "
+        f"{', '.join(sorted({made.commit for made in found.values()}))}.",
         text=words(groups, rates, sizes, cap_mib=CAP_MIB),
         against=against,
         tables=tables,

@@ -203,7 +203,7 @@ def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
         if failed:
             axes[0].plot(failed[0], cap_mib, "x", color=COLOURS[i], markersize=9)
             axes[0].annotate(
-                "out of memory",
+                "OOM",
                 (failed[0], cap_mib),
                 textcoords="offset points",
                 xytext=(0, 8),
@@ -216,6 +216,7 @@ def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
         axis.set_xticks(BATCH_SIZES, [str(bs) for bs in BATCH_SIZES])
         axis.set(xlabel="mini-batch size (examples)", ylabel=label)
         axis.set_ylim(bottom=0)
+        axis.set_xlim(right=BATCH_SIZES[-1] * 1.4)
     axes[0].set_ylim(top=cap_mib * 1.15)
     axes[0].legend(frameon=False, loc="lower right")
     return figure
@@ -232,7 +233,7 @@ def pictures(groups: list[Group], sizes: Sizes, *, cap_mib: int) -> list[Picture
         Picture(
             name="batch_sizes",
             caption=f"Peak memory and speed by mini-batch size under a cap of {cap_mib / 1024:g} "
-            "GiB (the paper's Figures 2 and 3)",
+            "GiB (the paper's Figures 2 and 3); OOM: out of memory",
             figure=draw_sizes(sizes, cap_mib=cap_mib),
         ),
     ]
