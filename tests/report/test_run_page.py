@@ -167,9 +167,9 @@ def test_the_page_has_the_configuration(page: str) -> None:
 def test_the_timeline_says_that_it_was_measured_and_draws_every_pass(page: str) -> None:
     assert "Measured : step 20, pipeline 0, TP rank 0." in text_of(page)
     assert "Recorded: steps 12, 20" in text_of(page)
-    drawing = next(d for d in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "mb0forward" in d)
+    drawing = next(d for d in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "mb0F" in d)
     root = ElementTree.fromstring(drawing)
-    for kind in ("forward", "backward"):
+    for kind in "FB":
         (group,) = [e for e in root.iter() if e.attrib.get("id") == f"timeline-mb0{kind}"]
         assert sum(e.tag.endswith("path") for e in group.iter()) == 8
     made = MeasuredTimeline.from_json(timeline(20))

@@ -5,20 +5,22 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 
-from tests.train.case import Run, small_spec, train, write_corpus
+from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.parallel import mesh
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
 from wlb.train import checkpoint, saver, start
-from wlb.train.loop import Trainer
+from wlb.train.loop import Job, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +92,7 @@ def test_loading_unpickles_nothing(
 
 def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
     """A trainer in this process that has not begun."""
-    from rich.console import Console
-
     stores = start.open_stores(spec, Console(quiet=True))
-    from wlb.train.loop import Job
-
     job = Job(
         spec=start.ready(spec, stores, 1),
         train_store=stores.train,
@@ -276,3 +274,46 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
     assert "File too large" in done.stderr
     assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
     assert len(Run(spec).steps) == 3
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "tp2-pp2-v2"])
+def test_a_run_begins_with_the_weights_of_another(
+    corpus: Path, tmp_path: Path, layout: str
+) -> None:
+    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 3}))
+    spec = small_spec(
+        tmp_path,
+        corpus,
+        run={"name": "second"},
+        training={"steps": 2},
+        checkpoint={"init_from": str(first.folder)},
+    )
+    second, said = train(relaid(spec, layout))
+    assert f"weights of {first.folder / 'checkpoints' / 'step-00000003'}" in said
+    assert second.evaluations[0][0] == 0
+    assert second.evaluations[0][1] == pytest.approx(first.evaluations[-1][1], rel=1e-6)
+    assert [line["measured"]["step"] for line in second.steps] == [0, 1]  # data begin anew
+    # A resumed run goes on from its own.
+    longer = replace(spec, training=replace(spec.training, steps=3))
+    third, said = train(relaid(longer, layout), resume=True)
+    assert "weights of" not in said
+    assert len(third.steps) == 3
+
+
+def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) -> None:
+    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}))
+    saved = first.folder / "checkpoints" / "step-00000001"
+
+    def spec(given: Path, **sections: Any) -> RunSpec:
+        init = {"init_from": str(given)}
+        name = {"name": "second"}
+        return small_spec(tmp_path, corpus, **{"run": name, "checkpoint": init, **sections})
+
+    with pytest.raises(ValueError, match=r"init_from: .*has model.num_layers = 4, this run 2"):
+        train(spec(saved, model={"num_layers": 2}))
+    with pytest.raises(ValueError, match="is neither a checkpoint"):
+        train(spec(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
+        train(spec(saved, run={"name": "small"}))
+    assert not (tmp_path / "runs" / "second").exists()

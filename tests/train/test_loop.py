@@ -342,49 +342,6 @@ def test_resuming_without_a_checkpoint_is_refused(corpus: Path, tmp_path: Path) 
     assert not (folder.parent / "metrics.jsonl").exists()
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", "tp2-pp2-v2"])
-def test_a_run_begins_with_the_weights_of_another(
-    corpus: Path, tmp_path: Path, layout: str
-) -> None:
-    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 3}))
-    spec = small_spec(
-        tmp_path,
-        corpus,
-        run={"name": "second"},
-        training={"steps": 2},
-        checkpoint={"init_from": str(first.folder)},
-    )
-    second, said = train(relaid(spec, layout))
-    assert f"weights of {first.folder / 'checkpoints' / 'step-00000003'}" in said
-    assert second.evaluations[0][0] == 0
-    assert second.evaluations[0][1] == pytest.approx(first.evaluations[-1][1], rel=1e-6)
-    assert [line["measured"]["step"] for line in second.steps] == [0, 1]  # data begin anew
-    # A resumed run goes on from its own.
-    longer = replace(spec, training=replace(spec.training, steps=3))
-    third, said = train(relaid(longer, layout), resume=True)
-    assert "weights of" not in said
-    assert len(third.steps) == 3
-
-
-def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) -> None:
-    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}))
-    saved = first.folder / "checkpoints" / "step-00000001"
-
-    def spec(given: Path, **sections: Any) -> RunSpec:
-        init = {"init_from": str(given)}
-        name = {"name": "second"}
-        return small_spec(tmp_path, corpus, **{"run": name, "checkpoint": init, **sections})
-
-    with pytest.raises(ValueError, match=r"init_from: .*has model.num_layers = 4, this run 2"):
-        train(spec(saved, model={"num_layers": 2}))
-    with pytest.raises(ValueError, match="is neither a checkpoint"):
-        train(spec(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
-        train(spec(saved, run={"name": "small"}))
-    assert not (tmp_path / "runs" / "second").exists()
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
     spec = small_spec(
         tmp_path,

@@ -60,7 +60,9 @@ def test_skip_leaves_a_step_out(
     (record,) = [line for line in run.lines if line["kind"] == "nonfinite"]
     assert (record["step"], record["action"]) == (2, "skip")
     assert [line["steps_done"] for line in run.steps] == [1, 2, 2, 3, 4, 5, 6]
-    assert "step 2: loss nan, gradient norm" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step 2: loss nan, gradient norm" in shown
+    assert "steps: 1 skipped" in shown
 
 
 def test_many_in_a_row_stop_the_run(
@@ -107,7 +109,7 @@ def test_without_a_checkpoint_a_step_is_skipped(
     assert record["action"] == "skip"
 
 
-def test_what_is_counted() -> None:
+def test_what_follows_what() -> None:
     steps = NonfiniteSteps(OnNonfinite.ROLLBACK, 2)
 
     def decide(step: int) -> OnNonfinite:
@@ -119,6 +121,5 @@ def test_what_is_counted() -> None:
     assert decide(9) == OnNonfinite.ROLLBACK
     assert decide(9) == OnNonfinite.SKIP
     assert decide(4) == OnNonfinite.SKIP
-    assert (steps.num_rollbacks, steps.num_skipped) == (2, 3)
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         decide(4)

@@ -3,24 +3,23 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from wlb.plan import MeasuredTimeline, TimedPass
 from wlb.report.simulation_plots import stacked_figure
 from wlb.report.timeline import (
     BAR,
     CHUNK_SHIFT,
-    LIGHT,
-    MICRO_BATCHES,
     Box,
-    corners,
-    mixed,
-    number_bars,
+    colour_handles,
+    draw_passes,
+    legend_below,
     row_inches,
+    shade_handles,
 )
+from wlb.simulate import Kind
 from wlb.spec import ParallelSpec
 
 MOST_ROWS = 16
+_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "weight": Kind.BACKWARD_WEIGHT}
 
 
 class Row(NamedTuple):
@@ -55,8 +54,8 @@ def measured_timeline_figure(
     chunks = 1 + max((p.stage // parallel.pp for row in rows for p in row.passes), default=0)
     if chunks > 1:
         axes.set_title(f"lower in a row: later of {chunks} chunks", fontsize=8, loc="left")
-    for key, boxes in _boxes(rows, parallel.pp, chunks, scale).items():
-        _draw(axes, *key, boxes, inches)
+    for (micro_batch, kind), boxes in _boxes(rows, parallel.pp, chunks, scale).items():
+        draw_passes(axes, micro_batch, _KINDS[kind], boxes, inches=inches)
     for i, row in enumerate(rows):
         where = axes.get_yaxis_transform()
         axes.text(1.006, i, f"{row.idle:.0%}", transform=where, va="center", fontsize=8)
@@ -104,47 +103,8 @@ def _boxes(
     return boxes
 
 
-def _draw(axes: Any, micro_batch: int, kind: str, boxes: list[Box], inches: float) -> None:
-    from matplotlib.collections import PolyCollection
-
-    colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
-    colour = mixed(colour, LIGHT) if kind == "forward" else colour
-    collection = PolyCollection(
-        [corners(box) for box in boxes],
-        facecolors=colour,
-        edgecolors="white",
-        linewidths=0.4,
-        hatch="////" if kind == "weight" else None,
-    )
-    collection.set_gid(f"mb{micro_batch}{kind}")
-    axes.add_collection(collection)
-    if kind != "weight":
-        number_bars(axes, micro_batch, boxes, colour, inches=inches)
-
-
 def _legend(figure: Any, rows: Sequence[Row]) -> None:
-    from matplotlib.patches import Patch
-
-    grey = MICRO_BATCHES[-1]
-    splits = any(p.kind == "weight" for row in rows for p in row.passes)
-    handles = [
-        Patch(facecolor=mixed(grey, LIGHT), label="forward"),
-        Patch(facecolor=grey, label="backward, inputs" if splits else "backward"),
-    ]
-    if splits:
-        label = "backward, weights"
-        handles.append(Patch(facecolor=grey, edgecolor="white", hatch="////", label=label))
-    count = 1 + int(np.max([p.micro_batch for row in rows for p in row.passes], initial=0))
-    cycle = len(MICRO_BATCHES)
-    for i in range(min(count, cycle)):
-        same = ", ".join(str(k) for k in range(i, count, cycle)[:3])
-        more = ", .." if len(range(i, count, cycle)) > 3 else ""
-        words = "micro-batch " if i == 0 else ""
-        handles.append(Patch(facecolor=MICRO_BATCHES[i], label=f"{words}{same}{more}"))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(len(handles), 6),
-        frameon=False,
-        fontsize=8,
-    )
+    passes = [p for row in rows for p in row.passes]
+    splits = any(p.kind == "weight" for p in passes)
+    count = 1 + max((p.micro_batch for p in passes), default=0)
+    legend_below(figure, shade_handles(splits=splits) + colour_handles(count))

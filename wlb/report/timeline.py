@@ -84,26 +84,45 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
     from matplotlib.patches import Patch
 
     n = simulation.simulator.spec.micro_batches_per_pipeline
-    grey = MICRO_BATCHES[-1]
     splits = any(a.kind == Kind.BACKWARD_WEIGHT for a in simulation.simulator.order[0])
-    handles: list[Any] = [
-        Patch(facecolor=mixed(grey, LIGHT), label="forward"),
-        Patch(facecolor=grey, label="backward, inputs" if splits else "backward"),
-    ]
-    if splits:
-        handles.append(
-            Patch(facecolor=grey, edgecolor="white", hatch="////", label="backward, weights")
-        )
+    handles = shade_handles(splits=splits)
     graph, durations = simulation.simulator.graph, simulation.durations_ns
     if any(durations[i].any() for i, node in enumerate(graph.nodes) if node.action is None):
         handles.append(Patch(facecolor=COLLECTIVE, label="collective, optimizer"))
     handles.append(Line2D([], [], color="#000000", linewidth=1.6, label="critical path"))
+    legend_below(figure, handles + colour_handles(n))
+
+
+def shade_handles(*, splits: bool) -> list[Any]:
+    """Legend of the kinds of passes. splits: whether weights have passes of their own."""
+    from matplotlib.patches import Patch
+
+    grey = MICRO_BATCHES[-1]
+    handles = [
+        Patch(facecolor=mixed(grey, LIGHT), label="forward"),
+        Patch(facecolor=grey, label="backward, inputs" if splits else "backward"),
+    ]
+    if splits:
+        label = "backward, weights"
+        handles.append(Patch(facecolor=grey, edgecolor="white", hatch="////", label=label))
+    return handles
+
+
+def colour_handles(num_micro_batches: int) -> list[Any]:
+    """Legend of the micro-batches' colours."""
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = []
     cycle = len(MICRO_BATCHES)
-    for i in range(min(n, cycle)):
-        same = ", ".join(str(k) for k in range(i, n, cycle)[:3])
-        more = ", .." if len(range(i, n, cycle)) > 3 else ""
+    for i in range(min(num_micro_batches, cycle)):
+        same = ", ".join(str(k) for k in range(i, num_micro_batches, cycle)[:3])
+        more = ", .." if len(range(i, num_micro_batches, cycle)) > 3 else ""
         words = "micro-batch " if i == 0 else ""
         handles.append(Patch(facecolor=MICRO_BATCHES[i], label=f"{words}{same}{more}"))
+    return handles
+
+
+def legend_below(figure: Any, handles: list[Any]) -> None:
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -113,6 +132,28 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
         columnspacing=1.2,
         handlelength=1.4,
     )
+
+
+def draw_passes(
+    axes: Any, micro_batch: int, kind: Kind, boxes: list[Box], *, inches: float
+) -> None:
+    """Bars of one micro-batch and kind, as a collection with the gid `mb<micro_batch><kind>`.
+    inches: height of a row."""
+    from matplotlib.collections import PolyCollection
+
+    colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
+    colour = mixed(colour, LIGHT) if kind == Kind.FORWARD else colour
+    collection = PolyCollection(
+        [corners(box) for box in boxes],
+        facecolors=colour,
+        edgecolors="white",
+        linewidths=0.4,
+        hatch="////" if kind == Kind.BACKWARD_WEIGHT else None,
+    )
+    collection.set_gid(f"mb{micro_batch}{kind}")
+    axes.add_collection(collection)
+    if kind != Kind.BACKWARD_WEIGHT:
+        number_bars(axes, micro_batch, boxes, colour, inches=inches)
 
 
 class _Bars(NamedTuple):
@@ -135,28 +176,14 @@ class _Bars(NamedTuple):
         return float(self.start[i]), float(self.stop[i]), top, top + height
 
     def passes(self) -> None:
-        from matplotlib.collections import PolyCollection
-
         groups: dict[tuple[int, Kind], list[Box]] = {}
         for i, node in enumerate(self.simulation.simulator.graph.nodes):
             if node.kind == NodeKind.PASS and node.action is not None:
                 key = (node.action.micro_batch, node.action.kind)
                 groups.setdefault(key, []).append(self.box(i, node))
+        inches = row_inches(self.simulation.simulator.spec.parallel.pp)
         for (micro_batch, kind), boxes in groups.items():
-            colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
-            colour = mixed(colour, LIGHT) if kind == Kind.FORWARD else colour
-            collection = PolyCollection(
-                [corners(box) for box in boxes],
-                facecolors=colour,
-                edgecolors="white",
-                linewidths=0.4,
-                hatch="////" if kind == Kind.BACKWARD_WEIGHT else None,
-            )
-            collection.set_gid(f"mb{micro_batch}{kind}")
-            self.axes.add_collection(collection)
-            if kind != Kind.BACKWARD_WEIGHT:
-                inches = row_inches(self.simulation.simulator.spec.parallel.pp)
-                number_bars(self.axes, micro_batch, boxes, colour, inches=inches)
+            draw_passes(self.axes, micro_batch, kind, boxes, inches=inches)
 
     def waits(self) -> None:
         """What goes on beside passes as a strip under the row; what a rank waits for over all of

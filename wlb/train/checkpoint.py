@@ -66,16 +66,16 @@ def to_resume(directory: Path, asked: str | None) -> Path | None:
     return wanted
 
 
-def to_begin_with(path: str) -> Path:
-    """The checkpoint that `checkpoint.init_from` names: a checkpoint's folder or a run's newest."""
-    folder = Path(path)
+def named(folder: Path, asked: str) -> Path:
+    """The checkpoint that a folder stands for: it itself, or a run's newest; ValueError, which
+    begins with `asked`, where it is neither."""
     if (folder / RUN).is_file():
         return folder
     found = complete(folder / "checkpoints")
     if not found:
         raise ValueError(
-            f"checkpoint.init_from = {path} is neither a checkpoint (a folder with {RUN}) nor a "
-            f"run with checkpoints in it"
+            f"{asked} is neither a checkpoint (a folder with {RUN}) nor a run with checkpoints in "
+            f"it"
         )
     return found[-1]
 
@@ -178,5 +178,5 @@ def _refuse(path: Path, what: str) -> NoReturn:
     before = [p for p in complete(checkpoint.parent) if p.name < checkpoint.name]
     offer = "there is no checkpoint before it"
     if before:
-        offer = f"the one before it can be gone on from with --resume {step_of(before[-1])}"
+        offer = f"the one before it is {before[-1]} (--resume {step_of(before[-1])})"
     raise ValueError(f"{path} {what}; this checkpoint cannot be used, {offer}")

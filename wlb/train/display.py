@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wlb.plan import TERMS, Moments, StepMetrics
-from wlb.train.tally import Measured, Stragglers, Tally
+from wlb.train.tally import Measured, Saves, Stragglers, Tally
 
 _ROWS = 14
 _MOST_STRAGGLERS = 5
@@ -153,11 +153,28 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
         _measured(table, tally.telemetry)
     if tally.stragglers.num_tables:
         table.add_row("stragglers", _stragglers(tally.stragglers))
+    if tally.refused:
+        told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
+        table.add_row("not finite", f"steps: {told}")
+    if tally.saves.stall_s:
+        table.add_row("checkpoints", _saves(tally.saves))
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
     console.print(table)
     for name, path in files.items():
         # Not in the table, which would shorten a long path.
         console.print(f"{name}: {path}", soft_wrap=True)
+
+
+_REFUSED = {"skip": "skipped", "rollback": "trained again from a checkpoint"}
+
+
+def _saves(saves: Saves) -> str:
+    stalls = saves.stall_s.values()
+    line = (
+        f"{len(stalls) - len(saves.failed)} written, for which training waited "
+        f"{sum(stalls) / len(stalls):.3f} s each, {max(stalls):.3f} s at most"
+    )
+    return line + (f"; {len(saves.failed)} could not be written" if saves.failed else "")
 
 
 def _stragglers(seen: Stragglers) -> str:

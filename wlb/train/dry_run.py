@@ -8,7 +8,7 @@ from wlb.cost import memory_estimate
 from wlb.parallel import mesh as meshes
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
-from wlb.train.refuse import computed_by, priced_by, refuse_early
+from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
 from wlb.train.start import open_stores, ready
 
 GIB = 2**30
@@ -21,7 +21,12 @@ def show(spec: RunSpec, console: Console) -> None:
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
     planner = refuse_early(
-        spec, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=None
+        spec,
+        train=stores.train,
+        heldout=stores.heldout,
+        device=choice.kind,
+        resume=None,
+        init_from=begins_with(spec),
     )
     console.print(f"{choice.kind}: {choice.reason}")
     console.print(f"corpus: {stores.note}")

@@ -36,6 +36,8 @@ class Ledger:
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
         """A step was executed; updated: and moved the weights."""
+        if self._file is None:
+            return
         pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
         columns = {name: getattr(pieces, name).tolist() for name in ("document", "start", "stop")}
         columns["source"] = pieces.source.tolist()

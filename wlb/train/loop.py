@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer, StepSums
 from wlb.train.refuse import with_backend
 from wlb.train.report_log import Report
-from wlb.train.saver import CheckpointError, CheckpointSaver
+from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
@@ -114,7 +115,7 @@ class Trainer:
     def run(self) -> Tally:
         """Train until training.steps, the end of data or a request to stop; evaluate unless
         stopped, save, show a summary."""
-        with self._report() as report, self.stop_request:
+        with self._report() as report, self.stop_request, closing(self.ledger):
             stop = Stop.NO
             self.ledger.begin(self.state.next_step if self.state else 0)
             try:
@@ -136,7 +137,6 @@ class Trainer:
                 self._evaluate(report)
             self._save(report, is_last=True)
             self.saver.close()
-            self.ledger.close()
             if stop:
                 report.stopped(self.steps_done, self.stop_request.words[stop])
         if self.mesh.rank == 0:
@@ -185,7 +185,7 @@ class Trainer:
             self._evaluate(report)
         if updated and self._is_due(self.spec.checkpoint.interval):
             self._save(report)
-        report.saves(self.saver.poll())
+        self._tell_saves(self.saver.poll(), report)
         return sums.stop
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
@@ -212,6 +212,7 @@ class Trainer:
         action = self.nonfinite.decide(
             plan.step, loss=sums.loss, norm=sums.gradient_norm, has_checkpoint=bool(there)
         )
+        self.tally.refused[str(action)] += 1
         self.optimizers.clear()
         report.nonfinite(plan.step, sums, action, there[-1] if there else None)
         if action == OnNonfinite.ROLLBACK:
@@ -330,13 +331,18 @@ class Trainer:
             self.saved = self.state
         if is_last:
             ended += self.saver.wait()
-        report.saves(ended)
+        self._tell_saves(ended, report)
         if is_last and ended and ended[-1].error:
             raise CheckpointError(
                 f"the last checkpoint, after step {ended[-1].step}, could not be written: "
                 f"{ended[-1].error}. Those before it in {self.job.checkpoints} are as they were; "
                 f"make room or correct run.output_dir, and go on with --resume"
             )
+
+    def _tell_saves(self, ended: list[Saved], report: Report) -> None:
+        for saved in ended:
+            self.tally.saves.add(saved.step, saved.stall_s, saved.error)
+        report.saves(ended)
 
     def _checkpoint_path(self) -> Path:
         return checkpoint.folder_of(self.job.checkpoints, self.steps_done)

@@ -10,7 +10,7 @@ from wlb.spec import OnNonfinite
 
 @dataclass(slots=True)
 class NonfiniteSteps:
-    """Decides and counts. most_in_a_row: skipped updates that are taken as chance.
+    """Decides. most_in_a_row: skipped updates that are taken as chance.
 
     rollback trains again from the last checkpoint; a step that fails again is skipped then, since
     its documents and not a passing fault of the hardware are the cause.
@@ -18,8 +18,6 @@ class NonfiniteSteps:
 
     action: OnNonfinite
     most_in_a_row: int
-    num_skipped: int = 0
-    num_rollbacks: int = 0
     _in_a_row: int = 0
     _failed: set[int] = field(default_factory=set[int])
 
@@ -35,11 +33,9 @@ class NonfiniteSteps:
         is_new = step not in self._failed
         self._failed.add(step)
         if self.action == OnNonfinite.ROLLBACK and is_new and has_checkpoint:
-            self.num_rollbacks += 1
             self._in_a_row = 0
             return OnNonfinite.ROLLBACK
         self._in_a_row += 1
-        self.num_skipped += 1
         if self._in_a_row > self.most_in_a_row:
             raise FloatingPointError(
                 f"{found}; {self._in_a_row} steps in a row were not finite, more than "

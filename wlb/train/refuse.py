@@ -31,7 +31,13 @@ _SHAPES = (
 
 
 def refuse_early(
-    spec: RunSpec, *, train: StoreName, heldout: str, device: str, resume: Path | None
+    spec: RunSpec,
+    *,
+    train: StoreName,
+    heldout: str,
+    device: str,
+    resume: Path | None,
+    init_from: Path | None,
 ) -> Planner:
     """ValueError for a run of `spec` on stores `train` and `heldout` that could not go far.
 
@@ -51,13 +57,20 @@ def refuse_early(
     if spec.eval.steps and heldout:
         _hold_documents(spec, TokenStore(heldout))
         open_heldout_planner(priced, heldout, device)
-    if resume is None and spec.checkpoint.init_from:
-        begins = checkpoint.to_begin_with(spec.checkpoint.init_from)
-        _same_shapes(spec.model, begins, "checkpoint.init_from")
+    if init_from is not None:
+        checkpoint.check_files(init_from)
+        _same_shapes(spec.model, init_from, "checkpoint.init_from")
     if resume is not None:
+        checkpoint.check_files(resume)
         _same_shapes(spec.model, resume, "--resume")
         planner.next(checkpoint.planner_state(resume))
     return planner
+
+
+def begins_with(spec: RunSpec) -> Path | None:
+    """The checkpoint that checkpoint.init_from names, if any."""
+    path = spec.checkpoint.init_from
+    return checkpoint.named(Path(path), f"checkpoint.init_from = {path}") if path else None
 
 
 def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:

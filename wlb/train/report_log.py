@@ -39,10 +39,10 @@ class Report:
         job: "Job",
         *,
         is_shown: bool,
-        priced: RunSpec | None = None,
-        device: str = "",
-        steps_done: int = 0,
-        places: tuple[Place, ...] = (),
+        priced: RunSpec,
+        device: str,
+        steps_done: int,
+        places: tuple[Place, ...],
     ) -> None:
         self.job = job
         self.console = console()
@@ -59,7 +59,7 @@ class Report:
                 "device": device,
                 "train_store": job.train_store,
                 "places": places_to_json(places) if places else None,
-                "spec": (priced or job.spec).to_dict(),
+                "spec": priced.to_dict(),
             }
             self.start(job.resume and str(job.resume), steps_done=steps_done)
             self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -46,6 +48,7 @@ from wlb.train.optimizer import Optimizers
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "state."
 _TIMEOUT = timedelta(hours=2)
+"""Of messages about a save: a rank may write its share much later than others."""
 
 Stages = dict[int, Llama]
 
@@ -56,7 +59,8 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A save that ended. stall_s: what training waited. num_bytes: of all ranks, on rank 0.
+    """A save that ended. stall_s: what training waited. write_s: from its beginning to its end,
+    stall_s included. num_bytes: of all ranks, on rank 0.
 
     error: "" for a checkpoint that is complete.
     """
@@ -172,7 +176,7 @@ class CheckpointSaver:
         self._on_rank_0(lambda: self._complete(task, partial, files))
         return sum(about["bytes"] for about in files.values())
 
-    def _on_rank_0(self, action: Any) -> None:
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Runs `action` on rank 0; CheckpointError on all ranks if it fails there."""
         said: list[str] = [""]
         if self.mesh.rank == 0:
@@ -227,6 +231,17 @@ class CheckpointSaver:
             shutil.rmtree(old)
 
 
+class _Reader(HuggingFaceStorageReader):
+    """Opens the headers of all files once, however often it is asked what there is."""
+
+    _known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known
+
+
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
     """Load weights, optimiser and RNG state in place, from any layout; the executed steps.
 
@@ -235,11 +250,11 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     _verify(saved_in, mesh)
     tensors = _tensors(stages, optimizers)
     rng = _rng(mesh.rank)
-    reader = HuggingFaceStorageReader(str(saved_in))
+    reader = _Reader(str(saved_in))
     known = reader.read_metadata().state_dict_metadata
     # A rank that the saved run did not have keeps the state of its seed.
     rng = {name: value for name, value in rng.items() if name in known}
-    state_dict_loader.load(tensors | rng, storage_reader=HuggingFaceStorageReader(str(saved_in)))
+    state_dict_loader.load(tensors | rng, storage_reader=reader)
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)

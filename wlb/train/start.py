@@ -29,7 +29,7 @@ from wlb.spec import Recompute, RunSpec, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.calibrate import profile_path
 from wlb.train.loop import Job, run_rank
-from wlb.train.refuse import computed_by, priced_by, profile_of, refuse_early
+from wlb.train.refuse import begins_with, computed_by, priced_by, profile_of, refuse_early
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""
@@ -264,19 +264,22 @@ def _job(
         f"micro-batches of about {filled.data.context_window} tokens"
     )
     saved = checkpoint.to_resume(directory / "checkpoints", resume)
-    if saved is not None:
-        checkpoint.check_files(saved)
+    init_from = None
     if saved is None:
+        init_from = begins_with(spec)
         _refuse_in_older_run(directory, "cost.profile", spec.cost.profile)
         _refuse_in_older_run(directory, "checkpoint.init_from", spec.checkpoint.init_from)
     planner = refuse_early(
-        filled, train=stores.train, heldout=stores.heldout, device=choice.kind, resume=saved
+        filled,
+        train=stores.train,
+        heldout=stores.heldout,
+        device=choice.kind,
+        resume=saved,
+        init_from=init_from,
     )
     console.print(computed_by(filled, choice.kind))
     console.print(priced_by(planner))
-    init_from = None
-    if saved is None and spec.checkpoint.init_from:
-        init_from = checkpoint.to_begin_with(spec.checkpoint.init_from)
+    if init_from is not None:
         console.print(f"weights of {init_from}")
     target: Path | None = None
     if calibrate is not None:

@@ -93,9 +93,24 @@ class Stragglers:
 
 
 @dataclass(slots=True)
+class Saves:
+    """Checkpoints of a run. stall_s: what training waited for each, by executed steps. failed:
+    those that could not be written."""
+
+    stall_s: dict[int, float] = field(default_factory=dict[int, float])
+    failed: set[int] = field(default_factory=set[int])
+
+    def add(self, step: int, stall_s: float, error: str) -> None:
+        """A save that ended; the same one may come again."""
+        self.stall_s[step] = stall_s
+        if error:
+            self.failed.add(step)
+
+
+@dataclass(slots=True)
 class Tally:
     """Everything the summary says. losses: mean loss of each step, in order. telemetry: of
-    records after warm-up."""
+    records after warm-up. refused: steps that were not finite, by what was done about them."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -109,6 +124,8 @@ class Tally:
     train_time_s: float = 0.0
     telemetry: Measured = field(default_factory=Measured)
     stragglers: Stragglers = field(default_factory=Stragglers)
+    saves: Saves = field(default_factory=Saves)
+    refused: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
         self.ours.add(predicted)

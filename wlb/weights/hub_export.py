@@ -16,12 +16,13 @@ import safetensors.torch
 import torch
 
 from wlb.spec import Dtype
+from wlb.train import checkpoint
 from wlb.weights.config import config_json, one_or_many
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import INDEX, SINGLE
 from wlb.weights.hub_import import name_of
 from wlb.weights.names import Parameter
-from wlb.weights.saved import SavedModel, checkpoint_of, open_saved
+from wlb.weights.saved import SavedModel, open_saved
 from wlb.weights.tokenizer import check_tokenizer, copy_tokenizer, tokenizer_of_run
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -57,7 +58,7 @@ def export(
     refuse_existing(out)
     if shard_bytes < 1:
         raise ValueError(f"--shard-size {shard_bytes} must be at least 1 byte")
-    saved = open_saved(checkpoint_of(source))
+    saved = open_saved(checkpoint.named(source, str(source)))
     taken = _dtype(saved, dtype)
     found = tokenizer_of_run(saved.run)
     file, why = found.file, found.why

@@ -39,22 +39,9 @@ class SavedModel:
         return {n: value[: self.parameters[n].unpadded[0]] for n, value in state.items()}
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that `path` names: its folder, or a run's, whose newest it is."""
-    if (path / "run.json").is_file():
-        return path
-    found = checkpoint.complete(path / "checkpoints")
-    if not found:
-        raise ValueError(
-            f"{path} is neither a checkpoint (a folder with run.json) nor a run with checkpoints "
-            f"in it"
-        )
-    return found[-1]
-
-
 def open_saved(folder: Path) -> SavedModel:
     """What `folder` holds; ValueError where that is not the model of its run.json."""
-    file = folder / "run.json"
+    file = folder / checkpoint.RUN
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
     try:
