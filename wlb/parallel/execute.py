@@ -20,6 +20,7 @@ from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_d
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.pipeline import Pipeline, VarLenStage
+from wlb.parallel.position import Position
 from wlb.plan import PipelinePlan
 from wlb.spec import RunSpec
 
@@ -35,15 +36,16 @@ class StepInputs:
 
 
 class Executor:
-    """The stages of one rank and how to run a step on them.
+    """The stages of one rank and how to run a step on them. position: is told what is at work.
 
     stages: modules by stage index. backend: attention kernel in use. clock: times of the last
     training step (`wlb.parallel.clock`), None with telemetry off. Gradients add up in the stages'
     parameters; the caller owns the optimiser.
     """
 
-    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, position: Position | None = None) -> None:
         self.spec, self.mesh = spec, mesh
+        self.position = position or Position()
         self.stages: dict[int, Llama] = build_stages(spec, mesh)
         self.clock: StepClock | None = None
         if spec.telemetry.enabled:
@@ -78,6 +80,7 @@ class Executor:
                         dtype=dtype,
                         queue=getattr(module.ops, "queue", None),
                         clock=self.clock,
+                        position=self.position,
                     )
                     for index, module in self.stages.items()
                 ],
@@ -166,6 +169,7 @@ class Executor:
         return losses
 
     def _timed(self, kind: Pass, i: int, first: Part) -> AbstractContextManager[None]:
+        self.position.chunk(kind, 0, i)
         if self.clock is None:
             return nullcontext()
         return self.clock.chunk(kind, stage=0, micro_batch=i, first=first)

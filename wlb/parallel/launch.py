@@ -54,6 +54,7 @@ PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 DUMP_SIGNAL = signal.SIGUSR2
 _STACK_WAIT_S = 2.0
 _PEER_WAIT_S = 0.2
+_REPORT_WAIT_S = 10.0
 _JOIN_S = 10.0
 
 
@@ -82,12 +83,14 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """at_s: the machine's monotonic clock; 0 for a rank that died without a word."""
+    """at_s: the machine's monotonic clock; 0 for a rank that died without a word. is_report: one
+    of all ranks, by whoever watched over them."""
 
     rank: int
     error: str
     details: str
     at_s: float = 0.0
+    is_report: bool = False
 
 
 def run_local(
@@ -99,6 +102,7 @@ def run_local(
     start_group: bool = False,
     preload: Sequence[str] = (),
     forward_signals: bool = False,
+    awaits_report: bool = False,
 ) -> list[Any]:
     """Results of fn(world, *args) on `world_size` ranks of this machine, in rank order.
 
@@ -106,7 +110,8 @@ def run_local(
     and ended after it; otherwise `fn` calls `mesh.init`. preload: more modules for the forkserver
     to import once; it starts at the first call of a process and later additions come too late.
     forward_signals: the first SIGTERM and any SIGUSR1 go to the ranks, which may end well after it;
-    the second SIGTERM ends them.
+    the second SIGTERM ends them. awaits_report: ranks watch over each other (`wlb.parallel.watch`),
+    so that when one fails a report of all comes a moment later.
     """
     if world_size < 1:
         raise ValueError(f"world_size = {world_size} must be at least 1")
@@ -132,7 +137,7 @@ def run_local(
         ]
         try:
             ranks.start(jobs, preload)
-            return ranks.collect(timeout_s)
+            return ranks.collect(timeout_s, awaits_report=awaits_report)
         except BaseException:
             ranks.kill()
             raise
@@ -217,7 +222,7 @@ class _Ranks:
             self.processes.append(process)
             sender.close()
 
-    def collect(self, timeout_s: float | None) -> list[Any]:
+    def collect(self, timeout_s: float | None, *, awaits_report: bool = False) -> list[Any]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -226,14 +231,17 @@ class _Ranks:
                 raise self._out_of_time(timeout_s)
             failures = self._take(ready)
             if failures:
-                raise self._failed(failures + self._peers())
+                raise self._failed(failures + self._peers(failures, awaits_report))
         return [self.results[rank] for rank in range(len(self.jobs))]
 
-    def _peers(self) -> list[_Failure]:
-        """Failures a moment after the one seen first, which may be their consequence."""
+    def _peers(self, first: list[_Failure], awaits_report: bool) -> list[_Failure]:
+        """Failures a moment after the one seen first, which may be their consequence, or until a
+        report of all."""
         failures: list[_Failure] = []
-        end = time.monotonic() + _PEER_WAIT_S
+        end = time.monotonic() + (_REPORT_WAIT_S if awaits_report else _PEER_WAIT_S)
         while self.pending and (left := end - time.monotonic()) > 0:
+            if any(failure.is_report for failure in first + failures):
+                break
             failures += self._take(wait(list(self.pending), timeout=left))
         return failures
 
@@ -263,7 +271,17 @@ class _Ranks:
         return _Failure(rank=rank, error=error, details=self._stack(rank))
 
     def _failed(self, failures: list[_Failure]) -> RankFailure:
-        """The first failure in full; a rank that died goes before those that complained."""
+        """The first failure in full; a rank that died goes before those that complained. With the
+        report of all ranks instead, if there is one."""
+        for report in failures:
+            if report.is_report:
+                died = [
+                    f for f in failures if f.rank == report.rank and not (f.at_s or f.is_report)
+                ]
+                lines = [f"rank {f.rank} {f.error}\n{f.details}".rstrip() for f in died]
+                message = "\n".join([*lines, report.details])
+                error = died[0].error if died else report.error
+                return RankFailure(message, rank=report.rank, error=error)
         first, *others = sorted(failures, key=lambda failure: failure.at_s)
         lines = [f"rank {first.rank} of {len(self.jobs)} failed: {first.error}", first.details]
         alike = [str(other.rank) for other in others if other.error == first.error]
@@ -321,8 +339,43 @@ def _pid(process: ForkServerProcess) -> int:
     return process.pid
 
 
+class _Line:
+    """A rank's line to its launcher, which reads one message from it."""
+
+    def __init__(self, sender: Connection) -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+        self._is_used = False
+
+    def send(self, message: bytes) -> None:
+        """The first message; what comes later is not sent."""
+        with self._lock:
+            if not self._is_used:
+                self._is_used = True
+                self._sender.send_bytes(message)
+
+
+_line: _Line | None = None
+
+
+def report_failure(rank: int, error: str, text: str) -> bool:
+    """Has `run_local` fail with a report of all ranks, for `rank`; False, and nothing is done, in a
+    process that it did not start. Any thread may call it; the launcher ends all ranks then."""
+    if _line is None:
+        return False
+    _line.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
+    return True
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that `run_local` started."""
+    return _line is not None
+
+
 def _rank_main(job: _Job, sender: Connection) -> None:
     """A rank's life: everything that goes wrong in it becomes one message."""
+    global _line
+    _line = _Line(sender)
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     mesh.adopt_environment(job.environment)
@@ -333,10 +386,10 @@ def _rank_main(job: _Job, sender: Connection) -> None:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
             message = pickle.dumps(_failure_of(job.world.rank, error))
-            sender.send_bytes(message)
+            _line.send(message)
             _await_end()
         else:
-            sender.send_bytes(message)
+            _line.send(message)
         finally:
             faulthandler.unregister(DUMP_SIGNAL)
             faulthandler.disable()
@@ -361,7 +414,7 @@ def _run_task(job: _Job) -> Any:
 
 
 def _failure_of(rank: int, error: BaseException) -> _Failure:
-    summary = "".join(traceback.format_exception_only(error)).strip()
+    summary = traceback.format_exception_only(error)[0].strip()  # without notes
     details = "".join(traceback.format_exception(error))
     return _Failure(rank=rank, error=summary, details=details, at_s=time.monotonic())
 

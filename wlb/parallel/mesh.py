@@ -225,9 +225,12 @@ def _rendezvous(world: World) -> dict[str, Any]:
     return {"init_method": f"tcp://{world.master_address}:{world.master_port}"}
 
 
-def limit_collectives(timeout_s: float) -> None:
-    """From now on a collective of all ranks may take this long (it was started with more)."""
-    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+def limit_collectives(timeout_s: float, mesh: "Mesh | None" = None) -> None:
+    """From now on a collective of all ranks, or of any group of a mesh, may take this long; torch
+    gives new groups half an hour, whatever the first one had."""
+    groups = [None] if mesh is None else mesh.groups
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def shutdown() -> None:
@@ -321,6 +324,11 @@ class Mesh:
     @property
     def fsdp_size(self) -> int:
         return self.parallel.dp * self.parallel.cp
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Of every axis, and of dp x cp."""
+        return [*self.device_mesh.get_all_groups(), self.fsdp.get_group()]
 
     @property
     def tp(self) -> DeviceMesh:

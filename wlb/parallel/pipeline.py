@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
 
 from wlb.parallel.clock import Part, Pass, StepClock
 from wlb.parallel.deferred import WeightQueue
+from wlb.parallel.position import Position
 from wlb.spec import Schedule
 
 
@@ -35,7 +36,7 @@ class VarLenStage(PipelineStage):
 
     module: called like `wlb.model.Llama`, with tokens or rows and the micro-batch's record.
     queue: where its layers leave weight gradients, for schedules that split the backward pass.
-    clock: what times its chunks, or None.
+    clock: what times its chunks, or None. position: is told of each chunk.
     """
 
     rows: list[int]
@@ -52,9 +53,10 @@ class VarLenStage(PipelineStage):
         dtype: torch.dtype,
         queue: WeightQueue | None,
         clock: StepClock | None,
+        position: Position,
     ) -> None:
         self.width, self.dtype = width, dtype
-        self._queue, self._clock = queue, clock
+        self._queue, self._clock, self._position = queue, clock, position
         self._rows_record: dict[str, Any] = {}
         # Only the rank and dtype of these matter: given statically, no inference run is made.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
@@ -121,6 +123,7 @@ class VarLenStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
 
     def _timed(self, kind: Pass, micro_batch: int, first: Part) -> AbstractContextManager[None]:
+        self._position.chunk(kind, self.stage_index, micro_batch)
         if self._clock is None:
             return nullcontext()
         return self._clock.chunk(kind, stage=self.stage_index, micro_batch=micro_batch, first=first)

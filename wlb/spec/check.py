@@ -110,6 +110,11 @@ def _check_ranges(spec: RunSpec) -> None:
     for name, value in above_0.items():
         if not value > 0:
             raise ValueError(f"{name} = {value} must be above 0")
+    if 0 < spec.training.heartbeat_s < 1 or spec.training.heartbeat_s < 0:
+        raise ValueError(
+            f"training.heartbeat_s = {spec.training.heartbeat_s} must be at least 1 second, or 0 "
+            f"for ranks that do not watch over each other"
+        )
     _check_fractions(spec)
     if spec.training.loss_chunk > 8192:
         raise ValueError(

@@ -355,6 +355,12 @@ class TrainingSection:
     )
     loss_chunk: int = key(8192, "rows of logits held at a time", unit="tokens")
     timeout_s: float = key(600.0, "collectives that take longer stop the run", unit="s")
+    heartbeat_s: float = key(
+        60.0,
+        "a rank that gives no sign of life for so long (stopped, its node lost) ends the run, with "
+        "a report of all ranks; 0 = ranks do not watch over each other",
+        unit="s",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from wlb.cost import workload_for
 from wlb.parallel.agreement import agree
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import Mesh, World, build_mesh
+from wlb.parallel.mesh import Mesh, World, build_mesh, limit_collectives
+from wlb.parallel.position import Position
 from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite, RunSpec
@@ -35,6 +36,7 @@ from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
+from wlb.train.watched import watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +66,19 @@ class Job:
 
 
 class Trainer:
-    """Runs a job on one rank; all ranks construct it and call `run` together."""
+    """Runs a job on one rank; all ranks construct it and call `run` together. position: is told
+    what is at work."""
 
-    def __init__(self, job: Job, world: World, mesh: Mesh) -> None:
+    def __init__(
+        self, job: Job, world: World, mesh: Mesh, position: Position | None = None
+    ) -> None:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
         self.world = world
         priced, profile = _agree_on_kernel(spec, world, mesh)
         self._priced = priced
-        self.executor = Executor(spec, mesh)
+        self.executor = Executor(spec, mesh, position)
+        self.position = self.executor.position
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         state: PlannerState | None = None
@@ -107,6 +113,7 @@ class Trainer:
         self.tally = Tally()
 
     def _load(self, saved_in: Path) -> PlannerState:
+        self.position.enter(f"loading {saved_in.name}", is_slow=True)
         self.steps_done = saver.load(
             saved_in, self.mesh, stages=self.executor.stages, optimizers=self.optimizers
         )
@@ -126,6 +133,7 @@ class Trainer:
                 if self.job.resume is None:
                     self._evaluate(report)
                 while not stop and self.steps_done < self.spec.training.steps:
+                    self.position.enter("waiting for the next step's plan")
                     item = self.feed.next()
                     if item is None:
                         break
@@ -165,6 +173,7 @@ class Trainer:
     def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: Report) -> Stop:
         """Executes a planned step; whether the run was asked to stop."""
         begin = time.perf_counter()
+        self.position.enter("reading its tokens", step=plan.step)
         sums = self._compute(plan, pipeline)
         if not math.isfinite(sums.loss + sums.gradient_norm):
             if self._refuse(plan, sums, report) == OnNonfinite.ROLLBACK:
@@ -174,10 +183,12 @@ class Trainer:
             self.nonfinite.passed()
             updated = bool(plan.num_targets)
         if updated:
+            self.position.enter("updating weights")
             # A step without a label moves neither the optimiser nor the learning rate.
             self.optimizers.step(self.steps_done, norm=sums.gradient_norm)
             self.steps_done += 1
         self.state = plan.state
+        self.position.enter("recording the step")
         self._record(plan, pipeline, sums, report, updated=updated, begin=begin)
         self._record_ranks(plan, report)
         self.ledger.add(plan, updated=updated)
@@ -195,8 +206,10 @@ class Trainer:
         if plan.num_targets:
             inputs = self.inputs.take(pipeline, loss_scale=scale)
             self._load_ahead()
+            self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.named_parameters(), self.mesh)
+        self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
             self.feed.peek(2),
             loss=loss,
@@ -316,12 +329,14 @@ class Trainer:
 
     def _evaluate(self, report: Report) -> None:
         if self.evaluator is not None:
+            self.position.enter("evaluating")
             loss = self.evaluator.run()
             self.tally.heldout.append((self.steps_done, loss))
             report.evaluation(self.steps_done, loss)
 
     def _save(self, report: Report, *, is_last: bool = False) -> None:
         """Saves unless this state is saved; what is the last of a run is waited for."""
+        self.position.enter("saving a checkpoint", is_slow=True)
         ended = self.saver.wait()
         if any(saved.error for saved in ended):
             self.saved = None  # known to all ranks here, and to none before
@@ -372,4 +387,7 @@ def run_rank(world: World, job: Job, device: torch.device) -> Tally:
     if job.calibrate is not None and device.type == "cpu":
         torch.set_num_threads(1)  # as profiles are measured; with more, CPU time tells nothing
     mesh = build_mesh(job.spec.parallel, device)
-    return Trainer(job, world, mesh).run()
+    limit_collectives(job.spec.training.timeout_s, mesh)
+    position = Position()
+    with watched(job.directory, job.spec, world=world, mesh=mesh, position=position):
+        return Trainer(job, world, mesh, position).run()

@@ -36,6 +36,7 @@ from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import Mesh, World, build_mesh
 from wlb.parallel.pipeline import Pipeline, VarLenStage
+from wlb.parallel.position import Position
 from wlb.simulate import Kind, pipeline_order
 from wlb.spec import ParallelSpec, Schedule
 
@@ -438,6 +439,7 @@ def _build_rank(job: _Job) -> _Rank:
                     dtype=torch.float32,
                     queue=stage.queue,
                     clock=None,
+                    position=Position(),
                 )
                 for stage in stages
             ],

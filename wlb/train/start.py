@@ -186,7 +186,15 @@ def train(
     if world_size == 1:
         _rank(World(), job, choice.kind)
     else:
-        run_local(_rank, world_size, job, choice.kind, device=choice.kind, forward_signals=True)
+        run_local(
+            _rank,
+            world_size,
+            job,
+            choice.kind,
+            device=choice.kind,
+            forward_signals=True,
+            awaits_report=bool(checked.training.heartbeat_s),
+        )
 
 
 def _given_ranks(
