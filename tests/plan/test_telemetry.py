@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.plan import TERMS, Moments, Spread, StepMetrics, Telemetry
+from wlb.plan import TERMS, Moments, Spread, StepMetrics, Telemetry, Work
 
 PAIRS = st.lists(
     st.tuples(st.floats(1e-6, 10.0), st.floats(1e-6, 10.0)), min_size=2, max_size=30, unique=True
@@ -32,6 +32,7 @@ def record(**changes: object) -> Telemetry:
         "head_s": 0.2,
         "compute": Spread(mean_s=1.0, max_s=2.0, max_rank=3),
         "bubble": Spread(mean_s=0.5, max_s=0.75, max_rank=0),
+        "work": Work(rank_s=8.0, model_flops=4e12, window_flops=6e12, peak_flops=1.6e13),
     }
     return Telemetry(**{**values, **changes})  # pyright: ignore[reportArgumentType]
 
@@ -81,6 +82,8 @@ def test_records_survive_json_inside_metrics() -> None:
         1.1,
     )
     assert shown["terms"]["linear_forward"]["ratio"] == pytest.approx(7 / 3)
+    work = {n: shown["work"][n] for n in ("tflops", "mfu", "window_tflops", "window_mfu")}
+    assert work == {"tflops": 0.5, "mfu": 0.25, "window_tflops": 0.75, "window_mfu": 0.375}
 
 
 def test_records_of_before_the_head_was_predicted_are_read() -> None:
@@ -93,3 +96,21 @@ def test_records_of_before_the_head_was_predicted_are_read() -> None:
 
 def test_imbalance_of_no_time_is_one() -> None:
     assert record(slowest_ns=0, mean_ns=0.0).imbalance == 1.0
+
+
+def test_records_of_before_work_was_counted_are_read() -> None:
+    data = record().to_json()
+    del data["work"]
+    assert Telemetry.from_json(data) == record(work=None)
+    assert Telemetry.from_json(record(work=None).to_json()) == record(work=None)
+
+
+def test_works_add_up_and_have_no_mfu_where_a_part_has_no_peak() -> None:
+    known = Work(rank_s=2.0, model_flops=3e12, window_flops=6e12, peak_flops=1e13)
+    other = Work(rank_s=4.0, model_flops=9e12, window_flops=9e12, peak_flops=3e13)
+    total = Work() + known + other
+    assert (total.tflops, total.window_tflops) == (2.0, 2.5)
+    assert (total.mfu, total.window_mfu) == (0.3, 0.375)
+    unknown = known + Work(rank_s=4.0, model_flops=9e12, window_flops=9e12)
+    assert (unknown.tflops, unknown.mfu, unknown.window_mfu) == (2.0, None, None)
+    assert (Work().tflops, Work().window_tflops, Work().mfu) == (0.0, 0.0, None)

@@ -118,6 +118,7 @@ def test_the_page_says_what_the_numbers_are(page: str) -> None:
     assert "imbalance, Plain-4D 1.400" in text
     assert "imbalance, ours 1.100 predicted; 1.27x better balance" in text
     assert "stragglers 1 of 16 ranks" in text
+    assert "MFU 25.0% 0.5 TFLOP/s a rank, of documents; as full windows 37.5%" in text
     rate = sum(1000 + d for d in range(1, 21)) / (20 * 0.25)
     assert f"tokens/s {rate:,.0f}" in text
     for name, ratio in (("attention forward", "1.000"), ("linear backward", "1.300")):
@@ -198,6 +199,18 @@ def test_a_run_that_recorded_little_has_a_page_too(tmp_path: Path) -> None:
     assert "1 of 20 steps so far" in text
     assert "The run recorded no times (telemetry.enabled = false)." in text
     assert "No table of ranks was recorded" in text
+
+
+def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> None:
+    line = step(1)
+    line["measured"]["telemetry"]["work"]["peak_flops"] = 0.0
+    text = text_of(run_page(read_run(write(tmp_path / "unknown", [start(), line]))))
+    assert "model TFLOP/s a rank 0.5 of documents; as full windows 0.75" in text
+    assert "MFU" not in text
+    del line["measured"]["telemetry"]["work"]  # written before it was counted
+    text = text_of(run_page(read_run(write(tmp_path / "old", [start(), line]))))
+    assert "imbalance, measured" in text
+    assert "TFLOP/s" not in text
 
 
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:

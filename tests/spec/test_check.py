@@ -95,6 +95,30 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             {"training__min_learning_rate": -1e-5},
             "training.min_learning_rate = -1e-05 must be at least 0",
         ),
+        ({"telemetry__peak_tflops": -1}, "telemetry.peak_tflops = -1.0 must be at least 0"),
+        (
+            {"training__schedule": "wsd"},
+            "training.decay_steps = 0 with training.schedule = wsd: the rate falls from one step "
+            "of the decay to the next, so it takes 2 or more; 10% to 20% of training.steps are "
+            "usual, such as 100",
+        ),
+        (
+            {"training__schedule": "wsd", "training__decay_steps": -1},
+            "training.decay_steps = -1 with training.schedule = wsd",
+        ),
+        (
+            {"training__schedule": "wsd", "training__decay_steps": 901},
+            "training.decay_steps = 901 is longer than the 900 steps after the warm-up",
+        ),
+        (
+            {"training__decay_steps": 10},
+            "training.decay_steps = 10 and training.decay_shape = linear are of training.schedule "
+            "= wsd; with cosine leave them out",
+        ),
+        (
+            {"training__schedule": "constant", "training__decay_shape": "sqrt"},
+            "training.decay_shape = sqrt are of training.schedule = wsd; with constant leave",
+        ),
         ({"training__adam_eps": 0}, "training.adam_eps = 0.0 must be above 0"),
         ({"training__timeout_s": 0}, "training.timeout_s = 0.0 must be above 0"),
         ({"training__beta1": 1}, "training.beta1 = 1.0 must be in [0, 1)"),
@@ -266,6 +290,8 @@ def test_stages_may_have_different_numbers_of_layers() -> None:
 
 def test_bounds_themselves_are_accepted() -> None:
     check(changed(packing__s_max=1, packing__queue_thresholds=[1.0]))
+    check(changed(training__schedule="wsd", training__decay_steps=900))
+    check(changed(training__schedule="wsd", training__decay_steps=2, training__decay_shape="sqrt"))
     check(changed(data__heldout_fraction=0, training__warmup_steps=0, training__clip_norm=0))
     check(changed(data__context_window=2, training__loss_chunk=8192, planner__ahead=2))
     check(changed(parallel__tp=8, model__head_dim=6, training__beta1=0))

@@ -5,7 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from wlb.plan import RankTable, StepMetrics, Straggler
+from tests.plan.test_telemetry import record
+from wlb.plan import RankTable, StepMetrics, Straggler, Work
 from wlb.train import display
 from wlb.train.display import Display, summary
 from wlb.train.tally import Tally
@@ -113,3 +114,23 @@ def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     tally.stragglers.add(empty.named((STRAGGLER,)))
     assert "rank 3 on gpu[007] (node 1; tp 1, cp 1" in said(tally)
     assert "named in 1 of 2 tables" in said(tally)
+
+
+def test_the_summary_has_mfu_where_the_peak_is_known() -> None:
+    def row(work: Work) -> str:
+        tally = Tally()
+        tally.telemetry.add(record(work=work))
+        tally.telemetry.add(record(work=work))
+        console = Console(file=StringIO(), width=250)
+        summary(console, tally, files={}, wall_s=1.0)
+        assert isinstance(console.file, StringIO)
+        lines = console.file.getvalue().splitlines()
+        return next(line for line in lines if "model FLOP/s" in line)
+
+    work = Work(rank_s=8.0, model_flops=4e12, window_flops=6e12)
+    assert "0.5 TFLOP/s a rank, of the documents' own FLOPs" in row(work)
+    assert "counted as full windows: 0.75 TFLOP/s " in row(work)
+    assert "MFU" not in row(work)
+    known = row(Work(rank_s=8.0, model_flops=4e12, window_flops=6e12, peak_flops=1.6e13))
+    assert "0.5 TFLOP/s, MFU 25.0% a rank" in known
+    assert "full windows: 0.75 TFLOP/s, MFU 37.5%" in known

@@ -36,6 +36,8 @@ def test_numbers_of_a_record_have_its_own_names() -> None:
     assert found["measured/loss"] == 2.5
     assert found["measured/telemetry/terms/linear_forward/ratio"] == pytest.approx(1.3)
     assert found["measured/telemetry/compute/max_s"] == telemetry["compute"]["max_s"]
+    assert found["measured/telemetry/work/mfu"] == telemetry["work"]["mfu"] == 0.25
+    assert found["measured/telemetry/work/window_tflops"] == 0.75
     # Neither what only sums, nor the axis, nor what is no number.
     names = ["predicted_squares", "products", "step", "steps_done", "kind", "origin", "is_good"]
     assert not {name.rsplit("/", 1)[-1] for name in found} & set(names)

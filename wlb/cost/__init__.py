@@ -10,6 +10,7 @@ from wlb.cost.flops import (
     layer_linear_flops,
     linear_flops_per_token,
     tile_pairs,
+    window_flops,
 )
 from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns, kernels_ns
 from wlb.cost.machine import machine_name
@@ -21,6 +22,7 @@ from wlb.cost.memory import (
     memory_of_rank,
     token_caps,
 )
+from wlb.cost.peaks import known_peak_tflops, rank_peak_tflops
 from wlb.cost.profile import (
     AttentionTable,
     Collective,
@@ -92,6 +94,7 @@ __all__ = [
     "ideal_kernels_ns",
     "in_flight",
     "kernels_ns",
+    "known_peak_tflops",
     "layer_linear_flops",
     "limit_curve_growth",
     "limit_growth",
@@ -104,11 +107,13 @@ __all__ = [
     "profile_from_json",
     "profile_names",
     "profile_to_json",
+    "rank_peak_tflops",
     "save_profile",
     "scaled_profile",
     "stage_times",
     "tile_pairs",
     "token_caps",
+    "window_flops",
     "without_collectives",
     "workload_for",
     "workload_of",

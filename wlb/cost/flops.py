@@ -120,6 +120,16 @@ def linear_flops_per_token(model: ModelSpec) -> int:
     return (1 + LINEAR_BACKWARD_FACTOR) * forward
 
 
+def window_flops(model: ModelSpec, num_tokens: int, *, window: int) -> float:
+    """Model FLOPs of so many tokens if all came in full windows, each one document.
+
+    What Megatron-LM's training log counts of a packed sequence (its num_floating_point_operations
+    with seq_length = window, causal attention at one half, before it took lengths of documents).
+    """
+    whole = float(document_flops(model, np.array([window]))[0])
+    return whole * num_tokens / window
+
+
 def document_flops(model: ModelSpec, lengths: IntArray) -> FloatArray:
     """Model FLOPs (forward and backward) of whole documents, for MFU; shape [n].
 

@@ -25,7 +25,7 @@ from wlb.plan.ranks import (
 )
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
 from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
-from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry
+from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry, Work
 
 __all__ = [
     "DIGEST_BITS",
@@ -56,6 +56,7 @@ __all__ = [
     "Straggler",
     "Telemetry",
     "TimedPass",
+    "Work",
     "check_at_least",
     "check_minimum",
     "cut_at",

@@ -138,6 +138,12 @@ class PackingPlan:
         return int(self.pieces.num_targets.sum()) + self.num_joined_targets
 
     @property
+    def attended(self) -> IntArray:
+        """Tokens that attend to each other, causally: of each piece, or where pieces are joined of
+        each micro-batch; without padding. Shape [num_pieces] or [num_micro_batches]."""
+        return self.tokens if self.layout == Layout.JOINED else self.pieces.length
+
+    @property
     def tokens(self) -> IntArray:
         """Tokens of each micro-batch, shape [num_micro_batches]."""
         running = offsets_of(self.pieces.length)

@@ -102,6 +102,60 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Model FLOPs of executed steps: forward and backward (3 x forward) of their real tokens, which
+    attend to what they attend to; without recomputation, padding or filler. Sums add up.
+
+    rank_s: wall time of the steps times ranks. window_flops: the same tokens as if they came in
+    full windows, as Megatron-LM counts unless it is told lengths: it overstates what short
+    documents need. peak_flops: what the ranks' devices could have done in that time; 0 where that
+    is not known, and of sums with such a part.
+    """
+
+    rank_s: float = 0.0
+    model_flops: float = 0.0
+    window_flops: float = 0.0
+    peak_flops: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        parts = [work for work in (self, other) if work.rank_s]
+        is_known = all(work.peak_flops for work in parts)
+        return Work(
+            rank_s=self.rank_s + other.rank_s,
+            model_flops=self.model_flops + other.model_flops,
+            window_flops=self.window_flops + other.window_flops,
+            peak_flops=self.peak_flops + other.peak_flops if is_known else 0.0,
+        )
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of the mean rank."""
+        return self.model_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, a fraction of the peak; None where that is not known."""
+        return self.model_flops / self.peak_flops if self.peak_flops else None
+
+    @property
+    def window_tflops(self) -> float:
+        return self.window_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
+
+    @property
+    def window_mfu(self) -> float | None:
+        return self.window_flops / self.peak_flops if self.peak_flops else None
+
+    def to_json(self) -> dict[str, Any]:
+        """With the derived values, for readers of the file."""
+        derived = ("tflops", "mfu", "window_tflops", "window_mfu")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Work":
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
     """`num_steps` steps, the last of which is the one that this is written with.
 
@@ -111,7 +165,8 @@ class Telemetry:
     embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step
     (also of ranks that have none), predicted beside it; under FSDP the embedding's holds the
     gathering of parameters. compute: time in chunks. bubble: the step's passes less that.
-    loading_s: mean wait of a rank and step for its inputs, which were not loaded in time.
+    loading_s: mean wait of a rank and step for its inputs, which were not loaded in time. work:
+    None in records of before it was counted.
     """
 
     num_steps: int
@@ -129,6 +184,7 @@ class Telemetry:
     predicted_embedding_s: float = 0.0
     predicted_head_s: float = 0.0
     loading_s: float = 0.0
+    work: Work | None = None
 
     @property
     def head_ratio(self) -> float | None:
@@ -154,6 +210,7 @@ class Telemetry:
         data["imbalance"] = self.imbalance
         data["predicted_imbalance"] = self.predicted_imbalance
         data["whole_imbalance"] = self.whole_imbalance
+        data["work"] = self.work and self.work.to_json()
         data["terms"] = {
             name: {"correlation": m.correlation, "mape": m.mape, "ratio": m.ratio, **asdict(m)}
             for name, m in self.terms
@@ -170,6 +227,8 @@ class Telemetry:
         )
         for name in ("compute", "bubble"):
             values[name] = Spread(**data[name])
+        if values.get("work") is not None:
+            values["work"] = Work.from_json(values["work"])
         return cls(**values)
 
 

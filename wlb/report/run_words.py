@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from wlb.plan import TERMS, Moments, StepMetrics, Straggler
+from wlb.plan import TERMS, Moments, StepMetrics, Straggler, Work
 from wlb.report.run_records import RunRecords
 from wlb.report.simulation_tables import layout_text
 
@@ -23,6 +23,7 @@ class Totals:
     plain_ns: tuple[float, float] = (0.0, 0.0)
     measured_ns: tuple[float, float] = (0.0, 0.0)
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
+    work: Work = field(default_factory=Work)
 
     @classmethod
     def of(cls, records: RunRecords) -> "Totals":
@@ -34,6 +35,7 @@ class Totals:
                 made.plain_ns = _plus(made.plain_ns, step.plain)
         for _, record in records.telemetry:
             slowest, mean = made.measured_ns
+            made.work += record.work or Work()
             made.measured_ns = (slowest + record.slowest_ns, mean + record.mean_ns)
             for name, moments in record.terms:
                 made.terms[name] = made.terms.get(name, Moments()) + moments
@@ -105,6 +107,8 @@ def tiles(records: RunRecords, totals: Totals) -> list[tuple[str, str, str]]:
         (_, first), (at, value) = records.evaluations[0], records.evaluations[-1]
         shown.append(("held-out loss", f"{value:.3f}", f"after {at} steps; first {first:.3f}"))
     shown.append(("tokens/s", f"{totals.tokens_per_s:,.0f}", f"{totals.time_s:,.1f} s of steps"))
+    if totals.work.rank_s:
+        shown.append(_work_tile(totals.work))
     ours = degree(totals.ours_ns)
     if totals.plain_ns[1]:
         plain = degree(totals.plain_ns)
@@ -129,6 +133,15 @@ def tiles(records: RunRecords, totals: Totals) -> list[tuple[str, str, str]]:
         named = len(_named(records))
         shown.append(("stragglers", str(named), f"of {records.spec.parallel.world_size} ranks"))
     return shown
+
+
+def _work_tile(work: Work) -> tuple[str, str, str]:
+    tflops = f"{work.tflops:.3g}"
+    if work.mfu is None or work.window_mfu is None:
+        note = f"of documents; as full windows {work.window_tflops:.3g}"
+        return "model TFLOP/s a rank", tflops, note
+    note = f"{tflops} TFLOP/s a rank, of documents; as full windows {work.window_mfu:.1%}"
+    return "MFU", f"{work.mfu:.1%}", note
 
 
 def straggler_words(records: RunRecords) -> str:

@@ -20,7 +20,9 @@ from wlb.spec.run import (
     RunSpec,
     Schedule,
     Strategy,
+    TrainingSection,
 )
+from wlb.spec.schedule import DecayedWeights, DecayShape, RateSchedule
 from wlb.spec.systems import PLANNED_MEMORY, SYSTEMS, system_choice, system_overrides
 from wlb.spec.write import to_toml
 
@@ -30,6 +32,8 @@ __all__ = [
     "SYSTEMS",
     "AttentionBackend",
     "BinMethod",
+    "DecayShape",
+    "DecayedWeights",
     "Device",
     "Dtype",
     "KeyHelp",
@@ -40,6 +44,7 @@ __all__ = [
     "PackingSection",
     "ParallelSpec",
     "Policy",
+    "RateSchedule",
     "Recompute",
     "Remainder",
     "RopeScaling",
@@ -47,6 +52,7 @@ __all__ = [
     "Schedule",
     "StepGrouping",
     "Strategy",
+    "TrainingSection",
     "WindowCut",
     "apply",
     "check",

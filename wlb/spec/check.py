@@ -8,6 +8,7 @@ from typing import Any
 from wlb.spec.blend import parse_blend
 from wlb.spec.packing import Policy
 from wlb.spec.run import Remainder, RunSpec, Schedule, Strategy
+from wlb.spec.schedule import DecayShape, RateSchedule
 
 
 def check(spec: RunSpec) -> RunSpec:
@@ -15,6 +16,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_finite(spec)
     spec.model.check()
     _check_ranges(spec)
+    _check_rates(spec)
     _check_layout(spec)
     _check_pipeline(spec)
     _check_sharding(spec)
@@ -83,6 +85,7 @@ def _check_ranges(spec: RunSpec) -> None:
         "cluster.overhead": (spec.cluster.overhead, 0),
         "telemetry.interval": (spec.telemetry.interval, 1),
         "telemetry.warmup_steps": (spec.telemetry.warmup_steps, 0),
+        "telemetry.peak_tflops": (spec.telemetry.peak_tflops, 0),
         "telemetry.ranks_interval": (spec.telemetry.ranks_interval, 0),
         "telemetry.straggler_records": (spec.telemetry.straggler_records, 1),
         "telemetry.timeline_interval": (spec.telemetry.timeline_interval, 0),
@@ -119,6 +122,31 @@ def _check_ranges(spec: RunSpec) -> None:
     if spec.training.loss_chunk > 8192:
         raise ValueError(
             f"training.loss_chunk = {spec.training.loss_chunk} is above 8192 rows of logits"
+        )
+
+
+def _check_rates(spec: RunSpec) -> None:
+    """That wsd has a decay that fits, and that others, which have none, are given none."""
+    t = spec.training
+    if t.schedule != RateSchedule.WSD:
+        if t.decay_steps or t.decay_shape != DecayShape.LINEAR:
+            raise ValueError(
+                f"training.decay_steps = {t.decay_steps} and training.decay_shape = "
+                f"{t.decay_shape} are of training.schedule = wsd; with {t.schedule} leave them out"
+            )
+        return
+    after = t.steps - t.warmup_steps
+    if t.decay_steps < 2:
+        raise ValueError(
+            f"training.decay_steps = {t.decay_steps} with training.schedule = wsd: the rate falls "
+            f"from one step of the decay to the next, so it takes 2 or more; 10% to 20% of "
+            f"training.steps are usual, such as {max(2, t.steps // 10)}"
+        )
+    if t.decay_steps > after:
+        raise ValueError(
+            f"training.decay_steps = {t.decay_steps} is longer than the {after} steps after the "
+            f"warm-up (training.steps = {t.steps}, training.warmup_steps = {t.warmup_steps}); "
+            f"lower it, or train more steps"
         )
 
 

@@ -39,6 +39,12 @@ class TelemetrySection:
         1,
         "steps between the all-reduces of what ranks measured; more for short steps on many ranks",
     )
+    peak_tflops: float = key(
+        0.0,
+        "dense peak of a rank's device in training.dtype, for MFU; 0 = of known GPUs in bfloat16, "
+        "and no MFU on others",
+        unit="TFLOP/s",
+    )
     warmup_steps: int = key(
         3, "first steps of a start that the summary and --calibrate leave out", unit="steps"
     )

@@ -12,6 +12,7 @@ from wlb.plan import quantum
 from wlb.spec.keys import key, to_dict
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
+from wlb.spec.schedule import DecayedWeights, DecayShape, RateSchedule
 
 
 class Schedule(StrEnum):
@@ -328,12 +329,30 @@ class KernelSection:
 class TrainingSection:
     steps: int = key(1000, "optimiser steps", unit="steps")
     learning_rate: float = key(3e-4, "peak learning rate of AdamW")
-    min_learning_rate: float = key(3e-5, "learning rate at the end of the cosine")
+    min_learning_rate: float = key(
+        3e-5, "learning rate at training.steps; schedule = constant has none"
+    )
     warmup_steps: int = key(100, "linear warm-up", unit="steps")
+    schedule: RateSchedule = key(
+        RateSchedule.COSINE,
+        "learning rate after the warm-up: cosine or linear down to the minimum at training.steps; "
+        "wsd = stable, down to it over the last decay_steps; constant",
+    )
+    decay_steps: int = key(
+        0, "wsd: last steps, whose rate falls; 10% to 20% of training.steps are usual", unit="steps"
+    )
+    decay_shape: DecayShape = key(
+        DecayShape.LINEAR, "wsd: how the rate falls; sqrt = 1 - sqrt(progress)"
+    )
     beta1: float = key(0.9, "AdamW beta1")
     beta2: float = key(0.95, "AdamW beta2")
     adam_eps: float = key(1e-8, "AdamW epsilon")
-    weight_decay: float = key(0.1, "AdamW weight decay, on matrices only")
+    weight_decay: float = key(0.1, "AdamW weight decay, on what training.decay says")
+    decay: DecayedWeights = key(
+        DecayedWeights.MATRICES,
+        "what weight decay is on: matrices = all but norms; linear = also without embedding and "
+        "output head; all = norms as well",
+    )
     clip_norm: float = key(1.0, "gradient norm limit; 0 = off")
     dtype: Dtype = key(Dtype.FLOAT32, "dtype of parameters in compute; gradients reduce in float32")
     loss_normalizer: LossNormalizer = key(

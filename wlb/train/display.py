@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wlb.plan import TERMS, Moments, StepMetrics
+from wlb.plan import TERMS, Moments, StepMetrics, Work
 from wlb.train.tally import Measured, Saves, Stragglers, Tally
 
 _ROWS = 14
@@ -218,6 +218,7 @@ def _measured(table: Table, measured: Measured) -> None:
         f"{weighted:.3f} time-weighted (predicted for the same spans: {predicted:.3f})",
     )
     table.add_row("measured / predicted", "\n".join(_term(n, measured.terms[n]) for n in TERMS))
+    table.add_row("model FLOP/s", _work(measured.work))
     table.add_row("computing a step", _spread(*measured.spread("compute")))
     table.add_row(
         "waiting a step", _spread(*measured.spread("bubble")) + f" ({measured.steps} steps)"
@@ -234,6 +235,16 @@ def _term(name: str, total: Moments) -> str:
         return f"{name.replace('_', ' ')}: nothing to compare"
     r = "-" if correlation is None else f"{correlation:.3f}"
     return f"{ratio:.3f} {name.replace('_', ' ')} (MAPE {mape:.0%}, correlation {r})"
+
+
+def _work(work: Work) -> str:
+    def shown(tflops: float, mfu: float | None) -> str:
+        return f"{tflops:.3g} TFLOP/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
+
+    return (
+        f"{shown(work.tflops, work.mfu)} a rank, of the documents' own FLOPs; counted as full "
+        f"windows: {shown(work.window_tflops, work.window_mfu)}"
+    )
 
 
 def _spread(mean_s: float, largest_s: float, rank: int) -> str:

@@ -37,6 +37,7 @@ from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
 from wlb.train.telemetry import TelemetryMeter
 from wlb.train.watched import watched
+from wlb.train.work import WorkMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class Trainer:
         if spec.eval.steps and job.heldout_store:
             self.evaluator = Evaluator(priced, job.heldout_store, self.executor)
         self.meter = TelemetryMeter(priced, mesh) if spec.telemetry.enabled else None
+        self.work = WorkMeter(priced, mesh)
         self.ranks = RankMeter(priced, mesh, world) if spec.telemetry.enabled else None
         self.saver = CheckpointSaver(
             job.checkpoints,
@@ -124,6 +126,8 @@ class Trainer:
         stopped, save, show a summary."""
         with self._report() as report, self.stop_request, closing(self.ledger):
             stop = Stop.NO
+            if self.meter is not None and self.work.note:
+                report.say(self.work.note)
             self.ledger.begin(self.state.next_step if self.state else 0)
             try:
                 # Plans of the first two steps are compared here, later ones two steps ahead.
@@ -252,7 +256,7 @@ class Trainer:
         updated: bool,
         begin: float,
     ) -> None:
-        telemetry = self._measure(plan, pipeline)
+        telemetry = self._measure(plan, pipeline, begin=begin)
         predicted = replace(
             plan.predicted,
             cp_imbalance=sums.cp_imbalance,
@@ -272,7 +276,7 @@ class Trainer:
         self.tally.add(measured, predicted, plan.baseline)
         report.step(self.steps_done, measured, predicted, plan.baseline)
 
-    def _measure(self, plan: StepPlan, pipeline: PipelinePlan) -> Telemetry | None:
+    def _measure(self, plan: StepPlan, pipeline: PipelinePlan, *, begin: float) -> Telemetry | None:
         """The record of the steps since the last one, if it is due; the device was waited for."""
         clock, meter = self.executor.clock, self.meter
         if clock is None or meter is None:
@@ -283,10 +287,13 @@ class Trainer:
         self._num_measured += bool(plan.num_targets)
         ends_warm_up = self._num_measured == self.spec.telemetry.warmup_steps
         is_due = meter.num_steps == self.spec.telemetry.interval or self._is_last() or ends_warm_up
-        if not (is_due and meter.num_steps):
-            return None
         own_ns = meter.own_ns
-        telemetry = meter.reduce()
+        reduced = meter.reduce() if is_due and meter.num_steps else None
+        if plan.num_targets:
+            self.work.add(plan.packing, time.perf_counter() - begin)
+        if reduced is None:
+            return None
+        telemetry = replace(reduced, work=self.work.take())
         if self.calibration.take(telemetry):
             self.tally.telemetry.add(telemetry)
             if self.ranks is not None:

@@ -102,6 +102,10 @@ class Report:
         )
         self._display.step(steps_done, measured, predicted, plain)
 
+    def say(self, line: str) -> None:
+        if self._display is not None:
+            self._display.say(line)
+
     def start(self, resumed_from: str | None, *, steps_done: int) -> None:
         """Records after this one are of a training that began, or went on from a checkpoint."""
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -25,10 +25,11 @@ from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
 from wlb.plan import digest
-from wlb.spec import Recompute, RunSpec, check, resolve_dp
+from wlb.spec import Recompute, RunSpec, apply, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.calibrate import profile_path
 from wlb.train.loop import Job, run_rank
+from wlb.train.optimizer import rate_change
 from wlb.train.refuse import begins_with, computed_by, priced_by, profile_of, refuse_early
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
@@ -289,6 +290,8 @@ def _job(
     console.print(priced_by(planner))
     if init_from is not None:
         console.print(f"weights of {init_from}")
+    if saved is not None and (change := _rate_change(filled, saved)):
+        console.print(change)
     target: Path | None = None
     if calibrate is not None:
         target = profile_path(
@@ -304,6 +307,12 @@ def _job(
         calibrate=target,
         init_from=init_from,
     )
+
+
+def _rate_change(spec: RunSpec, saved: Path) -> str:
+    run = checkpoint.run_of(saved)
+    keys = {"training": run["spec"]["training"]}
+    return rate_change(spec, apply(RunSpec(), keys, source=str(saved)).training, run["step"])
 
 
 def _refuse_in_older_run(directory: Path, key: str, path: str) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from wlb.plan import Moments, RankTable, Spread, StepMetrics, Straggler, Telemetry
+from wlb.plan import Moments, RankTable, Spread, StepMetrics, Straggler, Telemetry, Work
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class Measured:
     predicted_slowest_ns: float = 0.0
     predicted_mean_ns: float = 0.0
     loading_s: float = 0.0
+    work: Work = field(default_factory=Work)
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
@@ -60,6 +61,7 @@ class Measured:
         self.predicted_slowest_ns += record.predicted_slowest_ns
         self.predicted_mean_ns += record.predicted_mean_ns
         self.loading_s += record.loading_s * num
+        self.work += record.work or Work()
         for name, moments in record.terms:
             self.terms[name] = self.terms.get(name, Moments()) + moments
         for name in ("compute", "bubble"):

@@ -1,0 +1,217 @@
+"""Learning rates of every schedule, runs that go on with more steps, groups of weight decay."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.case import Case, spec_of
+from tests.train.case import small_spec, train, write_corpus
+from wlb.model import Llama
+from wlb.parallel.build import build_stages
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World, build_mesh
+from wlb.spec import DecayedWeights, RunSpec, apply, check
+from wlb.train.optimizer import Optimizers, learning_rate, rate_change
+
+
+def spec(**training: Any) -> RunSpec:
+    """10 steps, 2 of them warm-up, from 1 down to 0."""
+    keys = {"steps": 10, "warmup_steps": 2, "learning_rate": 1.0, "min_learning_rate": 0.0}
+    return check(apply(RunSpec(), {"training": {**keys, **training}}, source="test"))
+
+
+def rates(**training: Any) -> list[float]:
+    made = spec(**training)
+    return [learning_rate(made, step) for step in range(made.training.steps + 1)]
+
+
+WARM = [0.5, 1.0]
+SCHEDULES: list[tuple[dict[str, Any], list[float]]] = [
+    ({"schedule": "constant"}, [*WARM, *[1.0] * 9]),
+    ({"schedule": "linear"}, [*WARM, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0]),
+    (
+        {"schedule": "cosine"},
+        [*WARM, 1, 0.96194, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.03806, 0],
+    ),
+    (
+        {"schedule": "wsd", "decay_steps": 4},
+        [*WARM, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0],
+    ),
+    (
+        {"schedule": "wsd", "decay_steps": 4, "decay_shape": "sqrt"},
+        [*WARM, 1, 1, 1, 1, 1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0],
+    ),
+    (
+        {"schedule": "wsd", "decay_steps": 4, "decay_shape": "cosine"},
+        [*WARM, 1, 1, 1, 1, 1, 0.853553, 0.5, 0.146447, 0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("training", "expected"), SCHEDULES)
+def test_literal_rates(training: dict[str, Any], expected: list[float]) -> None:
+    assert rates(**training) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_cosine_is_the_default_and_ends_at_the_minimum() -> None:
+    assert rates() == rates(schedule="cosine")
+    assert rates(min_learning_rate=0.2)[-1] == pytest.approx(0.2)
+    assert rates(min_learning_rate=0.2, schedule="constant")[-1] == 1.0
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_decay_as_long_as_the_run_is_the_schedule_of_that_name(shape: str) -> None:
+    decay = rates(schedule="wsd", decay_steps=8, decay_shape=shape)
+    assert decay == pytest.approx(rates(schedule=shape), abs=1e-12)
+
+
+def test_more_steps_prolong_the_stable_part() -> None:
+    short, long = (rates(schedule="wsd", decay_steps=4, steps=n) for n in (10, 16))
+    assert long[:7] == short[:7]
+    assert long[6:13] == [1.0] * 7
+    assert long[12:] == short[6:]
+
+
+def test_a_rate_that_jumps_on_resume_is_told() -> None:
+    wsd: dict[str, Any] = {"schedule": "wsd", "decay_steps": 4}
+    longer = spec(**wsd, steps=16)
+    before = spec(**wsd).training
+    assert rate_change(longer, before, 6) == ""  # the stable part went on until here
+    assert rate_change(longer, before, 8) == (
+        "step 9 has a learning rate of 1, 0.5 by the checkpoint's keys: its weights have begun to "
+        "decay, go on from step 6 or before (--resume STEP) for the stable part"
+    )
+    assert rate_change(spec(steps=20), spec().training, 5) == (
+        "step 6 has a learning rate of 0.933, 0.691 by the checkpoint's keys"
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+def test_a_wsd_run_that_goes_on_is_the_longer_run(corpus: Path, tmp_path: Path) -> None:
+    """Of 6 steps, from the last checkpoint of its stable part to 9: rates and losses are those of
+    9 at once, to the bit."""
+
+    def wsd(folder: str, steps: int) -> RunSpec:
+        training = {"steps": steps, "warmup_steps": 1, "schedule": "wsd", "decay_steps": 2}
+        saved = {"interval": 2, "keep": 9}
+        return small_spec(tmp_path / folder, corpus, training=training, checkpoint=saved)
+
+    whole, _ = train(wsd("whole", 9))
+    short, _ = train(wsd("short", 6))
+    lasting = [0.02] * 8 + [0.011]
+    assert [line["learning_rate"] for line in whole.steps] == pytest.approx(lasting)
+    assert [line["learning_rate"] for line in short.steps] == pytest.approx([0.02] * 5 + [0.011])
+    again, said = train(wsd("short", 9), resume="4")
+    assert "has a learning rate of" not in said
+    assert [line["steps_done"] for line in again.steps[-5:]] == [5, 6, 7, 8, 9]
+    assert again.losses[-5:] == whole.losses[4:]
+    assert [line["learning_rate"] for line in again.steps[-5:]] == pytest.approx(lasting[4:])
+
+
+def test_resuming_a_decayed_run_says_that_the_rate_rises(corpus: Path, tmp_path: Path) -> None:
+    training = {"schedule": "wsd", "decay_steps": 2, "warmup_steps": 1}
+    train(small_spec(tmp_path, corpus, training={**training, "steps": 3}))
+    spec = small_spec(tmp_path, corpus, training={**training, "steps": 6})
+    _, said = train(spec, resume=True)
+    assert "step 4 has a learning rate of 0.02, 0.002 by the checkpoint's keys" in said
+    assert "go on from step 1 or before (--resume STEP) for the stable part" in said
+
+
+def kind(name: str) -> str:
+    """Independent of the shape: what a name is of."""
+    if "norm" in name:
+        return "norm"
+    return "end" if "embed" in name or "lm_head" in name else "linear"
+
+
+DECAYED = {
+    "matrices": {"end", "linear"},
+    "linear": {"linear"},
+    "all": {"end", "linear", "norm"},
+}
+
+
+def shrunk(stages: dict[int, Llama], spec: RunSpec) -> dict[str, float]:
+    """A step with gradients of zero moves a weight by its decay alone: what is left of each."""
+    optimizers = Optimizers(spec, dict(stages))
+    named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
+    before = {}
+    for name, parameter in named.items():
+        parameter.grad = torch.zeros_like(parameter)
+        before[name] = parameter.detach().clone()
+    optimizers.step(0, norm=0.0)
+    out: dict[str, float] = {}
+    for name, parameter in named.items():
+        ratio = parameter.detach() / before[name]
+        local = ratio.to_local() if hasattr(ratio, "to_local") else ratio
+        # A rank may hold no row of a small parameter.
+        out[name] = float(local.nanmean()) if local.numel() else float("nan")
+    return out
+
+
+def decay_spec(which: str, case: Case) -> RunSpec:
+    made = spec_of(case)
+    training = replace(
+        made.training,
+        decay=DecayedWeights(which),
+        weight_decay=0.5,
+        learning_rate=0.1,
+        warmup_steps=0,
+    )
+    return replace(made, training=training)
+
+
+def shrunk_on_rank(world: World, which: str, case: Case) -> dict[str, float]:
+    spec = decay_spec(which, case)
+    return shrunk(build_stages(spec, build_mesh(spec.parallel, torch.device("cpu"))), spec)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("which", list(DECAYED))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(layers=2),
+        Case(tp=2, dp=2, layers=2),
+        Case(pp=2, layers=2, stage_layers=(2, 0)),  # the last stage has a norm and the head
+    ],
+    ids=["one", "tp2-fsdp2", "head-alone"],
+)
+def test_what_decays(which: str, case: Case) -> None:
+    found = run_local(shrunk_on_rank, case.world, which, case, start_group=True, timeout_s=60.0)
+    names = {name for rank in found for name in rank}
+    assert {kind(name) for name in names} == {"norm", "end", "linear"}
+    for rank in found:
+        for name, left in rank.items():
+            expected = 0.95 if kind(name) in DECAYED[which] else 1.0
+            assert left == pytest.approx(expected, rel=1e-5, nan_ok=True), name
+    # Every parameter was seen by some rank.
+    assert names == {name for rank in found for name, left in rank.items() if left == left}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2, "dp": 2}], ids=["one", "tp2-fsdp2"])
+def test_checkpoints_go_on_with_other_groups(
+    corpus: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """Moments are by parameter: without decay, what is in which group changes nothing."""
+
+    def spec(name: str, which: str, steps: int) -> RunSpec:
+        training = {"steps": steps, "decay": which, "weight_decay": 0.0, "min_learning_rate": 0.02}
+        return small_spec(
+            tmp_path / name, corpus, parallel=layout, training=training, eval={"steps": 0}
+        )
+
+    whole, _ = train(spec("whole", "matrices", 5))
+    train(spec("parts", "matrices", 2))
+    train(spec("parts", "linear", 3), resume=True)
+    train(spec("parts", "all", 4), resume=True)
+    parts, _ = train(spec("parts", "matrices", 5), resume=True)
+    assert parts.losses == whole.losses

@@ -1,0 +1,50 @@
+"""Model FLOPs of the steps that were executed, and the wall time they took: TFLOP/s and MFU.
+
+Plans are global, so that every rank knows the work of all without asking; time is the rank's own
+wall clock, of whole steps as in tokens/s: all ranks wait for each other in each.
+"""
+
+import torch
+
+from wlb.cost import document_flops, rank_peak_tflops, window_flops
+from wlb.cost.machine import cpu_name
+from wlb.parallel.mesh import Mesh
+from wlb.plan import PackingPlan, Work
+from wlb.spec import RunSpec
+
+
+class WorkMeter:
+    """Adds up steps until `take`. peak_tflops: of a rank, 0 = not known."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.spec, self.num_ranks = spec, mesh.world_size
+        is_gpu = mesh.device.type == "cuda"
+        self.device = torch.cuda.get_device_name(mesh.device) if is_gpu else cpu_name()
+        self.peak_tflops = rank_peak_tflops(spec, self.device)
+        self._sum = Work()
+
+    @property
+    def note(self) -> str:
+        """A line for the log where there will be no MFU."""
+        if self.peak_tflops:
+            return ""
+        return (
+            f"model TFLOP/s without MFU: no peak is known of {self.device} in "
+            f"{self.spec.training.dtype}; telemetry.peak_tflops sets it"
+        )
+
+    def add(self, plan: PackingPlan, wall_s: float) -> None:
+        """A step was executed: forward and backward of every token of the plan."""
+        model, rank_s = self.spec.model, wall_s * self.num_ranks
+        window = self.spec.data.context_window
+        self._sum += Work(
+            rank_s=rank_s,
+            model_flops=float(document_flops(model, plan.attended).sum()),
+            window_flops=window_flops(model, plan.num_tokens, window=window),
+            peak_flops=rank_s * self.peak_tflops * 1e12,
+        )
+
+    def take(self) -> Work:
+        """Of the steps since the last call."""
+        taken, self._sum = self._sum, Work()
+        return taken
