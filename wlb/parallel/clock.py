@@ -181,6 +181,10 @@ class EventMarks:
         return round(start.elapsed_time(stop) * 1e6)
 
 
+_TRIED = 100
+"""Marks that are made to learn what one costs."""
+
+
 class StepClock:
     """Times the steps of one rank. Outside `step` it is off: an evaluation leaves no record."""
 
@@ -194,6 +198,10 @@ class StepClock:
         self._part = Part.LAYERS
         self._wall: list[Any] = []
         self._is_running = False
+        begin = time.perf_counter_ns()
+        for _ in range(_TRIED):
+            marks.now()
+        self._mark_ns = (time.perf_counter_ns() - begin) / _TRIED
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
@@ -258,6 +266,11 @@ class StepClock:
             yield
         finally:
             self.switch(before)
+
+    @property
+    def marks_ns(self) -> int:
+        """What the last step's marks took of the launching thread, by the cost of one."""
+        return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:
         """The last step's times. On CUDA: once the host has waited for the step's end."""

@@ -165,8 +165,10 @@ class Telemetry:
     embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step
     (also of ranks that have none), predicted beside it; under FSDP the embedding's holds the
     gathering of parameters. compute: time in chunks. bubble: the step's passes less that.
-    loading_s: mean wait of a rank and step for its inputs, which were not loaded in time. work:
-    None in records of before it was counted.
+    loading_s: mean wait of a rank and step for its inputs, which were not loaded in time, index
+    arrays among them; planning_s: for plans. records_s: mean thread time of a rank and step for
+    clock marks, and for records of the steps since the last but one, waits left out. step_s: mean
+    wall time of a step. work: None in records of before it was counted.
     """
 
     num_steps: int
@@ -184,7 +186,16 @@ class Telemetry:
     predicted_embedding_s: float = 0.0
     predicted_head_s: float = 0.0
     loading_s: float = 0.0
+    planning_s: float = 0.0
+    records_s: float = 0.0
+    step_s: float = 0.0
     work: Work | None = None
+
+    @property
+    def overhead_s(self) -> float:
+        """Of a step's time, what is neither computing nor waiting for other ranks: plans that came
+        late, inputs that were not ready, telemetry."""
+        return self.loading_s + self.planning_s + self.records_s
 
     @property
     def head_ratio(self) -> float | None:
@@ -210,6 +221,7 @@ class Telemetry:
         data["imbalance"] = self.imbalance
         data["predicted_imbalance"] = self.predicted_imbalance
         data["whole_imbalance"] = self.whole_imbalance
+        data["overhead_s"] = self.overhead_s
         data["work"] = self.work and self.work.to_json()
         data["terms"] = {
             name: {"correlation": m.correlation, "mape": m.mape, "ratio": m.ratio, **asdict(m)}

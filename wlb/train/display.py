@@ -223,9 +223,17 @@ def _measured(table: Table, measured: Measured) -> None:
     table.add_row(
         "waiting a step", _spread(*measured.spread("bubble")) + f" ({measured.steps} steps)"
     )
-    table.add_row(
-        "loading a step",
-        f"{measured.loading_s / measured.steps * 1e3:.2f} ms that computing waited",
+    if measured.step_s:
+        table.add_row("overhead a step", _overhead(measured))
+
+
+def _overhead(measured: Measured) -> str:
+    """What a rank's step holds besides computing and waiting for other ranks."""
+    parts = (measured.loading_s, measured.planning_s, measured.records_s)
+    loading, planning, records = (part / measured.steps * 1e3 for part in parts)
+    return (
+        f"{sum(parts) / measured.step_s:.2%} of its time: {loading:.2f} ms for inputs, "
+        f"{planning:.2f} ms for plans, {records:.2f} ms for telemetry"
     )
 
 

@@ -1,5 +1,6 @@
 """Plans for one rank: a planner process on each node, and the ranks' connections to it."""
 
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ class PlanFeed:
     """Steps in order for this rank, with a look at those that follow.
 
     The first local rank of a node owns the planner process. All ranks must construct it together.
+    waited_ns: time in `next` and `peek` so far.
     """
 
     def __init__(
@@ -40,13 +42,19 @@ class PlanFeed:
             )
         dist.barrier()
         self._client = PlanClient(address, mesh.dp_rank)
+        self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        return self._client.next()
+        begin = time.perf_counter_ns()
+        item = self._client.next()
+        self.waited_ns += time.perf_counter_ns() - begin
+        return item
 
     def peek(self, steps_ahead: int) -> list[tuple[StepPlan, PipelinePlan]]:
         """The plan `steps_ahead` after the one `next` gave last, in a list; empty past the end."""
+        begin = time.perf_counter_ns()
         item = self._client.peek(steps_ahead)
+        self.waited_ns += time.perf_counter_ns() - begin
         return [] if item is None else [item]
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from wlb.train.report_log import Report
 from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
-from wlb.train.telemetry import TelemetryMeter
+from wlb.train.telemetry import Exposed, TelemetryMeter
 from wlb.train.watched import watched
 from wlb.train.work import WorkMeter
 
@@ -109,7 +109,7 @@ class Trainer:
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
         self.stop_request = StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
-        self._num_measured = 0
+        self._num_measured = self._records_ns = 0
         self.state = state
         self.saved = state
         self.tally = Tally()
@@ -193,9 +193,11 @@ class Trainer:
             self.steps_done += 1
         self.state = plan.state
         self.position.enter("recording the step")
+        records_begin = time.thread_time_ns()  # without waits for ranks whose step is longer
         self._record(plan, pipeline, sums, report, updated=updated, begin=begin)
         self._record_ranks(plan, report)
         self.ledger.add(plan, updated=updated)
+        self._records_ns += time.thread_time_ns() - records_begin
         if updated and self._is_due(self.spec.eval.interval):
             self._evaluate(report)
         if updated and self._is_due(self.spec.checkpoint.interval):
@@ -282,7 +284,7 @@ class Trainer:
         if clock is None or meter is None:
             return None
         if plan.num_targets:
-            meter.add(pipeline, clock.take(), loading_ns=self.inputs.exposed_ns)
+            meter.add(pipeline, clock.take(), self._exposed(begin, clock.marks_ns))
         # A record ends with the warm-up, so that none holds steps of both.
         self._num_measured += bool(plan.num_targets)
         ends_warm_up = self._num_measured == self.spec.telemetry.warmup_steps
@@ -299,6 +301,17 @@ class Trainer:
             if self.ranks is not None:
                 self.ranks.add(own_ns, telemetry.num_steps)
         return telemetry
+
+    def _exposed(self, begin: float, marks_ns: int) -> Exposed:
+        """Of this step; records of it are counted with the next."""
+        exposed = Exposed(
+            loading_ns=self.inputs.exposed_ns,
+            planning_ns=self.feed.waited_ns,
+            records_ns=self._records_ns + marks_ns,
+            step_ns=round((time.perf_counter() - begin) * 1e9) + self.feed.waited_ns,
+        )
+        self.feed.waited_ns = self._records_ns = 0
+        return exposed
 
     def _record_ranks(self, plan: StepPlan, report: Report) -> None:
         """The table of ranks and the timeline, where they are due."""

@@ -47,6 +47,9 @@ class Measured:
     predicted_slowest_ns: float = 0.0
     predicted_mean_ns: float = 0.0
     loading_s: float = 0.0
+    planning_s: float = 0.0
+    records_s: float = 0.0
+    step_s: float = 0.0
     work: Work = field(default_factory=Work)
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
@@ -61,6 +64,9 @@ class Measured:
         self.predicted_slowest_ns += record.predicted_slowest_ns
         self.predicted_mean_ns += record.predicted_mean_ns
         self.loading_s += record.loading_s * num
+        self.planning_s += record.planning_s * num
+        self.records_s += record.records_s * num
+        self.step_s += record.step_s * num
         self.work += record.work or Work()
         for name, moments in record.terms:
             self.terms[name] = self.terms.get(name, Moments()) + moments

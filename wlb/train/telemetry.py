@@ -8,12 +8,13 @@ last one's backward, which hold the gathering of parameters and the reduction of
 backward computes again (`training.recompute`) is part of backward, measured as predicted.
 
 One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
-float64 sum of 35 numbers and an int64 maximum of 2 + 3 * K * N * stages; tables of ranks are apart
+float64 sum of 38 numbers and an int64 maximum of 2 + 3 * K * N * stages; tables of ranks are apart
 and rare (`wlb.train.ranks`). They run after the optimiser was launched, so that a GPU has work in
 the meantime.
 """
 
 from dataclasses import fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,19 @@ from wlb.spec import RunSpec
 _MEASURED, _PREDICTED, _WHOLE = range(3)
 _IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
 _COLUMNS = tuple(f.name for f in fields(Moments))
+
+
+class Exposed(NamedTuple):
+    """Of a step on a rank, in ns: what training waited for inputs and for plans, what records took,
+    and the whole step."""
+
+    loading_ns: int = 0
+    planning_ns: int = 0
+    records_ns: int = 0
+    step_ns: int = 0
+
+    def __add__(self, other: "Exposed") -> "Exposed":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Exposed(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class TelemetryMeter:
@@ -61,7 +75,8 @@ class TelemetryMeter:
         self._moments: dict[str, Moments] = dict.fromkeys(TERMS, Moments())
         self._latencies_ns: list[np.ndarray] = []
         self._embedding_ns = self._head_ns = self._compute_ns = self._bubble_ns = 0
-        self._predicted_embedding_ns = self._predicted_head_ns = self._loading_ns = 0
+        self._predicted_embedding_ns = self._predicted_head_ns = 0
+        self._exposed = Exposed()
         self._own_measured_ns = self._own_predicted_ns = 0
 
     @property
@@ -78,11 +93,11 @@ class TelemetryMeter:
         """This rank's times since the last record, for a table of ranks: measured and predicted of
         what is compared, compute, bubble, loading."""
         own = (self._own_measured_ns, self._own_predicted_ns)
-        times = (*own, self._compute_ns, self._bubble_ns, self._loading_ns)
+        times = (*own, self._compute_ns, self._bubble_ns, self._exposed.loading_ns)
         return np.array(times, np.int64)
 
-    def add(self, plan: PipelinePlan, times: StepTimes, *, loading_ns: int = 0) -> None:
-        """A step that this rank executed; loading_ns: what it waited for its inputs."""
+    def add(self, plan: PipelinePlan, times: StepTimes, exposed: "Exposed | None" = None) -> None:
+        """A step that this rank executed."""
         predicted = {
             layers: stage_times(plan, self._priced, layers=layers)
             for layers in set(self._layers.values())
@@ -105,7 +120,7 @@ class TelemetryMeter:
             self._predicted_head_ns += head_ns
         self._compute_ns += times.compute_ns
         self._bubble_ns += times.bubble_ns
-        self._loading_ns += loading_ns
+        self._exposed += exposed or Exposed()
 
     def _forward_ns(
         self, i: int, stage: int, predicted: StageTimes, times: StepTimes
@@ -155,7 +170,7 @@ class TelemetryMeter:
         """The record of all ranks' steps since the last one; a collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         sums += [self._embedding_ns, self._head_ns, self._compute_ns, self._bubble_ns]
-        sums += [self._predicted_embedding_ns, self._predicted_head_ns, self._loading_ns]
+        sums += [self._predicted_embedding_ns, self._predicted_head_ns, *self._exposed]
         total = torch.tensor(sums, dtype=torch.float64)
         codes = torch.tensor([self._code(self._compute_ns), self._code(self._bubble_ns)])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
@@ -180,9 +195,9 @@ class TelemetryMeter:
         width = len(_COLUMNS)
         of_terms = width * len(TERMS)
         terms = (total[i : i + width] for i in range(0, of_terms, width))
-        embedding, head, compute, bubble, predicted_embedding, predicted_head, loading = (
-            x * 1e-9 / steps / self.mesh.world_size for x in total[of_terms:]
-        )
+        means = [x * 1e-9 / steps / self.mesh.world_size for x in total[of_terms:]]
+        embedding, head, compute, bubble, predicted_embedding, predicted_head = means[:6]
+        loading, planning, records, step = means[6:]
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
         latencies = peaks[2:].view(shape).sum(2)  # [steps, micro-batches, 3]
         slowest = latencies.amax(1).sum(0).tolist()
@@ -206,6 +221,9 @@ class TelemetryMeter:
             predicted_embedding_s=predicted_embedding,
             predicted_head_s=predicted_head,
             loading_s=loading,
+            planning_s=planning,
+            records_s=records,
+            step_s=step,
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
