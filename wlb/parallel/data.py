@@ -37,6 +37,11 @@ def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
     return mesh.fsdp_size > 1 or dtype != torch.float32
 
 
+def shard_start(num_rows: int, mesh: Mesh) -> int:
+    """First of this rank's rows of a parameter that has `num_rows` of them (FSDP2 cuts axis 0)."""
+    return min(num_rows, mesh.fsdp_rank * -(-num_rows // mesh.fsdp_size))
+
+
 def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
     """Reduce gradients in the next backward only if it is the step's last (no pipeline)."""
     if isinstance(stage, FSDPModule):
