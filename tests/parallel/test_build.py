@@ -59,9 +59,7 @@ def built(world: World, case: Case, dtype: Dtype) -> dict[str, Any]:
         for name, p in parameters.items()
         if not torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, wanted[name])
     ]
-    own = sum(
-        (p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters.values()
-    )
+    own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters.values())
     return {
         "most": max(bytes_then),
         "end": end,

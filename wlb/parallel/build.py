@@ -30,6 +30,7 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     """This rank's stages by stage index, initialised and sharded, on the mesh's device."""
     if not spec.model.vocab_size:
         raise ValueError("model.vocab_size is 0; take the token store's before building a model")
+    assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
     stages: dict[int, Llama] = {}
     for index in spec.stages_of(mesh.pp_rank):
         # Each stage its own: a queue belongs to the stage whose backward pass is at work.
@@ -46,7 +47,7 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         if mesh.tp_size > 1:
             _distribute(stage, mesh)
         recompute_layers(stage, spec.training.recompute)
-        shard_stage(stage, mesh, compute_dtype(spec))
+        shard_stage(stage, mesh, compute_dtype(spec), spec.fsdp)
         _initialise(stage, spec, mesh)
         stages[index] = stage
     return stages

@@ -371,5 +371,6 @@ def run_rank(world: World, job: Job, device: torch.device) -> Tally:
     """A rank's whole life once its process group stands."""
     if job.calibrate is not None and device.type == "cpu":
         torch.set_num_threads(1)  # as profiles are measured; with more, CPU time tells nothing
-    mesh = build_mesh(job.spec.parallel, device)
+    spec = job.spec
+    mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size)
     return Trainer(job, world, mesh).run()
