@@ -113,7 +113,7 @@ def test_layers_are_dropped_after_each_pass(layout: dict[str, Any]) -> None:
     )
     assert all(max(gathered) == 4 for gathered, _ in kept)  # all layers of the rank
     for gathered, _ in dropped:
-        assert set(gathered) == {1}
+        assert max(gathered) == 1
         assert len(gathered) > 8
 
 

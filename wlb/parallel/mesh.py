@@ -196,6 +196,14 @@ def choose_device(
     return DeviceChoice("cpu", found)
 
 
+def device_memory_bytes() -> int | None:
+    """Memory of the smallest GPU that this process sees; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    gpus = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
+
+
 def rank_device(world: World, kind: str) -> torch.device:
     """The rank's own device: its local rank's GPU, or the CPU."""
     if kind == "cpu":

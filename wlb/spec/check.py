@@ -58,6 +58,7 @@ def _check_finite(section: Any, prefix: str = "") -> None:
 def _check_ranges(spec: RunSpec) -> None:
     at_least = {
         "run.seed": (spec.run.seed, 0),
+        "run.memory_gib": (spec.run.memory_gib, 0),
         "data.context_window": (spec.data.context_window, 2),
         "data.token_quantum": (spec.data.token_quantum, 1),
         "data.num_micro_batches": (spec.data.num_micro_batches, 0),
@@ -258,6 +259,8 @@ def _check_number_packed(spec: RunSpec) -> None:
             f"packing.num_micro_batches = {m} with packing.policy = {packing.policy}: its "
             f"micro-batches are windows, {n} a global batch; use var_len or bounded, or set it to 0"
         )
+    if packing.takes_s_max_from_memory:
+        return  # checked again when it is filled in
     most = m * spec.s_max
     is_bounded = packing.policy == Policy.BOUNDED
     if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):

@@ -67,6 +67,13 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class OverMemory(StrEnum):
+    """What follows a memory estimate above the memory that is there."""
+
+    REFUSE = "refuse"
+    WARN = "warn"
+
+
 class AttentionBackend(StrEnum):
     AUTO = "auto"
     SDPA = "sdpa"
@@ -92,6 +99,16 @@ class RunSection:
     )
     seed: int = key(0, "seed of weights, document order and order inside a micro-batch")
     device: Device = key(Device.AUTO, "where ranks compute; auto takes CUDA if there is one a rank")
+    memory_gib: float = key(
+        0.0,
+        "memory of a rank's device, that the memory estimate is held against; 0 = the smallest "
+        "GPU's own, on the CPU none",
+        unit="GiB",
+    )
+    over_memory: OverMemory = key(
+        OverMemory.REFUSE,
+        "what to do with a run whose memory estimate exceeds 95% of that: refuse it or only warn",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

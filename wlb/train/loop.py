@@ -23,6 +23,7 @@ from wlb.train.calibrate import Calibration
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
 from wlb.train.ledger import Ledger
+from wlb.train.memory import budget_of, hold_against
 from wlb.train.nonfinite import NonfiniteSteps
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
@@ -352,13 +353,15 @@ def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, 
     """The spec with the attention kernel that all ranks compute and price plans with; the name of
     the kernel profile.
 
-    ValueError on all of them if they would compute by different ones, or one cannot, or if they'd
-    price by different profiles: devices and what is installed may differ from node to node.
+    ValueError on all of them if they would compute by different ones, or one cannot or lacks the
+    memory, or if they'd price by different profiles: devices and what is installed may differ from
+    node to node.
     """
     priced, profile, problem = spec, "", None
     try:
         priced = with_backend(spec, mesh.device.type)
         profile = workload_for(priced, mesh.device.type).profile.name
+        hold_against(spec, budget_of(spec, mesh.device.type))  # of this node's devices
     except ValueError as error:
         problem = error
     group = dist.group.WORLD if world.world_size > 1 else None
