@@ -338,7 +338,7 @@ class Mesh:
     @property
     def shard_size(self) -> int:
         """Ranks over which a copy of the parameters is sharded."""
-        return self.sharding.size(-1)
+        return self.sharding.size(self.sharding.ndim - 1)
 
     @property
     def shard_rank(self) -> int:
