@@ -6,7 +6,16 @@ import pytest
 
 from wlb.cost import in_flight, memory_estimate, memory_of_rank, token_caps
 from wlb.cost.memory import layer_activation_bytes, workspace_bytes
-from wlb.spec import Dtype, ModelSpec, ParallelSpec, Policy, Recompute, RunSpec, Schedule
+from wlb.spec import (
+    Dtype,
+    FsdpSection,
+    ModelSpec,
+    ParallelSpec,
+    Policy,
+    Recompute,
+    RunSpec,
+    Schedule,
+)
 
 DEFAULT = RunSpec()
 SEVEN_B = RunSpec(
@@ -133,6 +142,53 @@ def test_parameters_cover_the_model_once():
     count = first.parameters_bytes // 2
     assert first.optimizer_bytes == 12 * count // 2
     assert first.gradients_bytes == 4 * (count + count // 2)
+
+
+def test_without_fsdp_parameters_are_the_master_weights():
+    spec = replace(TINY, parallel=ParallelSpec(tp=2, pp=2, dp=1))
+    one = memory_of_rank(spec, pp_rank=0, micro_batch_tokens=1)
+    count = one.parameters_bytes // 4
+    assert (one.optimizer_bytes, one.gradients_bytes) == (8 * count, 4 * count)
+
+
+def test_optimizer_and_reduced_gradients_are_sharded_within_a_group():
+    spec = replace(SEVEN_B, parallel=ParallelSpec(tp=8, cp=2, pp=1, dp=4))
+    whole, groups = (
+        memory_of_rank(
+            replace(spec, fsdp=FsdpSection(shard_size=size)), pp_rank=0, micro_batch_tokens=1
+        )
+        for size in (0, 2)
+    )
+    count = whole.parameters_bytes // 2
+    assert groups.parameters_bytes == whole.parameters_bytes
+    assert whole.optimizer_bytes == 12 * -(-count // 8)
+    assert groups.optimizer_bytes == 12 * -(-count // 2)
+    assert groups.gradients_bytes == 4 * (count + -(-count // 2))
+
+
+@pytest.mark.parametrize(("prefetch", "at_once"), [(0, 2), (1, 2), (3, 4), (99, 8)])
+def test_resharding_leaves_the_layers_at_work(prefetch: int, at_once: int):
+    fsdp = FsdpSection(reshard_after_forward=True, prefetch=prefetch)
+    spec = replace(SEVEN_B, parallel=ParallelSpec(tp=1, cp=1, pp=4, dp=2), fsdp=fsdp)
+    layer = 4096 * (4 * 4096 + 3 * 11008) + 2 * 4096
+    first, middle = (memory_of_rank(spec, pp_rank=r, micro_batch_tokens=1) for r in (0, 1))
+    assert middle.parameters_bytes == 2 * at_once * layer
+    assert first.parameters_bytes == 2 * (at_once * layer + 32000 * 4096)
+    assert middle.optimizer_bytes == 12 * 8 * layer // 2
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    "schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B, Schedule.INTERLEAVED_ZERO_BUBBLE]
+)
+@pytest.mark.parametrize("gib", [9, 16, 24, 40])
+def test_what_caps_allow_fits(dp: int, schedule: Schedule, gib: int):
+    v = 1 if schedule == Schedule.ONE_F_ONE_B else 2
+    spec = with_schedule(schedule, v=v, n=8 * dp)
+    spec = replace(spec, parallel=replace(spec.parallel, dp=dp))
+    caps = token_caps(spec, memory_bytes=gib << 30)
+    estimate = memory_estimate(spec, micro_batch_tokens=caps.s_max, step_tokens=caps.step_tokens)
+    assert estimate.total_bytes <= (gib << 30) * 1.0001  # CP ranks round tokens up
 
 
 def test_only_the_last_rank_holds_logits():

@@ -17,6 +17,7 @@ from wlb.packing import (
     WindowCut,
     baseline_for,
     packer_for,
+    with_s_max,
 )
 from wlb.packing.policies import caps_of
 from wlb.spec import ModelSpec, ParallelSpec, Policy, RunSpec, check, load, system_overrides
@@ -193,3 +194,55 @@ def test_caps_of_a_run() -> None:
 def test_memory_that_cannot_hold_a_step_is_refused(gib: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         packer_for(seven_b(memory_gib=gib), COST)
+
+
+def test_s_max_is_what_fits_the_memory() -> None:
+    keys = ["packing.policy=bounded", "packing.s_max=0", "model.vocab_size=32000"]
+    pipeline = ["pp.schedule=1f1b", "pp.virtual_stages=1", "data.num_micro_batches=16"]
+    spec = load("7b_64k", [*keys, *pipeline])
+    spec = replace(spec, parallel=replace(spec.parallel, dp=1))
+    window, found = spec.data.context_window, dict[float, RunSpec]()
+    for gib in (200.0, 60.0, 50.0):
+        made = with_s_max(spec, memory_gib=gib)
+        assert made.packing.memory_gib == pytest.approx(0.95 * gib, abs=1e-3)
+        s_max, step_tokens = caps_of(made)
+        assert s_max == made.s_max
+        assert step_tokens is None or step_tokens > made.tokens_per_step
+        need = memory_estimate(made, micro_batch_tokens=s_max, step_tokens=step_tokens)
+        assert need.total_bytes <= 0.9501 * gib * GIB
+        found[gib] = made
+    assert found[200.0].s_max == 2 * window  # no more, however much there is
+    assert window < found[50.0].s_max < found[60.0].s_max < 2 * window
+    # With what the user plans with there, the device does not matter.
+    planned = replace(spec, packing=replace(spec.packing, memory_gib=47.5))
+    assert with_s_max(planned, memory_gib=None) == found[50.0]
+    # A number is left alone, and where nothing needs it any will do.
+    assert with_s_max(found[50.0], memory_gib=10.0) is found[50.0]
+    windows = replace(spec, packing=replace(spec.packing, policy=Policy.ORIGINAL))
+    assert with_s_max(windows, memory_gib=None).packing.s_max == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gib", "windows", "share"),
+    [(43.0, 1.02, None), (46.0, 1.2, 1.1), (47.0, 1.5, 1.1), (60.0, 2.0, 1.46)],
+)
+def test_s_max_leaves_room_for_a_step(gib: float, windows: float, share: float | None) -> None:
+    """A short pipeline has a whole step under way, so that S_max and T share the memory."""
+    keys = ["packing.policy=bounded", "packing.s_max=0", "model.vocab_size=32000"]
+    spec = load("7b_64k", keys)
+    spec = with_s_max(replace(spec, parallel=replace(spec.parallel, dp=1)), memory_gib=gib)
+    _, step_tokens = caps_of(spec)
+    assert spec.packing.s_max == pytest.approx(windows, abs=0.01)
+    assert (step_tokens and step_tokens / spec.tokens_per_step) == pytest.approx(share, abs=0.01)
+
+
+def test_s_max_without_memory_is_refused() -> None:
+    unfilled = spec(s_max=0)
+    with pytest.raises(ValueError, match=r"not known on the CPU; set run\.memory_gib"):
+        with_s_max(unfilled, memory_gib=None)
+    with pytest.raises(ValueError, match=r"needs .* GiB for weights, gradients and optimiser"):
+        with_s_max(unfilled, memory_gib=0.001)
+    with pytest.raises(ValueError, match=r"packing\.s_max = 0 takes S_max from the memory"):
+        packer_for(unfilled, COST)
+    with pytest.raises(ValueError, match=r"packing\.s_max = 0\.5 context windows must be at"):
+        spec(s_max=0.5)

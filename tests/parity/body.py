@@ -15,6 +15,7 @@ from tests.parity.case import (
     spec_of,
 )
 from wlb.model import Llama
+from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh, rank_device
 from wlb.spec import RunSpec
@@ -54,6 +55,11 @@ def gradient_error(executor: Executor, reference: Llama) -> tuple[float, str]:
         error = (got - expected).abs().max() / expected.abs().max()
         worst = max(worst, (error.item(), name))
     return worst
+
+
+def gradient_norm(reference: Llama) -> float:
+    grads = [p.grad for p in reference.parameters() if p.grad is not None]
+    return torch.stack([grad.norm() for grad in grads]).double().norm().item()
 
 
 def optimise(
@@ -107,14 +113,19 @@ def snapshot(executor: Executor, reference: Llama) -> dict[str, Tensor]:
 def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
     """Losses, gradient errors and the end of two optimiser steps, as seen from this rank."""
     spec = spec_of(case)
-    mesh: Mesh = build_mesh(spec.parallel, rank_device(world, device))
+    where = rank_device(world, device)
+    mesh: Mesh = build_mesh(spec.parallel, where, shard_size=case.shard_size)
     executor = Executor(spec, mesh)
     reference = fresh_reference(spec)
     initial = snapshot(executor, reference)
     plan = packing(case.num_micro_batches)
     expected = reference_loss(reference, spec, plan, backward=True)
     loss, held = run_step(executor, case, shift=0)
+    square = gradient_square(executor.named_parameters(), mesh)
+    dist.all_reduce(square)
     out: dict[str, object] = {
+        "norm": square.sqrt().item(),
+        "expected_norm": gradient_norm(reference),
         "loss": loss,
         "held_out": held,
         "expected": expected,

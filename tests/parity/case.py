@@ -11,7 +11,7 @@ from wlb.kernels import Segments, attend
 from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
 from wlb.plan import PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
-from wlb.spec import ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
+from wlb.spec import FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
 
 WINDOW = 24
 
@@ -51,6 +51,9 @@ class Case:
     recompute: Recompute = Recompute.NONE
     weight_delay: int = 1
     stage_layers: tuple[int, ...] = ()
+    shard_size: int = 0
+    reshard: bool = False
+    prefetch: int = 1
 
     @property
     def world(self) -> int:
@@ -61,6 +64,9 @@ class Case:
         name = f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
         name += "" if self.weight_delay == 1 else f"-w{self.weight_delay}"
         name += "".join(f"-{layers}" for layers in self.stage_layers)
+        name += f"-shard{self.shard_size}" if self.shard_size else ""
+        name += "-reshard" if self.reshard else ""
+        name += "" if self.prefetch == 1 else f"-ahead{self.prefetch}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -83,6 +89,11 @@ def spec_of(case: Case) -> RunSpec:
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
             cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
+            fsdp=FsdpSection(
+                shard_size=case.shard_size,
+                reshard_after_forward=case.reshard,
+                prefetch=case.prefetch,
+            ),
             pp=replace(
                 spec.pp,
                 schedule=case.schedule,

@@ -55,6 +55,7 @@ def test_layout_equals_one_process(case: Case) -> None:
         assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
         error, name = result["gradient"]
         assert error <= 1e-5, name
+        assert result["norm"] == pytest.approx(result["expected_norm"], rel=1e-5)
         assert result["sgd"]["ours"] == pytest.approx(result["sgd"]["theirs"], rel=1e-5)
         assert result["sgd"]["parameters"] <= 1e-5
         assert result["adamw"]["ours"] == pytest.approx(result["adamw"]["theirs"], rel=1e-4)

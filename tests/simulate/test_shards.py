@@ -9,7 +9,7 @@ from wlb.cost import Collective, Elementwise
 from wlb.cost.memory import stage_parameters
 from wlb.simulate import Node, NodeKind
 from wlb.simulate.shards import ShardCosts, fsdp_span, has_fsdp, shard_costs
-from wlb.spec import ParallelSpec, RunSpec, Schedule
+from wlb.spec import FsdpSection, ParallelSpec, RunSpec, Schedule
 
 
 def costs(spec: RunSpec) -> ShardCosts:
@@ -119,3 +119,16 @@ def test_more_pipelines_share_the_optimizer() -> None:
     assert of(two, NodeKind.OPTIMIZER) == pytest.approx(2 * of(four, NodeKind.OPTIMIZER), rel=1e-3)
     wide = replace(two, parallel=replace(two.parallel, tp=4))
     assert of(wide, NodeKind.OPTIMIZER) < of(two, NodeKind.OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "message"),
+    [
+        (FsdpSection(shard_size=2), r"fsdp\.shard_size = 2 is not simulated"),
+        (FsdpSection(reshard_after_forward=True), r"reshard_after_forward = true is not simulated"),
+    ],
+)
+def test_options_without_a_price_are_refused(fsdp: FsdpSection, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        costs(replace(spec_of(), fsdp=fsdp))
+    assert costs(replace(spec_of(), fsdp=FsdpSection(shard_size=4))) == costs(spec_of())

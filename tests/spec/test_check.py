@@ -37,6 +37,14 @@ def test_what_is_right_is_returned_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        # FSDP.
+        ({"fsdp__shard_size": -1}, "fsdp.shard_size = -1 must be at least 0"),
+        ({"fsdp__prefetch": -1}, "fsdp.prefetch = -1 must be at least 0"),
+        (
+            {"fsdp__shard_size": 4, "parallel__dp": 3, "parallel__cp": 2},
+            "fsdp.shard_size = 4 does not divide the dp 3 x cp 2 = 6 ranks that share parameters; "
+            "use one of [1, 2, 3, 6], or 0 for all of them",
+        ),
         # The model.
         ({"model__hidden_size": 0}, "model.hidden_size = 0 must be at least 1"),
         ({"model__num_layers": 0}, "model.num_layers = 0 must be at least 1"),

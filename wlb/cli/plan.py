@@ -16,7 +16,7 @@ from wlb import __version__
 from wlb.cli import sources
 from wlb.corpus import LengthSource, ListedBatches
 from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns, workload_for
-from wlb.packing import PackingRun, measure
+from wlb.packing import PackingRun, measure, with_s_max
 from wlb.packing.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     sources.check_outputs(options.json, options.html, needs_plots=bool(options.html))
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
     source = sources.open_source(options, spec)
     cost = workload_for(spec, options.device)
     batches = sources.batches_of(options, spec, source)

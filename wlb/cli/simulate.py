@@ -16,6 +16,7 @@ from rich.table import Table
 from wlb.cli import recorded, sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
+from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch
 from wlb.report import (
     layout_text,
@@ -133,7 +134,8 @@ def priced_spec(spec: RunSpec) -> RunSpec:
     """`spec` with what training would fill in."""
     planner = replace(spec.planner, baseline=False)
     parallel = replace(spec.parallel, dp=max(1, spec.parallel.dp))
-    return sources.with_vocabulary(replace(spec, parallel=parallel, planner=planner))
+    filled = sources.with_vocabulary(replace(spec, parallel=parallel, planner=planner))
+    return with_s_max(filled, memory_gib=filled.cluster.memory_gib)
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from wlb.cli import sources, tune_layout
 from wlb.cost import workload_for
+from wlb.packing import with_s_max
 from wlb.packing.tune import PRICES, S_MAX, STEP_TOKENS, THRESHOLDS, Grid, finish, tune_points
 from wlb.report import facts_of, tuning_table
 from wlb.report.plots import tuning_figure
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
     grid = Grid(
         policies=tuple(Policy(name) for name in options.policies),
         thresholds=tuple(options.thresholds),

@@ -19,6 +19,7 @@ from wlb import __version__
 from wlb.cli import sources
 from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
+from wlb.packing import with_s_max
 from wlb.report import facts_of, worth_line, worth_of
 from wlb.report.layout_tables import (
     LayoutReport,
@@ -195,7 +196,8 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
 def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     """The run's own settings where they are of `gpus` devices, else why not."""
     try:
-        return resolve_dp(spec, gpus), ""
+        own = resolve_dp(spec, gpus)
+        return with_s_max(own, memory_gib=own.cluster.memory_gib), ""
     except ValueError as error:
         return None, f"the run's own layout is not compared: {error}"
 

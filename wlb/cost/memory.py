@@ -35,6 +35,7 @@ under `selective`). What attention kernels allocate themselves is not counted, n
 which read rows of the gathered buffer (sdpa on CPU) need no copy.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
@@ -49,9 +50,11 @@ DEALT_MARGIN = 0.88
 class MemoryEstimate:
     """Bytes of pipeline rank `pp_rank`; every name ending in `_bytes` but the total is a term.
 
-    parameters: unsharded, in compute dtype (FSDP keeps them gathered: reshard_after_forward off).
-    optimizer: float32 master weights and two AdamW moments, sharded over dp * cp.
-    gradients: float32, unsharded until the last micro-batch, plus their reduced shard.
+    parameters: gathered, in compute dtype; all of them, or with `fsdp.reshard_after_forward` the
+    layer at work, those gathered ahead, embedding and head. optimizer: float32 master weights and
+    two AdamW moments, sharded over `fsdp.shard_size` ranks (dp * cp). gradients: float32, unsharded
+    until the last micro-batch, plus their reduced shard. Without FSDP (one rank, float32) the
+    parameters are the master weights and the gradients are never copied.
     activations: saved for backward, of all micro-batches in flight. boundaries: outputs of stages
     in flight, kept for their backward. logits: one chunk of the loss, last pipeline rank only.
     workspace: what the layer at work needs beside what it keeps, MLP or attention, activations that
@@ -174,37 +177,79 @@ def _with(spec: RunSpec, how: Recompute) -> RunSpec:
 
 
 def memory_of_rank(
-    spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int | None = None
+    spec: RunSpec,
+    *,
+    pp_rank: int,
+    micro_batch_tokens: int | None = None,
+    step_tokens: int | None = None,
 ) -> MemoryEstimate:
-    """Memory of pipeline rank `pp_rank` with micro-batches of at most `micro_batch_tokens`."""
+    """Memory of pipeline rank `pp_rank` with micro-batches of at most `micro_batch_tokens`.
+
+    step_tokens: T, most tokens of a step over all pipelines; None: only the micro-batch is bounded.
+    """
     model, parallel = spec.model, spec.parallel
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
     size, tp = _compute_bytes(spec), parallel.tp
     local = -(-tokens // parallel.cp)
     passes = in_flight(spec, pp_rank=pp_rank)
     parameters = _parameters(spec, pp_rank=pp_rank)
-    shards = parallel.cp * max(1, parallel.dp)
+    shard = -(-parameters // spec.shard_size)
+    has_fsdp = parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
     last = pp_rank == parallel.pp - 1
     rows = min(spec.training.loss_chunk, local)
+    activations = layers_in_flight(spec, pp_rank=pp_rank) * layer_activation_bytes(
+        spec, micro_batch_tokens=tokens
+    )
+    boundaries = passes * local * model.hidden_size * size // tp
+    if step_tokens is not None:
+        in_step = _kept_bytes_of_step(spec, pp_rank, step_tokens)
+        activations, boundaries = min(activations, in_step[0]), min(boundaries, in_step[1])
     return MemoryEstimate(
         pp_rank=pp_rank,
         num_in_flight=passes,
         micro_batch_tokens=tokens,
-        parameters_bytes=parameters * size,
-        optimizer_bytes=3 * FLOAT32_BYTES * -(-parameters // shards),
-        gradients_bytes=FLOAT32_BYTES * (parameters + -(-parameters // shards)),
-        activations_bytes=layers_in_flight(spec, pp_rank=pp_rank)
-        * layer_activation_bytes(spec, micro_batch_tokens=tokens),
-        boundaries_bytes=passes * local * model.hidden_size * size // tp,
+        parameters_bytes=(_gathered(spec, pp_rank) if has_fsdp else parameters) * size,
+        optimizer_bytes=(2 + has_fsdp) * FLOAT32_BYTES * shard,
+        gradients_bytes=FLOAT32_BYTES * (parameters + has_fsdp * shard),
+        activations_bytes=activations,
+        boundaries_bytes=boundaries,
         logits_bytes=last * rows * (model.padded_vocab_size // tp) * (size + 2 * FLOAT32_BYTES),
         workspace_bytes=workspace_bytes(spec, micro_batch_tokens=tokens),
     )
 
 
-def memory_estimate(spec: RunSpec, *, micro_batch_tokens: int | None = None) -> MemoryEstimate:
+def _gathered(spec: RunSpec, pp_rank: int) -> int:
+    """Parameters of a pipeline rank that FSDP holds gathered at once."""
+    count = _parameters(spec, pp_rank=pp_rank)
+    if not spec.fsdp.reshard_after_forward:
+        return count
+    layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
+    at_once = min(max(layers), 1 + max(1, spec.fsdp.prefetch))
+    return count - (sum(layers) - at_once) * layer_parameters(spec)
+
+
+def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[int, int]:
+    """(activations, stages' outputs) of a pipeline's whole step on one rank."""
+    dp, window = max(1, spec.parallel.dp), spec.data.context_window
+    own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
+    layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
+    in_layer = layer_activation_bytes(spec, micro_batch_tokens=window)
+    local = -(-window // spec.parallel.cp)
+    output = local * spec.model.hidden_size * _compute_bytes(spec) // spec.parallel.tp
+    return (
+        math.ceil(own * sum(layers) * in_layer / window),
+        math.ceil(own * len(layers) * output / window),
+    )
+
+
+def memory_estimate(
+    spec: RunSpec, *, micro_batch_tokens: int | None = None, step_tokens: int | None = None
+) -> MemoryEstimate:
     """The pipeline rank that needs most (rank 0 as a rule: it has most micro-batches in flight)."""
     ranks = (
-        memory_of_rank(spec, pp_rank=r, micro_batch_tokens=micro_batch_tokens)
+        memory_of_rank(
+            spec, pp_rank=r, micro_batch_tokens=micro_batch_tokens, step_tokens=step_tokens
+        )
         for r in range(spec.parallel.pp)
     )
     return max(ranks, key=lambda estimate: estimate.total_bytes)
@@ -300,13 +345,17 @@ def _compute_bytes(spec: RunSpec) -> int:
     return 2 if spec.training.dtype == Dtype.BFLOAT16 else FLOAT32_BYTES
 
 
+def layer_parameters(spec: RunSpec) -> int:
+    """Parameters of a decoder layer on one TP rank."""
+    norms = 2 * spec.model.hidden_size
+    return (spec.model.num_layer_parameters - norms) // spec.parallel.tp + norms
+
+
 def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     """Parameters of a stage on one TP rank: its layers / tp (norms whole), embedding on the first
     stage, head and last norm on the last."""
     model, tp = spec.model, spec.parallel.tp
-    norms = 2 * model.hidden_size
-    layer = (model.num_layer_parameters - norms) // tp + norms
-    count = spec.stage_layers[stage] * layer
+    count = spec.stage_layers[stage] * layer_parameters(spec)
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
     if stage == 0:
         count += vocabulary

@@ -18,7 +18,7 @@ from wlb.packing.ilp_model import Objective
 from wlb.packing.ilp_solvers import Solver
 from wlb.packing.measure import PackingRun, PackingSummary, measure
 from wlb.packing.original import OriginalPacker, WindowCut
-from wlb.packing.policies import baseline_for, options_for, packer_for
+from wlb.packing.policies import baseline_for, caps_of, options_for, packer_for, with_s_max
 from wlb.packing.saved import PackedBatches, Packs, SavedPacker
 from wlb.packing.var_len import VarLenPacker
 
@@ -47,10 +47,12 @@ __all__ = [
     "VarLenPacker",
     "WindowCut",
     "baseline_for",
+    "caps_of",
     "measure",
     "options_for",
     "pack_bins",
     "packer_for",
     "solve_fixed",
     "solve_var_len",
+    "with_s_max",
 ]

@@ -11,9 +11,13 @@ from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout
-from wlb.spec import Policy, RunSpec
+from wlb.spec import PLANNED_MEMORY, Policy, RunSpec, check
 
 GIB = 1 << 30
+MOST_AUTOMATIC_WINDOWS = 2
+"""Longest S_max that packing.s_max = 0 comes to: longer ones leave too little for a step's rest."""
+ROOM_OF_A_STEP = 1.1
+"""Global batches that a step should have room for, so that what is held back can be caught up."""
 
 
 def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
@@ -79,6 +83,43 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 max_delay=packing.max_delay,
                 delay_price=packing.delay_price or None,
             )
+
+
+def with_s_max(spec: RunSpec, *, memory_gib: float | None) -> RunSpec:
+    """`spec` with packing.s_max filled in from the memory of a device, where it is 0.
+
+    The longest of at most 2 windows (tried in twentieths) beside which a step of 1.1 global batches
+    fits, or else of any more than one: packing.memory_gib, or 95% of memory_gib where that is 0,
+    also lowers T (`caps_of`). ValueError where memory_gib is None (not known) or nothing fits.
+    """
+    packing, window = spec.packing, spec.data.context_window
+    if not packing.takes_s_max_from_memory:
+        return spec
+    if not packing.varies_lengths:
+        return check(replace(spec, packing=replace(packing, s_max=1.0)))  # not used
+    planned = packing.memory_gib or (memory_gib or 0.0) * PLANNED_MEMORY
+    if not planned:
+        raise ValueError(
+            "packing.s_max = 0 takes S_max from the memory of a device, which is not known on the "
+            "CPU; set run.memory_gib or packing.memory_gib, or packing.s_max in context windows"
+        )
+    refusal: ValueError | None = None
+    fallback: RunSpec | None = None
+    for twentieths in range(20 * MOST_AUTOMATIC_WINDOWS, 19, -1):
+        made = replace(packing, s_max=twentieths / 20, memory_gib=planned)
+        try:
+            s_max, step_tokens = caps_of(replace(spec, packing=made))
+            filled = check(replace(spec, packing=replace(made, s_max=s_max / window)))
+        except ValueError as error:
+            refusal = error
+            continue
+        if step_tokens is None or step_tokens >= ROOM_OF_A_STEP * spec.tokens_per_step:
+            return filled
+        fallback = fallback or filled
+    if fallback is None:
+        assert refusal is not None
+        raise refusal
+    return fallback
 
 
 def caps_of(spec: RunSpec) -> tuple[int, int | None]:

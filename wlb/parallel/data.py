@@ -1,11 +1,17 @@
 """Data parallelism: FSDP2 over the dp and cp axes together; gradients are summed, not averaged.
 
 The loss is already divided by the step's valid tokens over all ranks, so gradients only add up.
-Parameters stay gathered from forward to backward and gradients are reduced once a step, after the
-last micro-batch: with a pipeline, gathering for every micro-batch would cost more than it saves.
+Gradients are reduced once a step, after the last micro-batch. Parameters stay gathered until then
+(with a pipeline, gathering for every micro-batch would cost more than it saves) unless
+`fsdp.reshard_after_forward` asks for memory.
+
+With HSDP (`fsdp.shard_size`) a gradient is reduced and scattered within a group and then summed
+with the other groups' copies of the shard.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +21,75 @@ from torch.distributed.tensor import DTensor
 from wlb.model import Llama
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import placement
+from wlb.spec import FsdpSection
 
 
-def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection) -> None:
     """Apply FSDP2 to each layer and the stage, in place; nothing where it would do nothing."""
     if not needs_fsdp(mesh, dtype):
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32:
         policy = MixedPrecisionPolicy()
-    for module in [*stage.model.layers.values(), stage]:
-        fully_shard(module, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            # A divide factor alone asks Gloo for PREMUL_SUM, which it lacks.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": policy}
+    layers = [
+        fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
+        for layer in stage.model.layers.values()
+    ]
+    # Embedding and head stay gathered: backward needs the head as soon as forward is done with it.
+    whole = fully_shard(stage, reshard_after_forward=False, **options)
+    for module in [*layers, whole]:
+        # A divide factor alone asks Gloo for PREMUL_SUM, which it lacks.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _gather_ahead([whole, *layers], fsdp.prefetch)
+    if fsdp.reshard_after_forward:
+        _drop_after_each_pass(whole, layers)
 
 
 def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
     return mesh.fsdp_size > 1 or dtype != torch.float32
+
+
+def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
+    """Have each of `modules`, in the order of forward, gather the `ahead` next ones when it begins,
+    in backward the ones before; the stage itself begins both passes.
+
+    torch's own order posts the next gather when the next module begins, after the host has launched
+    this one's kernels: too late where the host is behind, as at a step's first micro-batch, the
+    only one that gathers unless layers are dropped after each pass. In backward torch takes what
+    ran before in forward, with several micro-batches under way not always the layer that is next.
+    """
+    if not ahead:
+        return
+    stage, layers = modules[0], modules[1:]
+    for i, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + ahead])
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
+    stage.set_modules_to_backward_prefetch(layers[-ahead:][::-1])
+
+
+class _NothingToWaitFor:
+    def wait(self) -> None:
+        pass
+
+
+def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
+    """Hold layers gathered only while they are at work, in pipelines too.
+
+    torch's pipeline runtime would keep them: it has whole stages gathered before their passes and
+    asks that no backward pass but a step's last drops parameters. Layers are left out of both.
+    """
+    of_stage = partial(stage.set_reshard_after_backward, recurse=False)
+    setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
+    for layer in layers:
+        setattr(layer, "unshard", lambda **_: _NothingToWaitFor())  # noqa: B010
+
+
+def shard_start(num_rows: int, mesh: Mesh) -> int:
+    """First of this rank's rows of a parameter that has `num_rows` of them (FSDP2 cuts axis 0)."""
+    return min(num_rows, mesh.shard_rank * -(-num_rows // mesh.shard_size))
 
 
 def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
@@ -59,12 +114,12 @@ def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tenso
     """This rank's share of the squared gradient norm, float64 scalar; the sum over ALL ranks is it.
 
     Every element is counted once: shards are disjoint over all four axes, and what is replicated
-    over the tp axis counts on its first rank only. One sum over the world instead of DTensor's one
-    a mesh axis, so that it can ride on another all-reduce.
+    over the tp axis, or in other copies of the shards, counts on its first rank only. One sum over
+    the world instead of DTensor's one a mesh axis, so that it can ride on another all-reduce.
     """
     counted = [
         local_tensor(p.grad)
-        for name, p in parameters.items()
+        for name, p in ({} if mesh.replica else parameters).items()
         if p.grad is not None and not (mesh.tp_rank and placement(name).is_replicate())
     ]
     if not counted:

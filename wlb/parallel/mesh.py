@@ -5,7 +5,9 @@ process; `choose_device` and `init` start torch.distributed; `build_mesh` lays t
 
 Ranks are ordered TP, CP, PP, DP from the inside out (the paper's Section 2.2): TP neighbours share
 a node's fastest links. The mesh lists its axes as (pp, dp, cp, tp), so that dp and cp lie side by
-side and flatten into `fsdp`, over which parameters are sharded and gradients summed.
+side and flatten into `fsdp`, over which gradients are summed and parameters sharded: over all of
+it, or (HSDP) within groups of `shard_size` consecutive members, each of which holds a copy. Members
+of a group are the nearest ones: cp ranks of one pipeline first.
 """
 
 import os
@@ -28,6 +30,7 @@ from wlb.spec.run import Device, ParallelSpec
 
 AXES = ("pp", "dp", "cp", "tp")
 FSDP = "fsdp"
+HSDP = ("replicate", "shard")
 
 # Slurm numbers its batch, interactive and external steps from here on; they are not srun steps.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -193,6 +196,14 @@ def choose_device(
     return DeviceChoice("cpu", found)
 
 
+def device_memory_bytes() -> int | None:
+    """Memory of the smallest GPU that this process sees; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    gpus = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
+
+
 def rank_device(world: World, kind: str) -> torch.device:
     """The rank's own device: its local rank's GPU, or the CPU."""
     if kind == "cpu":
@@ -268,7 +279,8 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
 class Mesh:
     """The 4-D mesh seen from one rank.
 
-    device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp flattened, dp major.
+    device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp flattened, dp major. sharding: what FSDP2
+    shards parameters with: `fsdp`, or its ranks as (replicate, shard).
     """
 
     parallel: ParallelSpec
@@ -276,6 +288,7 @@ class Mesh:
     rank: int
     device_mesh: DeviceMesh
     fsdp: DeviceMesh
+    sharding: DeviceMesh
 
     @property
     def coordinates(self) -> Coordinates:
@@ -327,8 +340,23 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Of every axis, and of dp x cp."""
-        return [*self.device_mesh.get_all_groups(), self.fsdp.get_group()]
+        """Of every axis, of dp x cp and what shards it."""
+        sharding = self.sharding.get_all_groups()
+        return [*self.device_mesh.get_all_groups(), self.fsdp.get_group(), *sharding]
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which a copy of the parameters is sharded."""
+        return self.sharding.size(self.sharding.ndim - 1)
+
+    @property
+    def shard_rank(self) -> int:
+        return self.fsdp_rank % self.shard_size
+
+    @property
+    def replica(self) -> int:
+        """Which of the copies of the parameters this rank has a shard of."""
+        return self.fsdp_rank // self.shard_size
 
     @property
     def tp(self) -> DeviceMesh:
@@ -361,8 +389,11 @@ class Mesh:
         return group
 
 
-def build_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
-    """The mesh over all ranks of the started process group; every rank calls it."""
+def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0) -> Mesh:
+    """The mesh over all ranks of the started process group; every rank calls it.
+
+    shard_size: ranks over which a copy of the parameters is sharded, a divisor of dp x cp; 0 = all.
+    """
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise ValueError(
@@ -371,13 +402,25 @@ def build_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
         )
     ranks = torch.from_numpy(rank_grid(parallel))
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
+    fsdp = device_mesh["dp", "cp"]._flatten(FSDP)
     return Mesh(
         parallel=parallel,
         device=device,
         rank=dist.get_rank(),
         device_mesh=device_mesh,
-        fsdp=device_mesh["dp", "cp"]._flatten(FSDP),
+        fsdp=fsdp,
+        sharding=_sharding(fsdp, shard_size or fsdp.size()),
     )
+
+
+def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
+    copies, rest = divmod(fsdp.size(), shard_size)
+    if rest:
+        raise ValueError(
+            f"fsdp.shard_size = {shard_size} does not divide the {fsdp.size()} ranks of dp x cp"
+        )
+    # A view of the same root mesh, which FSDP needs to join it with the tp axis.
+    return fsdp if copies == 1 else fsdp._unflatten(0, (copies, shard_size), HSDP)
 
 
 def threads_per_rank(local_world_size: int) -> int:

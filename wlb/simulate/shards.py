@@ -55,7 +55,8 @@ def has_fsdp(spec: RunSpec) -> bool:
 
 
 def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
-    """Prices for a layout."""
+    """Prices for a layout; ValueError for options of [fsdp] that have no price."""
+    _refuse_unpriced(spec)
     parallel, profile = spec.parallel, cost.profile
     ranks = parallel.cp * max(1, parallel.dp)
     spread = fsdp_span(parallel, profile.ranks_per_node)
@@ -87,6 +88,19 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
         gather_parts=whole if is_ahead else parts,
         reduce_parts=parts if parallel.pp == 1 else whole,
     )
+
+
+def _refuse_unpriced(spec: RunSpec) -> None:
+    for name, value, plain in (
+        ("shard_size", spec.shard_size, spec.parallel.fsdp_size),
+        ("reshard_after_forward", spec.fsdp.reshard_after_forward, False),
+    ):
+        if value != plain:
+            raise ValueError(
+                f"fsdp.{name} = {str(value).lower()} is not simulated: parameters are priced as "
+                f"gathered once a step over all of dp x cp; set fsdp.{name} = "
+                f"{0 if name == 'shard_size' else 'false'} here"
+            )
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int) -> int:

@@ -60,6 +60,7 @@ def _check_finite(section: Any, prefix: str = "") -> None:
 def _check_ranges(spec: RunSpec) -> None:
     at_least = {
         "run.seed": (spec.run.seed, 0),
+        "run.memory_gib": (spec.run.memory_gib, 0),
         "data.context_window": (spec.data.context_window, 2),
         "data.token_quantum": (spec.data.token_quantum, 1),
         "data.num_micro_batches": (spec.data.num_micro_batches, 0),
@@ -70,6 +71,8 @@ def _check_ranges(spec: RunSpec) -> None:
         "planner.ahead": (spec.planner.ahead, 2),
         "pp.virtual_stages": (spec.pp.virtual_stages, 1),
         "pp.weight_delay": (spec.pp.weight_delay, 1),
+        "fsdp.shard_size": (spec.fsdp.shard_size, 0),
+        "fsdp.prefetch": (spec.fsdp.prefetch, 0),
         "training.steps": (spec.training.steps, 1),
         "training.warmup_steps": (spec.training.warmup_steps, 0),
         "training.loss_chunk": (spec.training.loss_chunk, 1),
@@ -197,6 +200,14 @@ def _check_layout(spec: RunSpec) -> None:
     for name, value in divided.items():
         if value % parallel.tp:
             raise ValueError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+    shared, size = parallel.fsdp_size, spec.fsdp.shard_size
+    # Without dp, it is not known yet over how many ranks there is to shard.
+    if size and parallel.dp and shared % size:
+        good = [n for n in range(1, shared + 1) if shared % n == 0]
+        raise ValueError(
+            f"fsdp.shard_size = {size} does not divide the dp {parallel.dp} x cp {parallel.cp} = "
+            f"{shared} ranks that share parameters; use one of {good}, or 0 for all of them"
+        )
 
 
 def _check_sharding(spec: RunSpec) -> None:
@@ -281,6 +292,8 @@ def _check_number_packed(spec: RunSpec) -> None:
             f"packing.num_micro_batches = {m} with packing.policy = {packing.policy}: its "
             f"micro-batches are windows, {n} a global batch; use var_len or bounded, or set it to 0"
         )
+    if packing.takes_s_max_from_memory:
+        return  # checked again when it is filled in
     most = m * spec.s_max
     is_bounded = packing.policy == Policy.BOUNDED
     if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):

@@ -79,7 +79,12 @@ class PackingSection:
         "M: micro-batches that a global batch is packed into (var_len, bounded); more make a "
         "pipeline's bubbles shorter, until the longest document is too much for one; 0 = N",
     )
-    s_max: float = key(1.5, "S_max: longest micro-batch (var_len, bounded)", unit="context windows")
+    s_max: float = key(
+        1.5,
+        "S_max: longest micro-batch (var_len, bounded); 0 = the longest that fits the memory of a "
+        "device beside the rest of a step, at most 2 windows, with step_tokens lowered to fit",
+        unit="context windows",
+    )
     step_tokens: float = key(
         0.0,
         "T: most tokens of a step (var_len, bounded); 0 = only S_max limits it",
@@ -133,10 +138,10 @@ class PackingSection:
     def check(self, window: int) -> None:
         """ValueError for what no packer could work with; window: the context window in tokens."""
         self._check_method()
-        if not self.s_max >= 1.0:
+        if not (self.s_max >= 1.0 or self.takes_s_max_from_memory):
             raise ValueError(
                 f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
-                f"of {window} tokens could never be placed"
+                f"of {window} tokens could never be placed (or 0: what fits the memory)"
             )
         for name in ("memory_gib", "delay_price"):
             if getattr(self, name) < 0:
@@ -149,7 +154,8 @@ class PackingSection:
                 f"packing.step_tokens = {self.step_tokens} must be above 1 global batch (or 0 for "
                 f"no cap): what is held back could never be caught up"
             )
-        if self.policy == Policy.VAR_LEN and self.literal and self.s_max_tokens(window) <= window:
+        is_literal = self.policy == Policy.VAR_LEN and self.literal and self.s_max > 0
+        if is_literal and self.s_max_tokens(window) <= window:
             raise ValueError(
                 f"packing.s_max = {self.s_max} with packing.literal: Algorithm 1 taken literally "
                 f"places a document only where it stays below S_max; use more than 1"
@@ -191,7 +197,17 @@ class PackingSection:
         """Whether micro-batches may be longer or shorter than a window."""
         return self.policy in (Policy.VAR_LEN, Policy.BOUNDED)
 
+    @property
+    def takes_s_max_from_memory(self) -> bool:
+        """Whether S_max is still to be filled in (`wlb.packing.with_s_max`)."""
+        return self.s_max == 0
+
     def s_max_tokens(self, window: int) -> int:
+        if self.takes_s_max_from_memory:
+            raise ValueError(
+                "packing.s_max = 0 takes S_max from the memory of a device, which is not known "
+                "here; give packing.s_max in context windows"
+            )
         return math.floor(round(self.s_max * window, 6))
 
     def step_tokens_of(self, tokens_per_step: int) -> int | None:

@@ -68,6 +68,13 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class OverMemory(StrEnum):
+    """What follows a memory estimate above the memory that is there."""
+
+    REFUSE = "refuse"
+    WARN = "warn"
+
+
 class AttentionBackend(StrEnum):
     AUTO = "auto"
     SDPA = "sdpa"
@@ -93,6 +100,16 @@ class RunSection:
     )
     seed: int = key(0, "seed of weights, document order and order inside a micro-batch")
     device: Device = key(Device.AUTO, "where ranks compute; auto takes CUDA if there is one a rank")
+    memory_gib: float = key(
+        0.0,
+        "memory of a rank's device, that the memory estimate is held against; 0 = the smallest "
+        "GPU's own, on the CPU none",
+        unit="GiB",
+    )
+    over_memory: OverMemory = key(
+        OverMemory.REFUSE,
+        "what to do with a run whose memory estimate exceeds 95% of that: refuse it or only warn",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +217,36 @@ class ParallelSpec:
         return self.tp * self.cp * self.pp
 
     @property
+    def fsdp_size(self) -> int:
+        """Ranks that share a stage's gradients: dp x cp; dp = 0 counts as 1."""
+        return self.cp * max(1, self.dp)
+
+    @property
     def world_size(self) -> int:
         """Ranks of the layout; dp = 0 counts as 1."""
         return self.model_ranks * max(1, self.dp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpSection:
+    """How parameters are sharded over the dp and cp axes together (FSDP2)."""
+
+    shard_size: int = key(
+        0,
+        "ranks that share one copy of parameters, gradients and optimizer state, innermost of dp x "
+        "cp first; other such groups hold copies (HSDP); 0 = all of dp x cp",
+        unit="ranks",
+    )
+    reshard_after_forward: bool = key(
+        False,
+        "free a layer's gathered parameters after every pass and gather them again: less memory, "
+        "two gathers a micro-batch instead of one a step",
+    )
+    prefetch: int = key(
+        1,
+        "layers whose parameters are gathered ahead of the layer at work; 0 = as torch orders them",
+        unit="layers",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +431,7 @@ class RunSpec:
     run: RunSection = field(default_factory=RunSection)
     model: ModelSpec = field(default_factory=ModelSpec)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    fsdp: FsdpSection = field(default_factory=FsdpSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     pp: PipelineSection = field(default_factory=PipelineSection)
     cp: CpSection = field(default_factory=CpSection)
@@ -429,6 +474,11 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         """N x C: tokens of a global batch."""
         return self.num_windows * self.data.context_window
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of parameters and optimizer state; dp = 0 counts as 1."""
+        return self.fsdp.shard_size or self.parallel.fsdp_size
 
     @property
     def num_stages(self) -> int:

@@ -1,17 +1,16 @@
-"""`wlb train --dry-run`: layout, memory estimate and the first plan, without starting a rank."""
+"""`wlb train --dry-run`: layout, memory estimate, caps and the first plan, without any rank."""
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import memory_estimate
+from wlb.packing import with_s_max
 from wlb.parallel import mesh as meshes
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
+from wlb.train.memory import GIB, Budget, budget_of, caps_line, estimate_of, hold_against
 from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
 from wlb.train.start import open_stores, ready
-
-GIB = 2**30
 
 
 def show(spec: RunSpec, console: Console) -> None:
@@ -20,6 +19,10 @@ def show(spec: RunSpec, console: Console) -> None:
     choice = _device(spec)
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
+    budget, told = _budget(spec, choice.kind)
+    known = budget if told or choice.kind == "cuda" else None
+    spec = with_s_max(spec, memory_gib=known.gib if known else None)
+    lines = hold_against(spec, budget if told else None)
     planner = refuse_early(
         spec,
         train=stores.train,
@@ -31,7 +34,9 @@ def show(spec: RunSpec, console: Console) -> None:
     console.print(f"{choice.kind}: {choice.reason}")
     console.print(f"corpus: {stores.note}")
     console.print(_layout(spec))
-    console.print(_memory(spec))
+    console.print(_memory(spec, budget))
+    for line in [*lines, caps_line(spec, budget)]:
+        console.print(line)
     console.print(computed_by(spec, choice.kind))
     console.print(priced_by(planner))
     plan = planner.next(planner.start())
@@ -74,8 +79,16 @@ def _range(ranks: list[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _memory(spec: RunSpec) -> Table:
-    estimate = memory_estimate(spec)
+def _budget(spec: RunSpec, device: str) -> tuple[Budget, bool]:
+    """What the layout is held against, and whether a run started here would be too."""
+    found = budget_of(spec, device)
+    if found is not None:
+        return found, True
+    return Budget(gib=spec.cluster.memory_gib, source="cluster.memory_gib"), False
+
+
+def _memory(spec: RunSpec, budget: Budget) -> Table:
+    estimate = estimate_of(spec)
     table = Table(
         title=f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated",
         title_justify="left",
@@ -84,6 +97,8 @@ def _memory(spec: RunSpec) -> Table:
     for name, size in estimate.terms.items():
         table.add_row(name.removesuffix("_bytes"), f"{size / GIB:.3f} GiB")
     table.add_row("total", f"{estimate.total_bytes / GIB:.3f} GiB")
+    table.add_row(budget.source, f"{budget.gib:.3f} GiB")
+    table.add_row("share", f"{estimate.total_bytes / GIB / budget.gib:.1%}")
     return table
 
 

@@ -24,6 +24,7 @@ from wlb.train.calibrate import Calibration
 from wlb.train.evaluate import Evaluator
 from wlb.train.feed import PlanFeed
 from wlb.train.ledger import Ledger
+from wlb.train.memory import budget_of, hold_against
 from wlb.train.nonfinite import NonfiniteSteps
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
@@ -387,13 +388,15 @@ def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, 
     """The spec with the attention kernel that all ranks compute and price plans with; the name of
     the kernel profile.
 
-    ValueError on all of them if they would compute by different ones, or one cannot, or if they'd
-    price by different profiles: devices and what is installed may differ from node to node.
+    ValueError on all of them if they would compute by different ones, or one cannot or lacks the
+    memory, or if they'd price by different profiles: devices and what is installed may differ from
+    node to node.
     """
     priced, profile, problem = spec, "", None
     try:
         priced = with_backend(spec, mesh.device.type)
         profile = workload_for(priced, mesh.device.type).profile.name
+        hold_against(spec, budget_of(spec, mesh.device.type))  # of this node's devices
     except ValueError as error:
         problem = error
     group = dist.group.WORLD if world.world_size > 1 else None
@@ -406,8 +409,9 @@ def run_rank(world: World, job: Job, device: torch.device) -> Tally:
     """A rank's whole life once its process group stands."""
     if job.calibrate is not None and device.type == "cpu":
         torch.set_num_threads(1)  # as profiles are measured; with more, CPU time tells nothing
-    mesh = build_mesh(job.spec.parallel, device)
-    limit_collectives(job.spec.training.timeout_s, mesh)
+    spec = job.spec
+    mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size)
+    limit_collectives(spec.training.timeout_s, mesh)
     position = Position()
-    with watched(job.directory, job.spec, world=world, mesh=mesh, position=position):
+    with watched(job.directory, spec, world=world, mesh=mesh, position=position):
         return Trainer(job, world, mesh, position).run()

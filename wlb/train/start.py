@@ -21,6 +21,7 @@ from wlb.corpus import (
     prepare_docstrings,
     text_documents,
 )
+from wlb.packing import with_s_max
 from wlb.parallel import mesh as meshes
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
@@ -29,6 +30,7 @@ from wlb.spec import Recompute, RunSpec, apply, check, resolve_dp
 from wlb.train import checkpoint
 from wlb.train.calibrate import profile_path
 from wlb.train.loop import Job, run_rank
+from wlb.train.memory import budget_of, hold_against
 from wlb.train.optimizer import rate_change
 from wlb.train.refuse import begins_with, computed_by, priced_by, profile_of, refuse_early
 
@@ -265,6 +267,9 @@ def _job(
     calibrate: str | None,
 ) -> Job:
     filled = ready(spec, stores, world_size)
+    budget = budget_of(filled, choice.kind)
+    filled = with_s_max(filled, memory_gib=budget.gib if budget else None)
+    memory = hold_against(filled, budget)
     directory = Path(spec.run.output_dir) / spec.run.name
     p = filled.parallel
     title = (
@@ -286,6 +291,8 @@ def _job(
         resume=saved,
         init_from=init_from,
     )
+    for line in memory:
+        console.print(line)
     console.print(computed_by(filled, choice.kind))
     console.print(priced_by(planner))
     if init_from is not None:

@@ -1,0 +1,125 @@
+"""Options of FSDP2 compute what one process computes, and do what they are for."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.parity.body import parity
+from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
+from wlb.parallel.execute import Executor
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.spec import Recompute, Schedule
+
+pytestmark = pytest.mark.dist
+
+F1B = Schedule.ONE_F_ONE_B
+IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
+
+RESHARD = [
+    Case(dp=2, reshard=True, num_micro_batches=8),
+    Case(cp=2, reshard=True, prefetch=0, recompute=Recompute.FULL),
+    Case(dp=2, pp=2, reshard=True, prefetch=2, schedule=F1B, num_micro_batches=8),
+    Case(dp=2, pp=2, v=2, reshard=True, num_micro_batches=8),
+    Case(tp=2, cp=2, pp=2, v=2, reshard=True, schedule=IZB, num_micro_batches=8),
+]
+HSDP = [
+    Case(dp=4, shard_size=2, num_micro_batches=8),
+    Case(dp=2, shard_size=1),
+    Case(dp=2, cp=2, shard_size=2, num_micro_batches=8),
+    Case(dp=2, cp=2, tp=2, shard_size=2, num_micro_batches=8),
+    Case(dp=4, pp=2, shard_size=2, schedule=F1B, num_micro_batches=16, reshard=True),
+]
+
+
+@pytest.mark.parametrize("case", [*RESHARD, *HSDP, Case(dp=2, prefetch=0)], ids=str)
+def test_layout_equals_one_process(case: Case) -> None:
+    results = run_local(parity, case.world, case, start_group=True, timeout_s=240.0)
+    for result in results:
+        assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
+        assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
+        error, name = result["gradient"]
+        assert error <= 1e-5, name
+        assert result["norm"] == pytest.approx(result["expected_norm"], rel=1e-5)
+        assert result["sgd"]["ours"] == pytest.approx(result["sgd"]["theirs"], rel=1e-5)
+        assert result["sgd"]["parameters"] <= 1e-5
+        assert result["adamw"]["ours"] == pytest.approx(result["adamw"]["theirs"], rel=1e-4)
+
+
+@dataclass
+class Watch:
+    """What is gathered of a rank's layers whenever one begins a pass."""
+
+    layers: dict[str, nn.Module]
+    gathered: list[int] = field(default_factory=list[int])
+    coming: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    def see(self, name: str) -> None:
+        here = [n for n, layer in self.layers.items() if is_gathered(layer)]
+        self.gathered.append(len(here))
+        self.coming.setdefault(name, [n for n, layer in self.layers.items() if is_coming(layer)])
+
+
+def is_gathered(layer: Any) -> bool:
+    return not isinstance(layer.mlp.gate_proj.weight, DTensor)
+
+
+def is_coming(layer: Any) -> bool:
+    """Whether its gather is posted, as only FSDP itself knows."""
+    return layer._get_fsdp_state()._fsdp_param_group._all_gather_result is not None
+
+
+def watched(world: World, case: Case) -> tuple[list[int], dict[str, list[str]]]:
+    """Gathered layers at each pass of a step, and layers whose gather is under way at the first
+    forward pass of each."""
+    spec = spec_of(case)
+    mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))
+    executor = Executor(spec, mesh)
+    watch = Watch(
+        {n: layer for s in executor.stages.values() for n, layer in s.model.layers.items()}
+    )
+    for name, layer in watch.layers.items():
+        layer.register_forward_pre_hook(lambda *_, name=name: watch.see(name))
+        layer.register_full_backward_pre_hook(lambda *_, name=name: watch.see(name))
+    plan = packing(case.num_micro_batches)
+    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    executor.train_step(mine, Reader(), loss_scale=1.0)
+    assert not any(is_gathered(layer) for layer in watch.layers.values())
+    return watch.gathered, watch.coming
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2},
+        {"dp": 2, "pp": 2, "schedule": F1B, "layers": 8},
+        {"dp": 2, "pp": 2, "v": 2, "layers": 8},
+    ],
+    ids=str,
+)
+def test_layers_are_dropped_after_each_pass(layout: dict[str, Any]) -> None:
+    kept, dropped = (
+        run_local(
+            watched,
+            case.world,
+            case,
+            start_group=True,
+            timeout_s=240.0,
+        )
+        for case in (Case(num_micro_batches=8, reshard=r, **layout) for r in (False, True))
+    )
+    assert all(max(gathered) == 4 for gathered, _ in kept)  # all layers of the rank
+    for gathered, _ in dropped:
+        assert max(gathered) == 1
+        assert len(gathered) > 8
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_so_many_layers_are_gathered_ahead(ahead: int) -> None:
+    case = Case(dp=2, prefetch=ahead)
+    names = ["0", "1", "2", "3"]
+    for _, coming in run_local(watched, 2, case, start_group=True, timeout_s=120.0):
+        assert coming == {n: names[i + 1 : i + 1 + ahead] for i, n in enumerate(names)}

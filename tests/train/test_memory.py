@@ -1,0 +1,137 @@
+"""The memory estimate before a run: refusals, warnings, caps, S_max from the memory."""
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.train.case import small_spec, train, write_corpus
+from wlb.cost import memory_estimate
+from wlb.packing import caps_of
+from wlb.parallel import mesh
+from wlb.spec import OverMemory, RunSpec, apply
+from wlb.train import dry_run, start
+from wlb.train.memory import GIB, Budget, budget_of, hold_against
+
+LAYOUT = {"parallel": {"dp": 1, "pp": 2}, "pp": {"schedule": "1f1b"}}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("memory") / "corpus")
+
+
+def spec_of(folder: Path, corpus: Path, memory_mib: float, **sections: Any) -> RunSpec:
+    run = {"memory_gib": memory_mib / 1024, **sections.pop("run", {})}
+    training = {"loss_chunk": 16}  # else logits are most of it
+    return small_spec(folder, corpus, run=run, training=training, **sections)
+
+
+def shown(spec: RunSpec) -> str:
+    console = Console(file=StringIO(), width=400)
+    dry_run.show(spec, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((start, "run_local"), (start, "run_rank"), (mesh, "init")):
+        monkeypatch.setattr(owner, name, None)
+
+
+@pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize("run", [start.train, dry_run.show], ids=["run", "dry run"])
+def test_too_much_is_refused_before_a_rank_starts(corpus: Path, tmp_path: Path, run: Any) -> None:
+    spec = spec_of(tmp_path, corpus, 4.0, **LAYOUT)
+    options = {"resume": None} if run is start.train else {}
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        run(spec, console=Console(quiet=True), **options)
+    message = str(refused.value)
+    assert message.startswith("pipeline rank ")
+    assert "more than 95% of 4 MiB (run.memory_gib): activations " in message
+    for word in ("bytes (", "gradients ", "optimizer ", "training.recompute", "packing.s_max"):
+        assert word in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_rank_and_bytes_are_those_of_the_estimate(corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, corpus, 4.0, **LAYOUT)
+    spec = replace(spec, model=replace(spec.model, vocab_size=320))
+    estimate = memory_estimate(spec)
+    needs = f"pipeline rank {estimate.pp_rank} needs about {estimate.total_bytes:,} bytes"
+    with pytest.raises(ValueError, match=needs):
+        hold_against(spec, budget_of(spec, "cpu"))
+    exactly = Budget(gib=estimate.total_bytes / GIB / 0.95, source="here")
+    (line,) = hold_against(spec, exactly)
+    assert line.startswith(f"memory: pipeline rank {estimate.pp_rank} needs most, about ")
+    with pytest.raises(ValueError, match="more than 95%"):
+        hold_against(spec, replace(exactly, gib=exactly.gib * 0.99))
+    warns = replace(spec, run=replace(spec.run, over_memory=OverMemory.WARN))
+    line, warning = hold_against(warns, replace(exactly, gib=exactly.gib * 0.99))
+    assert warning.startswith("warning: pipeline rank ")
+
+
+def test_caps_on_a_step_count(corpus: Path, tmp_path: Path) -> None:
+    """Micro-batches in flight cannot all be as long as S_max where T is less."""
+    spec = spec_of(tmp_path, corpus, 4.0, packing={"s_max": 4.0}, **LAYOUT)
+    spec = replace(spec, model=replace(spec.model, vocab_size=320))
+    capped = replace(spec, packing=replace(spec.packing, step_tokens=1.1))
+    needs = [memory_estimate(s, step_tokens=s.packing.step_tokens_of(512)) for s in (spec, capped)]
+    assert needs[1].activations_bytes < needs[0].activations_bytes
+    between = Budget(gib=sum(n.total_bytes for n in needs) / 2 / GIB / 0.95, source="here")
+    assert len(hold_against(capped, between)) == 1
+    with pytest.raises(ValueError, match="more than 95%"):
+        hold_against(spec, between)
+
+
+def test_where_nothing_is_known_nothing_is_said(corpus: Path, tmp_path: Path) -> None:
+    spec = small_spec(tmp_path, corpus)
+    assert budget_of(spec, "cpu") is None
+    assert hold_against(spec, None) == []
+
+
+def test_a_gpu_has_its_own_memory(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [80 << 30, 40 << 30]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i])
+    )
+    spec = small_spec(tmp_path, corpus)
+    assert budget_of(spec, "cuda") == Budget(gib=40.0, source="the smallest GPU here")
+    asked = replace(spec, run=replace(spec.run, memory_gib=20.0))
+    assert budget_of(asked, "cuda") == Budget(gib=20.0, source="run.memory_gib")
+
+
+@pytest.mark.usefixtures("_no_ranks")
+def test_a_dry_run_shows_caps(corpus: Path, tmp_path: Path) -> None:
+    text = shown(small_spec(tmp_path, corpus))
+    assert "cluster.memory_gib │ 80.000 GiB" in text
+    assert "fits 95% of 80 GiB (cluster.memory_gib): micro-batches of 1,024 tokens" in text
+    text = shown(spec_of(tmp_path, corpus, 2.0, packing={"s_max": 0}, **LAYOUT))
+    assert "memory: pipeline rank " in text
+    assert "fits 95% of 2 MiB (run.memory_gib): micro-batches of 179 tokens (S_max 1.40" in text
+    assert "run.memory_gib │ 0.002 GiB" in text
+
+
+@pytest.mark.dist
+def test_s_max_from_memory_trains(corpus: Path, tmp_path: Path) -> None:
+    packing = {"policy": "bounded", "s_max": 0, "queue_thresholds": [0.5, 0.9]}
+    run, said = train(spec_of(tmp_path, corpus, 2.0, packing=packing, **LAYOUT))
+    assert " MiB of 2 MiB (run.memory_gib)" in said
+    spec = run.lines[0]["spec"]
+    assert spec["packing"]["s_max"] == 179 / 128
+    assert spec["packing"]["memory_gib"] == pytest.approx(0.95 * 2 / 1024)
+    assert len(run.losses) == 6
+    assert caps_of(apply(RunSpec(), spec, source="metrics"))[0] == 179
+    small = small_spec(tmp_path, corpus, packing=packing, **LAYOUT)
+    with pytest.raises(ValueError, match=r"set run\.memory_gib or packing\.memory_gib"):
+        train(small)

@@ -1,0 +1,100 @@
+"""The memory estimate of a run beside the memory of its devices, before any rank computes.
+
+The estimate is an upper bound of what must be resident (`wlb.cost.memory`), with S_max and T as
+packing has them; it may take `PLANNED_MEMORY` of a device, since the context, libraries and
+fragmentation come on top. `run.memory_gib` says how much memory there is, else it is the device's
+own; on the CPU nothing is known, and nothing refused.
+"""
+
+from dataclasses import dataclass
+
+from wlb.cost import MemoryEstimate, TokenCaps, memory_estimate, token_caps
+from wlb.packing import caps_of
+from wlb.parallel import mesh as meshes
+from wlb.spec import PLANNED_MEMORY, OverMemory, RunSpec
+
+GIB = 1 << 30
+ROUNDING = 1.001
+"""Caps are made to fit to the byte, the estimate rounds rows up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Memory of a rank's device in GiB, and where the number is from."""
+
+    gib: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{_gib(int(self.gib * GIB))} ({self.source})"
+
+    @property
+    def planned_bytes(self) -> int:
+        return int(self.gib * PLANNED_MEMORY * GIB)
+
+
+def budget_of(spec: RunSpec, device: str) -> Budget | None:
+    """What ranks on `device` ("cpu" or "cuda") may take; None where nothing says so."""
+    if spec.run.memory_gib:
+        return Budget(gib=spec.run.memory_gib, source="run.memory_gib")
+    size = meshes.device_memory_bytes() if device == "cuda" else None
+    return None if size is None else Budget(gib=size / GIB, source="the smallest GPU here")
+
+
+def estimate_of(spec: RunSpec) -> MemoryEstimate:
+    """Of the fullest rank, with the caps that packing has."""
+    if not spec.packing.varies_lengths:
+        return memory_estimate(spec)
+    s_max, step_tokens = caps_of(spec)
+    return memory_estimate(spec, micro_batch_tokens=s_max, step_tokens=step_tokens)
+
+
+def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
+    """Lines for the log, none without a budget; ValueError where the estimate is above what is
+    planned with, unless `run.over_memory` is to warn."""
+    if budget is None:
+        return []
+    estimate = estimate_of(spec)
+    need = _gib(estimate.total_bytes)
+    line = f"memory: pipeline rank {estimate.pp_rank} needs most, about {need} of {budget}"
+    if estimate.total_bytes <= budget.planned_bytes * ROUNDING:
+        return [line]
+    message = too_much(estimate, budget)
+    if spec.run.over_memory == OverMemory.REFUSE:
+        raise ValueError(message)
+    return [line, f"warning: {message}"]
+
+
+def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
+    """Who needs how much for what, and what would help."""
+    terms = sorted(estimate.terms.items(), key=lambda term: -term[1])
+    listed = ", ".join(f"{n.removesuffix('_bytes')} {_gib(size)}" for n, size in terms if size)
+    return (
+        f"pipeline rank {estimate.pp_rank} needs about {estimate.total_bytes:,} bytes "
+        f"({_gib(estimate.total_bytes)}), more than {PLANNED_MEMORY:.0%} of {budget}: "
+        f"{listed}. Use training.recompute, a lower packing.s_max (0 = what "
+        f"fits) or data.context_window, fsdp.reshard_after_forward, or more ranks (parallel.tp, "
+        f"cp, pp, dp); run.over_memory = warn starts anyway"
+    )
+
+
+def caps_line(spec: RunSpec, budget: Budget) -> str:
+    """What micro-batches and steps fit the memory that is planned with."""
+    window = spec.data.context_window
+    try:
+        caps = token_caps(spec, memory_bytes=budget.planned_bytes)
+    except ValueError as error:
+        return f"nothing fits: {error}"
+    return f"fits {PLANNED_MEMORY:.0%} of {budget}: {_caps(caps, window, spec.tokens_per_step)}"
+
+
+def _caps(caps: TokenCaps, window: int, tokens_per_step: int) -> str:
+    s_max = f"micro-batches of {caps.s_max:,} tokens (S_max {caps.s_max / window:.2f} windows)"
+    if caps.step_tokens is None:
+        return f"{s_max}, any number of them in a step"
+    share = caps.step_tokens / tokens_per_step
+    return f"{s_max}, steps of {caps.step_tokens:,} tokens (T {share:.2f} global batches)"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.3g} MiB"
