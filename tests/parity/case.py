@@ -51,6 +51,7 @@ class Case:
     recompute: Recompute = Recompute.NONE
     weight_delay: int = 1
     stage_layers: tuple[int, ...] = ()
+    compile_backend: str = ""
 
     @property
     def world(self) -> int:
@@ -61,6 +62,7 @@ class Case:
         name = f"{layout}-v{self.v}-{self.schedule}-{self.strategy}-n{self.num_micro_batches}"
         name += "" if self.weight_delay == 1 else f"-w{self.weight_delay}"
         name += "".join(f"-{layers}" for layers in self.stage_layers)
+        name += f"-{self.compile_backend}" if self.compile_backend else ""
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -96,7 +98,13 @@ def spec_of(case: Case) -> RunSpec:
                 num_micro_batches=case.num_micro_batches,
                 token_quantum=case.token_quantum,
             ),
-            training=replace(spec.training, loss_chunk=7, recompute=case.recompute),
+            training=replace(
+                spec.training,
+                loss_chunk=7,
+                recompute=case.recompute,
+                compile=bool(case.compile_backend),
+                compile_backend=case.compile_backend or spec.training.compile_backend,
+            ),
         )
     )
 

@@ -3,7 +3,8 @@
 The order of wraps, once: modules on the meta device -> each parameter's tensor-parallel part,
 computed from its name and the seed (so that every layout starts from the same model, and no whole
 stage is ever materialised unsharded over tp) -> layers that backward runs again (inside FSDP's
-hooks, which so see one forward pass) -> FSDP2 over dp x cp -> pipeline stages.
+hooks, which so see one forward pass) -> torch.compile of each layer, which traces what runs again
+and is inside of those hooks too -> FSDP2 over dp x cp -> pipeline stages.
 """
 
 import torch
@@ -11,11 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from wlb.model import Llama, Ops, initial_weight
+from wlb.parallel.compiled import compile_layers
 from wlb.parallel.data import shard_stage
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.recompute import recompute_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
+from wlb.parallel.tensor_op import TracedTensorParallelOps
 from wlb.spec import RunSpec
 
 
@@ -42,6 +45,8 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
             )
         _materialise(stage, spec, mesh)
         recompute_layers(stage, spec.training.recompute)
+        if spec.training.compile:
+            compile_layers(stage, spec.training.compile_backend)
         shard_stage(stage, mesh, compute_dtype(spec))
         stages[index] = stage
     return stages
@@ -50,7 +55,8 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.tp_size > 1:
         queue = WeightQueue() if spec.splits_backward else None
-        return TensorParallelOps(mesh.tp_group, spec.model.padded_vocab_size, queue)
+        made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
+        return made(mesh.tp_group, spec.model.padded_vocab_size, queue)
     return DeferringOps() if spec.splits_backward else Ops()
 
 

@@ -345,6 +345,12 @@ class TrainingSection:
         "what backward computes again to save memory: selective = a layer's second norm and MLP, "
         "all but the last product; full = the whole layer, attention and its collectives included",
     )
+    compile: bool = key(
+        False,
+        "torch.compile decoder layers: one graph of a layer for all lengths; takes a minute at the "
+        "start, and pays where norms, rotation and SiLU are a good part of a layer",
+    )
+    compile_backend: str = key("inductor", "backend of torch.compile, with training.compile")
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,
         "at a loss or gradient that is not finite: stop; skip the step's update; or rollback = go "
