@@ -126,10 +126,14 @@ class Reader:
 
 def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
     """The literal micro-batches, the first `num_micro_batches` after `shift` (round and round)."""
+    chosen = [MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)] for i in range(num_micro_batches)]
+    return packing_of(chosen, step=shift)
+
+
+def packing_of(micro_batches: list[list[str]], *, step: int = 0) -> PackingPlan:
     rows: list[tuple[int, int, int]] = []
     counts: list[int] = []
-    for i in range(num_micro_batches):
-        members = MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)]
+    for members in micro_batches:
         counts.append(len(members))
         for text in members:
             document, _, span = text.partition(":")
@@ -148,11 +152,11 @@ def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
         arrival=zeros,
     )
     return PackingPlan(
-        step=shift,
+        step=step,
         policy="literal",
         pieces=pieces,
         offsets=offsets_of(counts),
-        workload_ns=np.zeros(num_micro_batches, np.int64),
+        workload_ns=np.zeros(len(counts), np.int64),
     )
 
 

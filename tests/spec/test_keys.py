@@ -102,6 +102,8 @@ KEYS = [
     "training.beta1",
     "training.beta2",
     "training.clip_norm",
+    "training.compile",
+    "training.compile_backend",
     "training.dtype",
     "training.learning_rate",
     "training.loss_chunk",
