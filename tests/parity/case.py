@@ -52,6 +52,7 @@ class Case:
     weight_delay: int = 1
     stage_layers: tuple[int, ...] = ()
     compile_backend: str = ""
+    overlap: bool = False
 
     @property
     def world(self) -> int:
@@ -63,6 +64,7 @@ class Case:
         name += "" if self.weight_delay == 1 else f"-w{self.weight_delay}"
         name += "".join(f"-{layers}" for layers in self.stage_layers)
         name += f"-{self.compile_backend}" if self.compile_backend else ""
+        name += "-overlap" if self.overlap else ""
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -84,6 +86,7 @@ def spec_of(case: Case) -> RunSpec:
             spec,
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
+            tp=replace(spec.tp, overlap=case.overlap),
             cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
             pp=replace(
                 spec.pp,

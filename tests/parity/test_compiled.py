@@ -1,4 +1,4 @@
-"""Compiled decoder layers: the numbers of eager ones, and one graph for micro-batches of 20 lengths.
+"""Compiled decoder layers: the numbers of eager ones, one graph for micro-batches of 20 lengths.
 
 With aot_eager, which traces and differentiates as inductor does and needs no C++ compiler.
 """

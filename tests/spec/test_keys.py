@@ -98,6 +98,7 @@ KEYS = [
     "telemetry.timeline_interval",
     "telemetry.wandb",
     "telemetry.warmup_steps",
+    "tp.overlap",
     "training.adam_eps",
     "training.beta1",
     "training.beta2",

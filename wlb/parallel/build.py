@@ -56,7 +56,8 @@ def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.tp_size > 1:
         queue = WeightQueue() if spec.splits_backward else None
         made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
-        return made(mesh.tp_group, spec.model.padded_vocab_size, queue)
+        overlaps = spec.tp.overlap
+        return made(mesh.tp_group, spec.model.padded_vocab_size, queue, overlaps=overlaps)
     return DeferringOps() if spec.splits_backward else Ops()
 
 

@@ -22,7 +22,6 @@ class Group(Protocol):
     def size(self) -> int: ...
 
 
-
 def start_all_gather(x: Tensor, group: Group) -> Tensor:
     """Rows of all ranks, rank-major: [T, ...] -> [size * T, ...]; `wait` before use."""
     return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)

@@ -93,3 +93,29 @@ class Products:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(
             left.contiguous(), right, "sum", 0, self.group_name
         )
+
+
+def refuse_overlap(device: torch.device, num_ranks: int) -> None:
+    """ValueError with the reason if products of `num_ranks` ranks cannot overlap on `device`.
+
+    Whether ranks of different hosts reach each other's memory is not known before they meet there.
+    """
+    if why := _why_no_overlap(device, num_ranks):
+        raise ValueError(
+            f"tp.overlap = true needs torch's symmetric memory, but {why}; set tp.overlap = false"
+        )
+
+
+def _why_no_overlap(device: torch.device, num_ranks: int) -> str:
+    if device.type != "cuda":
+        return f"ranks compute on {device.type}, which has none"
+    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    missing = [name for name in names if not hasattr(torch.ops.symm_mem, name)]
+    if missing:
+        return f"torch {torch.__version__} has no symm_mem::{missing[0]}"
+    here = range(min(num_ranks, torch.cuda.device_count()))  # none in a dry run without GPUs
+    for one in here:
+        for other in here:
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} cannot reach the memory of GPU {other}"
+    return ""

@@ -1,10 +1,10 @@
 """The products of tensor parallelism as custom ops, for layers that torch.compile compiles.
 
-Opaque, with their collectives inside. Left to the compiler, the gather of a layer's input in forward
-and the one of the same rows in backward would be merged into one whose result is kept: what TP+SP
-saves (`wlb.parallel.tensor`). Nor could it trace how those autograd functions hand gradients to one
-another, so here a product's gradient travels as that of a `slot`: an output of `gather_rows` with
-the product's shape and no memory, whose gradient is therefore what its backward pass begins with.
+Opaque, with their collectives inside. Left to the compiler, the gather of a layer's input in
+forward and the one of the same rows in backward would be merged into one whose result is kept: what
+TP+SP saves (`wlb.parallel.tensor`). Nor could it trace how those autograd functions hand gradients
+to one another, so here a product's gradient travels as that of a `slot`: an output of `gather_rows`
+with the product's shape and no memory, whose gradient is what its backward pass begins with.
 
 wlb::gather_rows and wlb::slotted_product are one gather and a product at a time, so that something
 can start in between; wlb::gather_products is all of them at once, where they overlap.
@@ -27,7 +27,7 @@ from wlb.parallel.tensor import TensorParallelOps, local_weight
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """The rows of all ranks, which have no gradient, and a slot for the product with each weight."""
+    """The rows of all ranks, without a gradient, and a slot for the product with each weight."""
     x_TC = all_gather(x_SC, Products(num_ranks, group_name))
     return x_TC, [x_SC.new_zeros(()).expand(len(x_TC), len(w)) for w in weights_FC]
 

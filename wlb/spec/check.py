@@ -18,6 +18,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_layout(spec)
     _check_pipeline(spec)
     _check_compile(spec)
+    _check_overlap(spec)
     _check_sharding(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
@@ -165,6 +166,14 @@ def _check_layout(spec: RunSpec) -> None:
     for name, value in divided.items():
         if value % parallel.tp:
             raise ValueError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+
+
+def _check_overlap(spec: RunSpec) -> None:
+    if spec.tp.overlap and spec.parallel.tp == 1:
+        raise ValueError(
+            "tp.overlap = true with parallel.tp = 1: there are no collectives to overlap; set "
+            "tp.overlap = false"
+        )
 
 
 def _check_sharding(spec: RunSpec) -> None:

@@ -245,6 +245,15 @@ class PipelineSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TpSection:
+    overlap: bool = key(
+        False,
+        "compute the products beside TP's collectives piece by piece while pieces travel; needs "
+        "GPUs that reach each other's memory (NVLink); not measured yet",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
     keep_gathered_kv: bool = key(
         False, "keep all ranks' keys and values for backward: no second all-gather, more memory"
@@ -370,6 +379,7 @@ class RunSpec:
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     pp: PipelineSection = field(default_factory=PipelineSection)
+    tp: TpSection = field(default_factory=TpSection)
     cp: CpSection = field(default_factory=CpSection)
     data: DataSection = field(default_factory=DataSection)
     packing: PackingSection = field(default_factory=PackingSection)

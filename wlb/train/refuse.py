@@ -15,6 +15,7 @@ from wlb.cost import KernelProfile, ProfiledWorkload
 from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
 from wlb.parallel.compiled import refuse_uncompilable
+from wlb.parallel.products import refuse_overlap
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train import checkpoint
@@ -47,6 +48,8 @@ def refuse_early(
     refuse_missing(spec)
     if spec.training.compile:
         refuse_uncompilable(spec.training.compile_backend, torch.device(device))
+    if spec.tp.overlap:
+        refuse_overlap(torch.device(device), spec.parallel.tp)
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
     store = open_store(train)
