@@ -29,21 +29,21 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
     reference = build_reference(spec.model, seed=spec.run.seed)
     expected = reference_loss(reference, spec, plan, backward=True)
     wanted = dict(reference.named_parameters())
-    worst, exact = 1.0, list[float]()
+    worst, wide = 1.0, list[float]()
     for name, parameter in executor.named_parameters().items():
         assert parameter.dtype == torch.float32
         assert parameter.grad is not None
         got, other = whole(parameter.grad).flatten(), wanted[name].grad
         assert other is not None
         worst = min(worst, torch.cosine_similarity(got, other.flatten(), dim=0).item())
-        if got.numel() > 32:  # norms' are sums over rows that are rounded once
-            exact.append((got.bfloat16().float() != got).float().mean().item())
+        if "proj" in name:  # many rows of an embedding have one use, and nothing is added up
+            wide.append((got.bfloat16().float() != got).float().mean().item())
     dist.barrier()
     return {
         "loss": loss,
         "expected": expected,
         "cosine": worst,
-        "wide": min(exact),
+        "wide": min(wide),
         "backend": str(executor.backend),
     }
 

@@ -8,9 +8,9 @@ again are traced with it: the last product of a layer is still not run again, si
 backward needs it. Compiled code is inside of FSDP's and the clock's hooks, which are on the module;
 the clock's marks around attention are made inside the custom ops.
 
-Lengths are symbols. Graphs of a run are one for training and one for evaluation; one more of each
-if a micro-batch can leave a rank without rows, and one if it can leave it with a single row: torch
-treats sizes of 0 and 1 as constants. A graph takes as long as tens of steps to compile on a CPU, so
+Lengths are symbols. Graphs of a run are one for training and one for evaluation, and one more of
+each if a rank can have a single row (not with a data.token_quantum of 128, as on GPUs): torch
+takes a size of 1 for a constant. A graph takes as long as tens of steps to compile on a CPU, so
 a run counts them (`num_graphs`). More than torch's own limit (8) for a layer stop it.
 
 No CUDA graphs (torch's mode "reduce-overhead"): they would be recorded anew for every length.
