@@ -22,6 +22,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.slow
+# torch hides it while it traces, which a filter that makes errors of warnings comes before.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_compiled_run_has_the_losses_of_another_and_says_its_graphs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
