@@ -54,6 +54,8 @@ class Case:
     shard_size: int = 0
     reshard: bool = False
     prefetch: int = 1
+    compile_backend: str = ""
+    overlap: bool = False
 
     @property
     def world(self) -> int:
@@ -67,6 +69,8 @@ class Case:
         name += f"-shard{self.shard_size}" if self.shard_size else ""
         name += "-reshard" if self.reshard else ""
         name += "" if self.prefetch == 1 else f"-ahead{self.prefetch}"
+        name += f"-{self.compile_backend}" if self.compile_backend else ""
+        name += "-overlap" if self.overlap else ""
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -88,6 +92,7 @@ def spec_of(case: Case) -> RunSpec:
             spec,
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
+            tp=replace(spec.tp, overlap=case.overlap),
             cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,
@@ -107,7 +112,13 @@ def spec_of(case: Case) -> RunSpec:
                 num_micro_batches=case.num_micro_batches,
                 token_quantum=case.token_quantum,
             ),
-            training=replace(spec.training, loss_chunk=7, recompute=case.recompute),
+            training=replace(
+                spec.training,
+                loss_chunk=7,
+                recompute=case.recompute,
+                compile=bool(case.compile_backend),
+                compile_backend=case.compile_backend or spec.training.compile_backend,
+            ),
         )
     )
 
@@ -129,10 +140,14 @@ class Reader:
 
 def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
     """The literal micro-batches, the first `num_micro_batches` after `shift` (round and round)."""
+    chosen = [MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)] for i in range(num_micro_batches)]
+    return packing_of(chosen, step=shift)
+
+
+def packing_of(micro_batches: list[list[str]], *, step: int = 0) -> PackingPlan:
     rows: list[tuple[int, int, int]] = []
     counts: list[int] = []
-    for i in range(num_micro_batches):
-        members = MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)]
+    for members in micro_batches:
         counts.append(len(members))
         for text in members:
             document, _, span = text.partition(":")
@@ -151,11 +166,11 @@ def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
         arrival=zeros,
     )
     return PackingPlan(
-        step=shift,
+        step=step,
         policy="literal",
         pieces=pieces,
         offsets=offsets_of(counts),
-        workload_ns=np.zeros(num_micro_batches, np.int64),
+        workload_ns=np.zeros(len(counts), np.int64),
     )
 
 

@@ -136,6 +136,21 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"eval__steps": -1}, "eval.steps = -1 must be at least 0"),
         ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
         ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
+        # Compiling.
+        (
+            {"training__compile_backend": "aot_eager"},
+            "training.compile_backend = 'aot_eager' without training.compile: set training.compile "
+            "= true, or leave the backend out",
+        ),
+        (
+            {
+                "training__compile": True,
+                "pp__schedule": "interleaved_zero_bubble",
+                "parallel__pp": 2,
+            },
+            "training.compile = true with pp.schedule = interleaved_zero_bubble: weights'",
+        ),
+        ({"tp__overlap": True}, "tp.overlap = true with parallel.tp = 1: there are no collectives"),
         # The layout.
         ({"parallel__tp": 0}, "parallel.tp = 0 must be at least 1"),
         ({"parallel__cp": 0}, "parallel.cp = 0 must be at least 1"),

@@ -2,7 +2,8 @@
 
 The order of wraps, once: modules on the meta device -> each parameter's tensor-parallel part, still
 without storage -> layers that backward runs again (inside FSDP's hooks, which so see one forward
-pass) -> FSDP2 over dp x cp -> storage for this rank's shards, filled in -> pipeline stages.
+pass) -> torch.compile of each layer, which traces what runs again and is inside of those hooks too
+-> FSDP2 over dp x cp -> storage for this rank's shards, filled in -> pipeline stages.
 
 A parameter's value is a function of its name and the seed, so every layout starts from the same
 model. A rank computes one whole parameter at a time, on the CPU, and keeps its shard: building
@@ -14,11 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from wlb.model import Llama, Ops, initial_weight
+from wlb.parallel.compiled import compile_layers
 from wlb.parallel.data import local_tensor, needs_fsdp, shard_stage, shard_start
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.recompute import recompute_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
+from wlb.parallel.tensor_op import TracedTensorParallelOps
 from wlb.spec import RunSpec
 
 
@@ -47,6 +50,8 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         if mesh.tp_size > 1:
             _distribute(stage, mesh)
         recompute_layers(stage, spec.training.recompute)
+        if spec.training.compile:
+            compile_layers(stage, spec.training.compile_backend)
         shard_stage(stage, mesh, compute_dtype(spec), spec.fsdp)
         _initialise(stage, spec, mesh)
         stages[index] = stage
@@ -56,7 +61,9 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.tp_size > 1:
         queue = WeightQueue() if spec.splits_backward else None
-        return TensorParallelOps(mesh.tp_group, spec.model.padded_vocab_size, queue)
+        made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
+        overlaps = spec.tp.overlap
+        return made(mesh.tp_group, spec.model.padded_vocab_size, queue, overlaps=overlaps)
     return DeferringOps() if spec.splits_backward else Ops()
 
 

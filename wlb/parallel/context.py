@@ -125,6 +125,12 @@ class ContextAttention:
         )
         return out_THD
 
+    @property
+    def indices(self) -> list[Tensor]:
+        """The tensors that custom ops take besides q, k and v."""
+        found = (self.index, self.inverse, self.segments.cu_seqlens_q, self.segments.cu_seqlens_k)
+        return [tensor for tensor in found if tensor is not None]
+
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self._check("k", k_TGD, self.heads.num_kv_heads)
         self._check("v", v_TGD, self.heads.num_kv_heads)

@@ -16,6 +16,7 @@ from wlb.kernels import select_backend
 from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype
 from wlb.parallel.clock import Part, Pass, StepClock, watch_ends
+from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.mesh import Mesh
@@ -206,4 +207,6 @@ class Executor:
             labels=moved.get("labels"),
             loss_scale=loss_scale,
         )
+        if self.spec.training.compile:
+            mark_lengths(made, attention.indices)
         return moved.get("tokens"), made, [*moved.values(), cos, sin]

@@ -26,10 +26,10 @@ from wlb.parallel.collectives import (
     all_reduce,
     reduce_scatter,
     start_all_gather,
-    start_reduce_scatter,
     wait,
 )
 from wlb.parallel.deferred import Product, WeightQueue
+from wlb.parallel.products import Products
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 ROW = ("o_proj", "down_proj")
@@ -69,26 +69,52 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         x_SC, *weights = ctx.saved_tensors
-        group, queue = ctx.ops.group, ctx.ops.queue
         grads_TF = [ctx.grads.pop(i) for i in range(len(weights))]
-        gathering = start_all_gather(x_SC, group) if queue is None else None
-        dx_TC = grads_TF[0] @ weights[0]
-        for grad, weight in zip(grads_TF[1:], weights[1:], strict=True):
-            dx_TC.addmm_(grad, weight)
-        scattering = start_reduce_scatter(dx_TC, group)
-        dweights: list[Tensor | None] = [None] * len(weights)
-        if gathering is not None:
-            x_TC = wait(gathering)
-            dweights = [grad.t() @ x_TC for grad in grads_TF]
-        elif queue is not None:
+        dx_SC, dweights = _gathered_gradients(ctx.ops, ctx.parameters, x_SC, weights, grads_TF)
+        return None, None, None, dx_SC, *dweights
 
-            def later(gathering: Tensor | None) -> list[Tensor]:
-                assert gathering is not None
-                x_TC = wait(gathering)
-                return [grad.t() @ x_TC for grad in grads_TF]
 
-            queue.push(ctx.parameters, later, begin=lambda: start_all_gather(x_SC, group))
-        return None, None, None, wait(scattering), *dweights
+class _GatherProducts(torch.autograd.Function):
+    """What `_GatherRows` and the layers after it compute, all at once, where that overlaps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ops: "TensorParallelOps",
+        parameters: Sequence[nn.Parameter],
+        x_SC: Tensor,
+        *weights_FC: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.ops, ctx.parameters = ops, parameters
+        ctx.save_for_backward(x_SC, *weights_FC)
+        return tuple(ops.products.gathered(x_SC, weights_FC))
+
+    @staticmethod
+    def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
+        x_SC, *weights = ctx.saved_tensors
+        dx_SC, dweights = _gathered_gradients(ctx.ops, ctx.parameters, x_SC, weights, grads_TF)
+        return None, None, dx_SC, *dweights
+
+
+def _gathered_gradients(
+    ops: "TensorParallelOps",
+    parameters: Sequence[nn.Parameter],
+    x_SC: Tensor,
+    weights: Sequence[Tensor],
+    grads_TF: Sequence[Tensor],
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Of x_SC and the weights; None for weights whose gradients the queue has."""
+    if ops.queue is None:
+        return ops.products.gathered_backward(grads_TF, x_SC, weights)
+
+    def later(gathering: Tensor | None) -> list[Tensor]:
+        assert gathering is not None
+        x_TC = wait(gathering)
+        return [grad.t() @ x_TC for grad in grads_TF]
+
+    dx_SC = ops.products.start_inputs(grads_TF, weights)
+    ops.queue.push(parameters, later, begin=lambda: start_all_gather(x_SC, ops.group))
+    return wait(dx_SC), [None] * len(weights)
 
 
 class _RowInput(torch.autograd.Function):
@@ -115,9 +141,9 @@ class _RowInput(torch.autograd.Function):
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         x_TF, weight = ctx.saved_tensors
         grad_SC, group, queue = ctx.grads.pop(), ctx.ops.group, ctx.ops.queue
-        grad_TC = all_gather(grad_SC, group)
+        grad_TC, dx_TF = ctx.ops.products.scattered_backward(grad_SC, weight)
         if queue is None:
-            return None, None, None, grad_TC @ weight, grad_TC.t() @ x_TF
+            return None, None, None, dx_TF, grad_TC.t() @ x_TF
 
         def later(gathering: Tensor | None) -> list[Tensor]:
             assert gathering is not None
@@ -125,7 +151,7 @@ class _RowInput(torch.autograd.Function):
 
         # Gathered once more then, so that what waits stays small.
         queue.push([ctx.parameter], later, begin=lambda: start_all_gather(grad_SC, group))
-        return None, None, None, grad_TC @ weight, None
+        return None, None, None, dx_TF, None
 
 
 class _ProductScatter(torch.autograd.Function):
@@ -134,10 +160,10 @@ class _ProductScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, grads: list[Tensor], x_TF: Tensor, weight_CF: Tensor
+        ctx: Any, products: Products, grads: list[Tensor], x_TF: Tensor, weight_CF: Tensor
     ) -> Tensor:
         ctx.grads = grads
-        return reduce_scatter(x_TF @ weight_CF.t(), group)
+        return products.scattered(x_TF, weight_CF)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
@@ -178,6 +204,10 @@ class VocabularyShard(Vocabulary):
         return all_reduce(x_2T, self.group)
 
 
+def local_weight(module: nn.Linear) -> Tensor:
+    return _local(module.weight)
+
+
 def _local(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
@@ -187,12 +217,19 @@ class TensorParallelOps(Ops):
     """The weighted layers of `wlb.model` over a tp group of at least 2 ranks.
 
     queue: where linear layers leave their weights' gradients, or None to compute them in backward.
+    overlaps: `Products`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, padded_vocab_size: int, queue: WeightQueue | None = None
+        self,
+        group: dist.ProcessGroup,
+        padded_vocab_size: int,
+        queue: WeightQueue | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.group, self.queue = group, queue
+        self.products = Products(group.size(), group.group_name, overlaps)
         self.vocabulary = VocabularyShard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
@@ -212,6 +249,9 @@ class TensorParallelOps(Ops):
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
         parameters = [linear.weight for linear in linears]
         weights = [_local(parameter) for parameter in parameters]
+        if self.products.overlaps:
+            yield from _GatherProducts.apply(self, parameters, x_TC, *weights)  # pyright: ignore[reportGeneralTypeIssues]
+            return
         grads: dict[int, Tensor] = {}
         gathered = _GatherRows.apply(self, parameters, grads, x_TC, *weights)
         for i, weight in enumerate(weights):
@@ -220,7 +260,7 @@ class TensorParallelOps(Ops):
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
         weight, grads = _local(linear.weight), list[Tensor]()
         kept = _RowInput.apply(self, linear.weight, grads, x_TC, weight)
-        out: Tensor = _ProductScatter.apply(self.group, grads, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
+        out: Tensor = _ProductScatter.apply(self.products, grads, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
         return out
 
     def weight(self, module: nn.Linear) -> Tensor:

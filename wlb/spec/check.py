@@ -19,6 +19,8 @@ def check(spec: RunSpec) -> RunSpec:
     _check_rates(spec)
     _check_layout(spec)
     _check_pipeline(spec)
+    _check_compile(spec)
+    _check_overlap(spec)
     _check_sharding(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
@@ -210,6 +212,14 @@ def _check_layout(spec: RunSpec) -> None:
         )
 
 
+def _check_overlap(spec: RunSpec) -> None:
+    if spec.tp.overlap and spec.parallel.tp == 1:
+        raise ValueError(
+            "tp.overlap = true with parallel.tp = 1: there are no collectives to overlap; set "
+            "tp.overlap = false"
+        )
+
+
 def _check_sharding(spec: RunSpec) -> None:
     cp, window, sharding = spec.parallel.cp, spec.data.context_window, spec.sharding
     if cp > window:
@@ -264,6 +274,21 @@ def _check_pipeline(spec: RunSpec) -> None:
     _check_stage_layers(spec)
     _check_schedulable(spec, spec.num_windows, "data.num_micro_batches")
     _check_schedulable(spec, spec.num_micro_batches, "packing.num_micro_batches")
+
+
+def _check_compile(spec: RunSpec) -> None:
+    training, default = spec.training, type(spec.training)().compile_backend
+    if not training.compile and training.compile_backend != default:
+        raise ValueError(
+            f"training.compile_backend = {training.compile_backend!r} without training.compile: "
+            f"set training.compile = true, or leave the backend out"
+        )
+    if training.compile and spec.splits_backward:
+        raise ValueError(
+            f"training.compile = true with pp.schedule = {spec.pp.schedule}: weights' gradients, "
+            f"computed later, need tensors whose memory compiled code gives away; use pp.schedule "
+            f"= interleaved_1f1b or training.compile = false"
+        )
 
 
 def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:

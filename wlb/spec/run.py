@@ -290,6 +290,15 @@ class PipelineSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TpSection:
+    overlap: bool = key(
+        False,
+        "compute the products beside TP's collectives piece by piece while pieces travel; needs "
+        "GPUs that reach each other's memory (NVLink); not measured yet",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
     keep_gathered_kv: bool = key(
         False, "keep all ranks' keys and values for backward: no second all-gather, more memory"
@@ -408,6 +417,12 @@ class TrainingSection:
         "what backward computes again to save memory: selective = a layer's second norm and MLP, "
         "all but the last product; full = the whole layer, attention and its collectives included",
     )
+    compile: bool = key(
+        False,
+        "torch.compile decoder layers: one graph of a layer for all lengths; takes a minute at the "
+        "start, and pays where norms, rotation and SiLU are a good part of a layer",
+    )
+    compile_backend: str = key("inductor", "backend of torch.compile, with training.compile")
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,
         "at a loss or gradient that is not finite: stop; skip the step's update; or rollback = go "
@@ -434,6 +449,7 @@ class RunSpec:
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     pp: PipelineSection = field(default_factory=PipelineSection)
+    tp: TpSection = field(default_factory=TpSection)
     cp: CpSection = field(default_factory=CpSection)
     data: DataSection = field(default_factory=DataSection)
     packing: PackingSection = field(default_factory=PackingSection)

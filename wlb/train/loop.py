@@ -12,6 +12,7 @@ import torch.distributed as dist
 from wlb.corpus import StoreName
 from wlb.cost import workload_for
 from wlb.parallel.agreement import agree
+from wlb.parallel.compiled import num_graphs
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh, limit_collectives
@@ -79,6 +80,7 @@ class Trainer:
         self.world = world
         priced, profile = _agree_on_kernel(spec, world, mesh)
         self._priced = priced
+        self._graphs_before = num_graphs()
         self.executor = Executor(spec, mesh, position)
         self.position = self.executor.position
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
@@ -152,6 +154,7 @@ class Trainer:
             self.saver.close()
             if stop:
                 report.stopped(self.steps_done, self.stop_request.words[stop])
+            self.tally.most_graphs = self._most_graphs()
         if self.mesh.rank == 0:
             report.summary(self.tally, self._checkpoint_path())
         if self.job.calibrate is not None and not stop:
@@ -196,6 +199,7 @@ class Trainer:
         self.position.enter("recording the step")
         records_begin = time.thread_time_ns()  # without waits for ranks whose step is longer
         self._record(plan, pipeline, sums, report, updated=updated, begin=begin)
+        self._count_graphs(report)
         self._record_ranks(plan, report)
         self.ledger.add(plan, updated=updated)
         self._records_ns += time.thread_time_ns() - records_begin
@@ -278,6 +282,20 @@ class Trainer:
         )
         self.tally.add(measured, predicted, plan.baseline)
         report.step(self.steps_done, measured, predicted, plan.baseline)
+
+    def _count_graphs(self, report: Report) -> None:
+        """Says that a step waited for the compiler, so that nobody wonders about its time."""
+        graphs = num_graphs() - self._graphs_before
+        if self.spec.training.compile and graphs > self.tally.graphs:
+            report.compiled(self.steps_done, graphs - self.tally.graphs, graphs)
+            self.tally.graphs = graphs
+
+    def _most_graphs(self) -> int:
+        """Of any rank; a collective call of runs that compile."""
+        most = torch.tensor(num_graphs() - self._graphs_before)
+        if self.spec.training.compile:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     def _measure(self, plan: StepPlan, pipeline: PipelinePlan, *, begin: float) -> Telemetry | None:
         """The record of the steps since the last one, if it is due; the device was waited for."""

@@ -14,6 +14,8 @@ from wlb.corpus import BlendedStore, StoreName, TokenStore, open_store
 from wlb.cost import KernelProfile, ProfiledWorkload
 from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
+from wlb.parallel.compiled import refuse_uncompilable
+from wlb.parallel.products import refuse_overlap
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train import checkpoint
@@ -44,6 +46,10 @@ def refuse_early(
     Returns the planner it opened, so that a caller can say what plans are priced with.
     """
     refuse_missing(spec)
+    if spec.training.compile:
+        refuse_uncompilable(spec.training.compile_backend, torch.device(device))
+    if spec.tp.overlap:
+        refuse_overlap(torch.device(device), spec.parallel.tp)
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
     store = open_store(train)

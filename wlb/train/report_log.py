@@ -146,6 +146,15 @@ class Report:
                 f"stopped after step {steps_done} by {asked_by}; saved, go on with --resume"
             )
 
+    def compiled(self, steps_done: int, graphs: int, total: int) -> None:
+        """torch.compile was at work since the last step."""
+        if self._display is not None:
+            about = {"steps_done": steps_done, "graphs": graphs, "total": total}
+            self._write({"kind": "compiled", **about})
+            self._display.say(
+                f"compiled {graphs} graphs of a decoder layer by step {steps_done}, {total} in all"
+            )
+
     def evaluation(self, step: int, loss: float) -> None:
         if self._display is not None:
             self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})

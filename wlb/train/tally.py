@@ -118,7 +118,8 @@ class Saves:
 @dataclass(slots=True)
 class Tally:
     """Everything the summary says. losses: mean loss of each step, in order. telemetry: of
-    records after warm-up. refused: steps that were not finite, by what was done about them."""
+    records after warm-up. refused: steps that were not finite, by what was done about them. graphs,
+    most_graphs: what torch.compile compiled for this rank, and at most for any."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -134,6 +135,8 @@ class Tally:
     stragglers: Stragglers = field(default_factory=Stragglers)
     saves: Saves = field(default_factory=Saves)
     refused: Counter[str] = field(default_factory=Counter[str])
+    graphs: int = 0
+    most_graphs: int = 0
 
     def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
         self.ours.add(predicted)

@@ -1,0 +1,109 @@
+"""Compiled decoder layers: the numbers of eager ones, one graph for micro-batches of 20 lengths.
+
+With aot_eager, which traces and differentiates as inductor does and needs no C++ compiler.
+"""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parity.body import global_loss, gradient_error
+from tests.parity.case import (
+    Case,
+    Reader,
+    fresh_reference,
+    packing_of,
+    pipeline_plan,
+    reference_loss,
+    spec_of,
+)
+from wlb.parallel.clock import Part
+from wlb.parallel.compiled import num_graphs
+from wlb.parallel.execute import Executor
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World, build_mesh
+from wlb.plan import PackingPlan
+from wlb.spec import Recompute, Schedule
+
+pytestmark = pytest.mark.dist
+
+EMPTY = packing_of([[]] * 4)
+
+
+def of_many_lengths() -> PackingPlan:
+    """20 micro-batches of 9 to 59 tokens, in one to three segments. The first has 32 tokens, the
+    model's width, in two segments of which the longer has 24: numbers that must not be taken for
+    constants, or for each other. 9 are more than one row for each of four ranks."""
+    first = [["7:0-24", "4:0-8"]]
+    more = [[f"7:0-{9 + 2 * i}", *["2:0-9", "6:0-5"][: i % 3]] for i in range(19)]
+    return packing_of(first + more)
+
+
+def compiled(world: World, case: Case) -> dict[str, object]:
+    """Loss and gradients of a step against one process, and graphs: after the step, after an
+    evaluation of it, after a step of micro-batches without a token."""
+    spec = spec_of(case)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"))
+    executor = Executor(spec, mesh)
+    plan, reference = of_many_lengths(), fresh_reference(spec)
+    expected = reference_loss(reference, spec, plan, backward=True)
+    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    begin = num_graphs()
+    local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
+    trained = num_graphs() - begin
+    assert executor.clock is not None
+    times = executor.clock.take()
+    error = gradient_error(executor, reference)
+    held = global_loss(executor, executor.evaluate(mine, Reader())) / plan.num_targets
+    evaluated = num_graphs() - begin - trained
+    if case.world == 1:
+        nothing = pipeline_plan(EMPTY, spec, mesh.dp_rank, case.strategy)
+        executor.train_step(nothing, Reader(), loss_scale=1.0)
+    return {
+        "loss": global_loss(executor, local),
+        "held_out": held,
+        "expected": expected,
+        "gradient": error,
+        "graphs": (trained, evaluated, num_graphs() - begin - trained - evaluated),
+        "is_timed": times.total_ns(Part.ATTENTION) > 0,
+        "attends_again": times.total_ns(Part.RECOMPUTE) > 0,
+    }
+
+
+def hold(case: Case, graphs: tuple[int, int, int]) -> None:
+    for result in run_local(compiled, case.world, case, start_group=True, timeout_s=500.0):
+        assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
+        assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
+        error, name = result["gradient"]
+        assert error <= 1e-5, name
+        assert result["graphs"] == graphs
+        assert result["is_timed"]
+        assert result["attends_again"] == (case.recompute == Recompute.FULL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tp=2, recompute=Recompute.SELECTIVE),
+        Case(cp=2, recompute=Recompute.FULL),
+        Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
+        Case(dp=2, keep_gathered_kv=True),
+        Case(tp=2, cp=2, strategy="per_sequence", recompute=Recompute.FULL),
+    ],
+    ids=str,
+)
+def test_layouts_equal_one_process_with_one_graph_for_all_lengths(case: Case) -> None:
+    hold(replace(case, compile_backend="aot_eager", num_micro_batches=20, layers=2), (1, 1, 0))
+
+
+def test_micro_batches_without_a_token_are_one_more_graph() -> None:
+    hold(Case(compile_backend="aot_eager", num_micro_batches=20, layers=2), (1, 1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_computes_the_same() -> None:
+    hold(Case(compile_backend="inductor", num_micro_batches=20, layers=2), (1, 1, 1))
