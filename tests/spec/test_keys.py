@@ -115,6 +115,7 @@ KEYS = [
     "training.decay_shape",
     "training.decay_steps",
     "training.dtype",
+    "training.heartbeat_s",
     "training.learning_rate",
     "training.loss_chunk",
     "training.loss_normalizer",

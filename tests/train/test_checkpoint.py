@@ -317,3 +317,15 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
     with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
         train(spec(saved, run={"name": "small"}))
     assert not (tmp_path / "runs" / "second").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(
+    corpus: Path, tmp_path: Path
+) -> None:
+    spec = small_spec(tmp_path, corpus)
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ValueError, match=r"run.output_dir = .*runs: nothing can be .* with room"):
+        train(spec)
+    full = replace(spec, run=replace(spec.run, output_dir="/dev/full"))
+    with pytest.raises(ValueError, match=r"run.output_dir = /dev/full: nothing can be written to"):
+        train(full)

@@ -59,7 +59,7 @@ def _check_finite(section: Any, prefix: str = "") -> None:
             raise ValueError(f"{prefix}{f.name} = {value} must be a finite number")
 
 
-def _check_ranges(spec: RunSpec) -> None:
+def _check_least(spec: RunSpec) -> None:
     at_least = {
         "run.seed": (spec.run.seed, 0),
         "run.memory_gib": (spec.run.memory_gib, 0),
@@ -98,6 +98,10 @@ def _check_ranges(spec: RunSpec) -> None:
     for name, (value, minimum) in at_least.items():
         if not value >= minimum:
             raise ValueError(f"{name} = {value} must be at least {minimum}")
+
+
+def _check_ranges(spec: RunSpec) -> None:
+    _check_least(spec)
     if spec.run.seed >= 2**64:
         raise ValueError(f"run.seed = {spec.run.seed} must be below 2**64")
     _check_name(spec)
@@ -118,11 +122,7 @@ def _check_ranges(spec: RunSpec) -> None:
     for name, value in above_0.items():
         if not value > 0:
             raise ValueError(f"{name} = {value} must be above 0")
-    if 0 < spec.training.heartbeat_s < 1 or spec.training.heartbeat_s < 0:
-        raise ValueError(
-            f"training.heartbeat_s = {spec.training.heartbeat_s} must be at least 1 second, or 0 "
-            f"for ranks that do not watch over each other"
-        )
+    _check_heartbeat(spec)
     _check_fractions(spec)
     if spec.training.loss_chunk > 8192:
         raise ValueError(
@@ -152,6 +152,14 @@ def _check_rates(spec: RunSpec) -> None:
             f"training.decay_steps = {t.decay_steps} is longer than the {after} steps after the "
             f"warm-up (training.steps = {t.steps}, training.warmup_steps = {t.warmup_steps}); "
             f"lower it, or train more steps"
+        )
+
+
+def _check_heartbeat(spec: RunSpec) -> None:
+    if 0 < spec.training.heartbeat_s < 1 or spec.training.heartbeat_s < 0:
+        raise ValueError(
+            f"training.heartbeat_s = {spec.training.heartbeat_s} must be at least 1 second, or 0 "
+            f"for ranks that do not watch over each other"
         )
 
 

@@ -5,6 +5,7 @@ the layout asks for (a single rank runs in this one). Everything that can be ref
 before a rank computes.
 """
 
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from wlb.train.refuse import begins_with, computed_by, priced_by, profile_of, re
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""
+_TRIED_BYTES = 1 << 12
 SPLIT_SEED = 0
 DOCSTRINGS = "docstrings"
 """Which documents are held out does not follow run.seed: runs of several seeds share them."""
@@ -349,7 +351,22 @@ def _refuse_calibration(spec: RunSpec) -> None:
 
 
 def claim_directory(job: Job, console: Console) -> None:
-    """The run's folder; an older run of the same name is moved aside, never overwritten."""
+    """The run's folder; an older run of the same name is moved aside, never overwritten.
+
+    ValueError where nothing can be written there.
+    """
+    try:
+        _claim(job, console)
+        with tempfile.TemporaryFile(dir=job.directory) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        raise ValueError(
+            f"run.output_dir = {job.spec.run.output_dir}: nothing can be written to "
+            f"{job.directory} ({error}); set run.output_dir to a folder with room for you to write"
+        ) from None
+
+
+def _claim(job: Job, console: Console) -> None:
     directory = job.directory
     if job.resume is not None:
         console.print(f"going on from {job.resume}")
