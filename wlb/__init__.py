@@ -1,3 +1,73 @@
-"""wlb: workload-balanced 4-D parallelism for LLM training on packed documents."""
+"""wlb: workload-balanced 4-D parallelism for LLM training on packed documents.
+
+The names below are the public API of the planner: they import no torch, and keep their meaning
+within a minor version. They are imported when they are first used. Everything else is reachable by
+its room (`wlb.parallel`, `wlb.simulate`, ...) and may change.
+
+    from wlb import Planner
+
+    planner = Planner.for_lengths([8192, 900, 400], context_window=8192, num_micro_batches=2)
+    for step in planner.steps():
+        for micro_batch in planner.shard(step, pipeline=0).micro_batches:
+            print(micro_batch.pieces.document, micro_batch.cu_seqlens)
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_ROOMS = {
+    "wlb.planner": ("Planner",),
+    "wlb.plan": (
+        "Carry",
+        "Documents",
+        "GlobalBatch",
+        "MicroBatch",
+        "PackingPlan",
+        "Pieces",
+        "PipelinePlan",
+        "PlannerState",
+        "RankSpans",
+        "ShardingPlan",
+        "StepMetrics",
+        "StepPlan",
+    ),
+    "wlb.packing": (
+        "BoundedPacker",
+        "CapacityPacker",
+        "FixedPacker",
+        "OriginalPacker",
+        "Packer",
+        "PackerOptions",
+        "PackingRun",
+        "PackingSummary",
+        "VarLenPacker",
+        "measure",
+    ),
+    "wlb.sharding": ("shard",),
+    "wlb.cost": (
+        "FlopsWorkload",
+        "KernelProfile",
+        "ProfiledWorkload",
+        "WorkloadModel",
+        "load_profile",
+        "profile_names",
+        "workload_of",
+    ),
+    "wlb.corpus": ("GlobalBatches", "LengthSource", "TokenStore"),
+    "wlb.spec": ("RunSpec", "load"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = ["__version__", *sorted(_ROOM_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'wlb' has no attribute {name!r}")
+    # Rooms that import the version must not import the planner with it.
+    return getattr(importlib.import_module(_ROOM_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

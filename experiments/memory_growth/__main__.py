@@ -1,16 +1,22 @@
 """Does a run grow? `python -m experiments.memory_growth [--minutes 60]`.
 
 The demo trains over and over its corpus, with checkpoints and evaluations, until a stop file ends
-it; the anonymous memory of each of its processes is read every few seconds. Growth is the slope of
-a line through what comes after the warm-up, with its 95% interval from blocks of samples.
+it; the anonymous memory of each of its processes is read every few seconds. Activations come and go
+with every step, 100 MiB of them, and the C library keeps what they leave until the next save gives
+it back; so what is looked at is the floor, the least of a quarter of the time, in which there are
+several saves: a reading right after one of them is needed, and it is luck that one falls there.
+Growth is the last quarter's floor less the second one's; the first is the warm-up. --again makes
+the page once more of the last run's minutes.csv.
 """
 
 import argparse
+import csv
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +24,12 @@ import numpy as np
 
 from experiments.drawing import COLOURS, LINES, new_figure
 from experiments.results import How, Picture, Table, show, write_results
+from wlb.cost.flops import FloatArray
 
 EVERY_S = 5.0
-WARM_UP = 0.25
-"""Share of the time that is left out: buffers grow to the longest micro-batch that comes."""
-BLOCKS = 12
+COLUMNS = ("process", "minute", "least (MiB)")
+QUARTERS = 4
+"""The first is left out of growth: buffers grow to the longest micro-batch that comes."""
 SETTINGS = {
     "training.steps": 1_000_000,
     "training.schedule": "constant",
@@ -88,44 +95,63 @@ def watch(process: subprocess.Popen[bytes], minutes: float, stop: Path) -> list[
     return kept
 
 
-def slope(trace: Trace) -> tuple[float, float, float]:
-    """MiB an hour after the warm-up, and its 95% interval by jackknife over blocks of time."""
-    at, mib = np.array(trace.at_s) / 3600, np.array(trace.mib)
-    late = at > WARM_UP * at[-1]
-    at, mib = at[late], mib[late]
-    whole = float(np.polyfit(at, mib, 1)[0])
-    parts = np.array_split(np.arange(at.size), BLOCKS)
-    without = [float(np.polyfit(np.delete(at, p), np.delete(mib, p), 1)[0]) for p in parts]
-    error = float(np.sqrt((BLOCKS - 1) * np.var(without)))
-    return whole, whole - 2.2 * error, whole + 2.2 * error
+def quarters(trace: Trace, of: Callable[[FloatArray], float]) -> list[float]:
+    """Of each quarter of the time."""
+    at, mib = np.array(trace.at_s), np.array(trace.mib)
+    part = np.minimum((QUARTERS * (at - at[0]) / (at[-1] - at[0])).astype(int), QUARTERS - 1)
+    return [float(of(mib[part == i])) for i in range(QUARTERS)]
 
 
-def table(traces: list[Trace]) -> Table:
-    rows: list[list[object]] = []
-    for trace in traces:
-        mib = np.array(trace.mib)
-        at = np.array(trace.at_s)
-        late = mib[at > WARM_UP * at[-1]]
-        middle = len(late) // 2
-        change = late[middle:].mean() - late[:middle].mean()
-        rows.append([trace.role, late[0], late[-1], late.max(), change, *slope(trace)])
+def growth(trace: Trace) -> float:
+    """MiB from the second quarter's floor to the last one's."""
+    floors = quarters(trace, np.min)
+    return floors[-1] - floors[1]
+
+
+def table(minutes: list[Trace]) -> Table:
+    """Of traces by minute."""
+    names = ("1st", "2nd", "3rd", "4th")
+    floors = [f"floor, {name} (MiB)" for name in names]
+    typical = [f"median, {name} (MiB)" for name in names[1:]]
+    rows = [[t.role, *quarters(t, np.min), growth(t), *quarters(t, np.median)[1:]] for t in minutes]
     return Table(
         name="memory",
-        title="Anonymous memory of each process",
-        columns=(
-            "process",
-            "after warm-up (MiB)",
-            "at the end (MiB)",
-            "largest (MiB)",
-            "second half less first (MiB)",
-            "slope (MiB/h)",
-            "from",
-            "to",
-        ),
+        title="Anonymous memory of each process, by quarters of the time",
+        columns=("process", *floors, "growth (MiB)", *typical),
         rows=rows,
-        formats=dict.fromkeys(("after warm-up (MiB)", "at the end (MiB)", "largest (MiB)"), ".1f")
-        | dict.fromkeys(("second half less first (MiB)", "slope (MiB/h)", "from", "to"), "+.2f"),
+        formats=dict.fromkeys([*floors, *typical], ".1f") | {"growth (MiB)": "+.1f"},
+        note="Of the least of every minute. growth: of the floor from the second quarter to the "
+        "last. The median is what a process has between saves: what it uses and what the C library "
+        "keeps for it.",
     )
+
+
+def by_minute(trace: Trace) -> Trace:
+    """The least of every minute."""
+    minute = (np.array(trace.at_s) // 60).astype(int)
+    mib, found = np.array(trace.mib), np.unique(minute)
+    least = [float(mib[minute == m].min()) for m in found]
+    return Trace(role=trace.role, at_s=[60.0 * m + 30 for m in found.tolist()], mib=least)
+
+
+def minutes_table(minutes: list[Trace]) -> Table:
+    """For whoever wants other statistics."""
+    rows = [
+        [t.role, int(at // 60), x] for t in minutes for at, x in zip(t.at_s, t.mib, strict=True)
+    ]
+    return Table(name="minutes", title="By minute", columns=COLUMNS, rows=rows, most_rows=0)
+
+
+def read_minutes(path: Path) -> list[Trace]:
+    """What `minutes_table` wrote."""
+    traces: dict[str, Trace] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            role, minute, mib = (row[name] for name in COLUMNS)
+            trace = traces.setdefault(role, Trace(role=role))
+            trace.at_s.append(60.0 * int(minute) + 30)
+            trace.mib.append(float(mib))
+    return list(traces.values())
 
 
 def figure(traces: list[Trace]) -> Picture:
@@ -134,23 +160,15 @@ def figure(traces: list[Trace]) -> Picture:
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i // len(COLOURS) % 5]}
         axes.plot(np.array(trace.at_s) / 60, trace.mib, label=trace.role, linewidth=1.2, **style)
     end = traces[0].at_s[-1] / 60
-    axes.axvspan(0, WARM_UP * end, color="#E8E8E8", zorder=0)
+    axes.axvspan(0, end / QUARTERS, color="#E8E8E8", zorder=0)
     axes.set(xlabel="minutes", ylabel="anonymous memory (MiB)", xlim=(0, end))
     axes.set_ylim(bottom=0)
     drawn.legend(loc="outside right center", frameon=False, fontsize=8)
-    return Picture(name="memory", caption="Memory of each process; grey: warm-up", figure=drawn)
+    return Picture(name="memory", caption="The least of every minute; grey: warm-up", figure=drawn)
 
 
-def num_steps(metrics: Path) -> int:
-    return sum('"kind": "step"' in line for line in metrics.read_text("utf-8").splitlines())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--quick", action="store_true", help="two minutes; writes nothing")
-    options = parser.parse_args()
-    minutes = 2.0 if options.quick else options.minutes
+def run(minutes: float) -> list[Trace]:
+    """The least of every minute of every process of the demo."""
     with tempfile.TemporaryDirectory() as place:
         stop = Path(place, "stop")
         told = SETTINGS | {"run.output_dir": place, "run.stop_file": str(stop)}
@@ -158,28 +176,40 @@ def main() -> None:
         command = [sys.executable, "-m", "wlb", "train", "demo", "--set", *settings]
         with Path(place, "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, env=os.environ.copy())
-        traces = watch(process, minutes, stop)
-        steps = num_steps(Path(place, "demo", "metrics.jsonl"))
-    shown = table(traces)
-    show(shown, width=150)
+        return [by_minute(trace) for trace in watch(process, minutes, stop)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--again", action="store_true", help="the page of the last run's minutes")
+    parser.add_argument("--quick", action="store_true", help="four minutes; writes nothing")
+    options = parser.parse_args()
+    here = Path(__file__).parent
+    if options.again:
+        minutes = read_minutes(here / "results" / "minutes.csv")
+    else:
+        minutes = run(4.0 if options.quick else options.minutes)
+    shown = table(minutes)
+    show(shown, width=190)
     if options.quick:
         return
-    worst = max(traces, key=lambda trace: slope(trace)[0])
-    value, low, high = slope(worst)
+    worst = max(minutes, key=growth)
     write_results(
-        Path(__file__).parent,
+        here,
         title="Memory of a long run",
         how=How.MEASURED,
         profile="the demo's 8 ranks on 2 CPU cores",
         seed=0,
         text=(
-            f"The demo, {minutes:.0f} minutes and {steps:,} steps, with a checkpoint every 50 and "
-            f"an evaluation every 100. After the first quarter of the time the steepest of "
-            f"{len(traces)} processes ({worst.role}) changes by {value:+.2f} MiB an hour (95%: "
-            f"{low:+.2f} to {high:+.2f})."
+            f"The demo for {max(len(t.mib) for t in minutes)} minutes, with a checkpoint every 50 "
+            f"steps and an evaluation every 100. From the second quarter of the time to the last "
+            f"the floor of no process grew by more than {growth(worst):+.1f} MiB ({worst.role}). "
+            f"Between saves the C library keeps more of what micro-batches of all lengths left, "
+            f"the longer the run; every save gives it back."
         ),
-        tables=[shown],
-        figures=[figure(traces)],
+        tables=[shown, minutes_table(minutes)],
+        figures=[figure(minutes)],
     )
 
 

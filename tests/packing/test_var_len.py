@@ -1,5 +1,7 @@
 """Algorithm 1, literally: queues, releases, placements, leftovers, the flush."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,26 @@ def test_a_queue_releases_as_often_as_it_can() -> None:
     (plan,), carry = pack.push(batch(0, [6, 6, 6, 6, 6]), pack.start())
     assert documents(plan) == [[0, 2], [1, 3]]
     assert waiting(carry) == [(1, 4)]
+
+
+def test_held_outliers_leave_after_so_many_steps_however_many_there_are() -> None:
+    pack = replace(packer(thresholds=(6,), s_max=16), hold=2)
+    (plan,), carry = pack.push(batch(0, [6, 2, 8, 7]), pack.start())
+    assert documents(plan) == [[1], []]
+    (plan,), carry = pack.push(batch(1, [1, 6], first_id=4), carry)
+    assert documents(plan) == [[4], []]
+    (plan,), carry = pack.push(batch(2, [3], first_id=6), carry)
+    assert documents(plan) == [[2, 6], [0, 3]]
+    assert predict(plan).max_delay == 2
+    assert waiting(carry) == [(1, 5)]
+    plans, carry = pack.push(None, carry)
+    assert [documents(plan) for plan in plans] == [[[5], []]]
+    with pytest.raises(ValueError, match="hold = -1 must be at least 0"):
+        replace(pack, hold=-1)
+    with pytest.raises(ValueError, match="hold = 2 is not Algorithm 1"):
+        replace(pack, literal=True)
+    with pytest.raises(ValueError, match="hold = 2 holds nothing without queue_thresholds"):
+        replace(pack, queue_thresholds=())
 
 
 def test_what_does_not_fit_comes_first_in_the_next_step() -> None:

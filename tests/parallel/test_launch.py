@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wlb.parallel import mesh
-from wlb.parallel.launch import RankFailure, run_local
+from wlb.parallel import launch, mesh
+from wlb.parallel.launch import RankFailure, report_failure, run_local
 
 pytestmark = pytest.mark.dist
 
@@ -209,3 +209,29 @@ def test_ranks_end_with_the_launcher(tmp_path, sent):
     _assert_gone(pids)
     if sent != signal.SIGKILL:
         assert list(tmp_path.glob("wlb-ranks-*")) == []
+
+
+def _reported_before_it_dies(world: mesh.World, note: Path) -> None:
+    if world.rank == 1:
+        report_failure(0, "gone", "rank 0 of 2 died")
+        note.touch()
+    while not note.exists():
+        time.sleep(0.01)
+    if world.rank == 0:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_report_of_a_dead_rank_has_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the peers' report comes first."""
+    monkeypatch.setattr(launch, "_LAST_WORD_S", 20.0)
+    with pytest.raises(RankFailure) as caught:
+        run_local(
+            _reported_before_it_dies, 2, tmp_path / "note", timeout_s=60.0, awaits_report=True
+        )
+    assert str(caught.value).startswith("rank 0 died from SIGKILL (exit code -9)\n")
+    assert str(caught.value).endswith("rank 0 of 2 died")
+    assert caught.value.rank == 0

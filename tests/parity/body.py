@@ -1,5 +1,8 @@
 """What every rank of a parity test runs: the same steps as one process, and the differences."""
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -136,3 +139,15 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
         ours, theirs, error = optimise(executor, reference, case, kind)
         out[kind] = {"ours": ours, "theirs": theirs, "parameters": error}
     return out
+
+
+def expect_parity(result: dict[str, Any]) -> None:
+    """What `parity` found on a rank equals one process: losses, gradients, optimisers' steps."""
+    assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
+    assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
+    error, name = result["gradient"]
+    assert error <= 1e-5, name
+    assert result["norm"] == pytest.approx(result["expected_norm"], rel=1e-5)
+    assert result["sgd"]["ours"] == pytest.approx(result["sgd"]["theirs"], rel=1e-5)
+    assert result["sgd"]["parameters"] <= 1e-5
+    assert result["adamw"]["ours"] == pytest.approx(result["adamw"]["theirs"], rel=1e-4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.body import parity
+from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case
 from wlb.parallel.launch import run_local
 from wlb.spec import Schedule
@@ -51,11 +51,4 @@ CASES = [
 def test_layout_equals_one_process(case: Case) -> None:
     results = run_local(parity, case.world, case, start_group=True, timeout_s=240.0)
     for result in results:
-        assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
-        assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
-        error, name = result["gradient"]
-        assert error <= 1e-5, name
-        assert result["norm"] == pytest.approx(result["expected_norm"], rel=1e-5)
-        assert result["sgd"]["ours"] == pytest.approx(result["sgd"]["theirs"], rel=1e-5)
-        assert result["sgd"]["parameters"] <= 1e-5
-        assert result["adamw"]["ours"] == pytest.approx(result["adamw"]["theirs"], rel=1e-4)
+        expect_parity(result)

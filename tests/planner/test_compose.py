@@ -239,6 +239,26 @@ def test_lengths_are_planned_in_global_batches_in_their_order() -> None:
             Planner.for_lengths(bad, context_window=8, num_micro_batches=1)
 
 
+def test_lengths_of_several_epochs_come_in_another_order_each() -> None:
+    made = Planner.for_lengths(
+        [3, 5, 7, 2, 6], context_window=8, num_micro_batches=2, epochs=3, shuffle=True, seed=1
+    )
+    found = np.concatenate([plan.packing.pieces.document for plan in made.steps()])
+    assert sorted(found.tolist()) == list(range(15))
+    state, seen = made.source.start(), list[int]()
+    while (item := made.source.next(state)) is not None:
+        batch, state = item
+        seen += batch.documents.id.tolist()
+    epochs = [[i % 5 for i in seen[at : at + 5]] for at in (0, 5, 10)]
+    assert all(sorted(order) == list(range(5)) for order in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    refusing = Planner.for_lengths(
+        [3, 9], context_window=8, num_micro_batches=1, long_documents="refuse"
+    )
+    with pytest.raises(ValueError, match="9"):
+        next(refusing.steps())
+
+
 def test_pipelines_get_their_micro_batches_and_equal_rows() -> None:
     made = planner()
     plan = next(made.steps())

@@ -133,6 +133,11 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"training__beta2": -0.1}, "training.beta2 = -0.1 must be in [0, 1)"),
         ({"training__weight_decay": -1}, "training.weight_decay = -1.0 must be at least 0"),
         ({"eval__interval": -1}, "eval.interval = -1 must be at least 0"),
+        ({"eval__interval_tokens": -1}, "eval.interval_tokens = -1 must be at least 0"),
+        (
+            {"eval__interval": 5, "eval__interval_tokens": 100},
+            "eval.interval = 5 and eval.interval_tokens = 100 both say when to evaluate; set one",
+        ),
         ({"eval__steps": -1}, "eval.steps = -1 must be at least 0"),
         ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
         ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
@@ -247,6 +252,12 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "packing.s_max = 0.99 context windows must be at least 1, or a document of 4096 tokens "
             "could never be placed",
         ),
+        (
+            {"packing__hold": -1},
+            "packing.hold = -1 must be at least 0, and 0 with packing.literal or without",
+        ),
+        ({"packing__hold": 3, "packing__literal": True}, "packing.hold = 3 must be at least 0"),
+        ({"packing__hold": 3, "packing__queue_thresholds": []}, "packing.hold = 3 must be at"),
         (
             {"packing__queue_thresholds": [0.5, 0.5]},
             "packing.queue_thresholds = [0.5, 0.5]: entry 1 must be above 0.5 and at most 1",

@@ -151,6 +151,12 @@ def test_a_rank_that_hangs_alive_is_named_and_not_those_that_wait(
     assert time_s < BOUND_S
 
 
+def test_without_a_watch_groups_of_the_mesh_run_out_of_time(tmp_path: Path, corpus: Path) -> None:
+    failure, time_s = broken_run(tmp_path, corpus, (3,), hang, timeout_s=4.0, heartbeat_s=0.0)
+    assert "Timed out waiting 4000ms" in str(failure)
+    assert time_s < BOUND_S
+
+
 def test_without_a_watch_the_launcher_still_reports(tmp_path: Path, corpus: Path) -> None:
     failure, _ = broken_run(tmp_path, corpus, (2,), kill, heartbeat_s=0.0)
     assert failure.rank == 2

@@ -2,12 +2,12 @@
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,16 +25,7 @@ from wlb.train.optimizer import Optimizers
 from wlb.train.reader import StoreReader
 from wlb.train.reduce import PlanMismatch
 
-pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A single rank runs in this process; two threads on busy cores would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +305,24 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
     kinds = "".join(line["kind"][0] for line in run.lines[1:] if line["kind"] != "checkpoint")
     # Ranks and timeline: at the end.
     assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "rt" + "e"
+
+
+def test_evaluations_come_at_equal_tokens(corpus: Path, tmp_path: Path) -> None:
+    """After the first step that reaches each multiple; a resumed run goes on counting."""
+    training = {"steps": 6, "schedule": "constant"}
+    spec = small_spec(tmp_path, corpus, training=training, eval={"interval_tokens": 700})
+    whole, _ = train(spec)
+    done = np.cumsum([0] + [line["measured"]["num_tokens"] for line in whole.steps])
+    due = [i for i in range(1, 6) if done[i] // 700 > done[i - 1] // 700]
+    assert [step for step, _ in whole.evaluations] == [0, *due, 6]
+    assert 0 < len(due) < 5
+    found = [line["num_tokens"] for line in whole.lines if line["kind"] == "evaluation"]
+    assert found == [int(done[i]) for i in (0, *due, 6)]
+
+    half = replace(spec, run=replace(spec.run, name="half"))
+    train(replace(half, training=replace(half.training, steps=3)))
+    again, _ = train(half, resume=True)
+    assert {e for e in again.evaluations if e[0] > 3} == {e for e in whole.evaluations if e[0] > 3}
 
 
 def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -> None:

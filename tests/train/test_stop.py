@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,11 +57,18 @@ def test_a_stop_file_ends_a_run_after_its_step(
     assert run.evaluations[-1] == straight.evaluations[-1]
 
 
-def start(spec: RunSpec, folder: Path) -> subprocess.Popen[str]:
+@contextmanager
+def started(spec: RunSpec, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Gone at the end, with its pipe: a test that fails and runs again must leave nothing."""
     toml = folder / "run.toml"
     toml.write_text(to_toml(spec), "utf-8")
     command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def has_steps(run: Path, num: int) -> bool:
@@ -76,14 +85,14 @@ def test_a_signal_ends_a_run_after_its_step(
     steps = 400  # more than there is time for
     data = {"epochs": 0}
     spec = relaid(small_spec(tmp_path, corpus, training={"steps": steps}, data=data), layout)
-    process = start(spec, tmp_path)
     folder = tmp_path / "runs" / "small"
-    end = time.monotonic() + 90
-    while not has_steps(folder, 3) and time.monotonic() < end:
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        time.sleep(0.05)
-    process.send_signal(kind)
-    said, _ = process.communicate(timeout=60)
+    with started(spec, tmp_path) as process:
+        end = time.monotonic() + 90
+        while not has_steps(folder, 3) and time.monotonic() < end:
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            time.sleep(0.05)
+        process.send_signal(kind)
+        said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     run = Run(spec)
     done = len(run.steps)

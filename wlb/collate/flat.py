@@ -38,7 +38,7 @@ from wlb.collate.boundaries import (
     offsets_of_documents,
     positions_in_documents,
 )
-from wlb.collate.rows import IGNORE, TokenReader
+from wlb.collate.rows import IGNORE, LabelReader, TokenReader
 from wlb.plan import IntArray, IntLike, MicroBatch, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -189,7 +189,7 @@ def flatten_micro_batch(
 
     A piece that ends before its document does has the document's next token as its last target.
     Only `next_labels` can say so: ask for them, or a document loses a target where it is cut. A
-    micro-batch without pieces becomes filler.
+    micro-batch without pieces becomes filler. A `LabelReader` says which tokens are trained.
     """
     pieces = micro_batch.pieces
     rows = list(
@@ -201,11 +201,16 @@ def flatten_micro_batch(
     num_tokens = int(documents.sum())
     filler = options.filler(num_tokens)
     tokens = _join("tokens", read, num_tokens + filler, options)
-    out = _assemble(tokens, documents, None, filler=filler, options=options)
+    label = reader.labels if isinstance(reader, LabelReader) else reader.read
+    given = None
+    if isinstance(reader, LabelReader):
+        labels = _checked("labels", [label(*row) for row in rows], options)
+        given = _join("labels", labels, num_tokens + filler, options)
+    out = _assemble(tokens, documents, given, filler=filler, options=options)
     if out.next_labels is not None:
         for end, (document, _, stop) in zip(out.cu_seqlens[1:].tolist(), rows, strict=False):
             if stop < reader.length(document):
-                out.next_labels[end - 1] = reader.read(document, stop, stop + 1)[0]
+                out.next_labels[end - 1] = label(document, stop, stop + 1)[0]
     return out
 
 

@@ -25,7 +25,10 @@ from wlb.plan import IntArray, IntLike
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LengthSource:
-    """Document lengths (shape [num_documents]) without text; a `Source` of global batches."""
+    """Document lengths (shape [num_documents]) without text; a `Source` of global batches.
+
+    name: in messages and checkpoints. source_id: what its documents carry as their source.
+    """
 
     name: str
     lengths: IntArray
@@ -36,10 +39,12 @@ class LengthSource:
 
     @property
     def num_documents(self) -> int:
+        """Documents of the source."""
         return self.lengths.size
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the source."""
         return int(self.lengths.sum())
 
 

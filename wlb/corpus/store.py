@@ -34,7 +34,6 @@ from wlb.plan import BoolArray, IntArray, IntLike
 
 TokenArray = npt.NDArray[Any]
 
-_BLOCK_BYTES = 1 << 24
 _LONGEST = 2**31 - 1
 
 
@@ -325,14 +324,17 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
+        """Documents of the store."""
         return self.lengths.size
 
     @property
     def has_targets(self) -> bool:
+        """Whether the store says which tokens are trained (`.targets`)."""
         return self._targets is not None
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the store."""
         return self._tokens.size
 
     @property
@@ -342,6 +344,7 @@ class TokenStore:
 
     @property
     def eos_id(self) -> int | None:
+        """The token that ends a document, or None where the store does not say."""
         return self.info.eos_id if self.info else None
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
@@ -422,8 +425,5 @@ def _reopen(prefix: str, source_id: int) -> TokenStore:
 
 def file_checksum(path: Path) -> str:
     """blake2b of a file, 32 bytes in hexadecimal."""
-    digest = hashlib.blake2b(digest_size=32)
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

@@ -357,7 +357,13 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelProfile:
-    """All tables of one device and dtype. `name` is how a run says which it was priced with."""
+    """All tables of one device and dtype. `name` is how a run says which it was priced with.
+
+    ranks_per_node: of the machine, where collectives' scope changes. provenance: of the whole.
+    attention: a table a kernel and head layout. gemm: matrix products. elementwise: what is limited
+    by memory, an operator each. layer: what a decoder layer takes beside its operators. head:
+    output head and cross-entropy. collectives: one a kind and scope.
+    """
 
     name: str
     device: str
@@ -427,6 +433,7 @@ class KernelProfile:
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
+        """The cost of one element-wise operation; a profile has one for each."""
         return next(cost for cost in self.elementwise if cost.op == op)
 
     def collective(

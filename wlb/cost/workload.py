@@ -169,7 +169,8 @@ class FlopsWorkload:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    backend: attention kernel; the profile's first where that is None or has no table.
+    model, parallel: what a rank computes (`RunSpec.model`, `RunSpec.parallel`). profile: at which
+    speed. backend: attention kernel; the profile's first where that is None or has no table.
     micro_batch_tokens: tokens of a typical micro-batch, at which GEMM throughput is read (W_l is
     linear in d, a micro-batch's GEMMs run on all its tokens together). Attention of
     pieces is tabled at construction (`wlb.cost.monotone`, about 2 ms), so that pricing is a
@@ -178,7 +179,8 @@ class ProfiledWorkload:
     recompute: what backward runs again of every layer (`training.recompute`); attention in `full`
     only. tp_overlap: share of TP collectives that hides behind matrix products. machine: device the
     run is on, "" if it is not known; longest: most tokens of a piece, 0 if not known: both for
-    `notes` only.
+    `notes` only. Made of these: table and linear, what attention and all else are read from;
+    ns_per_token of each linear term; forward_ns and backward_ns of attention by a piece's length.
     """
 
     model: ModelSpec
@@ -229,10 +231,12 @@ class ProfiledWorkload:
 
     @property
     def heads_per_rank(self) -> int:
+        """Query heads of a TP rank."""
         return self.model.num_heads // self.parallel.tp
 
     @property
     def num_layers_per_rank(self) -> int:
+        """Layers of a pipeline rank."""
         return self.linear.num_layers
 
     def workload_ns(self, lengths: IntLike) -> IntArray:

@@ -19,8 +19,9 @@ from wlb.packing.ilp_solvers import Solver
 from wlb.packing.measure import PackingRun, PackingSummary, measure
 from wlb.packing.original import OriginalPacker, WindowCut
 from wlb.packing.policies import baseline_for, caps_of, options_for, packer_for, with_s_max
+from wlb.packing.refine import refine
 from wlb.packing.saved import PackedBatches, Packs, SavedPacker
-from wlb.packing.var_len import VarLenPacker
+from wlb.packing.var_len import VarLenPacker, place
 
 __all__ = [
     "BinMethod",
@@ -52,6 +53,8 @@ __all__ = [
     "options_for",
     "pack_bins",
     "packer_for",
+    "place",
+    "refine",
     "solve_fixed",
     "solve_var_len",
     "with_s_max",

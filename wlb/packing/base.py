@@ -39,7 +39,9 @@ class Packer(Protocol):
     policy: ClassVar[str]
 
     @property
-    def num_micro_batches(self) -> int: ...
+    def num_micro_batches(self) -> int:
+        """N, the micro-batches of every step."""
+        ...
 
     def start(self) -> Carry:
         """The carry of a run that has trained nothing."""
@@ -47,7 +49,14 @@ class Packer(Protocol):
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]: ...
+    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+        """The steps that can be made once `batch` has come, none or several, and what waits after.
+
+        batch: None at the end of data, when all that is carried is placed. Pure: the same batch and
+        carry give the same plans, so a carry is all that a checkpoint keeps. ValueError for a
+        document that the policy is to refuse.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,7 @@ class PackerOptions:
     num_micro_batches: of a step, over all pipelines. context_window: C, the longest piece, in
     tokens. num_windows: N, windows that a global batch brings on average; 0 = as many as
     micro-batches. long_documents: "split" or "refuse" for documents longer than C. seed: order of
-    documents inside a micro-batch. layout: which rows attend to each other.
+    documents inside a micro-batch. layout: which rows attend to each other. cost: what is balanced.
     """
 
     num_micro_batches: int

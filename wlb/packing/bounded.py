@@ -46,11 +46,11 @@ DELAY_PRICE = 0.15
 class BoundedPacker(PolicyPacker):
     """The policy behind the packer protocol. Carry: slot 0 = held documents, in arrival order.
 
-    s_max: longest micro-batch, in tokens, at least the context window. step_tokens: T, most tokens
-    of a step, more than N x C; None = N x s_max. max_delay: D, in steps. delay_price: what holding
-    a global batch for a step may cost, in typical micro-batch times; more means less delay and more
-    imbalance. None = DELAY_PRICE / sqrt(N): with many micro-batches some imbalance is always on
-    offer, and a constant price would take it.
+    options: what all policies are told. s_max: longest micro-batch, in tokens, at least the context
+    window. step_tokens: T, most tokens of a step, more than N x C; None = N x s_max. max_delay: D,
+    in steps. delay_price: what holding a global batch for a step may cost, in typical micro-batch
+    times; more means less delay and more imbalance. None = DELAY_PRICE / sqrt(N): with many
+    micro-batches some imbalance is always on offer, and a constant price would take it.
     """
 
     policy: ClassVar[str] = POLICY
@@ -76,6 +76,7 @@ class BoundedPacker(PolicyPacker):
 
     @property
     def limits(self) -> Limits:
+        """What a step may take, in tokens and steps."""
         num = self.num_micro_batches
         most = num * self.s_max
         return Limits(

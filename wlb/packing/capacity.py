@@ -44,8 +44,9 @@ class CapacityPacker(PolicyPacker):
     """Bin packing behind the packer protocol.
 
     Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
-    capacity: tokens of a bin, at least the context window, which is the default. pack_batches:
-    packing waits until so many batches with documents are there. open_bins: of best_fit.
+    options: what all policies are told. method: of bin packing, `packing.bin_method`. capacity:
+    tokens of a bin, at least the context window, which is the default. pack_batches: packing waits
+    until so many batches with documents are there. open_bins: of best_fit.
     """
 
     policy: ClassVar[str] = POLICY

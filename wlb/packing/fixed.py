@@ -48,7 +48,8 @@ class FixedPacker(PolicyPacker):
 
     Carry: the stream not yet packed; slot 1 = held back by a window that was packed.
 
-    window_batches: W, global batches packed together.
+    options: what all policies are told. window_batches: W, global batches packed together.
+    grouping: which of the packed micro-batches make a step, `packing.grouping`.
     """
 
     policy: ClassVar[str] = POLICY

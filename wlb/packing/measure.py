@@ -34,12 +34,18 @@ DELAY_BINS = 1024
 class PackingSummary:
     """One row of a comparison. Delays are in iterations, tokens are real tokens, times ms.
 
-    imbalance is of forward latency: mean, 95th percentile, maximum and time-weighted over steps;
-    imbalance_step and step_time_weighted are of forward + backward; imbalance_attention,
-    attention_p95 and attention_time_weighted of attention alone. num_steps: without the flush.
-    tokens_cv: standard deviation / mean of tokens per step. held_tokens: waiting after a step, on
-    average. cut_documents: trained in more than one piece. packing_ms: mean time of a push, so that
-    policies which pack several batches at once pay for each of them.
+    label: the row's name; policy: the packer's. num_documents and num_tokens: that were trained.
+    imbalance, imbalance_p95, imbalance_max and imbalance_time_weighted are of forward latency:
+    mean, 95th percentile, maximum and time-weighted over steps; lower_bound: what the mean could
+    not go below with the same documents in the same steps; imbalance_step and step_time_weighted
+    are of forward + backward; imbalance_attention, attention_p95 and attention_time_weighted of
+    attention alone. num_steps: without the flush. mean_delay, p99_delay, max_delay: of a token.
+    mean_advance: of tokens trained before the step that was next when they came. num_overdue:
+    pieces trained later than the policy's maximum. tokens_per_step: mean; tokens_cv: standard
+    deviation / mean. longest_micro_batch and longest_step: in tokens. held_tokens: waiting after a
+    step, on average. flushed_tokens, in flush_steps: trained when the data had ended, and left out
+    of imbalance. cut_documents: trained in more than one piece. packing_ms: mean time of a push, so
+    that policies which pack several batches at once pay for each of them.
     """
 
     label: str
@@ -73,6 +79,7 @@ class PackingSummary:
     packing_ms: float
 
     def to_json(self) -> dict[str, Any]:
+        """Fields by name, for `json.dumps`."""
         return asdict(self)
 
 

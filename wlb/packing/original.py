@@ -38,6 +38,7 @@ class OriginalPacker(PolicyPacker):
     """Plain-4D behind the packer protocol.
 
     Carry: what follows the last full step; slot 0, or with SHORT the (i-th) open window it is in.
+    options: what all policies are told. cut: where windows end, `packing.window_cut`.
     """
 
     policy: ClassVar[str] = POLICY

@@ -73,6 +73,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 step_tokens=step_tokens,
                 queue_thresholds=spec.queue_thresholds,
                 literal=packing.literal,
+                hold=packing.hold,
             )
         case Policy.BOUNDED:
             s_max, step_tokens = caps_of(spec)

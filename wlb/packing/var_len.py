@@ -22,6 +22,9 @@ one release of N documents a queue and arriving batch, a step for every batch (e
 nothing), no shuffling. It differs in one thing: at the end of data everything is released. There a
 document of exactly S_max tokens would wait for ever, so S_max must be more than the window.
 
+`hold = D` lets an outlier leave its queue after D steps, however many are there, in the place of
+counting. It does not balance; it is for studying what delay alone does to training.
+
 Guarantees: a micro-batch never exceeds S_max tokens, a step never `step_tokens` (if given); every
 piece is placed exactly once or waits in the carry. Cost: O(n log n + n log N) for n documents.
 """
@@ -52,9 +55,10 @@ LEFTOVER = 0
 class VarLenPacker(PolicyPacker):
     """Algorithm 1 behind the packer protocol. Carry: slot 0 = leftovers, slot i = queue i.
 
-    s_max: longest micro-batch in tokens, at least the context window. queue_thresholds: L_1 < L_2 <
-    ... in tokens; empty = no document is delayed. step_tokens: most tokens of a step; the paper has
-    no such cap (None).
+    options: what all policies are told. s_max: longest micro-batch in tokens, at least the context
+    window. queue_thresholds: L_1 < L_2 < ... in tokens; empty = no document is delayed.
+    step_tokens: most tokens of a step; the paper has no such cap (None). literal: line by line as
+    the paper has it. hold: steps that every queued document waits; 0 = until N are there.
     """
 
     policy: ClassVar[str] = POLICY
@@ -62,6 +66,7 @@ class VarLenPacker(PolicyPacker):
     queue_thresholds: tuple[int, ...]
     step_tokens: int | None = None
     literal: bool = False
+    hold: int = 0
 
     def __post_init__(self) -> None:
         check_s_max(self.s_max, self.options)
@@ -80,6 +85,12 @@ class VarLenPacker(PolicyPacker):
         check_minimum("queue_thresholds", thresholds, 1)
         if bool(np.any(np.diff(thresholds) <= 0)):
             raise ValueError(f"queue_thresholds {thresholds.tolist()} must increase")
+        if self.hold < 0:
+            raise ValueError(f"hold = {self.hold} must be at least 0")
+        if self.hold and self.literal:
+            raise ValueError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
+        if self.hold and not self.queue_thresholds:
+            raise ValueError(f"hold = {self.hold} holds nothing without queue_thresholds; give one")
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry
@@ -92,7 +103,7 @@ class VarLenPacker(PolicyPacker):
         is_leftover = np.zeros(len(pieces), bool)
         is_leftover[: len(carry.pieces)] = carry.slot == LEFTOVER
         queue[is_leftover] = LEFTOVER
-        now, queued = self._admit(pieces, queue, is_leftover, flush=batch is None)
+        now, queued = self._admit(pieces, queue, is_leftover, step, flush=batch is None)
         work = self.options.workloads(pieces)
         held_tokens = int(pieces.length[queued].sum())
         plans: list[PackingPlan] = []
@@ -117,7 +128,7 @@ class VarLenPacker(PolicyPacker):
         return np.searchsorted(thresholds, pieces.length, side="right").astype(np.int64)
 
     def _admit(
-        self, pieces: Pieces, queue: IntArray, is_leftover: BoolArray, *, flush: bool
+        self, pieces: Pieces, queue: IntArray, is_leftover: BoolArray, step: int, *, flush: bool
     ) -> tuple[IntArray, IntArray]:
         """Rows to pack now (leftovers, then new ones by length), and rows that stay queued."""
         num = self.options.num_micro_batches
@@ -129,10 +140,13 @@ class VarLenPacker(PolicyPacker):
             released = len(waiting) // num * num
             if self.literal:
                 released = min(released, num)
+            leaves = np.arange(len(waiting)) < released
+            if self.hold:
+                leaves = pieces.arrival[waiting] + self.hold <= step
             if flush:
-                released = len(waiting)
-            new.append(waiting[:released])
-            still_queued.append(waiting[released:])
+                leaves[:] = True
+            new.append(waiting[leaves])
+            still_queued.append(waiting[~leaves])
         rows = np.concatenate(new)
         rows = rows[np.argsort(-pieces.length[rows], kind="stable")]
         none = np.zeros(0, np.int64)

@@ -55,6 +55,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 _STACK_WAIT_S = 2.0
 _PEER_WAIT_S = 0.2
 _REPORT_WAIT_S = 10.0
+_LAST_WORD_S = 0.5
+"""For a rank that its peers report: it may have died, and its exit code says how."""
 _JOIN_S = 10.0
 
 
@@ -243,7 +245,10 @@ class _Ranks:
             if any(failure.is_report for failure in first + failures):
                 break
             failures += self._take(wait(list(self.pending), timeout=left))
-        return failures
+        reported = {failure.rank for failure in first + failures if failure.is_report}
+        # Peers may have told of a rank's death before its own line, which ends with it, was read.
+        lines = [line for line, rank in self.pending.items() if rank in reported]
+        return failures + self._take(wait(lines, timeout=_LAST_WORD_S) if lines else [])
 
     def _take(self, ready: Sequence[Any]) -> list[_Failure]:
         failures: list[_Failure] = []

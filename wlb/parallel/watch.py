@@ -2,8 +2,8 @@
 report of who it was, where it was in its work, and the last lines that it wrote.
 
 Every rank has a thread that sends a line of JSON to rank 0 each `beat_s` (its position, and what it
-failed of), over a TCP connection of its own, so that no collective and no GIL-free wait is in the
-way. Rank 0 takes a rank for
+failed of), over a TCP connection of its own, which works while the main thread waits in a
+collective. Rank 0 takes a rank for
 
 - **dead**, when its connection closes without a goodbye: at once;
 - **silent**, when it says nothing for `silence_s`: a stopped process, a lost node;

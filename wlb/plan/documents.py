@@ -122,6 +122,7 @@ class Documents(_Columns):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all documents."""
         return int(self.length.sum())
 
 
@@ -140,8 +141,8 @@ class Piece(NamedTuple):
 class Pieces(_Columns):
     """Contiguous parts [start, stop) of documents; every column has shape [num_pieces].
 
-    arrival: the step that was next when the piece's batch came, as packers stamp it; delay counts
-    from it.
+    document: its id. num_targets: valid labels. source: number of the corpus it is from. arrival:
+    the step that was next when the piece's batch came, as packers stamp it; delay counts from it.
     """
 
     _names: ClassVar[tuple[str, ...]] = (
@@ -174,6 +175,7 @@ class Pieces(_Columns):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all pieces."""
         return int((self.stop - self.start).sum())
 
     @classmethod
@@ -250,7 +252,11 @@ def split_long(documents: Documents, *, window: int, long_documents: str) -> Pie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Documents in shuffled order until N x C tokens (N micro-batches, C context window)."""
+    """Documents in shuffled order until N x C tokens (N micro-batches, C context window).
+
+    index: of the batch in the stream, from 0. documents: that it brings; none if the last one's
+    tail already filled it.
+    """
 
     index: int
     documents: Documents

@@ -12,15 +12,19 @@ from wlb.plan.telemetry import Telemetry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What a step did or is predicted to do.
+    """What a step did (origin "measured") or is predicted to do.
 
-    num_tokens counts real tokens only; filler is apart. imbalance is Section 7.4's degree:
-    slowest micro-batch x number of micro-batches / total. A measured one, and max_workload_ns and
+    num_documents: with a piece in the step. num_tokens counts real tokens only, num_filler_tokens
+    are apart; num_targets: valid labels. num_held_tokens: that wait after the step. num_overdue:
+    pieces later than the policy's maximum delay. imbalance is Section 7.4's degree: slowest
+    micro-batch x number of micro-batches / total. A measured one, and max_workload_ns and
     mean_workload_ns with it, is of the forward latencies of the steps that `telemetry` is of; None
     and 0 where none is written (off, or not this step's turn). Delays are in iterations per token:
-    the step that trains a token less the step that was next when its global batch came.
-    cp_imbalance is slowest rank / mean rank of predicted attention time, and sharding_counts how
-    often a strategy was chosen; from packing alone they are not known yet.
+    mean_delay and max_delay: the step that trains a token less the step that was next when its
+    global batch came. loss: mean of the valid labels, in nats; grad_norm: before clipping;
+    step_time_s: on the rank that writes it; None where not measured. cp_imbalance is slowest rank /
+    mean rank of predicted attention time, and sharding_counts how often a strategy was chosen; from
+    packing alone they are not known yet.
     """
 
     step: int
@@ -44,6 +48,7 @@ class StepMetrics:
     telemetry: Telemetry | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
         data = asdict(self)
         data["sharding_counts"] = dict(self.sharding_counts)
         data["telemetry"] = None if self.telemetry is None else self.telemetry.to_json()
@@ -51,6 +56,7 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepMetrics":
+        """What `to_json` gave."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:

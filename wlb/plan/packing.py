@@ -30,7 +30,11 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out."""
+    """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out.
+
+    index: in its step, over all pipelines. pieces: in order. workload_ns: predicted, forward and
+    backward. layout: which rows attend to each other.
+    """
 
     index: int
     pieces: Pieces
@@ -54,6 +58,7 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> int:
+        """Tokens that carry a label."""
         return int(self.pieces.num_targets.sum())
 
     @property
@@ -126,10 +131,12 @@ class PackingPlan:
 
     @property
     def num_micro_batches(self) -> int:
+        """N, empty ones included."""
         return self.offsets.size - 1
 
     @property
     def num_tokens(self) -> int:
+        """Document tokens of the step."""
         return self.pieces.num_tokens
 
     @property
@@ -161,6 +168,7 @@ class PackingPlan:
         return counts * longest
 
     def micro_batch(self, index: int) -> MicroBatch:
+        """Micro-batch `index`, a view of this plan's rows."""
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
         return MicroBatch(
             index=index,
@@ -171,15 +179,18 @@ class PackingPlan:
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """All micro-batches in the plan's order, empty ones included."""
         return tuple(self.micro_batch(i) for i in range(self.num_micro_batches))
 
     def digest(self) -> int:
+        """60 bits that tell two plans apart, equal on every host for equal plans."""
         columns = self.pieces.columns().values()
         return digest(
             self.policy, self.step, *columns, self.offsets, self.workload_ns, str(self.layout)
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
         return {
             "step": self.step,
             "policy": self.policy,
@@ -194,6 +205,7 @@ class PackingPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
+        """What `to_json` gave; ValueError where it is no plan."""
         values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
         return cls(**values)
 
@@ -220,18 +232,22 @@ class Carry:
 
     @classmethod
     def empty(cls, policy: str, *, next_step: int = 0) -> "Carry":
+        """Nothing waits: the state before the first step."""
         return cls(
             policy=policy, pieces=Pieces.empty(), slot=int_array("slot", []), next_step=next_step
         )
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that wait."""
         return self.pieces.num_tokens
 
     def in_slot(self, slot: int) -> Pieces:
+        """The pieces of one slot, in their order."""
         return self.pieces.take(np.flatnonzero(self.slot == slot))
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
         return {
             "policy": self.policy,
             "pieces": pieces_to_json(self.pieces),
@@ -241,6 +257,7 @@ class Carry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Carry":
+        """What `to_json` gave; ValueError where it is no carry."""
         values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
         return cls(**values)
 

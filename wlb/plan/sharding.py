@@ -44,9 +44,10 @@ class Span(NamedTuple):
 class ShardingPlan:
     """Spans of one micro-batch on `cp` ranks, rank-major.
 
-    lengths: tokens of each piece, shape [num_pieces]. piece, start, stop: shape [num_spans].
-    rank_offsets: shape [cp + 1]; rank r holds spans [rank_offsets[r], rank_offsets[r + 1]).
-    latency_ns: predicted attention time of each rank, shape [cp] (zeros where not predicted).
+    strategy: that made them (of `adaptive` the chosen one). lengths: tokens of each piece, shape
+    [num_pieces]. piece, start, stop: shape [num_spans]. rank_offsets: shape [cp + 1]; rank r holds
+    spans [rank_offsets[r], rank_offsets[r + 1]). latency_ns: predicted attention time of each rank,
+    shape [cp] (zeros where not predicted).
     """
 
     strategy: str
@@ -79,10 +80,12 @@ class ShardingPlan:
 
     @property
     def cp(self) -> int:
+        """Number of ranks that share the micro-batch."""
         return self.rank_offsets.size - 1
 
     @property
     def num_tokens(self) -> int:
+        """Document tokens of the micro-batch."""
         return int(self.lengths.sum())
 
     @property
@@ -112,6 +115,7 @@ class ShardingPlan:
         return self
 
     def for_rank(self, rank: int) -> "RankSpans":
+        """The spans of one rank, 0 to cp - 1."""
         if not 0 <= rank < self.cp:
             raise ValueError(f"rank {rank} is outside the {self.cp} ranks of this plan")
         rows = slice(int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1]))
@@ -123,16 +127,19 @@ class ShardingPlan:
         )
 
     def digest(self) -> int:
+        """60 bits that tell two shardings apart, equal on every host."""
         return digest(
             self.strategy, self.lengths, self.piece, self.start, self.stop, self.rank_offsets
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
         names = ("lengths", "piece", "start", "stop", "rank_offsets", "latency_ns")
         return {"strategy": self.strategy, **{n: getattr(self, n).tolist() for n in names}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
+        """What `to_json` gave; ValueError where it is no sharding."""
         return cls(**data)
 
 
@@ -151,10 +158,12 @@ class RankSpans:
 
     @property
     def num_tokens(self) -> int:
+        """Document tokens of the rank, filler left out."""
         return int((self.stop - self.start).sum())
 
     @property
     def spans(self) -> tuple[Span, ...]:
+        """As objects, in the order of the rank's rows."""
         columns = zip(self.piece.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
         return tuple(Span(*row) for row in columns)
 

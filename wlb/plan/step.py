@@ -19,7 +19,7 @@ class PlannerState:
     carry: what the packer holds. ready: plans the packer already made for later steps. baseline:
     what the baseline packer holds; baseline_made: metrics of its plans that no step reported yet.
     corpus: the source's own state; num_batches: global batches it has given. exhausted: it had
-    ended and the packer was flushed.
+    ended and the packer was flushed. num_tokens: document tokens of all steps so far.
     """
 
     carry: Carry
@@ -29,12 +29,15 @@ class PlannerState:
     baseline_made: tuple[StepMetrics, ...] = ()
     num_batches: int = 0
     exhausted: bool = False
+    num_tokens: int = 0
 
     @property
     def next_step(self) -> int:
+        """The step that `Planner.next` plans from here."""
         return self.ready[0].step if self.ready else self.carry.next_step
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
         return {
             "carry": self.carry.to_json(),
             "baseline": self.baseline.to_json(),
@@ -43,10 +46,12 @@ class PlannerState:
             "baseline_made": [metrics.to_json() for metrics in self.baseline_made],
             "num_batches": self.num_batches,
             "exhausted": self.exhausted,
+            "num_tokens": self.num_tokens,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
+        """What `to_json` gave."""
         return cls(
             carry=Carry.from_json(data["carry"]),
             baseline=Carry.from_json(data["baseline"]),
@@ -55,6 +60,7 @@ class PlannerState:
             baseline_made=tuple(StepMetrics.from_json(m) for m in data["baseline_made"]),
             num_batches=data["num_batches"],
             exhausted=data["exhausted"],
+            num_tokens=data["num_tokens"],
         )
 
 
@@ -62,7 +68,9 @@ class PlannerState:
 class StepPlan:
     """One global training step.
 
-    pipelines: shape [dp, N / dp], the micro-batches of each pipeline in execution order.
+    packing: the step's micro-batches. pipelines: shape [dp, N / dp], the micro-batches of each
+    pipeline in execution order. cp: ranks of a micro-batch; quantum: rows of a rank are a multiple
+    of it. predicted: what the step will do.
     baseline: metrics of Plain-4D on the same stream, where it is asked for: its steps for the
     global batches since our last step (usually one), as one. state: what a checkpoint stores once
     this step has been executed.
@@ -78,10 +86,12 @@ class StepPlan:
 
     @property
     def step(self) -> int:
+        """Number of the step, from 0."""
         return self.packing.step
 
     @property
     def num_targets(self) -> int:
+        """Labels of the step: what its mean loss is divided by."""
         return self.packing.num_targets
 
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
@@ -90,9 +100,11 @@ class StepPlan:
         return tuple(local_tokens(int(n), cp=self.cp, quantum=self.quantum) for n in rows)
 
     def digest(self) -> int:
+        """60 bits that tell two plans apart, equal on every host for equal plans."""
         return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.quantum)
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
         return {
             "packing": self.packing.to_json(),
             "pipelines": self.pipelines.tolist(),
@@ -105,6 +117,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
+        """What `to_json` gave; ValueError where it is no plan."""
         return cls(
             packing=PackingPlan.from_json(data["packing"]),
             pipelines=np.array(data["pipelines"], np.int64),
@@ -118,7 +131,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelinePlan:
-    """One pipeline's micro-batches in execution order, with their spans."""
+    """One pipeline's micro-batches in execution order, with their spans.
+
+    step, pipeline: which. micro_batches, shardings: one each, in the same order. local_tokens: rows
+    of each micro-batch on every CP rank, filler included.
+    """
 
     step: int
     pipeline: int
@@ -127,6 +144,7 @@ class PipelinePlan:
     local_tokens: tuple[int, ...]
 
     def digest(self) -> int:
+        """60 bits that tell two pipelines' spans apart, equal on every host."""
         return digest(self.step, self.pipeline, *(s.digest() for s in self.shardings))
 
 

@@ -1,6 +1,7 @@
 """The library's front door: lengths in, step plans out; no torch."""
 
 from wlb.planner.compose import (
+    LLAMA2_7B,
     Planner,
     Source,
     open_heldout_planner,
@@ -10,6 +11,7 @@ from wlb.planner.compose import (
 from wlb.planner.deal import deal
 
 __all__ = [
+    "LLAMA2_7B",
     "Planner",
     "Source",
     "deal",

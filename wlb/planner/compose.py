@@ -67,9 +67,11 @@ class Source(Protocol):
 class Planner:
     """Makes global step plans.
 
-    dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is sharded over. quantum:
-    rows of a rank are a multiple of it. baseline: a second packer that only predicts, on the same
-    stream, or None.
+    source: of global batches. packer: the policy. cost: what balance is reckoned in. strategy: of
+    sharding, `sharding.strategy`. remainder: where tokens go that no equal chunk holds,
+    `sharding.remainder`. dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is
+    sharded over. quantum: rows of a rank are a multiple of it. baseline: a second packer that only
+    predicts, on the same stream, or None.
     """
 
     source: Source
@@ -127,20 +129,27 @@ class Planner:
         step_tokens: int | None = None,
         max_delay: int = 10,
         queue_thresholds: tuple[int, ...] | None = None,
+        long_documents: str = "split",
+        epochs: int = 1,
+        shuffle: bool = False,
         seed: int = 0,
     ) -> "Planner":
         """A planner over documents of these lengths (tokens), in this order; see README.
+
+        A piece's document is its place in `lengths`, plus their number for every epoch before.
 
         Steps take N x C tokens each, N micro-batches and C = context_window; the last ones flush.
         cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. Packing is
         `bounded`: s_max tokens of the longest micro-batch (1.5 windows by default), step_tokens of
         a step (N x s_max), max_delay steps. With queue_thresholds (tokens; may be empty) it is
-        Algorithm 1 with those queues, and max_delay is not used.
+        Algorithm 1 with those queues, and max_delay is not used. long_documents: "split" or
+        "refuse" those above a window. shuffle: another order every epoch, of `seed`.
         """
         options = PackerOptions(
             num_micro_batches=num_micro_batches,
             context_window=context_window,
             cost=cost,
+            long_documents=long_documents,
             seed=seed,
         )
         longest = context_window * 3 // 2 if s_max is None else s_max
@@ -154,15 +163,8 @@ class Planner:
             packer = VarLenPacker(
                 options=options, s_max=longest, step_tokens=step_tokens, queue_thresholds=levels
             )
-        source = GlobalBatches(
-            LengthSource(name="given", lengths=int_array("lengths", lengths)),
-            tokens_per_batch=options.tokens_per_step,
-            seed=seed,
-            epochs=1,
-            shuffle=False,
-        )
         return cls(
-            source=source,
+            source=_batches_of(lengths, options, epochs=epochs, shuffle=shuffle),
             packer=packer,
             baseline=OriginalPacker(options=options),
             cost=cost,
@@ -173,6 +175,7 @@ class Planner:
         )
 
     def start(self) -> PlannerState:
+        """The state before the first step."""
         packer = self.baseline or self.packer
         return PlannerState(
             carry=self.packer.start(), baseline=packer.start(), corpus=self.source.start()
@@ -201,7 +204,12 @@ class Planner:
             quantum=self.quantum,
             predicted=predict(plan, num_filler_tokens=self._filler(plan)),
             baseline=baseline,
-            state=replace(state, ready=state.ready[1:], baseline_made=rest),
+            state=replace(
+                state,
+                ready=state.ready[1:],
+                baseline_made=rest,
+                num_tokens=state.num_tokens + plan.num_tokens,
+            ),
         )
 
     def _baseline(
@@ -277,11 +285,24 @@ class Planner:
             baseline_made=made,
             num_batches=state.num_batches + (batch is not None),
             exhausted=batch is None,
+            num_tokens=state.num_tokens,
         )
 
     def _filler(self, plan: PackingPlan) -> int:
         rows = (local_tokens(n, cp=self.cp, quantum=self.quantum) for n in plan.rows.tolist())
         return sum(rows) * self.cp - plan.num_tokens
+
+
+def _batches_of(
+    lengths: IntLike, options: PackerOptions, *, epochs: int, shuffle: bool
+) -> GlobalBatches:
+    return GlobalBatches(
+        LengthSource(name="given", lengths=int_array("lengths", lengths)),
+        tokens_per_batch=options.tokens_per_step,
+        seed=options.seed,
+        epochs=epochs,
+        shuffle=shuffle,
+    )
 
 
 _PLAIN_PACKING: dict[str, Any] = {

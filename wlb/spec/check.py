@@ -17,6 +17,7 @@ def check(spec: RunSpec) -> RunSpec:
     spec.model.check()
     _check_ranges(spec)
     _check_rates(spec)
+    _check_evaluation(spec)
     _check_layout(spec)
     _check_pipeline(spec)
     _check_compile(spec)
@@ -48,6 +49,14 @@ def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
             f"there; set parallel.dp = {dp} or 0"
         )
     return check(replace(spec, parallel=replace(parallel, dp=dp)))
+
+
+def _check_evaluation(spec: RunSpec) -> None:
+    if spec.eval.interval and spec.eval.interval_tokens:
+        raise ValueError(
+            f"eval.interval = {spec.eval.interval} and eval.interval_tokens = "
+            f"{spec.eval.interval_tokens} both say when to evaluate; set one of them to 0"
+        )
 
 
 def _check_finite(section: Any, prefix: str = "") -> None:
@@ -83,6 +92,7 @@ def _check_least(spec: RunSpec) -> None:
         "training.min_learning_rate": (spec.training.min_learning_rate, 0),
         "training.weight_decay": (spec.training.weight_decay, 0),
         "eval.interval": (spec.eval.interval, 0),
+        "eval.interval_tokens": (spec.eval.interval_tokens, 0),
         "eval.steps": (spec.eval.steps, 0),
         "checkpoint.interval": (spec.checkpoint.interval, 0),
         "checkpoint.keep": (spec.checkpoint.keep, 1),

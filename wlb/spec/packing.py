@@ -102,6 +102,12 @@ class PackingSection:
         unit="context windows",
     )
     literal: bool = key(False, "Algorithm 1 line by line, its traps included (var_len)")
+    hold: int = key(
+        0,
+        "steps that every queued document waits, in place of counting them: to study what delay "
+        "does to training (var_len); 0 = a queue waits until it has M",
+        unit="steps",
+    )
     max_delay: int = key(10, "D: most steps a document is held back (bounded)", unit="steps")
     delay_price: float = key(
         0.0,
@@ -146,6 +152,11 @@ class PackingSection:
         for name in ("memory_gib", "delay_price"):
             if getattr(self, name) < 0:
                 raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 0")
+        if self.hold < 0 or (self.hold and (self.literal or not self.queue_thresholds)):
+            raise ValueError(
+                f"packing.hold = {self.hold} must be at least 0, and 0 with packing.literal or "
+                f"without packing.queue_thresholds, which say what is held"
+            )
         for name in ("max_delay", "window_batches", "open_bins", "bin_windows", "examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"packing.{name} = {getattr(self, name)} must be at least 1")

@@ -8,6 +8,12 @@ from wlb.spec.keys import key
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
     interval: int = key(0, "steps between evaluations; 0 = at the start and the end", unit="steps")
+    interval_tokens: int = key(
+        0,
+        "trained document tokens between evaluations, in place of interval: losses of packing "
+        "policies whose steps differ in tokens are compared at equal tokens; 0 = by steps",
+        unit="tokens",
+    )
     steps: int = key(4, "held-out global batches an evaluation; 0 = no evaluation", unit="steps")
 
 

@@ -389,6 +389,13 @@ class TrainingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
+    """Everything about a run, a field a section of its TOML; `wlb.spec.load` makes and checks one.
+
+    Sections: run, model, parallel, fsdp, cluster, pp, tp, cp, data, packing, sharding, planner,
+    cost, kernels, training, eval, checkpoint, telemetry. `wlb.spec.list_keys(RunSpec)` has
+    all keys with units and defaults, `wlb train --help` prints them.
+    """
+
     run: RunSection = field(default_factory=RunSection)
     model: ModelSpec = field(default_factory=ModelSpec)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
@@ -420,6 +427,7 @@ class RunSpec:
 
     @property
     def micro_batches_per_pipeline(self) -> int:
+        """Micro-batches of a step that each pipeline executes: N / dp."""
         return self.num_micro_batches // max(1, self.parallel.dp)
 
     @property
@@ -444,6 +452,7 @@ class RunSpec:
 
     @property
     def num_stages(self) -> int:
+        """Stages of a pipeline, virtual ones included: pp x virtual_stages."""
         return self.parallel.pp * self.pp.virtual_stages
 
     @property
@@ -469,7 +478,9 @@ class RunSpec:
 
     @property
     def quantum(self) -> int:
+        """Rows of a rank are a multiple of it."""
         return quantum(self.parallel.tp, self.data.token_quantum)
 
     def to_dict(self) -> dict[str, Any]:
+        """Sections and keys as in TOML."""
         return to_dict(self)

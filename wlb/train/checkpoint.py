@@ -22,7 +22,6 @@ from wlb.plan import PlannerState
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"
-_BLOCK = 1 << 22
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -108,11 +107,8 @@ def run_of(checkpoint: Path) -> dict[str, Any]:
 
 def file_digest(path: Path) -> str:
     """SHA-256 in hexadecimal, as sha256sum prints it."""
-    hashed = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            hashed.update(block)
-    return hashed.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = None) -> None:

@@ -203,7 +203,7 @@ class Trainer:
         self._record_ranks(plan, report)
         self.ledger.add(plan, updated=updated)
         self._records_ns += time.thread_time_ns() - records_begin
-        if updated and self._is_due(self.spec.eval.interval):
+        if updated and self._is_evaluation_due(plan):
             self._evaluate(report)
         if updated and self._is_due(self.spec.checkpoint.interval):
             self._save(report)
@@ -366,12 +366,21 @@ class Trainer:
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
 
+    def _is_evaluation_due(self, plan: StepPlan) -> bool:
+        tokens = self.spec.eval.interval_tokens
+        if not tokens:
+            return self._is_due(self.spec.eval.interval)
+        done = plan.state.num_tokens
+        before = done - plan.packing.num_tokens
+        return done // tokens > before // tokens and not self._is_last()
+
     def _evaluate(self, report: Report) -> None:
         if self.evaluator is not None:
             self.position.enter("evaluating")
             loss = self.evaluator.run()
             self.tally.heldout.append((self.steps_done, loss))
-            report.evaluation(self.steps_done, loss)
+            tokens = self.state.num_tokens if self.state is not None else 0
+            report.evaluation(self.steps_done, tokens, loss)
 
     def _save(self, report: Report, *, is_last: bool = False) -> None:
         """Saves unless this state is saved; what is the last of a run is waited for."""

@@ -155,9 +155,11 @@ class Report:
                 f"compiled {graphs} graphs of a decoder layer by step {steps_done}, {total} in all"
             )
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, tokens: int, loss: float) -> None:
+        """tokens: of documents, trained so far."""
         if self._display is not None:
-            self._write({"kind": "evaluation", "steps_done": step, "heldout_loss": loss})
+            about = {"kind": "evaluation", "steps_done": step, "num_tokens": tokens}
+            self._write({**about, "heldout_loss": loss})
             self._display.evaluation(step, loss)
 
     def ranks(self, table: RankTable) -> None:

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
 from wlb.parallel.agreement import agree
+from wlb.parallel.host_memory import give_back_freed
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
@@ -157,6 +158,7 @@ class CheckpointSaver:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
+        give_back_freed()  # copies of older saves, and what steps left
         return Saved(
             step=task.step, stall_s=task.stall_s, write_s=write_s, num_bytes=num_bytes, error=error
         )

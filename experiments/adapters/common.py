@@ -1,0 +1,234 @@
+"""What the examples share: documents, a ledger, rows of the table, a small model to train.
+
+Documents are functions and methods of standard-library modules in a token store (708 of them, at
+most a few windows long). A step is a list of ranks, a rank's step a list of micro-batches, and a
+micro-batch the documents in it, whatever the loop was that put them there.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from experiments.convergence.corpus import Stores, open_stores, small_sources
+from experiments.results import ROOT
+from wlb import FlopsWorkload, TokenStore
+from wlb.adapters.dealt import RankBalance, work_of
+from wlb.collate import IGNORE
+from wlb.plan import IntArray
+
+WINDOW = 512
+LEARNING_RATE, WARM_UP = 2e-3, 15
+"""Steps of warm-up; then linearly to zero."""
+NUM_RANKS = 2
+ACCUMULATION = 2
+VOCABULARY = 320
+COST = FlopsWorkload(quadratic_ns=1.67, linear_ns_per_token=1.0 * WINDOW)
+"""Attention of a whole window takes 1.67 times its linear layers' time, as the 7B model's at 128K
+does (`experiments.streams`): the documents of a small example are dealt as a large model's are."""
+FOLDER = ROOT / "runs" / "adapters"
+
+Tokens = list[int]
+Document = tuple[Tokens, Tokens]
+"""Tokens that attend to each other, and the label of each, IGNORE where nothing is trained."""
+Step = Sequence[Sequence[Sequence[Document]]]
+"""step[rank][micro-batch][document]."""
+
+
+def stores() -> Stores:
+    """Made on first use."""
+    sources = small_sources()
+    return open_stores(FOLDER, sources, vocabulary=VOCABULARY, heldout_fraction=0.05)
+
+
+def rows_of(prefix: str) -> list[Tokens]:
+    """Documents, those above a window cut into rows of one, in the store's order."""
+    return [
+        tokens[at : at + WINDOW]
+        for tokens in documents_of(prefix)
+        for at in range(0, len(tokens), WINDOW)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the table: one loop's own way or ours.
+
+    num_labels: trained. num_left_out, num_twice: labels of the documents that were not trained, or
+    more than once. loss: held-out, after the epoch, in nats a label, NaN where none was trained;
+    loss_sd: of runs from other weights, None of one.
+    """
+
+    library: str
+    how: str
+    num_steps: int
+    imbalance: float
+    worst: float
+    utilisation: float
+    num_labels: int
+    num_left_out: int
+    num_twice: int
+    loss: float
+    loss_sd: float | None = None
+
+
+def work_ns(steps: Sequence[Step]) -> IntArray:
+    """Predicted work of each rank in each step, shape [steps, ranks]."""
+    lengths = [[[[len(d[0]) for d in mb] for mb in rank] for rank in step] for step in steps]
+    return work_of(lengths, COST)
+
+
+def row_of(
+    library: str,
+    how: str,
+    steps: Sequence[Step],
+    expected: Counter[int],
+    losses: Sequence[float],
+    work: IntArray | None = None,
+) -> Row:
+    """Of the steps of an epoch. expected: the ledger of what has to be trained. losses: held-out,
+    of runs from several weights. work: of each rank where it is not that of its documents."""
+    seen = ledger(d for step in steps for rank in step for mb in rank for d in mb)
+    return Row(
+        library=library,
+        how=how,
+        **asdict(RankBalance.of(work_ns(steps) if work is None else work)),
+        num_labels=seen.total(),
+        num_left_out=(expected - seen).total(),
+        num_twice=(seen - expected).total(),
+        loss=float(np.mean(losses)) if losses else float("nan"),
+        loss_sd=float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
+    )
+
+
+def shifted(tokens: Tokens) -> Document:
+    """A whole document: each token's label is the next one."""
+    return tokens, [*tokens[1:], IGNORE]
+
+
+def ledger(documents: Iterable[Document]) -> Counter[int]:
+    """How often each token is trained as a label."""
+    return Counter(t for _, labels in documents for t in labels if t != IGNORE)
+
+
+def grouped(ranks: Sequence[Sequence[Sequence[Document]]]) -> list[Step]:
+    """Steps of ACCUMULATION micro-batches from what each rank took one after the other."""
+    num = min(map(len, ranks))
+    return [[rank[at : at + ACCUMULATION] for rank in ranks] for at in range(0, num, ACCUMULATION)]
+
+
+def split_at_restarts(tokens: Tokens, labels: Tokens, positions: Sequence[int]) -> list[Document]:
+    """Documents of a packed row, by its position ids; filler, of which nothing is trained, left
+    out."""
+    starts = [i for i, p in enumerate(positions) if p == 0]
+    parts = [(tokens[a:b], labels[a:b]) for a, b in pairwise([*starts, len(tokens)])]
+    return [part for part in parts if len(part[0]) == 1 or set(part[1]) != {IGNORE}]
+
+
+def documents_of(prefix: str) -> list[Tokens]:
+    """All of a store, in its order."""
+    store = TokenStore(prefix)
+    return [
+        store.read(row, 0, int(store.lengths[row])).tolist() for row in range(store.num_documents)
+    ]
+
+
+def trained_losses(steps: Sequence[Step], heldout: Sequence[Tokens], *, seeds: int) -> list[float]:
+    """From `seeds` initial weights."""
+    return [trained_loss(steps, heldout, seed=seed) for seed in range(seeds)]
+
+
+def trained_loss(steps: Sequence[Step], heldout: Sequence[Tokens], *, seed: int = 0) -> float:
+    """Held-out loss of a small LLaMA after one epoch of these steps, AdamW, in one process.
+
+    What ranks would do together is done one after the other: a step's gradient is of all its
+    labels' mean. Labels are the next tokens inside a document.
+    """
+    import torch
+
+    from wlb.model import build_reference
+    from wlb.spec import ModelSpec
+
+    torch.set_num_threads(1)
+    model = build_reference(
+        ModelSpec(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=4,
+            ffn_hidden_size=176,
+            vocab_size=VOCABULARY,
+        ),
+        seed=seed,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for i, step in enumerate(steps):
+        micro_batches = [mb for rank in step for mb in rank if mb]
+        num_targets = ledger(d for mb in micro_batches for d in mb).total()
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (i + 1) / WARM_UP) * (1 - i / len(steps))
+        for mb in micro_batches:
+            (_loss(model, mb) / num_targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        total = sum(float(_loss(model, [shifted(d)])) for d in heldout)
+    return total / sum(len(d) - 1 for d in heldout)
+
+
+def _loss(model: Any, documents: Sequence[Document]) -> Any:
+    """Summed over a packed row's labels."""
+    import torch
+
+    from wlb.kernels import Segments, attend
+    from wlb.model import LocalAttend, Rows, inverse_frequencies, rope_tables
+    from wlb.plan import offsets_of
+
+    lengths = np.array([len(tokens) for tokens, _ in documents])
+    offsets = offsets_of(lengths)
+    segments = Segments.from_offsets(offsets, offsets, device="cpu")
+    positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+    cos, sin = rope_tables(positions, inverse_frequencies(model.spec))
+    labels = torch.tensor([t for _, labels in documents for t in labels])
+    call = partial(attend, segments=segments, backend="sdpa")
+    rows = Rows(cos=cos, sin=sin, attend=LocalAttend(call), labels=labels)
+    return model(torch.tensor([t for tokens, _ in documents for t in tokens]), rows)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """The table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{NUM_RANKS} ranks x {ACCUMULATION} micro-batches, window {WINDOW:,}")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name in HEADER[:2] else "right")
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=140).print(table)
+
+
+HEADER = (
+    "loop", "batches", "steps", "slowest / mean rank", "worst step", "utilisation", "labels",
+    "left out", "twice", "held-out loss",
+)  # fmt: skip
+
+
+def cells(row: Row) -> list[str]:
+    """Of a table, in HEADER's order."""
+    return [
+        row.library,
+        row.how,
+        str(row.num_steps),
+        f"{row.imbalance:.3f}",
+        f"{row.worst:.2f}",
+        f"{row.utilisation:.1%}",
+        f"{row.num_labels:,}",
+        f"{row.num_left_out:,}",
+        f"{row.num_twice:,}",
+        f"{row.loss:.3f}" + (f" ± {row.loss_sd:.3f}" if row.loss_sd is not None else ""),
+    ]

@@ -1,0 +1,124 @@
+"""Does balance cost quality? `python -m experiments.run convergence`.
+
+One small model is trained on the same documents by every packing policy, several seeds each; with
+both normalisers of the loss where a step's tokens vary; and with long documents forced to wait 1 to
+128 steps. Runs are kept in --folder: the same command goes on where it was interrupted, and writes
+`results` at the end. About 14 hours on two cores. --scale 550m --commands prints the runs
+as Slurm jobs; the same without --commands shows the tables of what they left.
+"""
+
+import argparse
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from experiments.convergence.arms import ARMS, SCALES, Arm, arm_of
+from experiments.convergence.page import (
+    classes_table,
+    curves_table,
+    order_table,
+    pictures,
+    quality_table,
+    runs_table,
+)
+from experiments.convergence.study import Case, Study, cases_of
+from experiments.convergence.summary import groups_of
+from experiments.convergence.words import against_rows, words
+from experiments.results import How, priced_with, show, write_results
+from wlb.cost import load_profile
+
+SEEDS = 3
+
+
+def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
+    """Trains what is missing, `jobs` at a time, in order."""
+    missing = [case for case in cases if study.result(case) is None]
+    print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
+    for case in missing:  # planned one after the other: the runs take all processors
+        study.books(case)
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for case, made in zip(missing, pool.map(study.run, missing), strict=True):
+            said = f"{made.num_steps} steps, held-out loss {made.final:.4f}"
+            print(f"{case.name}: {said}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C: the runs got it as well
+
+
+def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> None:
+    """Of the runs that have ended; `--quick` and other scales than the small one only show it."""
+    ended = [(c, r) for c in cases if (r := study.result(c)) is not None]
+    results = {(c.arm.name, c.seed): r for c, r in ended}
+    books = {(c.arm.packing, c.seed): study.books(c) for c, _ in ended}
+    groups = groups_of(results, books)
+    if not groups:
+        raise SystemExit(f"no run has ended in {study.folder}; nothing to show")
+    every = study.scale.eval_tokens
+    grid = range(0, groups[0].results[0].num_tokens + 1, every)
+    tables = [quality_table(groups, grid[-1]), order_table(groups)]
+    against = against_rows(groups)
+    show(*tables, against=against, width=220)
+    if options.quick or study.scale.name != "small":
+        return
+    commits = ", ".join(sorted({r.commit for r in results.values()}))
+    write_results(
+        Path(__file__).parent,
+        title="Convergence: does balance cost quality?",
+        how=How.MEASURED,
+        command="python -m experiments.run convergence",
+        profile=f"float32 on CPU, one thread a run; runs of commit {commits}. Packing is priced "
+        f"with {priced_with(load_profile(str(study.profile)))}",
+        text=words(study, groups, grid),
+        against=against,
+        tables=[*tables, classes_table(groups), runs_table(groups), curves_table(groups)],
+        figures=pictures(groups, grid),
+    )
+
+
+def chosen(names: str) -> tuple[Arm, ...]:
+    """Arms by name, in the study's order; ValueError for one that is not there."""
+    asked = [name for name in names.split(",") if name]
+    known = [arm.name for arm in ARMS]
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"--arms {name!r} is not known; known: {', '.join(known)}")
+    return tuple(arm_of(name) for name in known if name in asked or not asked)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--scale", choices=sorted(SCALES), default="small")
+    parser.add_argument("--folder", type=Path, default=None, help="default: runs/convergence-SCALE")
+    parser.add_argument("--store", default="", help="token store, in place of the scale's corpus")
+    parser.add_argument("--heldout", default="", help="its held-out store")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--arms", default="", help="names, with commas; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--page-only", action="store_true", help="of the runs that are there")
+    parser.add_argument("--quick", action="store_true", help="a tiny model; writes no results")
+    parser.add_argument("--commands", action="store_true", help="print each run; train nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.scale, options.seeds = "quick", 1
+    scale = SCALES[options.scale]
+    folder = options.folder or Path("runs", f"convergence-{scale.name}")
+    study = Study.open(scale, folder.absolute(), store=options.store, heldout=options.heldout)
+    cases = cases_of(range(options.seeds), chosen(options.arms))
+    if options.commands:
+        for case in cases:
+            print(shlex.join(study.command(case)))
+        return
+    if scale.job:  # trained by Slurm: what has ended is read
+        for case in cases:
+            if study.result(case) is None and (study.folder / case.name).exists():
+                try:
+                    study.collect(case)
+                except ValueError as problem:
+                    print(f"{case.name} is left out: {problem}")
+    elif not options.page_only:
+        train_all(study, cases, jobs=options.jobs)
+    write_page(study, cases, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a packing does to the order of training, counted from its plans: nothing is trained here.
+
+The effective weight of a document's label is its share of a step's loss, against what it would have
+if all labels of the epoch counted the same: a step's mean gives each of its labels 1 / (labels of
+the step), so that labels of full steps, where the long documents are, count less.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wlb.corpus import TokenStore, open_batches
+from wlb.cost import workload_for
+from wlb.packing import PackingSummary, measure, packer_for
+from wlb.plan import IntArray, Pieces
+from wlb.planner import open_planner
+from wlb.spec import RunSpec
+
+CLASSES = (0.125, 0.5, 1.0)
+"""Upper ends of the classes of document length, in windows; the last class is open."""
+CLASS_NAMES = ("below 1/8", "1/8 to 1/2", "1/2 to 1", "1 and more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bookkeeping:
+    """Of one packing and seed. summary: balance, delays, tokens per step. num_steps: the flush
+    included. class_labels, class_weights: by class of document length; weights under the mean of a
+    step, where 1 is as if all labels counted the same."""
+
+    summary: PackingSummary
+    num_steps: int
+    num_labels: int
+    class_labels: tuple[int, ...]
+    class_weights: tuple[float, ...]
+
+
+def class_of(lengths: IntArray, window: int) -> IntArray:
+    """Class of each document, shape [n]."""
+    return np.searchsorted(np.array(CLASSES) * window, lengths, side="right").astype(np.int64)
+
+
+def bookkeeping(spec: RunSpec, store: str) -> Bookkeeping:
+    """Plans the whole run; ValueError unless every token is trained once."""
+    lengths = TokenStore(store).lengths
+    plans = [plan.packing for plan in open_planner(spec, store, "cpu").steps()]
+    pieces = Pieces.concat(*(plan.pieces for plan in plans))
+    check_covered(pieces.document, pieces.start, pieces.stop, lengths)
+    of_step = np.array([plan.num_targets for plan in plans])
+    weight = 1.0 / np.repeat(np.maximum(1, of_step), [len(plan.pieces) for plan in plans])
+    weight *= of_step.sum() / np.count_nonzero(of_step)
+    cls = class_of(lengths[pieces.document], spec.data.context_window)
+    labels = np.bincount(cls, pieces.num_targets, len(CLASS_NAMES))
+    weights = np.bincount(cls, pieces.num_targets * weight, len(CLASS_NAMES))
+    return Bookkeeping(
+        summary=_summary(spec, store),
+        num_steps=len(plans),
+        num_labels=int(of_step.sum()),
+        class_labels=tuple(int(n) for n in labels),
+        class_weights=tuple((weights / np.maximum(1, labels)).tolist()),
+    )
+
+
+def check_covered(document: IntArray, start: IntArray, stop: IntArray, lengths: IntArray) -> None:
+    """ValueError unless the pieces (shapes [n]) are each document's tokens, every one once."""
+    order = np.lexsort((start, document))
+    document, start, stop = document[order], start[order], stop[order]
+    is_first = np.diff(document, prepend=-1) > 0
+    before = np.where(is_first, 0, np.roll(stop, 1))
+    end = np.append(is_first[1:], True)
+    whole = bool(np.array_equal(document[is_first], np.arange(lengths.size)))
+    if not whole or (start != before).any() or (stop[end] != lengths).any():
+        raise ValueError("the steps do not hold every document's tokens exactly once")
+
+
+def _summary(spec: RunSpec, store: str) -> PackingSummary:
+    cost = workload_for(spec, "cpu")
+    source = open_batches(
+        store,
+        tokens_per_batch=spec.tokens_per_step,
+        seed=spec.run.seed,
+        epochs=spec.data.epochs,
+    )
+    batches = (batch for batch, _ in source.iterate())
+    return measure(packer_for(spec, cost), batches, cost=cost).summary
+
+
+def books_from_json(data: dict[str, Any]) -> Bookkeeping:
+    values: dict[str, Any] = data | {
+        name: tuple(data[name]) for name in ("class_labels", "class_weights")
+    }
+    values["summary"] = PackingSummary(**data["summary"])
+    return Bookkeeping(**values)

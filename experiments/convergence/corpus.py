@@ -1,0 +1,137 @@
+"""What the study trains on: functions and methods of installed Python packages, each a document.
+
+Whole files would be cut at every window of a small model. Functions, methods and what is left of a
+class without its methods are documents with a beginning and an end, and as heavy-tailed as
+pre-training corpora: at a window of 2,048 a tenth of the tokens fill a window and three quarters
+stand in documents shorter than half of one (128K in the paper's corpus: 15% and 78%, as fitted).
+The packages are the standard library and what wlb itself needs, so the text is on every machine
+that can run the study; the checksum, which the page prints, tells whether two machines had the
+same.
+"""
+
+import ast
+import io
+import json
+import os
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.convergence.bookkeeping import CLASS_NAMES, class_of
+from wlb.corpus import PrepareOptions, TokenStore, TokenStoreWriter, prepare_store
+from wlb.corpus.store import store_path, temporary_name
+from wlb.corpus.text import stdlib_documents
+
+PACKAGES = ("numpy", "scipy")
+"""Beside the standard library."""
+SMALL_SOURCES = ("argparse", "ast", "configparser", "datetime", "tarfile")
+"""Modules of the standard library that try-outs train on."""
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """Prefixes of the two token stores, and the checksum of the one that is trained on."""
+
+    train: str
+    heldout: str
+    checksum: str
+
+
+def open_stores(
+    folder: Path, sources: list[Path], *, vocabulary: int, heldout_fraction: float
+) -> Stores:
+    """Makes the stores of these Python files in `folder`, or finds them there."""
+    texts = folder / "definitions.jsonl"
+    if not texts.exists():
+        write_definitions(texts, sources)
+    report = prepare_store(
+        PrepareOptions(
+            inputs=(str(texts),),
+            out=str(folder / "definitions"),
+            vocab_size=vocabulary,
+            heldout_fraction=heldout_fraction,
+            seed=0,
+        )
+    )
+    return Stores(train=report.prefix, heldout=report.heldout, checksum=report.checksum)
+
+
+def split_store(heldout: str, prefix: str, *, window: int) -> list[str | None]:
+    """The documents of a store by class of length, each class a store of its own: their prefixes,
+    None for a class without documents."""
+    store = TokenStore(heldout)
+    assert store.info is not None
+    cls = class_of(store.lengths, window)
+    made: list[str | None] = []
+    for i in range(len(CLASS_NAMES)):
+        rows: list[int] = np.flatnonzero(cls == i).tolist()
+        made.append(f"{prefix}-{i}" if rows else None)
+        if rows and not store_path(f"{prefix}-{i}", ".json").exists():
+            with TokenStoreWriter(f"{prefix}-{i}", vocab_size=store.info.vocab_size) as writer:
+                for row in rows:
+                    writer.add(store.read(row))
+    return made
+
+
+def source_files() -> list[Path]:
+    """In an order that does not depend on the file system."""
+    library = stdlib_documents()
+    site = Path(sysconfig.get_paths()["purelib"])
+    found = [library.root / name for name in library.names]
+    for package in PACKAGES:
+        found += sorted((site / package).rglob("*.py"))
+    return found
+
+
+def small_sources() -> list[Path]:
+    root = stdlib_documents().root
+    return [root / f"{name}.py" for name in SMALL_SOURCES]
+
+
+def write_definitions(path: Path, sources: list[Path]) -> None:
+    """One JSON record a definition; the file is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    with open(temporary, "w", encoding="utf-8") as file:
+        for source in sources:
+            for text in definitions(source.read_bytes()):
+                file.write(json.dumps({"text": text}) + "\n")
+    os.replace(temporary, path)
+
+
+def definitions(source: bytes) -> Iterator[str]:
+    """Each top-level function, each method of a top-level class and the rest of that class,
+    decorators included; none of what is no UTF-8 Python of this version (test data of the standard
+    library)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old escapes in string literals
+        try:
+            text = source.decode("utf-8")
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError):
+            return
+    lines = io.StringIO(text, newline="").readlines()  # as ast counts them; a form feed ends none
+    for node in body:
+        if not isinstance(node, _Function | ast.ClassDef):
+            continue
+        first, last = _rows(node)
+        rest = lines[first:last]
+        methods = node.body if isinstance(node, ast.ClassDef) else []
+        for method in reversed(methods):  # so that rows before it stay where they are
+            if isinstance(method, _Function):
+                begin, end = _rows(method)
+                yield "".join(lines[begin:end])
+                del rest[begin - first : end - first]
+        yield "".join(rest)
+
+
+def _rows(node: "_Function | ast.ClassDef") -> tuple[int, int]:
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    assert node.end_lineno is not None
+    return first - 1, node.end_lineno

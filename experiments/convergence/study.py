@@ -1,0 +1,205 @@
+"""The folder of all runs: what is trained, gone on with after an interruption, and what it left.
+
+A run is one `wlb train` on one thread, with checkpoints; one that finished left `result.json` and
+is not repeated, one that was interrupted goes on from its newest checkpoint (to the same losses, to
+the bit). What is kept is small, and marked with a digest of settings and corpus: what was made with
+others is not taken for this study's.
+"""
+
+import itertools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.convergence.arms import ARMS, Arm, Scale, arm_of, settings, spec_of, write_profile
+from experiments.convergence.bookkeeping import Bookkeeping, bookkeeping, books_from_json
+from experiments.convergence.corpus import Stores, open_stores, split_store
+from experiments.convergence.outcome import (
+    Result,
+    check_steps,
+    class_losses,
+    result_from_json,
+    result_of,
+)
+from wlb.corpus import TokenStore
+from wlb.plan import digest
+from wlb.report.run_records import read_run
+from wlb.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run."""
+
+    arm: Arm
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}-seed{self.seed}"
+
+
+def cases_of(seeds: Iterable[int], arms: Sequence[Arm] = ARMS) -> list[Case]:
+    """Group by group and in it seed by seed, so that an interrupted study has whole seeds."""
+    groups = list(dict.fromkeys(arm.group for arm in arms))
+    order = sorted(
+        itertools.product(seeds, arms), key=lambda of: (groups.index(of[1].group), of[0])
+    )
+    return [Case(arm=arm, seed=seed) for seed, arm in order]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A scale's folder and stores."""
+
+    scale: Scale
+    folder: Path
+    stores: Stores
+
+    @classmethod
+    def open(cls, scale: Scale, folder: Path, *, store: str = "", heldout: str = "") -> "Study":
+        """Makes the scale's corpus in `folder` unless it is there, or takes the given stores."""
+        if store:
+            info = TokenStore(store).info
+            given = Stores(train=store, heldout=heldout, checksum=info.checksum if info else "")
+            made = cls(scale=scale, folder=folder, stores=given)
+        elif scale.sources is None:
+            raise ValueError(
+                f"--scale {scale.name} needs a corpus of its own: --store PREFIX --heldout PREFIX "
+                f"(make them with `wlb prepare`)"
+            )
+        else:
+            stores = open_stores(
+                folder / "stores",
+                scale.sources(),
+                vocabulary=scale.vocabulary,
+                heldout_fraction=scale.heldout_fraction,
+            )
+            made = cls(scale=scale, folder=folder, stores=stores)
+        write_profile(scale, made.vocabulary, made.profile)
+        return made
+
+    @property
+    def profile(self) -> Path:
+        """What packing decides with."""
+        return self.folder / "profile.json"
+
+    @property
+    def vocabulary(self) -> int:
+        info = TokenStore(self.stores.train).info
+        return info.vocab_size if info else self.scale.vocabulary
+
+    def keys_of(self, case: Case) -> dict[str, Any]:
+        """All settings of a run but its number of steps."""
+        return {
+            **self.scale.keys,
+            "model.vocab_size": self.vocabulary,
+            "data.store": self.stores.train,
+            "data.heldout_store": self.stores.heldout,
+            "data.epochs": 1,
+            "eval.steps": 1_000_000,  # the whole store
+            "eval.interval_tokens": self.scale.eval_tokens,
+            "cost.profile": self.profile,
+            "telemetry.ledger": True,
+            "planner.baseline": False,
+            "run.name": case.name,
+            "run.output_dir": self.folder,
+            "run.seed": case.seed,
+            **case.arm.keys,
+        }
+
+    def scale_spec(self) -> RunSpec:
+        """What all cases have in common."""
+        return spec_of(self.scale, self.scale.keys | {"model.vocab_size": self.vocabulary})
+
+    def spec_of(self, case: Case) -> RunSpec:
+        return spec_of(self.scale, self.keys_of(case))
+
+    def books(self, case: Case) -> Bookkeeping:
+        """Of the packing and seed; kept in the folder."""
+        packing = Case(arm=arm_of(case.arm.packing), seed=case.seed)
+        path = self.folder / "books" / f"{packing.name}-{self.digest(packing):x}.json"
+        if not path.exists():
+            made = bookkeeping(self.spec_of(case), self.stores.train)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(made)), "utf-8")
+        return books_from_json(json.loads(path.read_text("utf-8")))
+
+    def result(self, case: Case) -> Result | None:
+        """Of a run that finished."""
+        path = self.folder / case.name / "result.json"
+        if not path.exists():
+            return None
+        found = result_from_json(json.loads(path.read_text("utf-8")))
+        if found.made_by != self.digest(case):
+            raise ValueError(
+                f"{path} is of other settings or another corpus than {case.name} has now; use "
+                f"another --folder, or remove it to train the run again"
+            )
+        return found
+
+    def command(self, case: Case) -> list[str]:
+        """The run as a command: of this machine, or of Slurm."""
+        keys = self.keys_of(case) | {"training.steps": self.books(case).num_steps}
+        if not self.scale.job:
+            given = settings(keys)
+            train = [sys.executable, "-m", "wlb", "train", self.scale.preset, "--resume", "auto"]
+            return [*train, "--set", *given]
+        variables = {
+            "STORE": keys.pop("data.store"),
+            "HELDOUT": keys.pop("data.heldout_store"),
+            "OUTPUT": str(keys.pop("run.output_dir")),
+            "RUN_NAME": keys.pop("run.name"),
+            "SYSTEM": "paper",
+            "EXTRA": " ".join(settings(keys)),
+        }
+        return ["env", *(f"{k}={v}" for k, v in variables.items()), "sbatch", self.scale.job]
+
+    def run(self, case: Case) -> Result:
+        """Trains it unless it was; goes on where it was interrupted."""
+        if (found := self.result(case)) is not None:
+            return found
+        command = self.command(case)
+        log = self.folder / f"{case.name}.log"
+        with log.open("a", encoding="utf-8") as out:
+            print(f"$ {shlex.join(command)}", file=out, flush=True)
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            status = subprocess.run(command, stdout=out, stderr=out, env=env, check=False)
+        if status.returncode:
+            raise RuntimeError(
+                f"{case.name} failed, exit status {status.returncode}; {log} says why"
+            )
+        return self.collect(case)
+
+    def collect(self, case: Case) -> Result:
+        """Reads what a run left that has ended, and keeps it; ValueError for one that has not. The
+        checkpoints of this machine's runs are removed, those of Slurm's jobs stay."""
+        run = self.folder / case.name
+        found = read_run(run)
+        lengths = TokenStore(self.stores.train).lengths
+        check_steps(run, lengths)
+        losses: tuple[float | None, ...] = ()
+        if not self.scale.job:
+            prefix = str(self.folder / "stores" / "heldout")
+            window = found.spec.data.context_window
+            stores = split_store(self.stores.heldout, prefix, window=window)
+            losses = class_losses(found, stores, run / "checkpoints")
+        made = result_of(found, class_losses=losses, made_by=self.digest(case))
+        path = run / "result.json"
+        path.write_text(json.dumps(asdict(made)), "utf-8")
+        if not self.scale.job:
+            shutil.rmtree(run / "checkpoints")
+        return made
+
+    def digest(self, case: Case) -> int:
+        """Of all settings and of the corpus: a result of others is not this case's."""
+        places = ("data.store", "data.heldout_store", "cost.profile", "run.output_dir")
+        keys = {k: v for k, v in self.keys_of(case).items() if k not in places}
+        return digest(self.stores.checksum, *settings(dict(sorted(keys.items()))))

@@ -1,0 +1,152 @@
+"""What the figures say, with their numbers, and what they do not."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.convergence.arms import DELAYS, LONG, Scale
+from experiments.convergence.study import Study
+from experiments.convergence.summary import Group, band, final, loss_at, train_loss, verdict
+from experiments.results import Against
+from experiments.streams import RATIO
+from wlb.corpus import TokenStore
+
+
+def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
+    parts = [_set_up(study, groups), _result(groups), _normalisers(groups)]
+    parts += [_delays(groups, grid[-1])]
+    parts += [_order(groups), _limits(study.scale, groups)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def against_rows(groups: Sequence[Group]) -> list[Against]:
+    """The paper's sentences about Figures 6 and 16."""
+    found = _by_name(groups)
+    rows = (
+        ("fixed-8", "training loss, window of 8 global batches", "+1.6% on average"),
+        ("var_len", "training loss, WLB-LLM", "almost the same trend as fixed-length packing"),
+    )
+    out: list[Against] = []
+    for name, what, paper in rows:
+        if name not in found:
+            continue
+        g = found[name]
+        theirs = g.values(train_loss) - g.differences(train_loss)
+        ours = float((g.differences(train_loss) / theirs).mean())
+        width = band(groups, g, train_loss) / float(theirs.mean())
+        out.append(Against(what=what, paper=paper, ours=f"{ours:+.2%}{_pm(width, '.2%')}"))
+    if "var_len" in found:
+        delay = found["var_len"].book(lambda b: b.summary.mean_delay)
+        out.append(Against(what="mean delay of a token, WLB-LLM", paper=0.5, ours=round(delay, 2)))
+    return out
+
+
+def _by_name(groups: Sequence[Group]) -> dict[str, Group]:
+    return {g.arm.name: g for g in groups}
+
+
+def _pm(width: float, spec: str = ".4f") -> str:
+    return f" ± {width:{spec}}" if np.isfinite(width) else ""
+
+
+def _said(groups: Sequence[Group], g: Group) -> str:
+    """As "bounded +0.0012 ± 0.0020 (noise)"."""
+    mean = float(g.differences(final).mean())
+    width = band(groups, g, final)
+    return f"{g.arm.title} {mean:+.4f}{_pm(width)} ({verdict(groups, g, final)})"
+
+
+def _set_up(study: Study, groups: Sequence[Group]) -> str:
+    spec, store = study.scale_spec(), TokenStore(study.stores.train)
+    one = groups[0].results[0]
+    seeds = sorted({len(g.results) for g in groups})
+    model = spec.model
+    return (
+        f"A LLaMA-like model of {model.num_parameters / 1e6:.2f} million parameters "
+        f"({model.num_layers} layers of {model.hidden_size}) is trained on {one.num_tokens:,} "
+        f"tokens of {store.num_documents:,} documents, each once, in steps of "
+        f"{spec.num_micro_batches} windows of {spec.data.context_window:,} (checksum "
+        f"{study.stores.checksum[:12]}). All arms of a seed begin with the same weights, are given "
+        f"the same documents in the same order, and follow one cosine schedule to their last step; "
+        f"every run's ledger was checked to hold every token once. Policies decide with W_a / W_l "
+        f"= {RATIO} at a full window, as the 7B model at 128K. Held out: "
+        f"{study.scale.heldout_fraction:.0%} of the documents, always packed the "
+        f"same way. Seeds: {' to '.join(str(n) for n in seeds)} an arm."
+    )
+
+
+def _result(groups: Sequence[Group]) -> str:
+    policies = [g for g in groups if g.arm.group == "policy" and not g.is_baseline]
+    if not policies:
+        return ""
+    return (
+        "**Policies.** Held-out loss after the epoch, less original's: "
+        + "; ".join(_said(groups, g) for g in policies)
+        + "."
+    )
+
+
+def _normalisers(groups: Sequence[Group]) -> str:
+    found = _by_name(groups)
+    pairs = [(found[n], found[f"{n}-constant"]) for n in ("var_len", "bounded")
+             if f"{n}-constant" in found and n in found]  # fmt: skip
+    if not pairs:
+        return ""
+    said: list[str] = []
+    for mean, constant in pairs:
+        weight = mean.class_weights[-1]
+        said.append(
+            f"under a step's mean a label of a document of a window or more weighs {weight:.2f} "
+            f"with {mean.arm.title}; {_said(groups, mean)}, {_said(groups, constant)}"
+        )
+    return f"**Normaliser.** {_first_up('; '.join(said))}."
+
+
+def _first_up(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _delays(groups: Sequence[Group], tokens: int) -> str:
+    found = _by_name(groups)
+    named = [(d, found[f"hold-{d}"]) for d in DELAYS if f"hold-{d}" in found]
+    if not named:
+        return ""
+    at = loss_at(tokens)
+    said = "; ".join(
+        f"{d} step{'s' * (d > 1)} {float(g.differences(final).mean()):+.4f}"
+        f"{_pm(band(groups, g, final))} ({verdict(groups, g, final)}; at {tokens / 1e6:g}M tokens "
+        f"{float(g.differences(at).mean()):+.4f})"
+        for d, g in named
+    )
+    labels = named[0][1].books[0].class_labels
+    long = 1 - labels[0] / sum(labels)
+    return (
+        f"**What delay alone does.** Every document of {LONG} windows and more waits so many steps "
+        f"({long:.0%} of all labels are of documents of 1/8 windows and more); held-out "
+        f"loss less that without waiting: {said}."
+    )
+
+
+def _order(groups: Sequence[Group]) -> str:
+    found = _by_name(groups)
+    if "original" not in found:
+        return ""
+    base = float(np.mean([r.norm_std**2 for r in found["original"].results]))
+    said = "; ".join(
+        f"{g.arm.title} {float(np.mean([r.norm_std**2 for r in g.results])) / base:.2f}"
+        for g in groups
+        if g.arm.group != "delay" and not g.is_baseline
+    )
+    return f"**Gradients.** Variance of the gradient's norm over steps, over original's: {said}."
+
+
+def _limits(scale: Scale, groups: Sequence[Group]) -> str:
+    told = "This is a small model on little text" if not scale.job else "One model on one text"
+    return (
+        f"**What is not shown.** {told}: a delay of a step is a larger part of this training than "
+        f"of one of 52,000 steps, and effects that need scale to be seen are not here. Policies "
+        f"whose differences are within ± are not shown to be equal, only not told apart: what "
+        f"would be seen is a difference above ±. The same on GPUs: `python -m "
+        f"experiments.convergence --scale 550m --store PREFIX --heldout PREFIX --commands`, which "
+        f"has not been run."
+    )

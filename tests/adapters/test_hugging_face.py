@@ -1,0 +1,297 @@
+"""transformers' Trainer and TRL's on balanced batches: what is trained, resumed, refused."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="needs the extra [hf]")
+pytest.importorskip("trl", reason="needs the extra [hf]")
+
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Trainer
+
+from tests.adapters.trainer_worker import (
+    EPOCHS,
+    WINDOW,
+    Recorder,
+    Rows,
+    arguments,
+    lengths,
+    tiny_model,
+)
+from wlb.adapters import hugging_face
+from wlb.adapters.dealt import RankBalance, work_of
+from wlb.adapters.hugging_face import Balance, BalancedBatchSampler, BalancedCollator, balanced
+from wlb.collate import IGNORE, PaddingFreeCollator
+
+# TRL's own use of transformers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")
+
+BALANCE = Balance(context_window=WINDOW)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.lists(st.integers(1, WINDOW), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    epochs=st.integers(1, 4),
+    seed=st.integers(0, 5),
+)
+def test_every_row_is_trained_once_an_epoch_and_epochs_have_equal_steps(
+    rows: list[int], num_ranks: int, accumulation: int, epochs: int, seed: int
+) -> None:
+    batches = BalancedBatchSampler(
+        rows,
+        Balance(context_window=WINDOW, seed=seed),
+        num_ranks=num_ranks,
+        accumulation_steps=accumulation,
+        epochs=epochs,
+    )
+    seen, sizes = Counter[int](), []
+    for epoch in range(epochs):
+        batches.set_epoch(epoch)
+        made = list(batches)
+        assert len(made) == len(batches)
+        assert len(made) % (num_ranks * accumulation) == 0
+        sizes.append(len(made) // (num_ranks * accumulation))
+        for batch in made:
+            seen.update(batch)
+            assert sum(rows[i] for i in batch) <= WINDOW * 3 // 2
+        # As accelerate deals them, and as of_rank does.
+        for rank in range(num_ranks):
+            theirs = list(BatchSamplerShard(batches, num_ranks, rank))
+            assert theirs == list(batches.of_rank(rank)) == made[rank::num_ranks]
+            assert len(batches.of_rank(rank)) == len(theirs)
+    assert seen == dict.fromkeys(range(len(rows)), epochs)
+    assert sum(sizes) == batches.num_steps
+    full = [batches.steps_per_epoch] * (batches.num_steps // batches.steps_per_epoch)
+    assert sizes[: len(full)] == full
+    assert sum(size not in (0, batches.steps_per_epoch) for size in sizes) <= 1
+
+
+def test_ranks_get_more_equal_work_than_by_chance() -> None:
+    rows = np.array(lengths())
+    batches = BalancedBatchSampler(rows, BALANCE, num_ranks=4, accumulation_steps=2, epochs=3)
+    ours = batches.rank_balance()
+    dealt = np.random.default_rng(0).permutation(rows)[: 120 // 24 * 24].reshape(-1, 4, 2, 3)
+    chance = RankBalance.of(work_of(list(dealt), BALANCE.cost))
+    assert 1 <= ours.imbalance < 1.1 < chance.imbalance
+    assert chance.utilisation < 0.9 < ours.utilisation <= 1
+
+
+def test_work_is_the_sum_of_what_a_rank_trains() -> None:
+    rows = np.array([5, 9, 2, 7, 1, 3])
+    batches = BalancedBatchSampler(rows, BALANCE, num_ranks=2, accumulation_steps=2)
+    steps = []
+    order = list(batches)
+    for at in range(0, len(order), 4):
+        step = order[at : at + 4]
+        steps.append([[rows[step[0]], rows[step[2]]], [rows[step[1]], rows[step[3]]]])
+    expected = work_of(steps, BALANCE.cost)
+    np.testing.assert_array_equal(batches.dealt.work_ns(rows, BALANCE.cost), expected)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="257"):
+        BalancedBatchSampler([3, 257], BALANCE, num_ranks=1)
+    batches = BalancedBatchSampler([3, 25], BALANCE, num_ranks=1)
+    batches.set_epoch(1)
+    with pytest.raises(IndexError, match="epoch 1 is not one of the 1 that were planned"):
+        next(iter(batches))
+    with pytest.raises(ValueError, match="rank = 1 is not one of the 1"):
+        batches.of_rank(1)
+
+
+def test_a_micro_batch_without_rows_is_a_token_that_trains_nothing() -> None:
+    made = BalancedCollator(collator=PaddingFreeCollator(pad_token_id=7))([])
+    assert made["input_ids"].tolist() == [[7]]
+    assert made["labels"].tolist() == [[IGNORE]]
+    assert set(made) == set(BalancedCollator()([{"input_ids": [1, 2]}]))
+
+
+def trainer_of(tmp_path: Path, dataset: Any, cls: Any = Trainer, **options: Any) -> Any:
+    return balanced(cls)(
+        model=tiny_model(),
+        args=arguments(str(tmp_path), **options),
+        train_dataset=dataset,
+        data_collator=Recorder() if isinstance(dataset, Rows) else None,
+        balance=BALANCE,
+    )
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_labels(tmp_path: Path) -> None:
+    """Beside a model that sees one document at a time."""
+    dataset = Rows()
+    trainer = trainer_of(tmp_path, dataset, learning_rate=0.0, num_train_epochs=1)
+    trainer.train()
+    model, batches = tiny_model(), trainer.balanced_batches
+    batches.set_epoch(0)
+    order, expected = list(batches), []
+    for at in range(0, len(order), 2):
+        total, num = 0.0, 0
+        for row in order[at] + order[at + 1]:
+            tokens = torch.tensor([dataset.rows[row]])
+            with torch.no_grad():
+                mean = model(input_ids=tokens, labels=tokens).loss
+            total, num = total + float(mean) * (tokens.shape[1] - 1), num + tokens.shape[1] - 1
+        expected.append(total / num)
+    found = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert found == pytest.approx(expected, abs=2e-4)  # the Trainer rounds what it logs
+
+
+def test_lengths_of_datasets_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a dataset that was shuffled and cut, whose rows are not where its table has them."""
+    monkeypatch.setattr(hugging_face, "BLOCK", 7)
+    rows = [{"input_ids": [1] * n} for n in lengths()]
+    whole = Dataset.from_list(rows)
+    for dataset in (whole, whole.shuffle(seed=1).select(range(40)), rows, whole.select([])):
+        expected = [len(row["input_ids"]) for row in dataset]
+        assert hugging_face._lengths(dataset).tolist() == expected
+
+
+def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
+    """Of a dataset without columns to remove, which is what the Trainer's default asks for."""
+    trainer = trainer_of(tmp_path, Rows(), max_steps=40, remove_unused_columns=True)
+    trainer.train()
+    assert trainer.state.global_step == 40
+    assert trainer.balanced_batches.num_steps >= 40
+
+
+def test_trl_trains_completions_alone(tmp_path: Path) -> None:
+    """Rows of prompts and completions, tokenized already; labels are the completions'."""
+    from trl import SFTConfig, SFTTrainer
+
+    rng = np.random.default_rng(2)
+    rows: list[dict[str, Any]] = []
+    for n in lengths()[:40]:
+        ids = rng.integers(0, 64, n).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORE] * (n // 2) + ids[n // 2 :]})
+    config = SFTConfig(
+        str(tmp_path),
+        max_length=WINDOW,
+        num_train_epochs=1,
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        learning_rate=0.0,
+    )
+    collator = BalancedCollator()
+    trainer = balanced(SFTTrainer)(
+        model=tiny_model(),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        data_collator=collator,
+        balance=BALANCE,
+    )
+    trainer.train()
+    assert trainer.state.global_step == trainer.balanced_batches.num_steps
+    model, (first, second, *_) = tiny_model(), list(trainer.balanced_batches)
+    total, num = 0.0, 0
+    for row in first + second:
+        ids, labels = (torch.tensor([rows[row][key]]) for key in ("input_ids", "labels"))
+        count = int((labels[:, 1:] != IGNORE).sum())
+        if count:
+            with torch.no_grad():
+                total += float(model(input_ids=ids, labels=labels).loss) * count
+            num += count
+    found = next(line["loss"] for line in trainer.state.log_history if "loss" in line)
+    assert found == pytest.approx(total / num, abs=2e-4)
+
+
+def tokenizer() -> Any:
+    """Of 64 words; rows here are tokens already, but SFTTrainer wants one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (Dataset.from_list([{"input_ids": [1], "seq_lengths": [1]}]), {}, "packed already"),
+        (
+            IterableDataset.from_generator(lambda: iter([{"input_ids": [1]}])),
+            {"max_steps": 1},
+            "load it without streaming",
+        ),
+        (
+            Dataset.from_list([{"input_ids": [1, 2]}]),
+            {"accelerator_config": {"dispatch_batches": True}},
+            "accelerator_config.dispatch_batches = True",
+        ),
+        (
+            Dataset.from_list([{"input_ids": [1, 2]}]),
+            {"accelerator_config": {"split_batches": True}},
+            "accelerator_config.split_batches = True",
+        ),
+    ],
+)
+def test_what_would_lose_or_mix_rows_is_refused(
+    dataset: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, dataset, **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def launch(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Two processes; what each wrote."""
+    out.mkdir()
+    program = Path(__file__).with_name("trainer_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*command, str(program), str(out), *arguments], capture_output=True, text=True, cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"rank{r}.json").read_text("utf-8")) for r in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_train_every_row_and_resume_exactly(tmp_path: Path) -> None:
+    """In a later epoch: accelerate's skipping loader would begin with the first one's rows."""
+    whole = launch(tmp_path / "whole")
+    assert Counter(whole[0]["seen"] + whole[1]["seen"]) == dict.fromkeys(range(120), EPOCHS)
+    per_epoch = whole[0]["steps_per_epoch"]
+    saved = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "whole").glob("checkpoint-*"))
+    step = next(s for s in saved if per_epoch < s < 2 * per_epoch and s % per_epoch)
+    again = launch(tmp_path / "again", str(tmp_path / "whole" / f"checkpoint-{step}"))
+    for rank in range(2):
+        rest = again[rank]["seen"]
+        assert 0 < len(rest) < len(whole[rank]["seen"])
+        assert whole[rank]["seen"][-len(rest) :] == rest
+        assert again[rank]["steps"] == whole[rank]["steps"]
+    assert again[0]["losses"] == whole[0]["losses"]  # the log goes on from the checkpoint's
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_accelerate_dispatches_micro_batches_that_are_filled_up(tmp_path: Path) -> None:
+    first, second = launch(tmp_path / "out", "dispatch")
+    assert first["same"]
+    assert second["same"]
+    assert first["batches"] == second["batches"] == first["announced"] > 10

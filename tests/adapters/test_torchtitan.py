@@ -1,0 +1,161 @@
+"""torchtitan's dataloader protocol over a planner, with torchtitan's own classes."""
+
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+pytest.importorskip("torchtitan", reason="needs the extra [torchtitan]")
+
+from tests.train.case import write_store
+from wlb.adapters.torchtitan import BalancedDataLoader, as_batch, open_reader
+from wlb.collate import IGNORE
+from wlb.corpus import TokenStore
+
+LENGTHS = np.clip(np.random.default_rng(4).lognormal(3.6, 0.9, 200).astype(int) + 1, 1, 400)
+WINDOW = 256
+STEP = 3
+"""Micro-batches of a rank."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_store(tmp_path_factory.mktemp("titan") / "store", LENGTHS.tolist())
+
+
+def loader(store: str, *, dp: int = 2, rank: int = 0, **options: Any) -> Any:
+    """As torchtitan's trainer builds it."""
+    per_rank = 2 * STEP // dp  # the same number in a step, on any number of ranks
+    keys = {"dataset_path": store, "micro_batches_per_step": per_rank, "seed": 3, **options}
+    return BalancedDataLoader.Config(**keys).build(
+        dp_world_size=dp,
+        dp_rank=rank,
+        tokenizer=None,
+        seq_len=WINDOW,
+        local_batch_size=1,
+        snapshot_every_n_steps=None,
+    )
+
+
+def documents(inputs: dict[str, Tensor], labels: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels between restarts of the positions."""
+    positions = inputs["positions"][0]
+    starts = [*torch.nonzero(positions == 0).flatten().tolist(), positions.numel()]
+    return [
+        (inputs["input"][0, a:b].tolist(), labels[0, a:b].tolist()) for a, b in pairwise(starts)
+    ]
+
+
+def test_ranks_train_every_label_of_every_document(store: str) -> None:
+    found: list[tuple[int, ...]] = []
+    for rank in range(2):
+        for inputs, labels in loader(store, rank=rank):
+            assert inputs["input"].shape == inputs["positions"].shape == labels.shape
+            assert labels.shape[0] == 1
+            assert labels.shape[1] <= WINDOW * 3 // 2
+            assert inputs["input"].dtype == labels.dtype == torch.int64
+            found += [
+                tuple(zip(tokens, targets, strict=True))
+                for tokens, targets in documents(inputs, labels)
+            ]
+    expected = Counter[tuple[int, int]]()
+    whole = TokenStore(store)
+    for row in range(whole.num_documents):
+        tokens = whole.read(row, 0, int(whole.lengths[row])).tolist()
+        expected.update(zip(tokens, [*tokens[1:], IGNORE], strict=True))
+    assert Counter(pair for document in found for pair in document) == expected
+
+
+def test_filler_is_a_document_of_its_own_that_trains_nothing(store: str) -> None:
+    for inputs, labels in loader(store, pad_to_multiple=64):
+        assert labels.shape[1] % 64 == 0
+        for tokens, targets in documents(inputs, labels)[-1:]:
+            if set(targets) == {IGNORE} and len(tokens) > 1:
+                assert not any(tokens)
+    widths = {
+        labels.shape[1] for _, labels in loader(store, pad_to_multiple=64, equal_lengths=True)
+    }
+    assert widths == {WINDOW * 3 // 2}
+
+
+def test_masks_that_torchtitan_makes_of_positions_are_the_documents(store: str) -> None:
+    pytest.importorskip("triton", reason="torchtitan's models need triton")
+    attention = pytest.importorskip("torchtitan.models.common.attention")
+    for inputs, labels in loader(store, pad_to_multiple=16):
+        made = attention.create_varlen_metadata_for_document(inputs["positions"])
+        sizes = [len(tokens) for tokens, _ in documents(inputs, labels)]
+        assert np.diff(made.cu_seq_q.numpy()).tolist() == sizes
+        assert made.max_q >= max(sizes)
+
+
+def contents(batches: Any) -> list[tuple[list[int], list[int]]]:
+    return [(i["input"][0].tolist(), labels[0].tolist()) for i, labels in batches]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("given", [0, 1, STEP, 2 * STEP + 2])
+def test_it_resumes_exactly_from_torchs_checkpoint(store: str, given: int, tmp_path: Path) -> None:
+    whole = contents(loader(store))
+    first = loader(store)
+    batches = iter(first)
+    for _ in range(given):
+        next(batches)
+    dcp.save({"dataloader": first}, checkpoint_id=str(tmp_path), no_dist=True)
+    second = loader(store)
+    dcp.load({"dataloader": second}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert contents(second) == whole[given:]
+
+
+def test_it_goes_on_with_another_number_of_ranks(store: str) -> None:
+    first = loader(store)
+    before = contents(islice(first, 2 * STEP))
+    other = contents(islice(loader(store, rank=1), 2 * STEP))
+    one = loader(store, dp=1)
+    one.load_state_dict(first.state_dict())
+    after = contents(one)
+    every = contents(loader(store)) + contents(loader(store, rank=1))
+    tokens = Counter(t for batch in before + other + after for t in batch[0])
+    assert tokens == Counter(t for batch in every for t in batch[0])
+    list(islice(first, 1))
+    with pytest.raises(ValueError, match="inside a step of 2 data-parallel ranks"):
+        one.load_state_dict(first.state_dict())
+
+
+def test_refusals(store: str) -> None:
+    with pytest.raises(ValueError, match="dataset_path is empty"):
+        loader("")
+    with pytest.raises(ValueError, match="micro_batches_per_step = 0"):
+        loader(store, micro_batches_per_step=0)
+    with pytest.raises(ValueError, match="pad_to_multiple = 0"):
+        loader(store, pad_to_multiple=0)
+    with pytest.raises(ValueError, match="local_batch_size = 2"):
+        BalancedDataLoader.Config(dataset_path=store, micro_batches_per_step=1).build(
+            dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=8, local_batch_size=2
+        )
+    theirs = {"dp_rank_0": b"", "world_size": 1}
+    with pytest.raises(ValueError, match="another dataloader trained it"):
+        loader(store).load_state_dict(theirs)
+
+
+def test_workers_give_the_same(store: str) -> None:
+    assert contents(loader(store, num_workers=1)) == contents(loader(store))
+
+
+def test_labels_that_a_store_masks_are_not_trained(tmp_path: Path) -> None:
+    from wlb.corpus import TokenStoreWriter
+    from wlb.planner import Planner
+
+    with TokenStoreWriter(tmp_path / "s", vocab_size=32) as writer:
+        writer.add(np.arange(1, 7), trained=np.array([[2, 4], [5, 6]]))
+    planner = Planner.for_lengths([6], context_window=4, num_micro_batches=1, s_max=8)
+    found = []
+    for step in planner.steps():
+        inputs, labels = as_batch(step.packing.micro_batch(0), open_reader(str(tmp_path / "s")))
+        found += documents(inputs, labels)
+    assert sorted(found) == [([1, 2, 3, 4], [IGNORE, 3, 4, IGNORE]), ([5, 6], [6, IGNORE])]

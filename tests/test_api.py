@@ -1,0 +1,171 @@
+"""The public API: what `import wlb` offers, that it is documented, and that a package holds it."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+import tarfile
+import textwrap
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wlb
+
+ROOT = Path(__file__).parents[1]
+NAMES = [name for name in wlb.__all__ if name != "__version__"]
+PROGRAM = """
+import sys
+from importlib.util import find_spec
+from wlb import Planner, load_profile, profile_names
+planner = Planner.for_lengths([64, 40, 30, 20, 10], context_window=64, num_micro_batches=2, cp=2)
+plans = list(planner.steps())
+assert sum(plan.packing.num_tokens for plan in plans) == 164
+assert {"cpu", "h100"} <= set(profile_names())
+assert load_profile("h100").attention
+assert find_spec("torch") is None
+print("as installed")
+"""
+
+
+def test_importing_wlb_imports_nothing_and_the_planner_no_torch() -> None:
+    program = (
+        "import sys, wlb; assert 'numpy' not in sys.modules; from wlb import *; "
+        "assert Planner and measure; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(AttributeError, match="module 'wlb' has no attribute 'planer'"):
+        _ = wlb.planer  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(NAMES) <= set(dir(wlb))
+
+
+def test_types_name_what_is_there() -> None:
+    """The stub that type checkers read has the same names, from the same rooms."""
+    body = ast.parse((ROOT / "wlb" / "__init__.pyi").read_text("utf-8")).body
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name: str(node.module) for alias in node.names}
+    assert found == wlb._ROOM_OF
+    (listed,) = (node.value for node in body if isinstance(node, ast.Assign))
+    assert ast.literal_eval(listed) == sorted(wlb.__all__)
+    assert (ROOT / "wlb" / "py.typed").exists()
+
+
+def _documented(name: str) -> Iterator[tuple[str, Any]]:
+    """A public name and what it offers itself, beside the methods of a protocol it documents."""
+    value = getattr(wlb, name)
+    yield name, value
+    is_protocol = value in (wlb.Packer, wlb.WorkloadModel)
+    protocols = set[str]() if is_protocol else {*vars(wlb.Packer), *vars(wlb.WorkloadModel)}
+    if inspect.isclass(value):
+        for member, raw in vars(value).items():
+            own = getattr(raw, "fget", None) or getattr(raw, "__func__", raw)
+            known = member.startswith("_") or member in protocols
+            if inspect.isfunction(own) and not known:
+                yield f"{name}.{member}", own
+
+
+def _own_docstrings(value: type[Any]) -> str:
+    """Of a class and of the fields that have one."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    assert isinstance(node, ast.ClassDef)
+    found = [ast.get_docstring(node) or ""]
+    for before, here in itertools.pairwise(node.body):
+        match before, here:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found.append(f"{name}: {text}")
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_documented(name: str) -> None:
+    """Docstrings of our own (not what dataclass makes of the fields), and each field explained."""
+    for path, value in _documented(name):
+        text = inspect.getdoc(value) or ""
+        assert len(text.split()) >= 3, f"{path} has no docstring"
+        assert not text.startswith(f"{name}("), f"{path} has no docstring"
+    value = getattr(wlb, name)
+    if dataclasses.is_dataclass(value):
+        assert isinstance(value, type)
+        words = set(re.findall(r"\w+", _own_docstrings(value)))
+        public = {f.name for f in dataclasses.fields(value) if not f.name.startswith("_")}
+        assert not public - words, f"fields of {name} that its docstring does not explain"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "wlb" / "adapters").glob("*.py")), ids=lambda p: p.stem
+)
+def test_every_public_name_of_the_adapters_is_documented(path: Path) -> None:
+    """Read, not imported: their libraries may be missing."""
+    tree = ast.parse(path.read_text("utf-8"))
+    assert ast.get_docstring(tree)
+    owners: list[ast.Module | ast.ClassDef] = [tree]
+    for owner in owners:
+        for node in owner.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                text = ast.get_docstring(node) or ""
+                assert len(text.split()) >= 3, f"{path.name}: {node.name} has no docstring"
+                if isinstance(node, ast.ClassDef):
+                    owners.append(node)
+
+
+def test_the_reference_of_the_readme_has_every_name() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    section = text.split("### Reference of the planner")[1].split("\n## ")[0]
+    missing = [name for name in NAMES if f"`{name}`" not in section]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    call = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(call, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_what_they_need(built: Path) -> None:
+    (wheel,) = built.glob("wlb_llm-*.whl")
+    (sdist,) = built.glob("wlb_llm-*.tar.gz")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"wlb/py.typed", "wlb/__init__.pyi", "wlb/_kernels_profile/h100.json"} <= names
+    assert any(name.endswith("presets/demo.toml") for name in names)
+    assert not any(name.startswith(("tests/", "experiments/", "slurm/")) for name in names)
+    with tarfile.open(sdist) as archive:
+        inside = {name.split("/", 1)[-1] for name in archive.getnames()}
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "wlb").rglob("*.py")}
+    assert sources <= inside
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "kernels_profile/h100.json"} <= inside
+    assert not any(".venv" in name or name.startswith("runs/") for name in inside)
+
+
+@pytest.mark.slow
+def test_the_wheel_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+    """The planner and `wlb plan`, with base dependencies only."""
+    (wheel,) = built.glob("wlb_llm-*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [str(python), "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "as installed\n", done.stderr
+    command = [str(python.with_name("wlb")), "plan", "--synthetic", "wlb_paper", "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bounded" in done.stdout

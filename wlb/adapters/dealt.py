@@ -1,0 +1,112 @@
+"""A planned stream as rows of a dataset: which rows make which micro-batch of which rank.
+
+For loops that take whole documents by their row in a dataset (a sampler, a scheduler). NumPy only.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from wlb.cost import WorkloadModel
+from wlb.cost.flops import FloatArray
+from wlb.plan import IntArray, IntLike, offsets_of
+from wlb.planner import Planner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DealtRows:
+    """All steps of a planner, dealt to data-parallel ranks.
+
+    rows: of the dataset, micro-batch after micro-batch; a step's micro-batches are in the order in
+    which ranks take them: the first of every rank, then the second of every rank. offsets: of the
+    micro-batches in `rows`, shape [num_steps * N + 1]. num_ranks: dp. num_micro_batches: N, of a
+    step on all ranks.
+    """
+
+    rows: IntArray
+    offsets: IntArray
+    num_ranks: int
+    num_micro_batches: int
+
+    @classmethod
+    def of(cls, planner: Planner, num_documents: int) -> "DealtRows":
+        """Plans to the end of data. ValueError for a planner that cuts documents."""
+        rows: list[IntArray] = []
+        planner = replace(planner, baseline=None)  # what Plain-4D would do is not asked for
+        for plan in planner.steps():
+            for i in plan.pipelines.T.ravel().tolist():
+                pieces = plan.packing.micro_batch(i).pieces
+                if pieces.start.any():
+                    bad = int(pieces.document[pieces.start.argmax()] % num_documents)
+                    raise ValueError(
+                        f"document {bad} is cut into pieces, but here a row is trained whole; cut "
+                        f"it in the dataset, or use a longer context window"
+                    )
+                rows.append(pieces.document % num_documents)
+        return cls(
+            rows=np.concatenate(rows) if rows else np.zeros(0, np.int64),
+            offsets=offsets_of([len(r) for r in rows]),
+            num_ranks=planner.dp,
+            num_micro_batches=planner.packer.num_micro_batches,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Of all epochs."""
+        return (self.offsets.size - 1) // self.num_micro_batches
+
+    def step(self, step: int) -> Iterator[IntArray]:
+        """The micro-batches of a step, in the order in which ranks take them."""
+        first = step * self.num_micro_batches
+        for i in range(first, first + self.num_micro_batches):
+            yield self.rows[self.offsets[i] : self.offsets[i + 1]]
+
+    def work_ns(self, lengths: IntLike, cost: WorkloadModel) -> IntArray:
+        """Predicted work of each rank in each step, shape [num_steps, num_ranks].
+
+        lengths: tokens of every row of the dataset.
+        """
+        each = np.concatenate([[0], np.cumsum(cost.workload_ns(lengths)[self.rows])])
+        micro_batches = np.diff(each[self.offsets])
+        return micro_batches.reshape(self.num_steps, -1, self.num_ranks).sum(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBalance:
+    """How evenly predicted work is spread over ranks that wait for each other at every step.
+
+    num_steps: steps. imbalance: slowest rank / mean rank, mean of the steps. worst: the same of the
+    worst step. utilisation: share of all ranks' time in which they work, were the prediction true.
+    """
+
+    num_steps: int
+    imbalance: float
+    worst: float
+    utilisation: float
+
+    @classmethod
+    def of(cls, work_ns: IntArray | FloatArray) -> "RankBalance":
+        """work_ns: shape [num_steps, num_ranks]."""
+        slowest, mean = work_ns.max(1), work_ns.mean(1)
+        ratio = slowest / mean
+        return cls(
+            num_steps=len(work_ns),
+            imbalance=float(ratio.mean()),
+            worst=float(ratio.max()),
+            utilisation=float(mean.sum() / slowest.sum()),
+        )
+
+
+def work_of(steps: Iterable[Sequence[Sequence[IntLike]]], cost: WorkloadModel) -> IntArray:
+    """Predicted work of anybody's steps: steps[i][rank] are its micro-batches' document lengths.
+
+    Shape [num_steps, num_ranks].
+    """
+    return np.array(
+        [
+            [sum(int(cost.workload_ns(lengths).sum()) for lengths in rank) for rank in step]
+            for step in steps
+        ],
+        np.int64,
+    )

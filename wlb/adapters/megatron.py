@@ -1,0 +1,324 @@
+"""Megatron-Core: packed (THD) micro-batches per context-parallel rank from a planner's steps.
+
+    from wlb.adapters.megatron import PackedSteps, PlannedP2P
+
+    reader = StoreReader("data/books", vocab_size)  # of wlb.train.reader
+    steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp)
+    data_iterator, num_microbatches, tokens, squares = steps.next()
+
+`next` returns what Megatron's packing scheduler (`wrap_data_iterator` of later versions) does, from
+a plan that every rank makes: no lengths are gathered, no sample is sent. `thd_batch` has the keys
+that Megatron's packed batches have; `on_cp_rank` cuts them as Transformer Engine's
+`thd_get_partitioned_indices` does, `packed_seq_params` makes `PackedSeqParams` of them. TE shards
+every document by head and tail, so what wlb balances here are micro-batches and ranks; its other
+shardings need its own attention.
+
+`PlannedP2P` is Megatron's pipeline communicator without its exchange of shapes: set
+`variable_seq_lengths`, and say before a step what `PackedSteps.shapes` says.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from wlb.adapters.versions import require
+
+require("megatron-core>=0.16")
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from wlb.collate import IGNORE, FlatOptions, TokenReader, flatten_micro_batch
+from wlb.cost import WorkloadModel
+from wlb.packing import place, refine
+from wlb.plan import IntArray, MicroBatch, PlannerState, StepPlan, offsets_of, ranges
+from wlb.planner import LLAMA2_7B, Planner
+
+Shape = tuple[int, int, int]
+
+
+def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
+    """Of documents in a THD batch: multiples of 2 x cp, and the last one's so that ranks' rows
+    divide by tp (sequence parallelism). cp = 1 pads the last one only."""
+    multiple = 2 * cp if cp > 1 else 1
+    out = -(-lengths // multiple) * multiple
+    whole = multiple * tp
+    out[-1] += -int(out.sum()) % whole
+    return out
+
+
+def thd_batch(
+    micro_batch: MicroBatch, reader: TokenReader, *, cp: int, tp: int = 1, pad_token_id: int = 0
+) -> dict[str, Tensor]:
+    """A micro-batch for all CP ranks together; T tokens with padding.
+
+    tokens, labels, position_ids: int64 [1, T]. loss_mask: float32 [1, T], 0 on padding and where
+    nothing is trained. cu_seqlens, cu_seqlens_padded: int32, shape [num_documents + 1]. max_seqlen:
+    int32 [1], padded. A micro-batch without documents is one padded document that trains nothing.
+    """
+    flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
+    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # filler of an empty one is a document
+    padded = padded_lengths(lengths, cp=cp, tp=tp)
+    starts = offsets_of(padded)
+    rows = ranges(starts[:-1], starts[:-1] + lengths)
+    labels = cast(IntArray, flat.next_labels)
+    columns = {
+        "tokens": np.full(starts[-1], pad_token_id, np.int64),
+        "labels": np.zeros(starts[-1], np.int64),
+        "position_ids": ranges(np.zeros_like(padded), padded),
+        "loss_mask": np.zeros(starts[-1], np.float32),
+    }
+    columns["tokens"][rows] = flat.input_ids
+    columns["labels"][rows] = np.where(labels == IGNORE, 0, labels)
+    columns["loss_mask"][rows] = labels != IGNORE
+    return {
+        **{name: torch.from_numpy(column)[None] for name, column in columns.items()},
+        "cu_seqlens": torch.from_numpy(offsets_of(lengths)).int(),
+        "cu_seqlens_padded": torch.from_numpy(starts).int(),
+        "max_seqlen": torch.tensor([int(padded.max())], dtype=torch.int32),
+    }
+
+
+def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
+    """Rows of a THD batch on one CP rank: chunks `rank` and 2 * cp - 1 - rank of each document."""
+    starts, lengths = cu_seqlens_padded[:-1], np.diff(cu_seqlens_padded)
+    if cp == 1:
+        return ranges(starts, starts + lengths)
+    chunk = lengths // (2 * cp)
+    first = np.stack([starts + rank * chunk, starts + (2 * cp - 1 - rank) * chunk], 1).ravel()
+    return ranges(first, first + np.repeat(chunk, 2))
+
+
+def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Tensor]:
+    """The batch with the rank's rows; what says where documents are stays that of all ranks."""
+    starts = batch["cu_seqlens_padded"].numpy().astype(np.int64)
+    rows = torch.from_numpy(cp_rows(starts, cp=cp, rank=rank))
+    cut = ("tokens", "labels", "loss_mask", "position_ids")
+    return {name: x[:, rows] if name in cut else x for name, x in batch.items()}
+
+
+def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
+    """For attention and rotary embeddings in the thd format, the same on every CP rank."""
+    longest = int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch["cu_seqlens"],
+        cu_seqlens_kv=batch["cu_seqlens"],
+        cu_seqlens_q_padded=batch["cu_seqlens_padded"],
+        cu_seqlens_kv_padded=batch["cu_seqlens_padded"],
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+class PackedSteps:
+    """A data-parallel rank's global steps, one `next` for each.
+
+    planner: with dp = the data-parallel ranks, cp = 1 (TE shards). state_dict is the planner's, the
+    same on every rank; it goes on exactly, also on another number of ranks.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        reader: TokenReader,
+        *,
+        dp_rank: int,
+        cp: int = 1,
+        tp: int = 1,
+        pad_token_id: int = 0,
+    ) -> None:
+        if not 0 <= dp_rank < planner.dp:
+            raise ValueError(
+                f"dp_rank = {dp_rank} is not one of the planner's {planner.dp} pipelines; make it "
+                f"with dp = the number of data-parallel ranks"
+            )
+        self.planner, self.reader, self.dp_rank = planner, reader, dp_rank
+        self.cp, self.tp, self.pad_token_id = cp, tp, pad_token_id
+        self._state, self._plan = planner.start(), cast(StepPlan | None, None)
+
+    def next(self) -> tuple[Iterator[dict[str, Tensor]], int, float, float]:
+        """(THD batches of all CP ranks in execution order, how many, tokens of the step on all
+        ranks, sum of their documents' squared lengths: Megatron counts FLOPs with them).
+        StopIteration at the end of data."""
+        plan = self.planner.next(self._state)
+        if plan is None:
+            raise StopIteration("the planner's data has ended; give it more epochs")
+        self._plan, self._state = plan, plan.state
+        lengths = plan.packing.pieces.length.astype(np.float64)
+        batches = (
+            thd_batch(m, self.reader, cp=self.cp, tp=self.tp, pad_token_id=self.pad_token_id)
+            for m in self._micro_batches(plan)
+        )
+        return batches, plan.pipelines.shape[1], float(lengths.sum()), float((lengths**2).sum())
+
+    def shapes(self, *, hidden_size: int, sequence_parallel: bool = False) -> list[Shape]:
+        """Of the last step's activations between stages, [rows of a rank, 1, hidden], in execution
+        order: what `PlannedP2P.begin` is told, without looking at a token."""
+        if self._plan is None:
+            raise RuntimeError("shapes are of a step; call next first")
+        parts = self.cp * (self.tp if sequence_parallel else 1)
+        out: list[Shape] = []
+        for m in self._micro_batches(self._plan):
+            lengths = m.lengths if m.lengths.size else np.ones(1, np.int64)
+            rows = int(padded_lengths(lengths, cp=self.cp, tp=self.tp).sum())
+            out.append((rows // parts, 1, hidden_size))
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the step that was given last. JSON."""
+        return self._state.to_json()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after that step."""
+        self._state = PlannerState.from_json(state)
+
+    def _micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
+        members = plan.pipelines[self.dp_rank].tolist()
+        return [plan.packing.micro_batch(i) for i in members]
+
+
+class PlannedP2P(P2PCommunicator):
+    """Pipeline communication whose receivers know every shape from the plan.
+
+    For 1F1B without virtual stages (micro-batches come in order), with
+    `config.variable_seq_lengths = True`. Call `begin` before every forward-backward; a step of more
+    or fewer micro-batches than were said is a RuntimeError (fewer: in the next `begin`).
+    """
+
+    _shapes: Sequence[Shape] = ()
+    _taken: Sequence[int] = (0, 0)
+
+    def begin(self, shapes: Sequence[Shape]) -> None:
+        """shapes: of this pipeline's micro-batches, in execution order."""
+        if not self.config.variable_seq_lengths:
+            raise ValueError(
+                "config.variable_seq_lengths = False takes every micro-batch to have seq_length "
+                "tokens; set it to True"
+            )
+        if self.virtual_pipeline_model_parallel_size is not None:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size = "
+                f"{self.virtual_pipeline_model_parallel_size}: stages receive in another order; "
+                f"use Megatron's P2PCommunicator, which exchanges shapes"
+            )
+        for taken in self._taken:
+            if 0 < taken < len(self._shapes):
+                raise RuntimeError(
+                    f"of the last step's {len(self._shapes)} micro-batches {taken} were received; "
+                    f"give PlannedP2P.begin the shapes of the micro-batches that are run"
+                )
+        self._shapes, self._taken = list(shapes), [0, 0]
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """In the place of a round trip: [0, 0, 0] for what is not received."""
+        return self._known(0, receives=recv_prev), self._known(1, receives=recv_next)
+
+    def _known(self, way: int, *, receives: bool) -> list[int]:
+        """way: 0 forward, 1 backward."""
+        if not receives:
+            return [0, 0, 0]
+        at = self._taken[way]
+        if at >= len(self._shapes):
+            raise RuntimeError(
+                "more micro-batches are received than PlannedP2P.begin was told; call it before "
+                "every forward-backward with the shapes of all its micro-batches"
+            )
+        self._taken = [n + (i == way) for i, n in enumerate(self._taken)]
+        return list(self._shapes[at])
+
+
+class BalancedScheduler:
+    """In the place of Megatron's schedulers of packed samples: the same call, by work.
+
+    For loops that keep Megatron's own sampling, where a step has to train the samples that came:
+    nothing is delayed, so a sample of more work than a rank's share leaves the others waiting. dp,
+    cp: ranks. max_tokens: of a micro-batch on all its CP ranks.
+    """
+
+    def __init__(
+        self, *, dp: int, cp: int = 1, max_tokens: int, cost: WorkloadModel = LLAMA2_7B
+    ) -> None:
+        self.dp, self.cp, self.max_tokens, self.cost = dp, cp, max_tokens, cost
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
+    ) -> Any:
+        """groups[i][r]: ids of the samples that rank r of the dp x cp ranks has in its i-th
+        micro-batch; ranks of one CP group have the same, and none is empty. As few micro-batches
+        as balanced ranks need.
+
+        sample_id_seqlens: (id, tokens) of a step. With a config, as Megatron-Core 0.16 calls its
+        scheduler, (groups, groups). ValueError for a sample above max_tokens, and for fewer samples
+        than micro-batches.
+        """
+        ids = np.array([i for i, _ in sample_id_seqlens], np.int64)
+        lengths = np.array([n for _, n in sample_id_seqlens], np.int64)
+        if lengths.size and lengths.max() > self.max_tokens:
+            bad = int(lengths.argmax())
+            raise ValueError(
+                f"sample {ids[bad]} has {lengths[bad]} tokens, a micro-batch at most "
+                f"{self.max_tokens}; cut the sample or raise max_tokens"
+            )
+        work = self.cost.workload_ns(lengths).tolist()
+        parts = self._parts(lengths.tolist(), work)
+        fill_empty([part for rank in parts for part in rank], work)
+        groups = [
+            [ids[part].tolist() for part in slot for _ in range(self.cp)]
+            for slot in zip(*parts, strict=True)
+        ]
+        return groups if config is None else (groups, groups)
+
+    def _parts(self, lengths: list[int], work: list[int]) -> list[list[list[int]]]:
+        """Rows of `lengths` by rank and micro-batch, as few micro-batches as hold all.
+
+        Ranks first: they wait for each other once a step, whatever its micro-batches are.
+        """
+        every = list(range(len(lengths)))
+        fewest = -(-sum(lengths) // (self.max_tokens * self.dp))
+        for num in itertools.count(max(1, fewest)):
+            ranks = spread(every, lengths, work, num=self.dp, most=num * self.max_tokens)
+            parts = [
+                spread(mine, lengths, work, num=num, most=self.max_tokens) for mine in ranks or []
+            ]
+            if ranks is not None and all(part is not None for part in parts):
+                return [part for part in parts if part is not None]
+        raise AssertionError("a micro-batch for every sample holds them all")
+
+
+def spread(
+    members: Sequence[int], lengths: list[int], work: list[int], *, num: int, most: int
+) -> list[list[int]] | None:
+    """`members` on `num` bins of at most `most` tokens, work as equal as can be; None where one
+    finds no room. lengths, work: of all samples. Algorithm 1's placement, then exchanges."""
+    order = sorted(members, key=lambda i: (-work[i], i))
+    rows, left = place(
+        [lengths[i] for i in order],
+        [work[i] for i in order],
+        num_micro_batches=num,
+        s_max=most,
+    )
+    if left:
+        return None
+    bins = [[order[row] for row in of] for of in rows]
+    return refine(bins, lengths, work, s_max=most) if order else bins
+
+
+def fill_empty(parts: list[list[int]], work: list[int]) -> None:
+    """Every empty part gets the lightest sample of the part with most, in place."""
+    if sum(map(len, parts)) < len(parts):
+        raise ValueError(
+            f"{sum(map(len, parts))} samples cannot fill {len(parts)} micro-batches, and Megatron "
+            f"runs no empty one; give a step more samples, or fewer ranks"
+        )
+    for part in parts:
+        if not part:
+            giver = max(parts, key=len)
+            lightest = min(giver, key=lambda i: (work[i], i))
+            giver.remove(lightest)
+            part.append(lightest)
