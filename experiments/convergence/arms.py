@@ -101,10 +101,10 @@ SMALL = Scale(
     keys={
         "model.hidden_size": 256,
         "model.num_layers": 2,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 4,
+        "model.num_heads": 2,
+        "model.num_kv_heads": 2,
         "model.head_dim": 64,
-        "model.ffn_hidden_size": 704,
+        "model.ffn_hidden_size": 832,
         "data.context_window": 2048,
         "data.num_micro_batches": 4,
         "training.learning_rate": 4e-3,
@@ -112,7 +112,10 @@ SMALL = Scale(
         "training.warmup_steps": 100,
         "checkpoint.interval": 200,
         "checkpoint.keep": 1,
-        "training.compile": True,  # a fifth less time
+        # Matrix products four times as fast as float32's, a pass without products four times.
+        "training.dtype": "bfloat16",
+        "training.compile": True,
+        "training.loss_chunk": 1024,
         "run.device": "cpu",
     },
     eval_tokens=2_000_000,
@@ -133,6 +136,7 @@ QUICK = replace(
         "data.context_window": 512,
         "training.warmup_steps": 5,
         "checkpoint.interval": 0,
+        "training.dtype": "float32",
         "training.compile": False,
     },
     eval_tokens=50_000,

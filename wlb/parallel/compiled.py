@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
+from torch._dynamo.comptime import comptime
+from torch._dynamo.decorators import mark_static, mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.utils import counters
 
 from wlb.model import Llama, Rows
@@ -45,6 +46,8 @@ def _compile(layer: Any, backend: str) -> None:
     forward = layer.forward
 
     def traced(x_TC: Tensor, rows: Rows) -> Tensor:
+        # Else a head's size is a symbol too, and each element of a rotation is found by divisions.
+        comptime.force_static(layer.self_attn.head_size)
         return forward(x_TC, rows)
 
     compiled = torch.compile(traced, backend=backend, dynamic=True, fullgraph=True)
@@ -52,6 +55,10 @@ def _compile(layer: Any, backend: str) -> None:
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         # Else a number of rows that is, say, the model's width at first is taken to be the width.
         maybe_mark_dynamic(x_TC, 0)
+        # Not where inputs are loaded: that thread may run while this one compiles, when the same
+        # call means something else.
+        for table in (rows.cos, rows.sin):
+            mark_static(table, [1, 2])
         return compiled(x_TC, rows)
 
     layer.forward = call
