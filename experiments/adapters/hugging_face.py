@@ -211,5 +211,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.out, options.seed)
+        torch.distributed.destroy_process_group()  # else its threads can abort the exit
     else:
         print_rows(compare())

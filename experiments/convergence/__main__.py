@@ -3,8 +3,11 @@
 One small model is trained on the same documents by every packing policy, several seeds each; with
 both normalisers of the loss where a step's tokens vary; and with long documents forced to wait 1 to
 128 steps. Runs are kept in --folder: the same command goes on where it was interrupted, and writes
-`results` at the end. About 14 hours on two cores. --scale 550m --commands prints the runs
-as Slurm jobs; the same without --commands shows the tables of what they left.
+`results` at the end. About 10 hours on two cores; several machines can share them: --arms and
+--seeds choose runs, `results/runs` holds a small file of each, and --take FOLDER takes such files
+over (a clone with --take experiments/convergence/results/runs goes on from the committed runs).
+--scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the tables
+of what they left.
 """
 
 import argparse
@@ -61,18 +64,19 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
     if options.quick or study.scale.name != "small":
         return
     commits = ", ".join(sorted({r.commit for r in results.values()}))
-    write_results(
+    written = write_results(
         Path(__file__).parent,
         title="Convergence: does balance cost quality?",
         how=How.MEASURED,
         command="python -m experiments.run convergence",
-        profile=f"float32 on CPU, one thread a run; runs of commit {commits}. Packing is priced "
-        f"with {priced_with(load_profile(str(study.profile)))}",
+        profile=f"{study.scale_spec().training.dtype} on CPU, one thread a run; runs of commit "
+        f"{commits}. Packing is priced with {priced_with(load_profile(str(study.profile)))}",
         text=words(study, groups, grid),
         against=against,
         tables=[*tables, classes_table(groups), runs_table(groups), curves_table(groups)],
         figures=pictures(groups, grid),
     )
+    study.keep(written / "runs", cases)
 
 
 def chosen(names: str) -> tuple[Arm, ...]:
@@ -94,6 +98,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--arms", default="", help="names, with commas; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--take", type=Path, help="take over finished runs of such a folder")
     parser.add_argument("--page-only", action="store_true", help="of the runs that are there")
     parser.add_argument("--quick", action="store_true", help="a tiny model; writes no results")
     parser.add_argument("--commands", action="store_true", help="print each run; train nothing")
@@ -104,6 +109,9 @@ def main() -> None:
     folder = options.folder or Path("runs", f"convergence-{scale.name}")
     study = Study.open(scale, folder.absolute(), store=options.store, heldout=options.heldout)
     cases = cases_of(range(options.seeds), chosen(options.arms))
+    if options.take is not None:
+        taken = study.take(options.take, cases)
+        print(f"{len(taken)} runs taken from {options.take}", flush=True)
     if options.commands:
         for case in cases:
             print(shlex.join(study.command(case)))

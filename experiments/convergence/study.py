@@ -29,6 +29,7 @@ from experiments.convergence.outcome import (
     result_of,
 )
 from wlb.corpus import TokenStore
+from wlb.corpus.store import temporary_name
 from wlb.plan import digest
 from wlb.report.run_records import read_run
 from wlb.spec import RunSpec
@@ -135,8 +136,9 @@ class Study:
     def result(self, case: Case) -> Result | None:
         """Of a run that finished."""
         path = self.folder / case.name / "result.json"
-        if not path.exists():
-            return None
+        return self._fitting(case, path) if path.exists() else None
+
+    def _fitting(self, case: Case, path: Path) -> Result:
         found = result_from_json(json.loads(path.read_text("utf-8")))
         if found.made_by != self.digest(case):
             raise ValueError(
@@ -144,6 +146,26 @@ class Study:
                 f"another --folder, or remove it to train the run again"
             )
         return found
+
+    def take(self, folder: Path, cases: Iterable[Case]) -> list[Case]:
+        """Takes over what was trained elsewhere, as `keep` left it, and says which runs those are;
+        ValueError for a run of other settings or another corpus."""
+        if not folder.is_dir():
+            raise ValueError(f"--take {folder}: there is no such folder")
+        taken: list[Case] = []
+        for case in cases:
+            path = folder / f"{case.name}.json"
+            if path.exists() and self.result(case) is None:
+                found = self._fitting(case, path)
+                _write_whole(self.folder / case.name / "result.json", found)
+                taken.append(case)
+        return taken
+
+    def keep(self, folder: Path, cases: Iterable[Case]) -> None:
+        """A file of a few kilobytes for each run that ended."""
+        for case in cases:
+            if (found := self.result(case)) is not None:
+                _write_whole(folder / f"{case.name}.json", found)
 
     def command(self, case: Case) -> list[str]:
         """The run as a command: of this machine, or of Slurm."""
@@ -192,8 +214,7 @@ class Study:
             stores = split_store(self.stores.heldout, prefix, window=window)
             losses = class_losses(found, stores, run / "checkpoints")
         made = result_of(found, class_losses=losses, made_by=self.digest(case))
-        path = run / "result.json"
-        path.write_text(json.dumps(asdict(made)), "utf-8")
+        _write_whole(run / "result.json", made)
         if not self.scale.job:
             shutil.rmtree(run / "checkpoints")
         return made
@@ -203,3 +224,11 @@ class Study:
         places = ("data.store", "data.heldout_store", "cost.profile", "run.output_dir")
         keys = {k: v for k, v in self.keys_of(case).items() if k not in places}
         return digest(self.stores.checksum, *settings(dict(sorted(keys.items()))))
+
+
+def _write_whole(path: Path, result: Result) -> None:
+    """The file is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    temporary.write_text(json.dumps(asdict(result)) + "\n", "utf-8")
+    os.replace(temporary, path)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -131,3 +132,5 @@ def main(out: str, checkpoint: str | None = None) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # A process that exits with its threads of Gloo at work can abort ("terminate called").
+    dist.destroy_process_group()

@@ -322,6 +322,29 @@ def test_a_result_is_read_again() -> None:
     assert result_from_json(json.loads(json.dumps(asdict(result(3.0))))) == result(3.0)
 
 
+def test_runs_of_another_machine_are_taken_over(study: Study, tmp_path: Path) -> None:
+    cases = cases_of([0, 1])
+    theirs = replace(study, folder=tmp_path / "theirs")
+    for case in cases[:3]:
+        path = theirs.folder / case.name / "result.json"
+        path.parent.mkdir(parents=True)
+        made = result(3.0 + case.seed, made_by=theirs.digest(case))
+        path.write_text(json.dumps(asdict(made)), "utf-8")
+    theirs.keep(tmp_path / "kept", cases)
+    kept = {path.stem for path in (tmp_path / "kept").iterdir()}
+    assert kept == {case.name for case in cases[:3]}
+    mine = replace(study, folder=tmp_path / "mine")
+    assert mine.take(tmp_path / "kept", cases[1:]) == cases[1:3]
+    assert mine.result(cases[0]) is None
+    assert mine.result(cases[1]) == theirs.result(cases[1])
+    assert mine.take(tmp_path / "kept", cases) == cases[:1]  # what is there stays
+    other = replace(mine, folder=tmp_path / "other", scale=replace(QUICK, eval_tokens=60_000))
+    with pytest.raises(ValueError, match=r"original-seed0\.json is of other settings"):
+        other.take(tmp_path / "kept", cases)
+    with pytest.raises(ValueError, match=r"--take .*nowhere: there is no such folder"):
+        mine.take(tmp_path / "nowhere", cases)
+
+
 def test_arms_are_chosen_by_name() -> None:
     assert command.chosen("") == ARMS
     assert [arm.name for arm in command.chosen("bounded,original")] == ["original", "bounded"]

@@ -4,10 +4,13 @@ With aot_eager, which traces and differentiates as inductor does and needs no C+
 """
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.fx
+from torch._dynamo import register_backend
 
 from tests.parity.body import global_loss, gradient_error
 from tests.parity.case import (
@@ -72,6 +75,29 @@ def compiled(world: World, case: Case) -> dict[str, object]:
     }
 
 
+def symbols(world: World, case: Case) -> list[tuple[int, ...]]:
+    """Of what a layer's graph takes: sizes that are symbols, by dimension; (-1, value) for a number
+    that is one."""
+    seen: list[tuple[int, ...]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            value = node.meta["example_value"]
+            if isinstance(value, torch.Tensor):
+                sizes = enumerate(value.shape)
+                seen.append(tuple(dim for dim, size in sizes if not isinstance(size, int)))
+            elif isinstance(value, torch.SymInt) and value.node.maybe_as_int() is None:
+                seen.append((-1, value.node.hint))
+        return graph.forward
+
+    register_backend(look, name="look")
+    executor = Executor(spec := spec_of(case), build_mesh(spec.parallel, torch.device("cpu")))
+    plan = of_many_lengths()
+    mine = pipeline_plan(plan, spec, 0, case.strategy)
+    executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
+    return seen
+
+
 def hold(case: Case, graphs: tuple[int, int, int]) -> None:
     for result in run_local(compiled, case.world, case, start_group=True, timeout_s=500.0):
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
@@ -101,6 +127,17 @@ def test_layouts_equal_one_process_with_one_graph_for_all_lengths(case: Case) ->
 
 def test_micro_batches_without_a_token_are_one_more_graph() -> None:
     hold(Case(compile_backend="aot_eager", num_micro_batches=20, layers=2), (1, 1, 1))
+
+
+def test_only_lengths_are_symbols() -> None:
+    """A head's size as a symbol made inductor's backward pass divide for each element."""
+    case = Case(compile_backend="look", num_micro_batches=20, layers=2)
+    (seen,) = run_local(symbols, 1, case, start_group=True, timeout_s=500.0)
+    assert (0,) in seen  # rows
+    sizes = {found for found in seen if found[:1] != (-1,)}
+    assert sizes <= {(), (0,)}
+    head = spec_of(case).model.head_size
+    assert not {(-1, head), (-1, head // 2)} & set(seen)
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ again are traced with it: the last product of a layer is still not run again, si
 backward needs it. Compiled code is inside of FSDP's and the clock's hooks, which are on the module;
 the clock's marks around attention are made inside the custom ops.
 
-Lengths are symbols. Graphs of a run are one for training and one for evaluation, and one more of
-each if a rank can have a single row (not with a data.token_quantum of 128, as on GPUs): torch
-takes a size of 1 for a constant. A graph takes as long as tens of steps to compile on a CPU, so
-a run counts them (`num_graphs`). More than torch's own limit (8) for a layer stop it.
+Lengths are symbols, and nothing else is. Graphs of a run are one for training and one for
+evaluation, and one more of each if a rank can have a single row (not with a data.token_quantum of
+128, as on GPUs): torch takes a size of 1 for a constant. A graph takes as long as tens of steps to
+compile on a CPU, so a run counts them (`num_graphs`). More than torch's own limit (8) for a layer
+stop it.
 
 No CUDA graphs (torch's mode "reduce-overhead"): they would be recorded anew for every length.
 
@@ -54,9 +55,12 @@ def _compile(layer: Any, backend: str) -> None:
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         # Else a number of rows that is, say, the model's width at first is taken to be the width.
-        maybe_mark_dynamic(x_TC, 0)
-        # Not where inputs are loaded: that thread may run while this one compiles, when the same
-        # call means something else.
+        base = x_TC._base  # FSDP's hooks hand on views
+        for residual in [x_TC] if base is None else [x_TC, base]:
+            maybe_mark_dynamic(residual, 0)
+            mark_static(residual, 1)
+        # Here, not where they are made: that thread may run while this one compiles, and the call
+        # means something else then.
         for table in (rows.cos, rows.sin):
             mark_static(table, [1, 2])
         return compiled(x_TC, rows)
