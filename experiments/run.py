@@ -91,7 +91,7 @@ REGISTRY = (
     Experiment("padding_waste", "padding_waste", "", 0.5, "padding, packing, their costs", BOTH),
     Experiment("packing_methods", "packing_methods", "", 0.5, "rows, steps of methods", "--quick"),
     Experiment("packing_training", "experiments.packing_methods.training", "", 90, "the methods trained, measured", "--quick"),  # noqa: E501
-    Experiment("convergence", "convergence", "Figure 16", 2000, "loss by packing policy, measured", "--quick"),  # noqa: E501
+    Experiment("convergence", "convergence", "Figure 16", 1100, "loss by packing policy, measured", "--quick"),  # noqa: E501
     Experiment("kill_points", "kill_points", "", 15, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),

@@ -12,6 +12,7 @@ from experiments.convergence.summary import (
     Group,
     Measure,
     band,
+    cut_share,
     final,
     loss_at,
     train_loss,
@@ -75,6 +76,7 @@ def order_table(groups: Sequence[Group]) -> Table:
                 max(b.summary.max_delay for b in g.books),
                 g.book(lambda b: b.summary.tokens_cv),
                 g.book(lambda b: b.summary.flushed_tokens / b.summary.num_tokens),
+                g.book(cut_share),
                 *g.class_weights.tolist(),
                 float(np.mean([r.norm_mean for r in g.results])),
                 float(np.mean([r.norm_std**2 for r in g.results])),
@@ -83,7 +85,7 @@ def order_table(groups: Sequence[Group]) -> Table:
     weights = tuple(f"weight, {name}" for name in CLASS_NAMES)
     columns = (
         "packing", "steps", "imbalance", "mean delay", "p99", "max", "CV of tokens", "flushed",
-        *weights, "gradient norm", "its variance",
+        "cut", *weights, "gradient norm", "its variance",
     )  # fmt: skip
     return Table(
         name="order",
@@ -91,12 +93,13 @@ def order_table(groups: Sequence[Group]) -> Table:
         columns=columns,
         rows=rows,
         formats=dict.fromkeys(("imbalance", "CV of tokens", *weights), ".3f")
-        | {"steps": ".0f", "mean delay": ".2f", "p99": ".0f", "flushed": ".2%"}
+        | {"steps": ".0f", "mean delay": ".2f", "p99": ".0f", "flushed": ".2%", "cut": ".1%"}
         | {"gradient norm": ".3f", "its variance": ".4f"},
         note="Delays in steps, of tokens. flushed: share of tokens trained after the last global "
-        "batch had come. weight: what a label counts in the loss under a step's mean, by length "
-        "of its document in windows, where 1 is as if all labels counted the same (with the "
-        "constant normaliser all are 1). Gradient norms before clipping, second half of training.",
+        "batch had come. cut: share of documents trained in more than one piece. weight: what a "
+        "label counts in the loss under a step's mean, by length of its document in windows, where "
+        "1 is as if all labels counted the same (with the constant normaliser all are 1). Gradient "
+        "norms before clipping, second half of training.",
     )
 
 
@@ -163,10 +166,11 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
     for i, g in enumerate(shown):
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i % len(LINES)]}
         losses = np.array([g.values(loss_at(n)) for n in grid])
-        left.plot(at, losses.mean(axis=1), label=g.arm.title, linewidth=1.4, **style)
+        later = losses[1:]  # the untrained model's would flatten all others
+        left.plot(at[1:], later.mean(axis=1), label=g.arm.title, linewidth=1.4, **style)
         if len(g.results) > 1:
             left.fill_between(
-                at, losses.min(axis=1), losses.max(axis=1), color=style["color"], alpha=0.12, lw=0
+                at[1:], later.min(axis=1), later.max(axis=1), color=style["color"], alpha=0.12, lw=0
             )
         if g.is_baseline:
             right.axhline(0, linewidth=1.4, **style)

@@ -43,6 +43,11 @@ def loss_at(tokens: float) -> Measure:
     return measure
 
 
+def cut_share(book: Bookkeeping) -> float:
+    """Documents trained in more than one piece, of all."""
+    return book.summary.cut_documents / book.summary.num_documents
+
+
 @dataclass(frozen=True)
 class Group:
     """An arm: its runs and bookkeeping by seed, and its baseline's runs of the same seeds."""

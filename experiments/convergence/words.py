@@ -6,7 +6,15 @@ import numpy as np
 
 from experiments.convergence.arms import DELAYS, LONG, Scale
 from experiments.convergence.study import Study
-from experiments.convergence.summary import Group, band, final, loss_at, train_loss, verdict
+from experiments.convergence.summary import (
+    Group,
+    band,
+    cut_share,
+    final,
+    loss_at,
+    train_loss,
+    verdict,
+)
 from experiments.results import Against
 from experiments.streams import RATIO
 from wlb.corpus import TokenStore
@@ -15,7 +23,7 @@ from wlb.corpus import TokenStore
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
     parts = [_set_up(study, groups), _result(groups), _normalisers(groups)]
     parts += [_delays(groups, grid[-1])]
-    parts += [_order(groups), _limits(study.scale, groups)]
+    parts += [_cuts(groups), _order(groups), _limits(study.scale, groups)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -124,6 +132,20 @@ def _delays(groups: Sequence[Group], tokens: int) -> str:
         f"**What delay alone does.** Every document of {LONG} windows and more waits so many steps "
         f"({long:.0%} of all labels are of documents of 1/8 windows and more); held-out "
         f"loss less that without waiting: {said}."
+    )
+
+
+def _cuts(groups: Sequence[Group]) -> str:
+    """Policies differ in this as well, and it is no matter of order."""
+    shares: dict[str, list[str]] = {}
+    for g in groups:
+        if g.arm.name == g.arm.packing:
+            shares.setdefault(f"{g.book(cut_share):.1%}", []).append(g.arm.title)
+    said = "; ".join(f"{share} with {', '.join(titles)}" for share, titles in shares.items())
+    return (
+        f"**Cuts.** What stands behind a cut is trained without what stood before it. Documents "
+        f"trained in more than one piece: {said}. A difference from original holds this as well "
+        f"as the order and the size of steps."
     )
 
 
