@@ -4,8 +4,8 @@ With aot_eager, which traces and differentiates as inductor does and needs no C+
 """
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def symbols(world: World, case: Case) -> list[tuple[int, ...]]:
     that is one."""
     seen: list[tuple[int, ...]] = []
 
-    def look(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["example_value"]
             if isinstance(value, torch.Tensor):
