@@ -13,10 +13,12 @@ import ast
 import io
 import json
 import os
+import platform
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +89,12 @@ def source_files() -> list[Path]:
     for package in PACKAGES:
         found += sorted((site / package).rglob("*.py"))
     return found
+
+
+def source_versions() -> str:
+    """What another machine needs for the same text."""
+    packages = [f"{name} {version(name)}" for name in PACKAGES]
+    return ", ".join([f"Python {platform.python_version()}", *packages])
 
 
 def small_sources() -> list[Path]:

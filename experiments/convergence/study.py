@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.convergence.arms import ARMS, Arm, Scale, arm_of, settings, spec_of, write_profile
 from experiments.convergence.bookkeeping import Bookkeeping, bookkeeping, books_from_json
-from experiments.convergence.corpus import Stores, open_stores, split_store
+from experiments.convergence.corpus import Stores, open_stores, source_versions, split_store
 from experiments.convergence.outcome import (
     Result,
     check_steps,
@@ -142,8 +142,8 @@ class Study:
         found = result_from_json(json.loads(path.read_text("utf-8")))
         if found.made_by != self.digest(case):
             raise ValueError(
-                f"{path} is of other settings or another corpus than {case.name} has now; use "
-                f"another --folder, or remove it to train the run again"
+                f"{path} is of other settings or another corpus than {case.name} has now (text of "
+                f"{source_versions()}); use another --folder, or remove it to train the run again"
             )
         return found
 

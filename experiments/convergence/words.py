@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.convergence.arms import DELAYS, LONG, Scale
+from experiments.convergence.corpus import source_versions
 from experiments.convergence.study import Study
 from experiments.convergence.summary import (
     Group,
@@ -69,11 +70,12 @@ def _set_up(study: Study, groups: Sequence[Group]) -> str:
     one = groups[0].results[0]
     seeds = sorted({len(g.results) for g in groups})
     model = spec.model
+    text = f"text of {source_versions()}, " if study.scale.sources else ""
     return (
         f"A LLaMA-like model of {model.num_parameters / 1e6:.2f} million parameters "
         f"({model.num_layers} layers of {model.hidden_size}) is trained on {one.num_tokens:,} "
         f"tokens of {store.num_documents:,} documents, each once, in steps of "
-        f"{spec.num_micro_batches} windows of {spec.data.context_window:,} (checksum "
+        f"{spec.num_micro_batches} windows of {spec.data.context_window:,} ({text}checksum "
         f"{study.stores.checksum[:12]}). All arms of a seed begin with the same weights, are given "
         f"the same documents in the same order, and follow one cosine schedule to their last step; "
         f"every run's ledger was checked to hold every token once. Policies decide with W_a / W_l "
