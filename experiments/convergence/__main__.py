@@ -64,6 +64,12 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
     if options.quick or study.scale.name != "small":
         return
     commits = ", ".join(sorted({r.commit for r in results.values()}))
+    missing = ""
+    if len(ended) < len(cases):
+        missing = (
+            f"**Not finished: {len(ended)} of {len(cases)} runs have ended.** `python -m "
+            f"experiments.convergence --take experiments/convergence/results/runs` goes on.\n\n"
+        )
     written = write_results(
         Path(__file__).parent,
         title="Convergence: does balance cost quality?",
@@ -71,7 +77,7 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
         command="python -m experiments.run convergence",
         profile=f"{study.scale_spec().training.dtype} on CPU, one thread a run; runs of commit "
         f"{commits}. Packing is priced with {priced_with(load_profile(str(study.profile)))}",
-        text=words(study, groups, grid),
+        text=missing + words(study, groups, grid),
         against=against,
         tables=[*tables, classes_table(groups), runs_table(groups), curves_table(groups)],
         figures=pictures(groups, grid),

@@ -9,6 +9,7 @@ are horizontal lines. The loss half is read from the convergence study's results
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def draw_losses(losses: list[Loss]) -> Any:
         at, value, yerr=half, fmt="o-", color=COLOURS[0], capsize=4, label="fixed-length greedy"
     )
     for k, x in enumerate((x for x in losses if not x.window), 1):
-        label = f"{x.name}: {_percent(x):+.2f} ± {_half_percent(x):.2f}%"
+        label = f"{x.name}: {_with_interval(x)}"
         panel.axhline(_percent(x), color=COLOURS[k], ls=LINES[k], label=label)
     panel.axhline(0.0, color="black", linewidth=0.8)
     panel.set(xscale="log", xticks=WINDOWS, xticklabels=WINDOWS)
@@ -146,6 +147,12 @@ def _half_percent(x: Loss) -> float:
     return 100 * x.half
 
 
+def _with_interval(x: Loss) -> str:
+    """One seed has no interval."""
+    half = "" if math.isnan(x.half) else f" ± {_half_percent(x):.2f}"
+    return f"{_percent(x):+.2f}{half}%"
+
+
 def loss_text(losses: list[Loss]) -> str:
     """Of the right half; says that there is none where nothing was trained."""
     if not losses:
@@ -153,9 +160,7 @@ def loss_text(losses: list[Loss]) -> str:
             "**Only the balance half is here**: the convergence study has no results yet "
             "(`python -m experiments.run convergence`)."
         )
-    found = ", ".join(
-        f"{x.name} {_percent(x):+.2f} ± {_half_percent(x):.2f}% ({x.verdict})" for x in losses
-    )
+    found = ", ".join(f"{x.name} {_with_interval(x)} ({x.verdict})" for x in losses)
     return (
         f"**The loss half** is the convergence study's (`experiments/convergence`): a much smaller "
         f"model, held-out loss over that of the loader's order: {found}. The paper has +1.6% at W "
