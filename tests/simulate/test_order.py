@@ -60,8 +60,8 @@ def layouts():
         if schedule == Schedule.ONE_F_ONE_B and v > 1:
             continue
         for n in {2, pp - 1, pp, pp + 1, 2 * pp, 3 * pp, 2 * pp + 2}:
-            fits = n % max(1, n // pp) == 0
-            if fits and not (schedule == Schedule.ONE_F_ONE_B and n < pp):
+            is_plain = schedule == Schedule.ONE_F_ONE_B
+            if n >= pp if is_plain else n % max(1, n // pp) == 0:
                 yield schedule, pp, v, n
 
 

@@ -246,6 +246,16 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "5 micro-batches a pipeline cannot be scheduled in 2 equal rounds over pp = 2; numbers "
             "that can: [3, 4, 6] (data.num_micro_batches = that x dp 2)",
         ),
+        (
+            {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
+            | {"data__num_micro_batches": 6},
+            "3 micro-batches a pipeline are fewer than pp = 4, which pp.schedule = 1f1b cannot "
+            "order; set data.num_micro_batches to at least 8, or pp.schedule = interleaved_1f1b",
+        ),
+        (
+            {"parallel__pp": 4, "pp__schedule": "1f1b", "packing__num_micro_batches": 3},
+            "set packing.num_micro_batches to at least 4",
+        ),
         # Packing.
         (
             {"packing__s_max": 0.99},
@@ -312,6 +322,13 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
         assert f"numbers that can: {others[each]} (data.num_micro_batches = that x dp 2)" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
+
+
+@pytest.mark.parametrize("each", [4, 5, 9, 11])
+def test_1f1b_takes_any_number_from_pp_on(each: int) -> None:
+    keys: dict[str, Any] = {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
+    spec = changed(**keys, data__num_micro_batches=2 * each)
+    assert check(spec).micro_batches_per_pipeline == each
 
 
 def test_stages_may_have_different_numbers_of_layers() -> None:

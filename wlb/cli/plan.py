@@ -70,14 +70,15 @@ def run(options: argparse.Namespace) -> int:
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
     sharding = _sharding(spec, batches, cost)
-    facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
+    lengths = sources.lengths_shown(source, batches)
+    facts = facts_of(source.name, lengths, window=spec.data.context_window)
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
     if options.html:
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",
             facts=facts,
-            lengths=source.lengths,
+            lengths=lengths,
             runs=runs,
             own=own,
             provenance=_provenance(options, setting),
@@ -154,12 +155,15 @@ def _solved(
 def _stream(options: argparse.Namespace, source: LengthSource, batches: list[GlobalBatch]) -> str:
     """How much of the source was packed, and where it was short of what was asked for."""
     packed = sum(batch.documents.num_tokens for batch in batches)
-    passes = packed / source.num_tokens
+    passes = sources.passes_of(source, batches)
     line = f"packed {packed:,} tokens"
     if len(batches) < options.steps:
         line += f"; the data ended after {len(batches)} of {options.steps} global batches"
-    if passes > 1.005:
-        line += f", {passes:.1f} passes over the source: its documents came again in another order"
+    if len(passes) > 1:
+        return f"{line}; passes: " + ", ".join(f"{n:.2f} of {name}" for name, n in passes.items())
+    (once,) = passes.values()
+    if once > 1.005:
+        line += f", {once:.1f} passes over the source: its documents came again in another order"
         line = line.replace("another", "the same") if options.in_order else line
     return line
 

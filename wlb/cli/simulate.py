@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.recorded:
         return recorded.show(options)
-    spec = priced_spec(load(options.name, options.overrides))
+    spec = priced_spec(load(options.name, options.overrides), options)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     systems = {name: _alternatives(options, spec, name) for name in options.systems}
@@ -130,11 +130,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def priced_spec(spec: RunSpec) -> RunSpec:
+def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """`spec` with what training would fill in."""
     planner = replace(spec.planner, baseline=False)
     parallel = replace(spec.parallel, dp=max(1, spec.parallel.dp))
-    filled = sources.with_vocabulary(replace(spec, parallel=parallel, planner=planner))
+    spec = replace(spec, parallel=parallel, planner=planner)
+    filled = sources.with_vocabulary(spec, options)
     return with_s_max(filled, memory_gib=filled.cluster.memory_gib)
 
 
@@ -142,7 +143,7 @@ def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> li
     """What a system may run with on this layout."""
     return [
         replace(
-            priced_spec(load(options.name, [*options.overrides, *overrides])),
+            priced_spec(load(options.name, [*options.overrides, *overrides]), options),
             parallel=spec.parallel,
         )
         for overrides in system_overrides(system, memory_gib=spec.cluster.memory_gib)

@@ -1,20 +1,26 @@
-"""Where `wlb plan` and `wlb tune packing` take document lengths from."""
+"""Where `wlb plan`, `wlb tune` and `wlb simulate` take document lengths from."""
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wlb.corpus import (
     FAMILIES,
+    BlendedBatches,
+    BlendedStore,
     GlobalBatches,
     LengthSource,
-    TokenStore,
+    StoreName,
     lengths_of_family,
     lengths_of_file,
+    open_store,
 )
-from wlb.plan import GlobalBatch
+from wlb.plan import GlobalBatch, IntArray
 from wlb.report import require_matplotlib
 from wlb.spec import LongDocuments, RunSpec, presets
 
@@ -23,10 +29,17 @@ MOST_TOKENS = 1 << 40
 """Of all global batches together; a plan of more would take days."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blend(LengthSource):
+    """Stores mixed by weights of tokens; lengths: of all their documents."""
+
+    stores: BlendedStore
+
+
 def add_arguments(
     parser: argparse.ArgumentParser, *, steps: int | None, steps_default: str = ""
 ) -> Any:
-    """The run's settings, and exactly one source; returns the sources' group, to add others.
+    """The run's settings, and at most one source; returns the sources' group, to add others.
 
     steps: None where a command fills it in, as `steps_default` says.
     """
@@ -37,7 +50,10 @@ def add_arguments(
         help=f"a TOML file, or a preset: {', '.join(presets())} (default: 7b_128k); gives window, "
         f"micro-batches, model and layout for the cost, [packing] options",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
+    group = parser.add_argument_group(
+        "documents", "one of these; default: the run's own data.store or data.blend"
+    )
+    source = group.add_mutually_exclusive_group()
     source.add_argument(
         "--lengths", metavar="FILE", help="document lengths: .npy, .json, or one a line"
     )
@@ -76,20 +92,7 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
             f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are more "
             f"than can be planned at once; use fewer"
         )
-    if options.lengths:
-        source = lengths_of_file(options.lengths)
-    elif options.corpus:
-        store = TokenStore(options.corpus)
-        source = LengthSource(name=Path(options.corpus).name, lengths=store.lengths)
-    else:
-        some = lengths_of_family(options.synthetic, window=window, num_documents=4096, seed=0)
-        needed = spec.tokens_per_step * (options.steps + 1) * some.num_documents / some.num_tokens
-        source = lengths_of_family(
-            options.synthetic,
-            window=window,
-            num_documents=int(needed * 1.1) + 1,
-            seed=spec.run.seed,
-        )
+    source = _source(options, spec)
     if int(source.lengths.max()) > MOST_TOKENS:
         row = int(source.lengths.argmax())
         raise ValueError(
@@ -104,25 +107,88 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     return source
 
 
+def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
+    if options.lengths:
+        return lengths_of_file(options.lengths)
+    if options.synthetic:
+        window = spec.data.context_window
+        some = lengths_of_family(options.synthetic, window=window, num_documents=4096, seed=0)
+        needed = spec.tokens_per_step * (options.steps + 1) * some.num_documents / some.num_tokens
+        return lengths_of_family(
+            options.synthetic,
+            window=window,
+            num_documents=int(needed * 1.1) + 1,
+            seed=spec.run.seed,
+        )
+    store = open_store(_store_of(options, spec))
+    if isinstance(store, BlendedStore):
+        name = " + ".join(Path(entry).name for entry in spec.data.blend)
+        return Blend(name=name, lengths=store.lengths, stores=store)
+    return LengthSource(name=Path(store.prefix).name, lengths=store.lengths)
+
+
+def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
+    """The store that was asked for, or the run's own; ValueError where there is none."""
+    name = options.corpus or spec.data.blend or spec.data.store
+    if not name:
+        raise ValueError(
+            f"{options.name} names no data.store or data.blend, so there are no documents to pack: "
+            f"add --lengths FILE, --corpus STORE or --synthetic {next(iter(FAMILIES))}"
+        )
+    return name
+
+
 def batches_of(
     options: argparse.Namespace, spec: RunSpec, source: LengthSource
 ) -> list[GlobalBatch]:
     """At most --steps global batches; a short source is repeated unless data.epochs limits it."""
-    passes = options.steps * spec.tokens_per_step / source.num_tokens
+    total = options.steps * spec.tokens_per_step
+    passes = max(total * share / tokens for _, share, tokens in _parts(source))
     if not spec.data.epochs and passes > MOST_PASSES:
         raise ValueError(
             f"{source.name} has {source.num_tokens:,} tokens: {options.steps} global batches of "
             f"{spec.tokens_per_step:,} would repeat it {passes:,.0f} times; use fewer --steps, a "
             f"smaller window, or --set data.epochs=1"
         )
-    stream = GlobalBatches(
-        source,
-        tokens_per_batch=spec.tokens_per_step,
-        seed=spec.run.seed,
-        epochs=spec.data.epochs,
-        shuffle=not options.in_order,
-    )
+    data: dict[str, Any] = {
+        "tokens_per_batch": spec.tokens_per_step,
+        "seed": spec.run.seed,
+        "epochs": spec.data.epochs,
+    }
+    if not isinstance(source, Blend):
+        stream = GlobalBatches(source, shuffle=not options.in_order, **data)
+    elif options.in_order:
+        raise ValueError(f"--in-order: {source.name} are mixed, and have no order of their own")
+    else:
+        stream = BlendedBatches(source.stores.stores, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
+
+
+def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
+    """Name, share of a step's tokens and tokens of each store."""
+    if not isinstance(source, Blend):
+        return [(source.name, 1.0, source.num_tokens)]
+    stores, weights = source.stores.stores, source.stores.weights
+    return [
+        (store.prefix, weight / sum(weights), store.num_tokens)
+        for store, weight in zip(stores, weights, strict=True)
+    ]
+
+
+def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str, float]:
+    """How often the documents of each store came in `batches`, by its name."""
+    parts = _parts(source)
+    read = np.zeros(len(parts), np.int64)
+    for batch in batches:
+        np.add.at(read, batch.documents.source, batch.documents.length)
+    return {name: int(n) / size for n, (name, _, size) in zip(read, parts, strict=True)}
+
+
+def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntArray:
+    """Of the source's documents; of a blend those that came, so that its weights count."""
+    if not isinstance(source, Blend):
+        return source.lengths
+    return np.concatenate([batch.documents.length for batch in batches])
 
 
 def check_outputs(*paths: str | None, needs_plots: bool) -> None:
@@ -138,8 +204,13 @@ def check_outputs(*paths: str | None, needs_plots: bool) -> None:
         require_matplotlib()
 
 
-def with_vocabulary(spec: RunSpec) -> RunSpec:
-    """`spec` with the vocabulary of the BPE that training would make, where the model has none."""
+def with_vocabulary(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
+    """`spec` with the vocabulary of its store, or of the BPE that training would make, where the
+    model has none."""
     if spec.model.vocab_size:
         return spec
-    return replace(spec, model=replace(spec.model, vocab_size=spec.data.bpe_vocab_size))
+    of_store = None
+    if not (options.lengths or options.synthetic):
+        of_store = open_store(_store_of(options, spec)).vocab_size
+    size = of_store or spec.data.bpe_vocab_size
+    return replace(spec, model=replace(spec.model, vocab_size=size))

@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
     tuning = finish(points, delay_budget=options.delay_budget)
     if options.plot:
         tuning_figure(tuning).savefig(options.plot, dpi=150)
-    facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
+    lengths = sources.lengths_shown(source, batches)
+    facts = facts_of(source.name, lengths, window=spec.data.context_window)
     data = {
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,

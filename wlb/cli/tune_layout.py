@@ -144,7 +144,8 @@ def run(options: argparse.Namespace) -> int:
             references=references_of(tuner, known.ranking[0]),
             own_note=own_note or _own_note(known),
         )
-    facts = facts_of(source.name, source.lengths, window=spec.data.context_window)
+    lengths = sources.lengths_shown(source, batches)
+    facts = facts_of(source.name, lengths, window=spec.data.context_window)
     title = (
         f"{options.name} on {options.gpus} devices, {spec.tokens_per_step:,} tokens a step, "
         f"{len(batches)} global batches of {source.name}"
@@ -185,7 +186,7 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
             f"{window}, such as {max(1, round(tokens / window)) * window}"
         )
     return replace(
-        sources.with_vocabulary(given),
+        sources.with_vocabulary(given, options),
         pp=replace(given.pp, stage_layers=(), weight_delay=1),
         packing=replace(given.packing, num_micro_batches=0),
         data=replace(given.data, num_micro_batches=tokens // window),

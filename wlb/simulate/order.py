@@ -1,13 +1,14 @@
 """In which order a pipeline rank runs its passes: 1F1B, interleaved 1F1B, interleaved zero-bubble.
 
-Micro-batches go round in groups of m = n / rounds, rounds = max(1, n // pp). A rank has v stages
-(chunks): rank + c * pp. Its k-th forward pass is micro-batch (k // (m v)) m + k % m on chunk
-(k // m) % v; its k-th backward pass the same micro-batch on chunk v - 1 - (k // m) % v. Interleaved
-1F1B (Narayanan et al., 2021) warms up with (v - 1) m + 2 (pp - 1 - rank) forward passes, then
-alternates; 1F1B is the case of v = 1 with half that warm-up. Zero-bubble (ZB1P, Qi et al., 2023)
-also warms up with half; a backward pass is split into that of inputs (I), at once, and that of
-weights (W), `rank * weight_delay` passes later: 1 is ZB1P, more fills the end of the step, where
-later ranks wait for earlier ones, where attention makes the weights' passes short. Equal to torch's
+With interleaving, micro-batches go round in groups of m = n / rounds, rounds = max(1, n // pp). A
+rank has v stages (chunks): rank + c * pp. Its k-th forward pass is micro-batch
+(k // (m v)) m + k % m on chunk (k // m) % v; its k-th backward pass the same micro-batch on chunk
+v - 1 - (k // m) % v. Interleaved 1F1B (Narayanan et al., 2021) warms up with
+(v - 1) m + 2 (pp - 1 - rank) forward passes, then alternates; 1F1B is the case of v = 1 and any
+n >= pp with half that warm-up. Zero-bubble (ZB1P, Qi et al., 2023) also warms up with half; a
+backward pass is split into that of inputs (I), at once, and that of weights (W),
+`rank * weight_delay` passes later: 1 is ZB1P, more fills the end of the step, where later ranks
+wait for earlier ones, where attention makes the weights' passes short. Equal to torch's
 `pipeline_order` with its idle slots left out, which its runtime does not wait for either
 (tests/simulate/test_order.py).
 """
@@ -68,12 +69,11 @@ def pipeline_order(
         return (_one_rank(n),)
     if schedule == Schedule.ONE_F_ONE_B and v != 1:
         raise ValueError(f"1f1b has one stage a rank, got virtual_stages = {v}")
-    if schedule == Schedule.ONE_F_ONE_B and n < pp:
-        raise ValueError(f"1f1b needs at least pp = {pp} micro-batches a pipeline, got {n}")
-    rounds = max(1, n // pp)
-    if n % rounds:
+    if not schedule.takes(n, pp):
+        if schedule == Schedule.ONE_F_ONE_B:
+            raise ValueError(f"1f1b needs at least pp = {pp} micro-batches a pipeline, got {n}")
         raise ValueError(
-            f"{n} micro-batches a pipeline do not divide into {rounds} equal rounds over pp = {pp}"
+            f"{n} micro-batches a pipeline do not divide into {n // pp} equal rounds over pp = {pp}"
         )
     return tuple(_rank_order(schedule, rank, pp, v, n, weight_delay) for rank in range(pp))
 

@@ -317,14 +317,19 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
             f"{num} micro-batches a step are not a multiple of parallel.dp = {dp}; set {name} to a "
             f"multiple of {dp}"
         )
-    each = num // dp
-    rounds = max(1, each // pp)
-    if pp > 1 and each % rounds:
-        good = [m for m in range(max(1, each - pp), each + pp + 1) if m % max(1, m // pp) == 0]
+    each, schedule = num // dp, spec.pp.schedule
+    if pp == 1 or schedule.takes(each, pp):
+        return
+    if schedule == Schedule.ONE_F_ONE_B:
         raise ValueError(
-            f"{each} micro-batches a pipeline cannot be scheduled in {rounds} equal rounds over "
-            f"pp = {pp}; numbers that can: {good} ({name} = that x dp {dp})"
+            f"{each} micro-batches a pipeline are fewer than pp = {pp}, which pp.schedule = 1f1b "
+            f"cannot order; set {name} to at least {pp * dp}, or pp.schedule = interleaved_1f1b"
         )
+    good = [m for m in range(max(1, each - pp), each + pp + 1) if schedule.takes(m, pp)]
+    raise ValueError(
+        f"{each} micro-batches a pipeline cannot be scheduled in {each // pp} equal rounds over "
+        f"pp = {pp}; numbers that can: {good} ({name} = that x dp {dp})"
+    )
 
 
 def _check_number_packed(spec: RunSpec) -> None:

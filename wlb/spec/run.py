@@ -21,6 +21,13 @@ class Schedule(StrEnum):
     INTERLEAVED_1F1B = "interleaved_1f1b"
     INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
 
+    def takes(self, num_micro_batches: int, pp: int) -> bool:
+        """Whether torch has an order for so many micro-batches a pipeline: 1F1B for pp and more,
+        the interleaved ones for rounds of equally many."""
+        if self == Schedule.ONE_F_ONE_B:
+            return num_micro_batches >= pp
+        return num_micro_batches % max(1, num_micro_batches // pp) == 0
+
 
 class LongDocuments(StrEnum):
     SPLIT = "split"
