@@ -3,7 +3,7 @@
 One small model is trained on the same documents by every packing policy, several seeds each; with
 both normalisers of the loss where a step's tokens vary; and with long documents forced to wait 1 to
 128 steps. Runs are kept in --folder: the same command goes on where it was interrupted, and writes
-`results` at the end. About 10 hours on two cores; several machines can share them: --arms and
+`results` at the end. About 11 hours on two cores; several machines can share them: --arms and
 --seeds choose runs, `results/runs` holds a small file of each, and --take FOLDER takes such files
 over (a clone with --take experiments/convergence/results/runs goes on from the committed runs).
 --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the tables

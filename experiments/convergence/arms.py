@@ -17,6 +17,8 @@ from wlb.cost import KernelProfile, load_profile, save_profile, scaled_profile, 
 from wlb.spec import RunSpec, load
 
 BASELINE = "original"
+CONTROL = "best-fit"
+"""Cuts as little as policies that balance work, and balances tokens alone."""
 DELAYS = (1, 8, 32, 128)
 LONG = 0.2
 """Documents of at least so many windows are delayed by the forced delays: those that Algorithm 1
@@ -60,6 +62,7 @@ ARMS = (
     _arm("var_len", "Algorithm 1, two queues", _VAR_LEN),
     _arm("bounded", "bounded", _BOUNDED),
     _arm("even", "bounded, constant tokens", _BOUNDED | {"packing.step_tokens": 1.1}),
+    _arm(CONTROL, "best-fit packing", {"packing.policy": "capacity"}),
     _arm("var_len-constant", "Algorithm 1, constant", _VAR_LEN | _CONSTANT, "normaliser"),
     _arm("bounded-constant", "bounded, constant", _BOUNDED | _CONSTANT, "normaliser"),
     _arm("hold-0", "long documents at once", _HELD, "delay"),

@@ -113,6 +113,29 @@ def groups_of(
     return out
 
 
+def against(groups: Sequence[Group], name: str) -> list[Group]:
+    """Arms of all but the forced delays, compared with arm `name` in place of their baseline, by
+    seeds that both have; none where `name` has not run."""
+    theirs = {
+        s: r for g in groups if g.arm.name == name for s, r in zip(g.seeds, g.results, strict=True)
+    }
+    out: list[Group] = []
+    for g in groups:
+        rows = [i for i, seed in enumerate(g.seeds) if seed in theirs]
+        if g.arm.group == "delay" or g.arm.name in (name, BASELINE) or not rows:
+            continue
+        out.append(
+            Group(
+                arm=g.arm,
+                seeds=tuple(g.seeds[i] for i in rows),
+                results=tuple(g.results[i] for i in rows),
+                books=tuple(g.books[i] for i in rows),
+                baseline=tuple(theirs[g.seeds[i]] for i in rows),
+            )
+        )
+    return out
+
+
 def band(groups: Sequence[Group], group: Group, measure: Measure) -> float:
     """Half the width of the interval of `group`'s mean difference, in the measure's unit; NaN
     where no arm has two seeds. Smaller differences are noise."""

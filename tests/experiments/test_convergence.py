@@ -41,7 +41,7 @@ from experiments.convergence.page import (
     runs_table,
 )
 from experiments.convergence.study import Case, Study, cases_of
-from experiments.convergence.summary import band, final, groups_of, loss_at, verdict
+from experiments.convergence.summary import against, band, final, groups_of, loss_at, verdict
 from experiments.convergence.words import against_rows, words
 from tests.train.case import write_store
 from wlb.corpus import TokenStore
@@ -161,6 +161,9 @@ def test_every_policy_trains_the_same_and_delays_as_planned(study: Study) -> Non
     assert books["bounded"].summary.max_delay <= 10
     assert books["original"].summary.tokens_cv < 0.01 < books["bounded"].summary.tokens_cv
     assert books["even"].summary.tokens_cv < books["bounded"].summary.tokens_cv
+    control, ours = books["best-fit"].summary, books["var_len"].summary
+    assert control.cut_documents == ours.cut_documents < books["original"].summary.cut_documents
+    assert control.imbalance_time_weighted > ours.imbalance_time_weighted
 
 
 def test_books_are_kept(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +272,7 @@ def test_policies_come_before_delays_and_whole_seeds_first() -> None:
     groups = [arm_of(name.split("-seed")[0]).group for name in names]
     assert list(dict.fromkeys(groups)) == ["policy", "normaliser", "delay"]
     assert groups == sorted(groups, key=["policy", "normaliser", "delay"].index)
-    assert names[:7] == [*(f"{a.name}-seed0" for a in ARMS[:6]), "original-seed1"]
+    assert names[:8] == [*(f"{a.name}-seed0" for a in ARMS[:7]), "original-seed1"]
 
 
 def test_one_seed_says_nothing_about_noise() -> None:
@@ -284,6 +287,18 @@ def test_only_seeds_that_the_baseline_has_count() -> None:
     by_name = {g.arm.name: g for g in groups_of(some, all_books())}
     assert len(by_name["bounded"].results) == 1
     assert len(by_name["original"].results) == len(by_name["even"].results) == 2
+
+
+def test_policies_are_compared_with_one_that_cuts_as_little() -> None:
+    some = found()
+    del some["best-fit", 1]
+    groups = groups_of(some, all_books())
+    beside = {g.arm.name: g for g in against(groups, "best-fit")}  # number 6
+    policies = ["fixed-1", "fixed-8", "var_len", "bounded", "even"]
+    assert list(beside) == [*policies, "var_len-constant", "bounded-constant"]
+    assert beside["bounded"].seeds == (0, 2)
+    assert beside["bounded"].differences(final) == pytest.approx([-0.02, -0.024])
+    assert against([g for g in groups if g.arm.name != "best-fit"], "best-fit") == []
 
 
 def test_losses_are_compared_at_equal_tokens() -> None:
@@ -301,7 +316,7 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
     column = quality.columns.index("difference")
     verdicts = [row[column] for row in quality.rows]
     assert verdicts[0] is None
-    assert set(verdicts[1:8]) == ({"worse"} if seeds == 3 else {"one seed"})
+    assert set(verdicts[1:9]) == ({"worse"} if seeds == 3 else {"one seed"})
     assert len(order_table(groups).rows) == len({arm.packing for arm in ARMS})
     assert len(classes_table(groups).rows) == (len(ARMS) - 2) * 3  # no document of the last class
     assert len(runs_table(groups).rows) == len(ARMS) * seeds
@@ -354,7 +369,7 @@ def test_arms_are_chosen_by_name() -> None:
 
 
 def test_jobs_for_slurm(tmp_path: Path) -> None:
-    """The large scale wants a store, and is 39 jobs that differ in their arm."""
+    """The large scale wants a store, and is 42 jobs that differ in their arm."""
     with pytest.raises(ValueError, match="--scale 550m needs a corpus of its own"):
         Study.open(LARGE, tmp_path)
     stores = open_stores(tmp_path, small_sources(), vocabulary=320, heldout_fraction=0.1)
