@@ -182,10 +182,12 @@ def test_resharding_leaves_the_layers_at_work(prefetch: int, at_once: int):
     "schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B, Schedule.INTERLEAVED_ZERO_BUBBLE]
 )
 @pytest.mark.parametrize("gib", [9, 16, 24, 40])
-def test_what_caps_allow_fits(dp: int, schedule: Schedule, gib: int):
+@pytest.mark.parametrize("how", Recompute)
+def test_what_caps_allow_fits(dp: int, schedule: Schedule, gib: int, how: Recompute):
     v = 1 if schedule == Schedule.ONE_F_ONE_B else 2
     spec = with_schedule(schedule, v=v, n=8 * dp)
     spec = replace(spec, parallel=replace(spec.parallel, dp=dp))
+    spec = replace(spec, training=replace(spec.training, recompute=how))
     caps = token_caps(spec, memory_bytes=gib << 30)
     estimate = memory_estimate(spec, micro_batch_tokens=caps.s_max, step_tokens=caps.step_tokens)
     assert estimate.total_bytes <= (gib << 30) * 1.0001  # CP ranks round tokens up

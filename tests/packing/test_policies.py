@@ -196,6 +196,24 @@ def test_memory_that_cannot_hold_a_step_is_refused(gib: float, message: str) -> 
         packer_for(seven_b(memory_gib=gib), COST)
 
 
+def test_more_memory_is_never_refused_where_less_will_do() -> None:
+    """Several pipelines: T is less an eighth, and without T shorter micro-batches may do."""
+    keys = ["packing.policy=bounded", "packing.s_max=1.5", "model.vocab_size=32000"]
+    spec = load("7b_64k", [*keys, "parallel.dp=4", "pp.virtual_stages=2"])
+    n = 8 * spec.parallel.dp
+    spec = replace(spec, data=replace(spec.data, num_micro_batches=n))
+    is_known_to_fit = False
+    for gib in [half / 2 for half in range(88, 160)]:
+        made = replace(spec, packing=replace(spec.packing, memory_gib=gib))
+        try:
+            caps_of(made)
+        except ValueError:
+            assert not is_known_to_fit, gib
+        else:
+            is_known_to_fit = True
+    assert is_known_to_fit
+
+
 def test_s_max_is_what_fits_the_memory() -> None:
     keys = ["packing.policy=bounded", "packing.s_max=0", "model.vocab_size=32000"]
     pipeline = ["pp.schedule=1f1b", "pp.virtual_stages=1", "data.num_micro_batches=16"]

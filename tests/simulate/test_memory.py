@@ -110,6 +110,27 @@ def test_equal_micro_batches_need_what_the_estimate_says(v: int, layers: tuple[i
         assert found[0, rank] == estimate.total_bytes
 
 
+@pytest.mark.parametrize("keeps_keys", [False, True])
+@pytest.mark.parametrize("how", Recompute)
+@pytest.mark.parametrize(
+    ("v", "n", "delay", "layers"),
+    [(1, 8, 1, ()), (2, 8, 4, ()), (2, 3, 2, (0, 1, 2, 1, 1, 1, 1, 1))],
+)
+def test_what_waits_for_weights_is_in_the_estimate(
+    v: int, n: int, delay: int, layers: tuple[int, ...], how: Recompute, keeps_keys: bool
+) -> None:
+    spec = spec_of(pp=4, v=v, n=n, dp=1, schedule=ZERO_BUBBLE)
+    pipeline = replace(spec.pp, stage_layers=layers, weight_delay=delay)
+    training = replace(spec.training, recompute=how)
+    cp = replace(spec.cp, keep_gathered_kv=keeps_keys)
+    spec = check(replace(spec, pp=pipeline, training=training, cp=cp))
+    simulator, steps = made(spec, [4096] * n)
+    found = simulator.run(simulator.price(steps)).peak_memory_bytes
+    for rank in range(4):
+        estimate = memory_of_rank(spec, pp_rank=rank, micro_batch_tokens=4096)
+        assert found[0, rank] == estimate.total_bytes
+
+
 def test_the_pipeline_that_holds_most_counts() -> None:
     spec = spec_of(pp=2, n=2, dp=2)
     # One pipeline has the two full windows, or each has one: either way no more than both full.

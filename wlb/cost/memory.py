@@ -55,10 +55,10 @@ class MemoryEstimate:
     two AdamW moments, sharded over `fsdp.shard_size` ranks (dp * cp). gradients: float32, unsharded
     until the last micro-batch, plus their reduced shard. Without FSDP (one rank, float32) the
     parameters are the master weights and the gradients are never copied.
-    activations: saved for backward, of all micro-batches in flight. boundaries: outputs of stages
-    in flight, kept for their backward. logits: one chunk of the loss, last pipeline rank only.
-    workspace: what the layer at work needs beside what it keeps, MLP or attention, activations that
-    it computes again included.
+    activations: saved for backward, of all micro-batches in flight, and left by it for the weights'
+    pass where that comes later. boundaries: outputs of stages in flight, kept for their backward.
+    logits: one chunk of the loss, last pipeline rank only. workspace: what the layer at work needs
+    beside what it keeps, MLP or attention, activations that it computes again included.
     """
 
     pp_rank: int
@@ -114,16 +114,28 @@ def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
             return first_chunks + after, pp_rank * spec.pp.weight_delay
 
 
-def layers_in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Most layers whose activations those passes hold at once, in the schedule's order."""
+def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int]]:
+    """What a rank holds before and after its passes of inputs' gradients, in the schedule's order:
+    (layers whose activations are kept, stages whose outputs are, layers that wait for the weights'
+    pass). Equal to the simulator's count of the order itself."""
     layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
     v, n = len(layers), spec.micro_batches_per_pipeline
     group = n // max(1, n // spec.parallel.pp)
-    warmup, waiting = _warmup(spec, pp_rank)
+    warmup, delay = _warmup(spec, pp_rank)
     chunks = [k // group % v for k in range(n * v)]
     begun = [0, *accumulate(layers[c] for c in chunks)]
     done = [0, *accumulate(layers[v - 1 - c] for c in chunks)]
-    return max(begun[min(warmup + 1 + k, n * v)] - done[max(0, k - waiting)] for k in range(n * v))
+    out: set[tuple[int, int, int]] = set()
+    for k in range(n * v):
+        forward = min(warmup + 1 + k, n * v)
+        if not spec.splits_backward:
+            out.add((begun[forward] - done[k], forward - k, 0))
+            continue
+        weights = max(0, k - delay)
+        for back in (k, k + 1):
+            waiting = done[back] - done[weights]
+            out.add((begun[forward] - done[back], forward - back, waiting))
+    return out
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
@@ -139,6 +151,19 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     per_token = size * values + FLOAT32_BYTES * model.num_heads
     keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp
+
+
+def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
+    """What a layer's pass of inputs' gradients leaves for that of the weights: inputs of linear
+    layers and gradients of their outputs, as large as what forward keeps without recompute."""
+    plain = replace(_with(spec, Recompute.NONE), cp=replace(spec.cp, keep_gathered_kv=False))
+    return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
+
+
+def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
+    """Of one micro-batch on one rank, sequence-sharded."""
+    local = -(-micro_batch_tokens // spec.parallel.cp)
+    return local * spec.model.hidden_size * _compute_bytes(spec) // spec.parallel.tp
 
 
 def workspace_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
@@ -197,10 +222,16 @@ def memory_of_rank(
     has_fsdp = parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
     last = pp_rank == parallel.pp - 1
     rows = min(spec.training.loss_chunk, local)
-    activations = layers_in_flight(spec, pp_rank=pp_rank) * layer_activation_bytes(
-        spec, micro_batch_tokens=tokens
+    kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
+    waiting = layer_waiting_bytes(spec, micro_batch_tokens=tokens)
+    output = stage_output_bytes(spec, micro_batch_tokens=tokens)
+    activations, boundaries = max(
+        (
+            (k * kept + w * waiting, outputs * output)
+            for k, outputs, w in _held_at_once(spec, pp_rank)
+        ),
+        key=sum,
     )
-    boundaries = passes * local * model.hidden_size * size // tp
     if step_tokens is not None:
         in_step = _kept_bytes_of_step(spec, pp_rank, step_tokens)
         activations, boundaries = min(activations, in_step[0]), min(boundaries, in_step[1])
@@ -233,13 +264,20 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
     own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
     layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
-    in_layer = layer_activation_bytes(spec, micro_batch_tokens=window)
-    local = -(-window // spec.parallel.cp)
-    output = local * spec.model.hidden_size * _compute_bytes(spec) // spec.parallel.tp
+    in_layer = _most_in_layer(spec, window)
+    output = stage_output_bytes(spec, micro_batch_tokens=window)
     return (
         math.ceil(own * sum(layers) * in_layer / window),
         math.ceil(own * len(layers) * output / window),
     )
+
+
+def _most_in_layer(spec: RunSpec, tokens: int) -> int:
+    """Bytes of a layer and a micro-batch from its forward pass to the last of its backward."""
+    kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
+    if not spec.splits_backward:
+        return kept
+    return max(kept, layer_waiting_bytes(spec, micro_batch_tokens=tokens))
 
 
 def memory_estimate(
@@ -308,8 +346,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     # all of them, of all passes under way, and of the layer that is at work.
     layers = sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
     resident = min(passes, len(layers))
-    in_layer = layer_activation_bytes(spec, micro_batch_tokens=window)
-    of_stage = one.boundaries_bytes // passes + 1
+    in_layer = _most_in_layer(spec, window)
+    of_stage = stage_output_bytes(spec, micro_batch_tokens=window) + 1
     longest, whole = (
         (sum(layers[:stages]) * in_layer + stages * of_stage) / window
         for stages in (resident, len(layers))
@@ -321,7 +359,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     step_tokens = int((room - at_work * s_max) / whole)
     all_under_way = int(room / (under_way + at_work))
     own_tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
-    if step_tokens <= own_tokens and all_under_way >= window:
+    margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN  # as `token_caps` takes it off
+    if step_tokens * margin <= own_tokens and all_under_way >= window:
         # Only `passes` of the step's micro-batches are under way: shorter ones need no cap on it.
         return min(s_max, all_under_way), None
     return s_max, step_tokens

@@ -5,18 +5,16 @@ the inputs' pass frees them as well and leaves what the weights' pass needs: inp
 layers and gradients of their outputs, as large as what forward keeps without recompute.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from wlb.cost import memory_of_rank
-from wlb.cost.memory import layer_activation_bytes
-from wlb.cost.profile import DTYPE_BYTES
+from wlb.cost.memory import layer_activation_bytes, layer_waiting_bytes, stage_output_bytes
 from wlb.plan import IntArray
 from wlb.simulate.order import Action, Kind
-from wlb.spec import Recompute, RunSpec
+from wlb.spec import RunSpec
 
 
 class PassBytes(NamedTuple):
@@ -30,24 +28,17 @@ class PassBytes(NamedTuple):
 
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
     """tokens: of micro-batches, all CP ranks, shape [..., n]."""
-    plain = replace(
-        spec,
-        training=replace(spec.training, recompute=Recompute.NONE),
-        cp=replace(spec.cp, keep_gathered_kv=False),
-    )
-    size = DTYPE_BYTES[str(spec.training.dtype)] * spec.model.hidden_size
-    local = -(-tokens // spec.parallel.cp)
     return PassBytes(
-        kept=_layer_bytes(spec, tokens),
-        output=local * size // spec.parallel.tp,
-        waiting=_layer_bytes(plain, tokens),
+        kept=_by_length(layer_activation_bytes, spec, tokens),
+        output=_by_length(stage_output_bytes, spec, tokens),
+        waiting=_by_length(layer_waiting_bytes, spec, tokens),
     )
 
 
-def _layer_bytes(spec: RunSpec, tokens: IntArray) -> IntArray:
+def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:
     values, place = np.unique(tokens, return_inverse=True)
-    kept = [layer_activation_bytes(spec, micro_batch_tokens=int(t)) for t in values]
-    return np.array(kept, np.int64)[place].reshape(tokens.shape)
+    found = [bytes_of(spec, micro_batch_tokens=int(t)) for t in values]
+    return np.array(found, np.int64)[place].reshape(tokens.shape)
 
 
 def peak_activation_bytes(
