@@ -13,7 +13,7 @@ from wlb.plan import StepMetrics
 from wlb.planner import open_planner
 from wlb.spec import load
 
-STORE = str(next(Path("runs/stores").glob("stdlib-bpe4096-*-train.bin")).with_suffix(""))
+STORES = "stdlib-bpe4096-*-train.bin"
 THRESHOLDS = ([0.2, 0.63], [0.3, 0.7], [0.4, 0.8], [0.5, 0.9])
 
 
@@ -24,7 +24,9 @@ def ratios(steps: list[StepMetrics]) -> tuple[float, float]:
     return mean, slowest / sum(m.mean_workload_ns for m in steps)
 
 
-def row(window: int, n: int, thresholds: list[float], s_max: float, steps: int) -> dict[str, float]:
+def row(
+    store: str, window: int, n: int, thresholds: list[float], s_max: float, steps: int
+) -> dict[str, float]:
     spec = load(
         "demo",
         [
@@ -35,7 +37,7 @@ def row(window: int, n: int, thresholds: list[float], s_max: float, steps: int) 
             "model.vocab_size=4096",
         ],
     )
-    plans = list(islice(open_planner(spec, STORE, "cpu").steps(), steps))
+    plans = list(islice(open_planner(spec, store, "cpu").steps(), steps))
     ours = [p.predicted for p in plans]
     plain = [p.baseline for p in plans if p.baseline is not None]
     tokens = sum(m.num_tokens for m in ours)
@@ -53,10 +55,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
+    made = next(Path("runs/stores").glob(STORES), None)
+    if made is None:
+        parser.error(f"no runs/stores/{STORES}; `wlb train demo --dry-run` makes it")
+    store = str(made.with_suffix(""))
     print("window  N  thresholds  S_max  Plain-4D (weighted)  ours (weighted)  delay  ms a step")
     for window, n in ((2048, 4), (4096, 4), (6144, 3), (6144, 4), (8192, 3), (8192, 4), (16384, 4)):
         found = [
-            (row(window, n, thresholds, s_max, steps), thresholds, s_max)
+            (row(store, window, n, thresholds, s_max, steps), thresholds, s_max)
             for thresholds in THRESHOLDS
             for s_max in (1.25, 1.5, 2.0)
         ]

@@ -35,7 +35,7 @@ class Case:
     def cost(self) -> ProfiledWorkload:
         """What adaptive, hybrid and balanced choose by."""
         if self.device.type == "cuda":
-            return layer_cost(window=self.window, cp=self.cp)
+            return layer_cost(window=self.window, cp=self.cp, backend=self.layout().backend)
         return ProfiledWorkload(
             model=CPU_MODEL,
             parallel=ParallelSpec(tp=1, cp=self.cp, pp=1, dp=1),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from wlb.cli import main
+from wlb.cli.profile import _visible_gpus
 from wlb.cost import Kind, load_profile
 from wlb.profile import sweep
 from wlb.profile.attention import Grid
@@ -77,6 +78,23 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
         assert f"{residuals['retest_total']:.1%}" in text
         assert "mine.json" in text
     assert (tmp_path / "mine.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.dist
+def test_a_node_has_as_many_ranks_as_is_said(small, tmp_path, capsys):
+    assert profile(tmp_path, "--no-page") == 0
+    assert load_profile(str(tmp_path / "mine.json")).ranks_per_node == 1024
+    assert profile(tmp_path, "--no-page", "--ranks-per-node", "4") == 0
+    assert load_profile(str(tmp_path / "mine.json")).ranks_per_node == 4
+    assert profile(tmp_path, "--no-page", "--ranks-per-node", "0") == 2
+    assert "--ranks-per-node = 0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(0, None), (1, None), (4, 4)])
+def test_gpus_of_a_node_are_those_that_are_visible(monkeypatch, visible, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert _visible_gpus("cuda") == expected
+    assert _visible_gpus("cpu") is None
 
 
 @pytest.mark.dist

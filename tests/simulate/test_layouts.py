@@ -58,6 +58,17 @@ def test_all_layouts_of_two_devices() -> None:
     assert refusal.count == 2 * len(named)
 
 
+def test_overlap_is_of_layouts_that_have_something_to_overlap() -> None:
+    spec = spec_of()
+    plain = layouts_of(spec, gpus=2, choices=Choices())
+    asked = replace(spec, tp=replace(spec.tp, overlap=True))
+    found = layouts_of(asked, gpus=2, choices=Choices())
+    assert [degrees_of(c.spec) for c in found.candidates] == [
+        degrees_of(c.spec) for c in plain.candidates
+    ]
+    assert all(c.spec.tp.overlap == (c.spec.parallel.tp > 1) for c in found.candidates)
+
+
 def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     found = layouts_of(spec_of("data.token_quantum=4096"), gpus=32, choices=Choices())
     by_reason = {r.reason: r for r in found.refusals.values()}
@@ -68,7 +79,10 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     layers = by_reason["pp does not divide the layers"]
     assert "model.num_layers = 4 is fewer than pp 8" in layers.message
     schedule = by_reason["the schedule or its stages do not divide"]
-    assert "1f1b needs at least pp = 4 micro-batches a pipeline, got" in schedule.message
+    assert (
+        "micro-batches a pipeline are fewer than pp = 4, which pp.schedule = 1f1b"
+        in schedule.message
+    )
     assert (
         "ranks of 4096 rows exceed the window"
         in by_reason["cp is too large for the window"].message

@@ -44,6 +44,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="profile (default: NAME.json)")
     parser.add_argument("--name", help="of the profile (default: --out's, or from the device)")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="GPUs of a node of the cluster, where collectives' prices change (default: all that "
+        "are visible here where these are several, else 8)",
+    )
     parser.add_argument("--quick", action="store_true", help="coarse, in less than a minute")
     parser.add_argument("--no-page", action="store_true", help="no page of plots")
     parser.set_defaults(run=run)
@@ -55,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
     from wlb.profile import PRESETS, run_sweep, settings_of
 
     begin = time.perf_counter()
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        raise ValueError(f"--ranks-per-node = {options.ranks_per_node} must be at least 1")
     world = mesh.discover()
     kind = mesh.choose_device(
         Device(options.device),
@@ -120,7 +129,8 @@ def _finish(
     from wlb.cost.profile_file import save_profile
     from wlb.profile import Origin, build
 
-    origin = Origin(name=name, environment=environment)
+    per_node = options.ranks_per_node or _visible_gpus(environment["device"])
+    origin = Origin(name=name, environment=environment, ranks_per_node=per_node)
     built = build(
         records,
         model=settings.model,
@@ -131,6 +141,11 @@ def _finish(
     save_profile(out, built.profile)
     for table in (_attention_table(built), _linear_table(built)):
         console.print(table)
+    if environment["device"] == "cuda" and not per_node:
+        console.print(
+            f"note: one GPU is visible; the profile says {built.profile.ranks_per_node} of them a "
+            f"node (--ranks-per-node N)"
+        )
     for note in built.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     for record in built.failed:
@@ -141,6 +156,14 @@ def _finish(
         files[1].write_text(_page(built, settings), "utf-8")
     console.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
     out.with_suffix(".log").write_text(console.export_text(), "utf-8")
+
+
+def _visible_gpus(device: str) -> int | None:
+    """None for a single one: a job that was given one GPU says nothing of its node."""
+    import torch
+
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    return count if count > 1 else None
 
 
 def _page(built: Any, settings: Any) -> str:

@@ -279,6 +279,7 @@ def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
     return replace(
         given,
         parallel=found.parallel,
+        tp=found.tp,
         pp=found.pp,
         packing=found.packing,
         sharding=found.sharding,

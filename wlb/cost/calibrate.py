@@ -193,18 +193,19 @@ def _slower_tables(
     factors: tuple[float, float],
     provenance: Provenance,
 ) -> tuple[AttentionTable, ...]:
-    made: list[AttentionTable] = []
+    first: list[AttentionTable] = []  # also what stands for `auto` where no device is asked
+    rest: list[AttentionTable] = []
     for table in tables:
         if wanted is not None and table is not wanted:
-            made.append(table)
+            rest.append(table)
             continue
         slower = _slower_table(table, *factors, provenance)
         others = tuple(b for b in table.backends if backend is not None and b != backend)
         if others:  # they were not measured
-            made.append(replace(table, backends=others))
+            rest.append(replace(table, backends=others))
             slower = replace(slower, backends=(backend,))
-        made.append(slower)
-    return tuple(made)
+        first.append(slower)
+    return (*first, *rest)
 
 
 def _slower_layer(

@@ -32,6 +32,7 @@ from wlb.spec import ModelSpec
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
 """Shipped profiles whose collectives stand in where they were not measured."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
+"""Where a machine does not say: what a cluster's nodes have as a rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,12 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What all blocks of a profile are stamped with. environment: what `run_sweep` gives."""
+    """What all blocks of a profile are stamped with. environment: what `run_sweep` gives.
+    ranks_per_node: of the cluster; None: 8 GPUs, a CPU's processes all on one node."""
 
     name: str
     environment: Mapping[str, Any]
+    ranks_per_node: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -108,7 +111,7 @@ def build(
         name=origin.name,
         device=origin.environment["name"],
         dtype=origin.dtype,
-        ranks_per_node=RANKS_PER_NODE[origin.environment["device"]],
+        ranks_per_node=origin.ranks_per_node or RANKS_PER_NODE[origin.environment["device"]],
         provenance=origin.provenance(
             source,
             backend=", ".join(dict.fromkeys(a.table.backends[0] for a in attention)),

@@ -18,7 +18,7 @@ import numpy as np
 from wlb.cost import TokenCaps, token_caps
 from wlb.simulate.memory import pass_bytes, rest_bytes
 from wlb.simulate.order import Kind, Order, pipeline_order
-from wlb.spec import PLANNED_MEMORY, Policy, Recompute, RunSpec, Schedule, check
+from wlb.spec import PLANNED_MEMORY, ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
 
 GIB = 2**30
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
@@ -155,7 +155,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: Choices) -> Layouts:
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
-        shaped = replace(spec, parallel=parallel)
+        shaped = _with_parallel(spec, parallel)
         if _is_refused(shaped, out):
             continue
         for piped in _pipelines(shaped, choices):
@@ -168,6 +168,12 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: Choices) -> Layouts:
     if not out.candidates:
         raise ValueError(_nothing(gpus, out))
     return out
+
+
+def _with_parallel(spec: RunSpec, parallel: ParallelSpec) -> RunSpec:
+    """`tp.overlap` is for layouts that have something to overlap."""
+    overlap = spec.tp.overlap and parallel.tp > 1
+    return replace(spec, parallel=parallel, tp=replace(spec.tp, overlap=overlap))
 
 
 def _degrees(gpus: int, choices: Choices) -> Iterator[tuple[int, int, int, int]]:
@@ -198,7 +204,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         if axis == "pp":
             alone = spec.parallel
         try:
-            check(replace(spec, parallel=alone, pp=plain))
+            check(replace(_with_parallel(spec, alone), pp=plain))
         except ValueError as error:
             out.refuse(reason, spec, str(error))
             return True
