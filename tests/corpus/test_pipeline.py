@@ -227,6 +227,20 @@ def test_other_arguments_never_replace_a_store_unless_told(corpus, tmp_path):
     assert not (tmp_path / "x-heldout.idx").exists()
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_store_of_ones_own_in_the_held_out_place_stays(corpus, tmp_path, fraction, overwrite):
+    """Validation data of another origin, named as held-out data are."""
+    theirs, out = tmp_path / "mix-heldout", tmp_path / "mix"
+    prepare_store(options(corpus, theirs, heldout_fraction=0.0))
+    before = contents(theirs, SUFFIXES[:3])
+    asked = {"heldout_fraction": fraction, "overwrite": overwrite}
+    with pytest.raises(ValueError, match=r"mix-heldout is a store that was not made together with"):
+        prepare_store(options(corpus, out, **asked))
+    assert contents(theirs, SUFFIXES[:3]) == before
+    assert not out.with_name("mix.idx").exists()
+
+
 def test_going_on_with_something_else_names_the_difference(corpus, tmp_path):
     out = tmp_path / "x"
     with pytest.raises(Interrupt):

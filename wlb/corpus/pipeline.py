@@ -102,6 +102,7 @@ def prepare_store(
     with locked(store_path(options.out, ".lock")):
         found = _finished(options, manifest, files)
         if found is None:
+            _check_heldout(options, manifest)
             listed = {str(reason): count for reason, count in skipped.items()}
             num_shards, num_kept = _prepare(options, choice, files, manifest, listed, report)
             found = _finished(options, manifest, files)
@@ -113,6 +114,31 @@ def prepare_store(
 
 def _unseen(status: Status) -> None:
     del status
+
+
+def _check_heldout(options: PrepareOptions, manifest: Manifest) -> None:
+    """ValueError where OUT-heldout is a store of its own, which would be replaced or removed: one
+    that neither this call, interrupted, nor the one that made OUT has left."""
+    heldout = f"{options.out}-heldout"
+    if not store_path(heldout, ".idx").exists():
+        return
+    ours = {_mark_of(options.out)} - {None}
+    if options.heldout_fraction:
+        ours.add(manifest_digest(manifest))
+    if _mark_of(heldout) not in ours:
+        raise ValueError(
+            f"{heldout} is a store that was not made together with {options.out}, whose held-out "
+            f"documents go there; write to another --out, or move it away"
+        )
+
+
+def _mark_of(prefix: str) -> str | None:
+    """Digest of the manifest that made a store; None where there is none, or none that says."""
+    try:
+        info = TokenStore(prefix).info
+    except ValueError:
+        return None
+    return None if info is None else info.preparation.get("manifest")
 
 
 def _finished(
