@@ -100,6 +100,25 @@ def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
         stage.set_reshard_after_backward(is_last)
 
 
+def widen_gradients(stage: nn.Module) -> None:
+    """Add gradients that were made outside of FSDP's own backward pass to those of the passes
+    before, in the dtype that they are reduced in.
+
+    FSDP does so after a module's backward pass. Weights' passes of zero-bubble schedules come
+    later, several in a row at a step's end: left to autograd, bfloat16 gradients of a step's
+    micro-batches would be added in bfloat16. Nothing where gradients have that dtype already.
+    """
+    for module in stage.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+        # 2.11 has one group a module.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum gradients that are still partial over the tp axis (norm weights where FSDP is absent)."""
     for parameter in parameters:

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from wlb.parallel.clock import Part, Pass, StepClock
+from wlb.parallel.data import widen_gradients
 from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.position import Position
 from wlb.spec import Schedule
@@ -121,6 +122,7 @@ class VarLenStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         with self._timed(Pass.WEIGHT, bwd_chunk_id, Part.LAYERS):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+            widen_gradients(self.submod)
 
     def _timed(self, kind: Pass, micro_batch: int, first: Part) -> AbstractContextManager[None]:
         self._position.chunk(kind, self.stage_index, micro_batch)
