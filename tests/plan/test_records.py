@@ -1,6 +1,7 @@
 """Records: literal splits, cuts, views, digests, refusals."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,15 @@ def test_predicted_metrics() -> None:
     assert (metrics.num_documents, metrics.num_tokens, metrics.num_targets) == (3, 16, 13)
     assert StepMetrics.from_json(json.loads(json.dumps(metrics.to_json()))) == metrics
     assert imbalance(int_array("w", [0, 0])) == 1.0
+
+
+def test_a_token_that_is_trained_early_does_not_cancel_another_ones_delay() -> None:
+    # At step 3: 5 tokens a step late, 2 in time, 9 two steps early.
+    pieces = replace(plan().pieces, arrival=int_array("arrival", [2, 3, 5]))
+    metrics = predict(replace(plan(), pieces=pieces))
+    assert (metrics.mean_delay, metrics.max_delay) == (5 / 16, 1)
+    early = replace(plan(), pieces=plan().pieces.stamped(4))
+    assert (predict(early).mean_delay, predict(early).max_delay) == (0.0, 0)
 
 
 def test_digest_sees_bytes_order_and_kind() -> None:

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from wlb.corpus import GlobalBatches, LengthSource
+from wlb.corpus import GlobalBatches, LengthSource, TokenStoreWriter
 from wlb.cost import FlopsWorkload
 from wlb.packing import (
     BoundedPacker,
@@ -19,8 +20,9 @@ from wlb.packing import (
     PackerOptions,
     VarLenPacker,
 )
-from wlb.plan import PlannerState, StepPlan, int_array
-from wlb.planner import Planner, deal
+from wlb.plan import PlannerState, StepPlan, digest, int_array
+from wlb.planner import Planner, deal, open_heldout_planner
+from wlb.spec import load, system_choice
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
@@ -257,6 +259,35 @@ def test_lengths_of_several_epochs_come_in_another_order_each() -> None:
     )
     with pytest.raises(ValueError, match="9"):
         next(refusing.steps())
+
+
+SYSTEMS = [
+    *(system_choice(name, memory_gib=1) for name in ("plain_4d", "fixed_4d", "paper", "wlb")),
+    ("packing.policy=fixed", "packing.window_batches=4"),
+    ("packing.policy=bounded", "packing.num_micro_batches=3", "packing.max_delay=2"),
+    ("packing.queue_thresholds=[0.2]", "packing.hold=3", "packing.s_max=2.0"),
+]
+METHODS = [
+    (f"packing.method={name}",)
+    for name in ("fixed_length", "random_padding", "multipack_posid", "random_posid")
+]
+
+
+@pytest.mark.parametrize("trained", [SYSTEMS, METHODS])
+def test_held_out_windows_are_the_same_whatever_is_trained(
+    tmp_path: Path, trained: list[tuple[str, ...]]
+) -> None:
+    store = str(tmp_path / "heldout")
+    with TokenStoreWriter(store, vocab_size=10) as writer:
+        for length in np.random.default_rng(3).integers(1, 120, 60).tolist():
+            writer.add([1] * length)
+    found = set[tuple[int, ...]]()
+    for overrides in trained:
+        data = ["data.context_window=128", "data.num_micro_batches=2"]
+        spec = load("demo_single", [*data, *(o for o in overrides if "memory_gib" not in o)])
+        plans = open_heldout_planner(spec, store, "cpu").steps()
+        found.add(tuple(digest(*p.packing.pieces.columns().values()) for p in plans))
+    assert len(found) == 1
 
 
 def test_pipelines_get_their_micro_batches_and_equal_rows() -> None:

@@ -21,10 +21,11 @@ class StepMetrics:
     mean_workload_ns with it, is of the forward latencies of the steps that `telemetry` is of; None
     and 0 where none is written (off, or not this step's turn). Delays are in iterations per token:
     mean_delay and max_delay: the step that trains a token less the step that was next when its
-    global batch came. loss: mean of the valid labels, in nats; grad_norm: before clipping;
-    step_time_s: on the rank that writes it; None where not measured. cp_imbalance is slowest rank /
-    mean rank of predicted attention time, and sharding_counts how often a strategy was chosen; from
-    packing alone they are not known yet.
+    global batch came, 0 where it is trained before (policies that pack several batches). loss: mean
+    of the valid labels, in nats; grad_norm: before clipping; step_time_s: on the rank that writes
+    it; None where not measured. cp_imbalance is slowest rank / mean rank of predicted attention
+    time, and sharding_counts how often a strategy was chosen; from packing alone they are not known
+    yet.
     """
 
     step: int
@@ -74,10 +75,11 @@ def imbalance(workload_ns: IntArray) -> float:
 
 
 def token_delay(plan: PackingPlan) -> tuple[float, int]:
-    """Mean (over tokens) and maximum delay of a plan's pieces, in iterations."""
+    """Mean (over tokens) and maximum delay of a plan's pieces, in iterations; early ones have 0."""
     if not len(plan.pieces):
         return 0.0, 0
-    delay = plan.step - plan.pieces.arrival
+    # Policies that pack several batches train some tokens early; they cancel nobody's delay.
+    delay = np.maximum(plan.step - plan.pieces.arrival, 0)
     return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
 
 

@@ -48,7 +48,7 @@ from wlb.plan import (
 from wlb.planner.deal import deal
 from wlb.planner.targets import counted, counter_of, uncounted
 from wlb.sharding import NAMES, shard
-from wlb.spec import BinMethod, Policy, Remainder, RunSpec
+from wlb.spec import BinMethod, Policy, Remainder, RunSpec, WindowCut
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
 """FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
@@ -309,6 +309,7 @@ _PLAIN_PACKING: dict[str, Any] = {
     "method": "",
     "packs": "",
     "num_micro_batches": 0,
+    "window_cut": WindowCut.ANYWHERE,
     "layout": Layout.SEPARATE,
     "bin_method": BinMethod.NEXT_FIT,
     "bin_windows": 1,
