@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
@@ -151,9 +152,21 @@ SHORT = {name: case for name, case in CASES.items() if max(case.lengths) < (512,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sdpa_as_on_gpu(monkeypatch, case, dtype):
     """What other devices run, on this one: no log-sum-exp, forward computed again in backward."""
+    plain, was_deterministic = F.scaled_dot_product_attention, list[bool]()
+
+    def attention(q, k, v, **options):
+        # With fewer key heads, or with enable_gqa, CUDA's float32 has a quadratic kernel only.
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        assert not options.get("enable_gqa")
+        was_deterministic.append(torch.are_deterministic_algorithms_enabled())
+        return plain(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(sdpa, "_forward_on_cpu", sdpa._forward_elsewhere)
     monkeypatch.setattr(sdpa, "_backward_on_cpu", sdpa._backward_elsewhere)
     check_parity(case, "sdpa", dtype)
+    assert set(was_deterministic) == {False, True}  # on for backward only
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 segment = st.tuples(st.integers(0, 40), st.integers(0, 60)).map(lambda n: (n[0], n[0] + n[1]))

@@ -226,8 +226,10 @@ def two_steps(world: World, case: Case, enabled: bool) -> tuple[StepTimes, StepT
         executor.train_step(plan, Reader(), loss_scale=1.0)
     if executor.clock is None:
         return None
-    before = executor.clock.take()
+    before, position = executor.clock.take(), executor.position.num_changes
     executor.evaluate(plan, Reader())
+    # A rank that stood still for `training.timeout_s` would be ended.
+    assert executor.position.num_changes >= position + 4
     return before, executor.clock.take()
 
 

@@ -253,6 +253,10 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "order; set data.num_micro_batches to at least 8, or pp.schedule = interleaved_1f1b",
         ),
         (
+            {"parallel__pp": 2, "pp__weight_delay": 2},
+            "pp.weight_delay = 2 with pp.schedule = interleaved_1f1b: only interleaved_zero_bubble",
+        ),
+        (
             {"parallel__pp": 4, "pp__schedule": "1f1b", "packing__num_micro_batches": 3},
             "set packing.num_micro_batches to at least 4",
         ),

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wlb.kernels.deterministic import deterministic
 from wlb.kernels.prefix import (
     flash_backward,
     flash_forward,
@@ -200,7 +201,7 @@ def _backward_on_cpu(
 
 
 def _repeat_heads(x_BGKD: Tensor, num_heads: int) -> Tensor:
-    """The CPU kernel takes a key head for every query head."""
+    """A key head for every query head."""
     repeats = num_heads // x_BGKD.shape[1]
     return x_BGKD if repeats == 1 else x_BGKD.repeat_interleave(repeats, 1)
 
@@ -215,14 +216,14 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
 def _forward_elsewhere(
     c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Torch chooses a kernel and tells no log-sum-exp: zeros stand for it."""
+    """Torch chooses a kernel and tells no log-sum-exp: zeros stand for it.
+
+    Heads are repeated here, since the one kernel for float32 whose memory is linear in a document's
+    length takes a key head for every query head.
+    """
+    k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     out_BHQD = F.scaled_dot_product_attention(
-        q_BHQD,
-        k_BGKD,
-        v_BGKD,
-        attn_mask=c.mask_B1QK,
-        is_causal=c.mask_B1QK is None,
-        enable_gqa=q_BHQD.shape[1] != k_BGKD.shape[1],
+        q_BHQD, k_BHKD, v_BHKD, attn_mask=c.mask_B1QK, is_causal=c.mask_B1QK is None
     )
     return out_BHQD, out_BHQD.new_zeros(out_BHQD.shape[:3], dtype=_wide(out_BHQD))
 
@@ -231,11 +232,12 @@ def _backward_elsewhere(
     c: _Class, grad_BHQD: Tensor, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *unused: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the padding must be zero here."""
-    leaves = [x.detach().requires_grad_() for x in (q_BHQD, k_BGKD, v_BGKD)]
-    with _autograd():
+    repeated = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
+    leaves = [x.detach().requires_grad_() for x in (q_BHQD, *repeated)]
+    with _autograd(), deterministic():
         out_BHQD, _ = _forward_elsewhere(c, *leaves)
         dq, dk, dv = torch.autograd.grad(out_BHQD, leaves, grad_BHQD)
-    return dq, dk, dv
+    return dq, _sum_heads(dk, k_BGKD.shape[1]), _sum_heads(dv, k_BGKD.shape[1])
 
 
 @contextmanager

@@ -8,13 +8,11 @@ flag there. Backward adds in a fixed order, as the other backends do.
 Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.attention.varlen  # registers the operators
 from torch import Tensor
 
+from wlb.kernels.deterministic import deterministic
 from wlb.kernels.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,7 +55,7 @@ class TorchVarlenBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         # The state of dropout's random numbers; forward returns the same zeros, without dropout.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
-        with _deterministic():
+        with deterministic():
             dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(
                 grad_THD,
                 q_THD,
@@ -78,21 +76,6 @@ class TorchVarlenBackend:
 
 
 TORCH_VARLEN = TorchVarlenBackend()
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """The operator has no argument for it and looks at the process's setting.
-
-    Not by torch.use_deterministic_algorithms, which changes settings of the compiler too.
-    """
-    is_on = torch._C._get_deterministic_algorithms()
-    is_warn_only = torch._C._get_deterministic_algorithms_warn_only()
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(is_on, warn_only=is_warn_only)
 
 
 def _check(q_THD: Tensor) -> None:

@@ -147,7 +147,10 @@ class Executor:
         else:
             assert tokens is not None
             (module,) = self.stages.values()
-            losses = [module(t, rows=r) for t, r in zip(tokens, rows, strict=True)]
+            losses: list[Tensor] = []
+            for i, (t, r) in enumerate(zip(tokens, rows, strict=True)):
+                self.position.chunk(Pass.FORWARD, 0, i)
+                losses.append(module(t, rows=r))
         return self._sum(losses)
 
     def _sum(self, losses: list[Tensor]) -> Tensor:

@@ -7,8 +7,16 @@ from wlb.parallel.position import words
 
 _OUT_OF_TIME = ("timed out", "timeout", "Timed out", "Timeout")
 _MOST_OTHERS = 16
-_WAITS = ("torch/distributed/", "wlb/parallel/collectives.py", "wlb/parallel/context_op.py")
-"""Parts of a file's path: what waits for other ranks has one of them in the end of its stack."""
+_WAITS = (
+    "torch/distributed/",
+    "wlb/parallel/collectives.py",
+    "wlb/parallel/context_op.py",
+    "wlb/train/reduce.py",
+    "wlb/train/evaluate.py",
+    "wlb/train/telemetry.py",
+)
+"""Parts of a file's path: what waits for other ranks has one of them in the end of its stack. On
+CUDA collectives are only posted, and a rank waits where it reads what came of them."""
 _INNERMOST = 8
 
 

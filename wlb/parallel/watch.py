@@ -42,6 +42,9 @@ from wlb.parallel.position import Position
 _SETTLE_S = 2.0
 _STACKS_S = 2.0
 _LAST_LINES = 20
+_MOST_CHARACTERS = 4000
+_MOST_BYTES = 1 << 22
+"""Of a message: a failure's lines and a stack, four bytes a character."""
 _DEPUTY_S = 5.0
 
 
@@ -107,8 +110,8 @@ class Watch:
         while cause.__cause__ is not None:  # torch's schedules wrap what a stage raises
             cause = cause.__cause__
         self._failure = {
-            "error": traceback.format_exception_only(cause)[0].strip(),
-            "lines": "".join(lines).splitlines()[-_LAST_LINES:],
+            "error": _short(traceback.format_exception_only(cause)[0].strip()),
+            "lines": [_short(line) for line in "".join(lines).splitlines()[-_LAST_LINES:]],
         }
         self._wake.set()
         self._thread.join(timeout=self.options.silence_s + _SETTLE_S + 2 * _STACKS_S + _DEPUTY_S)
@@ -182,6 +185,11 @@ class Watch:
         )
 
 
+def _short(text: str) -> str:
+    """A compiler's message can be of any length; rank 0 reads lines of `_MOST_BYTES`."""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
 class _Server:
     """Rank 0's view of all ranks, in a thread with an event loop of its own."""
 
@@ -216,7 +224,7 @@ class _Server:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._listen, sock=self._socket)
+        server = await asyncio.start_server(self._listen, sock=self._socket, limit=_MOST_BYTES)
         async with server:
             while not await self._is_over():
                 await asyncio.sleep(self.options.beat_s(self.world.world_size) / 2)

@@ -289,6 +289,11 @@ def _check_pipeline(spec: RunSpec) -> None:
             f"pp.schedule = '1f1b' takes one stage a rank, got pp.virtual_stages = {v}; set it to "
             f"1 or use pp.schedule = 'interleaved_1f1b'"
         )
+    if spec.pp.weight_delay != 1 and spec.pp.schedule != Schedule.INTERLEAVED_ZERO_BUBBLE:
+        raise ValueError(
+            f"pp.weight_delay = {spec.pp.weight_delay} with pp.schedule = {spec.pp.schedule}: only "
+            f"interleaved_zero_bubble has weights' passes that could wait; leave it 1"
+        )
     _check_stage_layers(spec)
     _check_schedulable(spec, spec.num_windows, "data.num_micro_batches")
     _check_schedulable(spec, spec.num_micro_batches, "packing.num_micro_batches")
