@@ -108,7 +108,11 @@ class PackingSection:
         "does to training (var_len); 0 = a queue waits until it has M",
         unit="steps",
     )
-    max_delay: int = key(10, "D: most steps a document is held back (bounded)", unit="steps")
+    max_delay: int = key(
+        10,
+        "D: most steps a document is held back, as far as step_tokens permit (bounded)",
+        unit="steps",
+    )
     delay_price: float = key(
         0.0,
         "what holding a global batch back for a step may cost (bounded); 0 = 0.15 / sqrt(N)",

@@ -55,7 +55,9 @@ class TelemetrySection:
         3, "first steps of a start that the summary and --calibrate leave out", unit="steps"
     )
     drift_threshold: float = key(
-        0.15, "--calibrate calls a term drifted if measured / predicted is further from 1"
+        0.15,
+        "--calibrate calls a term drifted if its measured / predicted over the median of the "
+        "others' is further from 1",
     )
     ranks_interval: int = key(
         10,
