@@ -1,7 +1,8 @@
 """Runs experiments one after the other and goes on where it was stopped.
 
     python -m experiments.run --list
-    python -m experiments.run all                    # what has not finished at this commit yet
+    python -m experiments.run all                    # what has not finished at this commit yet;
+                                                     # all of it: 16 hours, 11 of them convergence
     python -m experiments.run all --lengths FILE     # also on a file of document lengths
     python -m experiments.run fig07 table1 --quick
 
@@ -41,7 +42,8 @@ class Experiment:
     """A line of the registry.
 
     module: below `experiments`, or with a dot in full. paper: its figure or table, "" for none of
-    them. minutes: roughly, on one core. takes: which of --quick and --lengths it knows.
+    them. minutes: roughly, on one core, convergence's on two. takes: which of --quick and --lengths
+    it knows.
     """
 
     name: str
@@ -91,8 +93,8 @@ REGISTRY = (
     Experiment("padding_waste", "padding_waste", "", 0.5, "padding, packing, their costs", BOTH),
     Experiment("packing_methods", "packing_methods", "", 0.5, "rows, steps of methods", "--quick"),
     Experiment("packing_training", "experiments.packing_methods.training", "", 90, "the methods trained, measured", "--quick"),  # noqa: E501
-    Experiment("convergence", "convergence", "Figure 16", 1100, "loss by packing policy, measured", "--quick"),  # noqa: E501
-    Experiment("kill_points", "kill_points", "", 15, "runs killed at random, measured", "--quick"),
+    Experiment("convergence", "convergence", "Figure 16", 660, "loss by packing policy, measured", "--quick"),  # noqa: E501
+    Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
     Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
