@@ -3,7 +3,7 @@
 `python -m experiments.table1` prices nothing and runs nothing: it counts parameters and takes
 `wlb.cost.memory_estimate` of the pipeline rank that needs most, for windows (Plain-4D) and for
 var_len packing with S_max 1.1. A configuration that does not fit is tried with selective and then
-full recomputation of activations, where `training.recompute` is a key.
+full recomputation of activations.
 
 "Fits" is 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for what the estimate
 leaves out: CUDA context, NCCL's buffers, fragmentation.
@@ -207,8 +207,6 @@ def words(fits: list[Fit]) -> str:
         text += f" Recomputation was needed for {'; '.join(needed)}."
     if failing:
         text += f" These do not fit: {', '.join(failing)}."
-    if len(recompute_levels()) == 1:
-        text += " Runs cannot recompute activations yet, so nothing else was tried."
     return text
 
 
