@@ -7,7 +7,7 @@ import pytest
 from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import FlopsWorkload
 from wlb.packing.compare import compare, solver_packers, variants_of
-from wlb.plan import GlobalBatch
+from wlb.plan import GlobalBatch, Layout
 from wlb.spec import PackingSection, Policy, RunSpec, check
 
 C = 2048
@@ -70,6 +70,43 @@ def test_rows_that_cannot_be_are_left_out() -> None:
     assert not any(label.startswith("bounded") for label in labels)
     labels = [r.label for r in variants_of(spec(queue_thresholds=()))]
     assert sum("var_len" in label for label in labels) == 1
+
+
+@pytest.mark.parametrize("m", [3, 6])
+def test_windows_are_as_many_as_a_global_batch_brings_whatever_the_run_packs(m: int) -> None:
+    run = spec(policy=Policy.BOUNDED, num_micro_batches=m)
+    made = list(compare(run, batches(12), COST))
+    assert len({r.summary.num_tokens for r in made}) == 1
+    for each in made:
+        if each.summary.policy in ("original", "fixed"):
+            assert set(each.tokens.tolist()) == {4 * C}
+        if each.summary.policy == "capacity":
+            assert each.summary.longest_step <= 4 * C
+    numbers = {r.label: r.section.num_micro_batches for r in variants_of(run)}
+    assert {label.split()[0] for label, number in numbers.items() if number == m} == {
+        "var_len",
+        "bounded",
+    }
+    ((_, solver),) = solver_packers(run, COST, windows=(1,), time_limit_s=2.0)
+    assert solver.num_micro_batches == 4
+
+
+def test_a_number_of_micro_batches_that_says_the_same_is_not_another_row() -> None:
+    plain, same = (spec(policy=Policy.ORIGINAL, num_micro_batches=m) for m in (0, 4))
+    assert [r.label for r in variants_of(same)] == [r.label for r in variants_of(plain)]
+
+
+def test_policies_that_balance_keep_documents_apart() -> None:
+    rows = variants_of(spec(policy=Policy.EXAMPLES, layout=Layout.PADDED))
+    by_policy = {r.section.policy: r.section.layout for r in rows}
+    assert by_policy == {
+        Policy.EXAMPLES: Layout.PADDED,
+        Policy.ORIGINAL: Layout.PADDED,
+        Policy.CAPACITY: Layout.PADDED,
+        Policy.FIXED: Layout.SEPARATE,
+        Policy.VAR_LEN: Layout.SEPARATE,
+        Policy.BOUNDED: Layout.SEPARATE,
+    }
 
 
 def test_everyone_packs_the_same_documents() -> None:

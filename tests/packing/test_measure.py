@@ -1,6 +1,6 @@
 """Every number of a PackingSummary on cases small enough to work out by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ import pytest
 from wlb.cost import FlopsWorkload
 from wlb.packing import FixedPacker, OriginalPacker, PackerOptions, VarLenPacker, measure
 from wlb.packing.base import PolicyPacker, build_plan
-from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces
+from wlb.packing.measure import PackingSummary
+from wlb.plan import Carry, Documents, GlobalBatch, Layout, PackingPlan, Pieces
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
 
@@ -73,6 +74,25 @@ def test_imbalance_in_its_three_times_and_its_three_means() -> None:
     assert s.imbalance_step == s.imbalance  # this cost has one ratio of forward to backward
     assert s.step_time_weighted == s.imbalance_time_weighted
     assert s.lower_bound == pytest.approx(1.25)  # the 20 alone is 1.5 of the mean
+
+
+def test_padding_and_joined_documents_are_priced_as_they_are_computed() -> None:
+    # 20 and 10 in one micro-batch, 10 in the other.
+    seen: dict[Layout, PackingSummary] = {}
+    for layout in Layout:
+        packer = scripted(((0, 1), (2,)))
+        packer = replace(packer, options=replace(packer.options, layout=layout))
+        seen[layout] = measure(packer, [batch(0, [20, 10, 10])], cost=COST).summary
+    # Forward: 600 + 200 | 200 apart, 600 + 600 | 200 padded, 30 x 30 + 300 = 1200 | 200 joined.
+    apart, padded, joined = (seen[layout] for layout in Layout)
+    assert apart.imbalance == pytest.approx(800 * 2 / 1000)
+    assert padded.imbalance == joined.imbalance == pytest.approx(1200 * 2 / 1400)
+    assert apart.imbalance_attention == pytest.approx(500 * 2 / 600)
+    assert padded.imbalance_attention == pytest.approx(800 * 2 / 900)
+    assert joined.imbalance_attention == pytest.approx(900 * 2 / 1000)
+    for s in seen.values():
+        assert s.imbalance_step == pytest.approx(s.imbalance)  # what packing reckons with
+        assert 1.0 <= s.lower_bound <= s.imbalance
 
 
 def test_forward_and_both_passes_are_told_apart() -> None:

@@ -111,6 +111,31 @@ def test_nothing_left_to_try() -> None:
         tune(SPEC, batches(2), COST, grid=GRID, delay_budget=-1)
 
 
+def test_settings_without_room_for_a_global_batch_are_left_out() -> None:
+    """Three micro-batches of 1.1 windows hold no global batch of four, of 1.4 just so."""
+    run = replace(SPEC, packing=PackingSection(num_micro_batches=3, s_max=1.5))
+    grid = Grid(thresholds=(0.2,), s_max=(1.1, 4 / 3, 1.4), step_tokens=(0.0,), prices=(1.0,))
+    points = tune(run, batches(12), COST, grid=grid).points
+    assert [(p.section.s_max, p.section.policy) for p in points] == [
+        (1.4, Policy.VAR_LEN),
+        (1.4, Policy.VAR_LEN),
+        (1.4, Policy.BOUNDED),
+    ]
+    with pytest.raises(ValueError, match="no S_max leaves room for a global batch"):
+        tune(run, batches(2), COST, grid=replace(grid, s_max=(1.1,)))
+
+
+def test_a_hold_is_not_tuned_and_the_settings_say_so() -> None:
+    held = PackingSection(hold=2, queue_thresholds=(0.2,))
+    ours = tune(replace(SPEC, packing=held), batches(8), COST, grid=GRID).points
+    usual = tune(SPEC, batches(8), COST, grid=GRID).points
+    for mine, point in zip(ours, usual, strict=True):
+        assert mine.objectives == point.objectives
+        assert mine.section.hold == 0
+        undone = mine.section.policy == Policy.VAR_LEN
+        assert mine.overrides == (*point.overrides, *["packing.hold=0"] * undone)
+
+
 def test_a_queue_setting_is_written_as_a_list() -> None:
     section = PackingSection(queue_thresholds=(0.2, 0.5), s_max=1.25)
     summary = measure(packer_for(replace(SPEC, packing=section), COST), batches(3), cost=COST)

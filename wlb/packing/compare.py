@@ -1,7 +1,9 @@
 """All policies on the same global batches: the rows of `wlb plan`.
 
 The variants are derived from a run's own [packing] section, so that its S_max, T, thresholds and
-maximum delay are what everyone is held to; the run's own policy is marked.
+maximum delay are what everyone is held to; the run's own policy is marked. Policies whose
+micro-batches are windows make N of them, and those that balance keep documents apart, whatever
+number and layout the run has: a run with such a policy could have no other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +13,8 @@ from wlb.cost import WorkloadModel
 from wlb.packing.base import Packer
 from wlb.packing.ilp import IlpFixedPacker, IlpOptions
 from wlb.packing.measure import PackingRun, measure
-from wlb.packing.policies import options_for, packer_for
-from wlb.plan import GlobalBatch
+from wlb.packing.policies import has_room, options_for, packer_for
+from wlb.plan import GlobalBatch, Layout
 from wlb.spec import BinMethod, PackingSection, Policy, RunSpec, WindowCut
 
 CONSTANT_TOKENS = 1.1
@@ -31,23 +33,23 @@ class Variant:
 def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     """The comparison's rows; the run's own policy comes first and is not repeated."""
     base = spec.packing
+    if base.num_micro_batches == spec.num_windows:
+        base = replace(base, num_micro_batches=0)  # says the same, as the other rows do
     own = Variant(label=f"{_own(base)} (run)", section=base, is_own=True)
+    windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
     others = [
-        ("original", replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
-        ("original, long whole", _original_whole(base)),
+        ("original", replace(windows, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
+        ("original, long whole", _original_whole(windows)),
+        *[(f"fixed, W = {w}", _fixed(_in_windows(apart), w)) for w in (1, 2, 4, 8)],
         *[
-            (f"fixed, W = {w}", replace(base, policy=Policy.FIXED, window_batches=w))
-            for w in (1, 2, 4, 8)
-        ],
-        *[
-            (f"var_len {_listed(levels)}", _var_len(base, levels))
+            (f"var_len {_listed(levels)}", _var_len(apart, levels))
             for levels in _queue_levels(base.queue_thresholds)
         ],
-        *_bounded(base),
-        ("capacity, BFD", _capacity(base)),
+        *_bounded(apart),
+        ("capacity, BFD", _capacity(windows)),
     ]
     rest = [Variant(label=label, section=section) for label, section in others]
-    return (own, *(v for v in rest if v.section != base and _can_catch_up(spec, v.section)))
+    return (own, *(v for v in rest if v.section != base and has_room(spec, v.section)))
 
 
 def compare(
@@ -66,7 +68,8 @@ def solver_packers(
     spec: RunSpec, cost: WorkloadModel, *, windows: Sequence[int] = (1, 2), time_limit_s: float
 ) -> tuple[tuple[str, Packer], ...]:
     """The fixed-length solver (Eq. 1) over W batches, for rows beside the greedy ones."""
-    options = options_for(spec, cost)
+    section = replace(_in_windows(spec.packing), layout=Layout.SEPARATE)
+    options = options_for(replace(spec, packing=section), cost)
     return tuple(
         (
             f"solver, W = {w}",
@@ -76,6 +79,15 @@ def solver_packers(
         )
         for w in windows
     )
+
+
+def _in_windows(base: PackingSection) -> PackingSection:
+    """For policies that fill windows: as many micro-batches as a global batch has of them."""
+    return replace(base, num_micro_batches=0)
+
+
+def _fixed(base: PackingSection, window_batches: int) -> PackingSection:
+    return replace(base, policy=Policy.FIXED, window_batches=window_batches)
 
 
 def _original_whole(base: PackingSection) -> PackingSection:
@@ -93,15 +105,6 @@ def _capacity(base: PackingSection) -> PackingSection:
         bin_method=BinMethod.BEST_FIT_DECREASING,
         window_batches=1,
     )
-
-
-def _can_catch_up(spec: RunSpec, section: PackingSection) -> bool:
-    """Whether a step may take more than a batch brings; `bounded` cannot be without."""
-    if section.policy != Policy.BOUNDED:
-        return True
-    most = spec.num_micro_batches * section.s_max_tokens(spec.data.context_window)
-    cap = section.step_tokens_of(spec.tokens_per_step)
-    return min(most, cap or most) > spec.tokens_per_step
 
 
 def _bounded(base: PackingSection) -> list[tuple[str, PackingSection]]:

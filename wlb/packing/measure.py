@@ -3,7 +3,8 @@
 Imbalance is slowest x number / total of a step's micro-batches, of three predicted times: forward
 latency (Section 7.4), attention alone (Section 3.3), and forward + backward, which is what packing
 balances. The mean of the steps' ratios flatters a policy whose slow steps are also long ones, so
-the time-weighted ratio (sum of slowest / sum of means) stands beside it. `lower_bound` is what no
+the time-weighted ratio (sum of slowest / sum of means) stands beside it. What is priced are the
+segments that a plan's layout makes of its pieces, padding included. `lower_bound` is what no
 packing of the same documents into the same steps could go below: a step waits for its largest
 piece at least.
 
@@ -24,7 +25,7 @@ import numpy as np
 from wlb.cost import WorkloadModel
 from wlb.cost.flops import FloatArray
 from wlb.packing.base import Packer
-from wlb.plan import GlobalBatch, IntArray, PackingPlan, int_array, offsets_of
+from wlb.plan import GlobalBatch, IntArray, Layout, PackingPlan, int_array, offsets_of
 
 DELAY_BINS = 1024
 """Delays from here on share a bin of the histogram; the maximum is exact."""
@@ -142,13 +143,14 @@ class _Tally:
         self.num_micro_batches = plan.num_micro_batches
         self.tokens.append(plan.num_tokens)
         self.held.append(plan.num_held_tokens)
-        forward = self.cost.forward_latency_ns(pieces.length)
-        self.forward.append(_slowest_and_total(forward, plan.offsets))
-        attention = self.cost.attention_ns(pieces.length)
-        self.attention.append(_slowest_and_total(attention, plan.offsets))
+        lengths, offsets = _segments(plan)
+        self.forward.append(_slowest_and_total(self.cost.forward_latency_ns(lengths), offsets))
+        self.attention.append(_slowest_and_total(self.cost.attention_ns(lengths), offsets))
         self.step.append((int(plan.workload_ns.max()), int(plan.workload_ns.sum())))
-        mean = int(forward.sum()) / plan.num_micro_batches
-        self.bound.append(max(1.0, int(forward.max(initial=0)) / mean if mean else 1.0))
+        mean = self.forward[-1][1] / plan.num_micro_batches
+        # Of a piece in any layout: another packing could join it to less, or pad it less.
+        tallest = int(self.cost.forward_latency_ns(pieces.length).max(initial=0))
+        self.bound.append(max(1.0, tallest / mean if mean else 1.0))
 
     def ratios(self, pairs: list[tuple[int, int]]) -> FloatArray:
         """Imbalance of each step; 1 where a step has no work."""
@@ -234,8 +236,16 @@ def _mean(values: FloatArray) -> float:
     return float(values.mean()) if values.size else 1.0
 
 
+def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
+    """Rows of every segment, and which are a micro-batch's: shapes [n], [num_micro_batches + 1]."""
+    if plan.layout == Layout.SEPARATE:
+        return plan.pieces.length, plan.offsets
+    segments = [micro_batch.lengths for micro_batch in plan.micro_batches]
+    return np.concatenate(segments), offsets_of([each.size for each in segments])
+
+
 def _slowest_and_total(work: IntArray, offsets: IntArray) -> tuple[int, int]:
-    """(most, sum) of the micro-batches' work; work: of each piece in plan order."""
+    """(most, sum) of the micro-batches' work; work: of each segment in plan order."""
     running = np.concatenate([[0], np.cumsum(work)])
     each = running[offsets[1:]] - running[offsets[:-1]]
     return int(each.max()), int(each.sum())

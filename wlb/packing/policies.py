@@ -11,7 +11,7 @@ from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout
-from wlb.spec import PLANNED_MEMORY, Policy, RunSpec, check
+from wlb.spec import PLANNED_MEMORY, PackingSection, Policy, RunSpec, check
 
 GIB = 1 << 30
 MOST_AUTOMATIC_WINDOWS = 2
@@ -31,6 +31,17 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
         seed=spec.run.seed,
         layout=spec.packing.layout,
     )
+
+
+def has_room(spec: RunSpec, section: PackingSection) -> bool:
+    """Whether `section`'s steps hold a global batch, and with `bounded` more, to catch up with."""
+    if not section.varies_lengths:
+        return True
+    num = section.num_micro_batches or spec.num_windows
+    most = num * section.s_max_tokens(spec.data.context_window)
+    cap = section.step_tokens_of(spec.tokens_per_step)
+    is_bounded = section.policy == Policy.BOUNDED
+    return min(most, cap or most) >= spec.tokens_per_step + is_bounded
 
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:

@@ -12,6 +12,9 @@ recommended one has the least imbalance among those whose mean delay is within a
 iterations, the paper's figure); if none is, the one with the least delay, and `is_within_budget`
 says so.
 
+Settings whose steps could not hold a global batch (packing.num_micro_batches below N, with a small
+S_max) are left out. `packing.hold` is not tuned but set to 0: it takes the place of counting.
+
 Cost: one run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 from wlb.cost import WorkloadModel
 from wlb.packing.bounded import DELAY_PRICE
 from wlb.packing.measure import PackingSummary, measure
-from wlb.packing.policies import packer_for
+from wlb.packing.policies import has_room, packer_for
 from wlb.plan import GlobalBatch
 from wlb.spec import PackingSection, Policy, RunSpec
 
@@ -72,7 +75,7 @@ class Grid:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
                     continue  # S_max alone keeps a step below that
-                capped = replace(base, s_max=s_max, step_tokens=step_tokens)
+                capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
                 if Policy.VAR_LEN in self.policies:
                     yield from self._queues(replace(capped, policy=Policy.VAR_LEN))
                 if Policy.BOUNDED in self.policies and s_max > 1:
@@ -87,15 +90,17 @@ class Grid:
                 yield replace(section, queue_thresholds=thresholds)
 
     def size(self, base: PackingSection, num_micro_batches: int) -> int:
+        """Settings, those included that `tune_points` leaves out for want of room."""
         return sum(1 for _ in self.sections(base, num_micro_batches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePoint:
-    """A setting and what it did on the sample."""
+    """A setting and what it did on the sample. was_held: whether the run's own has a hold."""
 
     section: PackingSection
     summary: PackingSummary
+    was_held: bool = False
 
     @property
     def objectives(self) -> tuple[float, ...]:
@@ -110,6 +115,7 @@ class TunePoint:
         if s.policy == Policy.VAR_LEN:
             listed = ",".join(f"{t:g}" for t in s.queue_thresholds)
             out.append(f"packing.queue_thresholds=[{listed}]")
+            out += ["packing.hold=0"] if self.was_held else []
         else:
             out.append(f"packing.delay_price={s.delay_price:.4g}")
         return tuple(out)
@@ -149,10 +155,13 @@ def tune_points(
 ) -> Iterator[TunePoint]:
     """The points one after the other, so that a caller can show progress."""
     for section in grid.sections(spec.packing, spec.num_micro_batches):
+        if not has_room(spec, section):
+            continue
         section.check(spec.data.context_window)
         packer = packer_for(replace(spec, packing=section), cost)
         run = measure(packer, batches, cost=cost, label=_label(section))
-        yield TunePoint(section=section, summary=run.summary)
+        was_held = spec.packing.hold > 0
+        yield TunePoint(section=section, summary=run.summary, was_held=was_held)
 
 
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
@@ -167,7 +176,10 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
             "more global batches or lower thresholds"
         )
     if not tried:
-        raise ValueError("no setting is left to try: every T is at least S_max; give smaller ones")
+        raise ValueError(
+            "no setting is left to try: every T is at least S_max, or no S_max leaves room for a "
+            "global batch; give smaller T, or larger S_max"
+        )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
         best = min(good, key=lambda p: p.objectives)
