@@ -171,11 +171,11 @@ def _store(folder: Path, *, vocab_size: int, tokenizer: str | None) -> Path:
     return folder / "store"
 
 
-def _trained(tmp_path: Path, **data: Any) -> Path:
-    """An imported checkpoint that says it was trained on `data`."""
+def _trained(tmp_path: Path, imported: dict[str, Any] | None = None, **data: Any) -> Path:
+    """An imported checkpoint that says it was trained on `data`, and where it came from."""
     made = import_folder(write_hub(tmp_path / "hub", spec=SPEC), tmp_path / "imported")
     run = json.loads((made.checkpoint / "run.json").read_text("utf-8"))
-    del run["imported"]
+    run["imported"] = imported or {}
     run["spec"]["data"] = {"context_window": 640, **data}
     (made.checkpoint / "run.json").write_text(json.dumps(run), "utf-8")
     (made.checkpoint / "manifest.json").unlink()
@@ -195,6 +195,22 @@ def test_the_tokenizer_of_the_store_goes_along(tmp_path: Path, key: str) -> None
     assert beside == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w7"}
     config = json.loads((made.folder / "config.json").read_text("utf-8"))
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 640)
+
+
+@pytest.mark.parametrize(
+    ("window", "eos_ids", "positions", "expected"),
+    [(640, [5, 7], 8192, [5, 7]), (16384, [5], 16384, 7)],
+)
+def test_a_trained_import_keeps_what_the_model_was_made_for(
+    tmp_path: Path, window: int, eos_ids: list[int], positions: int, expected: list[int] | int
+) -> None:
+    """The store's end of text is 7; other ends that the model had stay beside it."""
+    store = _store(tmp_path / "stores", vocab_size=301, tokenizer="words.json")
+    imported = {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_ids": eos_ids}
+    saved = _trained(tmp_path, imported=imported, store=str(store), context_window=window)
+    config = json.loads((export(saved, tmp_path / "out").folder / "config.json").read_text("utf-8"))
+    told = (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"])
+    assert told == (positions, 1, expected)
 
 
 def test_a_tokenizer_is_never_guessed(tmp_path: Path) -> None:

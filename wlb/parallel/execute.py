@@ -212,4 +212,5 @@ class Executor:
         )
         if self.spec.training.compile:
             mark_lengths(made, attention.indices)
-        return moved.get("tokens"), made, [*moved.values(), cos, sin]
+        every = [*moved.values(), cos, sin, *attention.indices]
+        return moved.get("tokens"), made, every

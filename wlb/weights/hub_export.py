@@ -128,9 +128,11 @@ def _write_configs(saved: SavedModel, dtype: torch.dtype, eos_id: int | None, fo
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
     eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
-    if eos_id is not None:
+    if eos_id is not None and eos_id not in eos_ids:  # one of several ends texts, the others turns
         eos_ids = (eos_id,)
-    positions = imported.get("max_position_embeddings") or run["spec"]["data"]["context_window"]
+    # A run on shorter windows than the model was made for leaves it as long as it was.
+    window = run["spec"].get("data", {}).get("context_window", 0)
+    positions = max(imported.get("max_position_embeddings", 0), window)
     config = config_json(
         saved.spec, max_positions=positions, bos_id=bos_id, eos_ids=eos_ids, dtype=name_of(dtype)
     )
