@@ -61,9 +61,12 @@ def _pm(width: float, spec: str = ".4f") -> str:
 
 def _said(groups: Sequence[Group], g: Group) -> str:
     """As "bounded +0.0012 ± 0.0020 (noise)"."""
+    return f"{g.arm.title} {_difference(groups, g)}"
+
+
+def _difference(groups: Sequence[Group], g: Group) -> str:
     mean = float(g.differences(final).mean())
-    width = band(groups, g, final)
-    return f"{g.arm.title} {mean:+.4f}{_pm(width)} ({verdict(groups, g, final)})"
+    return f"{mean:+.4f}{_pm(band(groups, g, final))} ({verdict(groups, g, final)})"
 
 
 def _set_up(study: Study, groups: Sequence[Group]) -> str:
@@ -106,9 +109,12 @@ def _normalisers(groups: Sequence[Group]) -> str:
     said: list[str] = []
     for mean, constant in pairs:
         weight = mean.class_weights[-1]
+        beside = against(groups, mean.arm.name)
+        pair = [_difference(beside, g) for g in beside if g.arm == constant.arm]
         said.append(
             f"under a step's mean a label of a document of a window or more weighs {weight:.2f} "
-            f"with {mean.arm.title}; {_said(groups, mean)}, {_said(groups, constant)}"
+            f"with {mean.arm.title}; {_said(groups, mean)}, {_said(groups, constant)}; the "
+            f"constant's less the mean's {', '.join(pair) or 'has no seed in common'}"
         )
     return f"**Normaliser.** {_first_up('; '.join(said))}."
 
