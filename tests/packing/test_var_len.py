@@ -1,6 +1,7 @@
 """Algorithm 1, literally: queues, releases, placements, leftovers, the flush."""
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from wlb.cost import FlopsWorkload
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker
 from wlb.packing.var_len import place
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, predict
+from wlb.planner import Planner
 
 
 def packer(*, s_max: int = 12, thresholds: tuple[int, ...] = (6, 8), n: int = 2) -> VarLenPacker:
@@ -80,6 +82,36 @@ def test_held_outliers_leave_after_so_many_steps_however_many_there_are() -> Non
         replace(pack, literal=True)
     with pytest.raises(ValueError, match="hold = 2 holds nothing without queue_thresholds"):
         replace(pack, queue_thresholds=())
+
+
+def test_held_outliers_that_are_all_there_is_make_a_step_for_every_batch() -> None:
+    """Steps are what a hold counts, so a batch that makes none would hold them for ever."""
+    pack = replace(packer(thresholds=(6,), s_max=16), hold=2)
+    (plan,), carry = pack.push(batch(0, [6, 2]), pack.start())
+    assert documents(plan) == [[1], []]
+    made, delays = [plan], list[int]()
+    for i in range(1, 6):
+        (plan,), carry = pack.push(batch(i, [7, 8], first_id=2 * i), carry)
+        made.append(plan)
+        delays += (plan.step - plan.pieces.arrival).tolist()
+    # Each leaves a step early: the oldest batch of those that wait.
+    trained = [sorted(p.pieces.document.tolist()) for p in made]
+    assert trained == [[1], [0], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert delays == [1] * 9
+    none, same = pack.push(batch(6, [], first_id=12), carry)
+    assert none == ()
+    assert waiting(same) == waiting(carry) == [(1, 10), (1, 11)]
+    (first,), _ = pack.push(batch(0, [6, 8]), pack.start())
+    assert sorted(first.pieces.document.tolist()) == [0, 1]
+
+
+def test_an_endless_stream_of_held_outliers_is_planned() -> None:
+    made = Planner.for_lengths(
+        [7] * 50, context_window=8, num_micro_batches=2, queue_thresholds=(6,), epochs=0
+    )
+    held = replace(made, packer=replace(made.packer, hold=2), baseline=None)
+    plans = list(islice(held.steps(), 4))
+    assert [plan.step for plan in plans] == [0, 1, 2, 3]
 
 
 def test_what_does_not_fit_comes_first_in_the_next_step() -> None:
@@ -196,3 +228,6 @@ def test_a_carry_of_a_larger_window_is_refused_not_flushed_for_ever() -> None:
             packer(s_max=13).push(after, carry)
     (plan,), _ = packer(s_max=14).push(None, carry)  # what fits S_max can go on
     assert documents(plan) == [[2], []]
+    capped = replace(packer(s_max=14), step_tokens=13)  # one micro-batch holds it, a step does not
+    with pytest.raises(ValueError, match="longer than s_max or step_tokens = 13"):
+        capped.push(None, carry)

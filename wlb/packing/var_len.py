@@ -23,7 +23,9 @@ nothing), no shuffling. It differs in one thing: at the end of data everything i
 document of exactly S_max tokens would wait for ever, so S_max must be more than the window.
 
 `hold = D` lets an outlier leave its queue after D steps, however many are there, in the place of
-counting. It does not balance; it is for studying what delay alone does to training.
+counting. It does not balance; it is for studying what delay alone does to training. Of a batch that
+would make no step for want of anything else to train, the outliers that have waited longest leave
+earlier: else no step would be counted, and nothing would ever be due.
 
 Guarantees: a micro-batch never exceeds S_max tokens, a step never `step_tokens` (if given); every
 piece is placed exactly once or waits in the carry. Cost: O(n log n + n log N) for n documents.
@@ -95,7 +97,8 @@ class VarLenPacker(PolicyPacker):
     def push(
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        check_fits(carry.pieces, self.s_max - self.literal)
+        longest = min(self.s_max - self.literal, self.step_tokens or self.s_max)
+        check_fits(carry.pieces, longest, name="s_max or step_tokens")
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         pieces = Pieces.concat(carry.pieces, arrived)
@@ -103,7 +106,8 @@ class VarLenPacker(PolicyPacker):
         is_leftover = np.zeros(len(pieces), bool)
         is_leftover[: len(carry.pieces)] = carry.slot == LEFTOVER
         queue[is_leftover] = LEFTOVER
-        now, queued = self._admit(pieces, queue, is_leftover, step, flush=batch is None)
+        is_due = self._due(pieces, queue, step, has_come=len(arrived) > 0)
+        now, queued = self._admit(pieces, queue, is_leftover, is_due, flush=batch is None)
         work = self.options.workloads(pieces)
         held_tokens = int(pieces.length[queued].sum())
         plans: list[PackingPlan] = []
@@ -127,10 +131,29 @@ class VarLenPacker(PolicyPacker):
         thresholds = np.array(self.queue_thresholds, np.int64)
         return np.searchsorted(thresholds, pieces.length, side="right").astype(np.int64)
 
+    def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
+        """Outliers that have waited for `hold` steps, shape [num_pieces]; has_come: any document.
+
+        The oldest ones are due at once where nothing else could be trained.
+        """
+        latest = step - self.hold
+        if has_come and (queue > LEFTOVER).all():
+            latest = max(latest, int(pieces.arrival.min()))
+        return pieces.arrival <= latest
+
     def _admit(
-        self, pieces: Pieces, queue: IntArray, is_leftover: BoolArray, step: int, *, flush: bool
+        self,
+        pieces: Pieces,
+        queue: IntArray,
+        is_leftover: BoolArray,
+        is_due: BoolArray,
+        *,
+        flush: bool,
     ) -> tuple[IntArray, IntArray]:
-        """Rows to pack now (leftovers, then new ones by length), and rows that stay queued."""
+        """Rows to pack now (leftovers, then new ones by length), and rows that stay queued.
+
+        is_due: outliers that leave whatever their number, if `hold` says so.
+        """
         num = self.options.num_micro_batches
         # Ordinary ones in stream order: a carry's (thresholds have changed), then the batch's.
         new = [np.flatnonzero((queue == 0) & ~is_leftover)]
@@ -142,7 +165,7 @@ class VarLenPacker(PolicyPacker):
                 released = min(released, num)
             leaves = np.arange(len(waiting)) < released
             if self.hold:
-                leaves = pieces.arrival[waiting] + self.hold <= step
+                leaves = is_due[waiting]
             if flush:
                 leaves[:] = True
             new.append(waiting[leaves])
