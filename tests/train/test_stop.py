@@ -13,7 +13,8 @@ import pytest
 
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.spec import RunSpec, to_toml
-from wlb.train.stop import Stop, StopRequest
+from wlb.train import start
+from wlb.train.stop import Signals, Stop, StoppedEarly, StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +23,39 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: Path) -> None:
-    file = tmp_path / "stop"
+    file, told = tmp_path / "stop", tmp_path / "told"
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequest(str(file), rank=0) as first, StopRequest(str(file), rank=1) as second:
+    with Signals() as signals:
+        first = StopRequest(str(file), rank=0, told=told)
+        second = StopRequest(str(file), rank=1, told=told, signals=signals)
         assert first.now() == second.now() == Stop.NO
         file.touch()
         assert (first.now(), second.now()) == (Stop.FILE, Stop.NO)
-        os.kill(os.getpid(), signal.SIGUSR1)  # to the handler that came last
-        assert second.now() == Stop.SIGNAL
+        assert first.signalled == Stop.NO
+        signals.pass_on(told)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert second.now() == second.signalled == Stop.SIGNAL
+        assert first.now() == first.signalled == Stop.SIGNAL  # by the file that was made for it
     assert signal.getsignal(signal.SIGTERM) == before
     assert str(file) in first.words[Stop.FILE]
+
+
+def test_a_signal_before_there_are_ranks_is_passed_on_and_a_second_one_ends_them(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "told"
+    with Signals() as signals:
+        for _ in range(2):  # none of these is passed on yet
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert not told.exists()
+        with pytest.raises(StoppedEarly):
+            signals.check()
+        signals.pass_on(told)
+        assert told.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert end.value.code == 128 + signal.SIGTERM
 
 
 def test_a_stop_file_ends_a_run_after_its_step(
@@ -99,3 +123,45 @@ def test_a_signal_ends_a_run_after_its_step(
     assert 3 <= done < steps
     assert f"stopped after step {done} by a signal (SIGTERM or SIGUSR1); saved" in said
     assert f"step-{done:08d}" in run.checkpoints
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
+def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
+    corpus: Path, tmp_path: Path, layout: str
+) -> None:
+    """Sent when the run's folder appears: ranks start, or the model is being built."""
+    train(small_spec(tmp_path / "first", corpus, training={"steps": 1}))  # makes the store
+    spec = relaid(small_spec(tmp_path, corpus, training={"steps": 400}), layout)
+    folder = tmp_path / "runs" / "small"
+    with started(spec, tmp_path) as process:
+        end = time.monotonic() + 60
+        while not folder.exists() and time.monotonic() < end:
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            time.sleep(0.002)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert not has_steps(folder, 1)
+    assert "stopped after step 0 by a signal (SIGTERM or SIGUSR1); nothing is to save" in said
+    assert "Summary" not in said
+
+
+def test_a_signal_before_training_began_leaves_everything_as_it_was(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec(tmp_path, corpus)
+    older = tmp_path / "runs" / "small"
+    older.mkdir(parents=True)
+    (older / "metrics.jsonl").touch()
+    opened = start.open_stores
+
+    def slowly(*given: object) -> start.Stores:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return opened(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(start, "open_stores", slowly)
+    _, said = train(spec)
+    assert "stopped by a signal before training began" in said
+    assert [path.name for path in older.iterdir()] == ["metrics.jsonl"]
+    assert not older.with_name("small.1").exists()

@@ -2,9 +2,13 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from wlb.planner.service import PlanningError
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets, system_choice
+from wlb.train.stop import Signals
 
 
 def add_parser(commands: Any) -> None:
@@ -59,28 +63,54 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     spec = load(options.name, _overrides(options))
-    try:
-        from wlb.parallel.launch import RankFailure
-        from wlb.train import dry_run, start
-        from wlb.train.display import console
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
-        ) from None
-    screen = console()
-    if options.dry_run and options.calibrate is not None:
-        raise ValueError("--calibrate needs a run that trains; leave --dry-run out")
+    for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
+        if options.dry_run and given is not None:
+            raise ValueError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
-        dry_run.show(spec, screen)
-        return 0
+        return _dry_run(spec)
+    with Signals() as signals:  # caught while torch is imported, which takes seconds
+        return _train(spec, options, signals)
+
+
+def _dry_run(spec: RunSpec) -> int:
+    with _needs_torch():
+        from wlb.train import dry_run
+        from wlb.train.display import console
+    dry_run.show(spec, console())
+    return 0
+
+
+def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
+    with _needs_torch():
+        from wlb.parallel.launch import RankFailure
+        from wlb.train import start
+        from wlb.train.display import console
+        from wlb.train.saver import CheckpointError
+    screen = console()
     try:
-        start.train(spec, resume=options.resume, console=screen, calibrate=options.calibrate)
-    except (RankFailure, FloatingPointError) as failure:
+        start.train(
+            spec,
+            resume=options.resume,
+            console=screen,
+            calibrate=options.calibrate,
+            signals=signals,
+        )
+    except (RankFailure, FloatingPointError, CheckpointError, PlanningError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:
         screen.show_cursor()  # hidden by a live table whose rank was killed
     return 0
+
+
+@contextmanager
+def _needs_torch() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:

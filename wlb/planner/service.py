@@ -36,6 +36,7 @@ from wlb.planner.compose import Planner
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_S = 1.0
 _LONGEST = 100
+_BAD_INPUT = "ValueError: "
 _DIED = "the planner process of this node has died"
 
 
@@ -74,6 +75,20 @@ class Job:
     num_clients: int
 
 
+class PlanningError(RuntimeError):
+    """A step could not be planned, or the process that plans is gone."""
+
+    @classmethod
+    def of(cls, trace: str) -> "PlanningError":
+        """In a line for bad input, whose traceback becomes a note; with it for anything else."""
+        last = trace.rstrip().rpartition("\n")[2]
+        if not last.startswith(_BAD_INPUT):
+            return cls(f"planning failed:\n{trace}")
+        error = cls(f"planning failed: {last.removeprefix(_BAD_INPUT)}")
+        error.add_note(trace)
+        return error
+
+
 class PlannerProcess:
     """A running planner process; `close` ends it. It also ends when its last client leaves."""
 
@@ -110,7 +125,7 @@ class PlannerProcess:
         self._process.stdin.close()
         if self._process.stdout.readline() != b"listening\n":
             shutil.rmtree(self._folder, ignore_errors=True)
-            raise RuntimeError(
+            raise PlanningError(
                 f"the planner process ended with {self._process.wait()} at its start"
             )
 
@@ -136,7 +151,7 @@ class PlanClient:
         self._connection.send(pipeline)
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        """The next step, or None after the last one. RuntimeError if it could not be planned."""
+        """The next step, or None after the last one. PlanningError if it could not be planned."""
         self._fill(1)
         return self._received.pop(0) if self._received else None
 
@@ -154,9 +169,9 @@ class PlanClient:
                 self._connection.send("next")
                 item = self._connection.recv()
             except (EOFError, ConnectionError):
-                raise RuntimeError(_DIED) from None
+                raise PlanningError(_DIED) from None
             if isinstance(item, str):
-                raise RuntimeError(f"planning failed:\n{item}")
+                raise PlanningError.of(item)
             if item is None:
                 self._ended = True
             else:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ from wlb.plan import PlannerState
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"
+SEEN_WITHIN_S = 60.0
+"""An NFS client may trust what it knew of a folder for so long (its acdirmax)."""
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -146,12 +149,30 @@ def check_files(checkpoint: Path) -> None:
     first that is not, with the checkpoint before it."""
     for name, wanted in read_manifest(checkpoint).items():
         path = checkpoint / name
-        if not path.is_file():
-            _refuse(path, "is missing")
-        if (size := path.stat().st_size) != wanted["bytes"]:
-            _refuse(path, f"has {size:,} bytes, it was saved with {wanted['bytes']:,}")
+        if what := _damage(path, wanted["bytes"]):
+            _refuse(path, what)
         if path.suffix == ".json":
             check_digest(path, wanted["sha256"])
+
+
+def _damage(path: Path, num_bytes: int) -> str:
+    """What a look at a file's size says is wrong with it; "" for nothing."""
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    return f"has {size:,} bytes, it was saved with {num_bytes:,}" if size != num_bytes else ""
+
+
+def unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
+    """The first of `files`, entries of a manifest, that this process does not see whole within
+    this time, in words; "" if it sees all. Other nodes may have written them just now."""
+    end = time.monotonic() + within_s
+    for name, about in files.items():
+        while what := _damage(folder / name, about["bytes"]):
+            if time.monotonic() >= end:
+                return f"{folder / name} {what}"
+            time.sleep(0.1)
+    return ""
 
 
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:

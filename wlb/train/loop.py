@@ -35,6 +35,7 @@ from wlb.train.reduce import StepReducer, StepSums
 from wlb.train.refuse import with_backend
 from wlb.train.report_log import Report
 from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
+from wlb.train.shared_folder import refuse_unshared
 from wlb.train.stop import Stop, StopRequest
 from wlb.train.tally import Tally
 from wlb.train.telemetry import Exposed, TelemetryMeter
@@ -61,19 +62,29 @@ class Job:
 
     @property
     def directory(self) -> Path:
-        return Path(self.spec.run.output_dir) / self.spec.run.name
+        return directory_of(self.spec)
 
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
 
+def directory_of(spec: RunSpec) -> Path:
+    """A run's folder."""
+    return Path(spec.run.output_dir) / spec.run.name
+
+
 class Trainer:
     """Runs a job on one rank; all ranks construct it and call `run` together. position: is told
-    what is at work."""
+    what is at work. request: to stop; one that is there already ends the run before a step."""
 
     def __init__(
-        self, job: Job, world: World, mesh: Mesh, position: Position | None = None
+        self,
+        job: Job,
+        world: World,
+        mesh: Mesh,
+        position: Position | None = None,
+        request: StopRequest | None = None,
     ) -> None:
         spec = job.spec
         self.job, self.spec, self.mesh = job, spec, mesh
@@ -110,7 +121,7 @@ class Trainer:
         )
         self.ledger = Ledger(job.directory, is_on=spec.telemetry.ledger and mesh.rank == 0)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
-        self.stop_request = StopRequest(spec.run.stop_file, rank=mesh.rank)
+        self.stop_request = request or StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
         self._num_measured = self._records_ns = 0
         self.state = state
@@ -127,8 +138,7 @@ class Trainer:
     def run(self) -> Tally:
         """Train until training.steps, the end of data or a request to stop; evaluate unless
         stopped, save, show a summary."""
-        with self._report() as report, self.stop_request, closing(self.ledger):
-            stop = Stop.NO
+        with self._report() as report, closing(self.ledger):
             if self.meter is not None and self.work.note:
                 report.say(self.work.note)
             self.ledger.begin(self.state.next_step if self.state else 0)
@@ -136,8 +146,9 @@ class Trainer:
                 # Plans of the first two steps are compared here, later ones two steps ahead.
                 first = self.feed.peek(1) + self.feed.peek(2)
                 held = self.evaluator.plans if self.evaluator is not None else []
-                self.reducer.reduce(first + held)
-                if self.job.resume is None:
+                asked = self.stop_request.signalled
+                stop = self.reducer.reduce(first + held, stop=asked).stop
+                if self.job.resume is None and not stop:
                     self._evaluate(report)
                 while not stop and self.steps_done < self.spec.training.steps:
                     self.position.enter("waiting for the next step's plan")
@@ -153,9 +164,10 @@ class Trainer:
             self._save(report, is_last=True)
             self.saver.close()
             if stop:
-                report.stopped(self.steps_done, self.stop_request.words[stop])
+                asked_by = self.stop_request.words[stop]
+                report.stopped(self.steps_done, asked_by, is_saved=self.saved is not None)
             self.tally.most_graphs = self._most_graphs()
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 and (self.tally.ours.steps or not stop):
             report.summary(self.tally, self._checkpoint_path())
         if self.job.calibrate is not None and not stop:
             assert self.meter is not None
@@ -432,13 +444,30 @@ def _agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, 
     return priced, profile
 
 
-def run_rank(world: World, job: Job, device: torch.device) -> Tally:
+def run_rank(world: World, job: Job, device: torch.device, request: StopRequest) -> Tally:
     """A rank's whole life once its process group stands."""
     if job.calibrate is not None and device.type == "cpu":
         torch.set_num_threads(1)  # as profiles are measured; with more, CPU time tells nothing
     spec = job.spec
+    if world.world_size > 1:
+        refuse_unshared(
+            job.directory,
+            world,
+            within_s=min(checkpoint.SEEN_WITHIN_S, spec.training.timeout_s / 2),
+        )
     mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size)
-    limit_collectives(spec.training.timeout_s, mesh)
+    limit_s = collective_limit_s(spec, world, device)
+    limit_collectives(limit_s)
+    limit_collectives(limit_s, mesh)
     position = Position()
     with watched(job.directory, spec, world=world, mesh=mesh, position=position):
-        return Trainer(job, world, mesh, position).run()
+        return Trainer(job, world, mesh, position, request).run()
+
+
+def collective_limit_s(spec: RunSpec, world: World, device: torch.device) -> float:
+    """How long a collective may take. Where ranks watch over each other, past what they give one
+    that hangs: NCCL ends the process of a rank that waited too long, which would then be reported
+    in place of the one it waited for. Gloo raises, and the watch knows that for waiting."""
+    is_watched = bool(spec.training.heartbeat_s) and world.world_size > 1
+    timeout_s = spec.training.timeout_s
+    return 2 * timeout_s + 30 if is_watched and device.type == "cuda" else timeout_s

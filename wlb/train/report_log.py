@@ -138,13 +138,14 @@ class Report:
             then = f"training goes back to {saved_in}"
         self._display.say(f"step {step}: {found}; {then}")
 
-    def stopped(self, steps_done: int, asked_by: str) -> None:
-        """The run ends early, as it was asked to."""
+    def stopped(self, steps_done: int, asked_by: str, *, is_saved: bool) -> None:
+        """The run ends early, as it was asked to. is_saved: there is a checkpoint of it."""
         if self._display is not None:
             self._write({"kind": "stop", "steps_done": steps_done, "asked_by": asked_by})
-            self._display.say(
-                f"stopped after step {steps_done} by {asked_by}; saved, go on with --resume"
+            then = (
+                "saved, go on with --resume" if is_saved else "nothing is to save, start it again"
             )
+            self._display.say(f"stopped after step {steps_done} by {asked_by}; {then}")
 
     def compiled(self, steps_done: int, graphs: int, total: int) -> None:
         """torch.compile was at work since the last step."""

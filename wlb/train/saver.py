@@ -12,6 +12,7 @@ state in memory; every rank learns of it.
 import contextlib
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,6 +221,12 @@ class CheckpointSaver:
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.about(partial / name)
+        # Each rank has hashed what it sees itself, which need not be what rank 0 sees.
+        if problem := checkpoint.unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
+            raise CheckpointError(
+                f"rank 0 on {socket.gethostname()} does not see what other ranks wrote: {problem}; "
+                f"set run.output_dir to a folder that all nodes share"
+            )
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
         final = checkpoint.folder_of(self.directory, task.step)

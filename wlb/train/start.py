@@ -7,6 +7,8 @@ before a rank computes.
 
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,19 +30,22 @@ from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
 from wlb.plan import digest
 from wlb.spec import Recompute, RunSpec, apply, check, resolve_dp
+from wlb.spec.blend import parse_blend
 from wlb.train import checkpoint
 from wlb.train.calibrate import profile_path
-from wlb.train.loop import Job, run_rank
+from wlb.train.lock import RunLock
+from wlb.train.loop import Job, directory_of, run_rank
 from wlb.train.memory import budget_of, hold_against
 from wlb.train.optimizer import rate_change
 from wlb.train.refuse import begins_with, computed_by, priced_by, profile_of, refuse_early
+from wlb.train.stop import Signals, StoppedEarly, StopRequest
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""
 _TRIED_BYTES = 1 << 12
 SPLIT_SEED = 0
-DOCSTRINGS = "docstrings"
 """Which documents are held out does not follow run.seed: runs of several seeds share them."""
+DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +58,11 @@ class Stores:
     note: str
 
 
-def open_stores(spec: RunSpec, console: Console) -> Stores:
-    """The stores of a run, made from data.corpus where data.store is empty and they are missing."""
+def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
+    """The stores of a run, made from data.corpus where data.store is empty and they are missing.
+
+    StoppedEarly if one of `signals` comes while a corpus is read.
+    """
     name = spec.data.blend or spec.data.store
     if name:
         store = open_store(name)
@@ -74,15 +82,19 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
         return _docstring_stores(spec, console)
     prefix = _store_prefix(spec)
     with console.status(f"token store of {spec.data.corpus}") as status:
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"token store of {spec.data.corpus}: {done / max(1, total):.0%}")
+            if signals is not None:
+                signals.check()
+
         made = prepare(
             text_documents(spec.data.corpus),
             prefix,
             vocab_size=spec.data.bpe_vocab_size,
             heldout_fraction=spec.data.heldout_fraction,
             seed=SPLIT_SEED,
-            progress=lambda done, total: status.update(
-                f"token store of {spec.data.corpus}: {done / max(1, total):.0%}"
-            ),
+            progress=progress,
         )
     left_out = ", ".join(f"{count} {why}" for why, count in made.skipped.items() if count)
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
@@ -134,7 +146,7 @@ def train_store(spec: RunSpec) -> StoreName:
 def _store_prefix(spec: RunSpec) -> Path:
     """Where the store of data.corpus lies: one for each corpus, vocabulary and held-out share."""
     data = spec.data
-    is_builtin = data.corpus == "stdlib"
+    is_builtin = data.corpus == STDLIB
     corpus = data.corpus if is_builtin else str(Path(data.corpus).resolve())
     mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
     name = corpus if is_builtin else Path(corpus).name
@@ -153,108 +165,139 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What a run was started with besides its spec. resume: what `--resume` was given
+    (`checkpoint.to_resume`), None without it. calibrate: as `train` takes it."""
+
+    resume: str | None
+    calibrate: str | None
+    console: Console
+    started_s: float
+    signals: Signals
+
+
 def train(
-    spec: RunSpec, *, resume: str | None, console: Console, calibrate: str | None = None
+    spec: RunSpec,
+    *,
+    resume: str | None,
+    console: Console,
+    calibrate: str | None = None,
+    signals: Signals | None = None,
 ) -> None:
     """Run a spec to its end on the ranks there are.
 
     resume: what `--resume` was given (`checkpoint.to_resume`), None without it.
     calibrate: name or path of a kernel profile to fit and write (empty: a name made from the one
-    that priced the run); None to write none.
+    that priced the run); None to write none. signals: caught already; None to catch them here.
     """
     if calibrate is not None:
         _refuse_calibration(spec)
-    started_s = time.time()
-    world = meshes.discover()
-    if world is not None:
-        _given_ranks(
-            spec, world, resume=resume, console=console, started_s=started_s, calibrate=calibrate
+    with Signals() if signals is None else nullcontext(signals) as caught:
+        order = _Order(
+            resume=resume,
+            calibrate=calibrate,
+            console=console,
+            started_s=time.time(),
+            signals=caught,
         )
-        return
+        world = meshes.discover()
+        try:
+            if world is not None:
+                _given_ranks(spec, world, order)
+            else:
+                _own_ranks(spec, order)
+        except StoppedEarly:
+            console.print("stopped by a signal before training began: there is nothing to save")
+
+
+def _own_ranks(spec: RunSpec, order: _Order) -> None:
+    """This process, or as many local ones as the layout asks for."""
     world_size = spec.parallel.world_size
     choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
-    console.print(_why(checked, choice, None))
-    stores = open_stores(checked, console)
-    console.print(f"corpus: {stores.note}")
-    job = _job(
-        checked,
-        stores,
-        world_size,
-        choice,
-        resume=resume,
-        started_s=started_s,
-        console=console,
-        calibrate=calibrate,
-    )
-    claim_directory(job, console)
-    if world_size == 1:
-        _rank(World(), job, choice.kind)
-    else:
-        run_local(
-            _rank,
-            world_size,
-            job,
-            choice.kind,
-            device=choice.kind,
-            forward_signals=True,
-            awaits_report=bool(checked.training.heartbeat_s),
-        )
+    order.console.print(_why(checked, choice, None))
+    with closing(RunLock(directory_of(checked), order.console)) as lock:
+        job = _claimed_job(checked, world_size, choice, order, lock)
+        if world_size == 1:
+            request = StopRequest(checked.run.stop_file, rank=0, signals=order.signals)
+            _started_rank(World(), job, choice.kind, request)
+            return
+        with tempfile.TemporaryDirectory(prefix="wlb-stop-") as folder:
+            told = Path(folder) / "told"
+            order.signals.pass_on(told)
+            run_local(
+                _rank,
+                world_size,
+                job,
+                choice.kind,
+                told,
+                device=choice.kind,
+                awaits_report=bool(checked.training.heartbeat_s),
+            )
 
 
-def _given_ranks(
-    spec: RunSpec,
-    world: World,
-    *,
-    resume: str | None,
-    console: Console,
-    started_s: float,
-    calibrate: str | None,
-) -> None:
+def _given_ranks(spec: RunSpec, world: World, order: _Order) -> None:
     """Under torchrun or Slurm: rank 0 makes the store, the others wait and open it."""
     choice = meshes.choose_device(
         spec.run.device, local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
     )
     checked = resolve_dp(spec, world.world_size)
     device = meshes.rank_device(world, choice.kind)
+    # Bounds the meeting of the ranks too, where one that failed before it would be waited for.
+    meshes.init(world, device, timeout_s=spec.training.timeout_s)
     # Rank 0 may take hours to tokenise a corpus while the others wait for its answer.
-    meshes.init(world, device, timeout_s=max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
-    answer: list[Job | str | None] = [None]
-    if world.rank == 0:
-        console.print(_why(checked, choice, world))
-        try:
-            stores = open_stores(checked, console)
-            console.print(f"corpus: {stores.note}")
-            made = _job(
-                checked,
-                stores,
-                world.world_size,
-                choice,
-                resume=resume,
-                started_s=started_s,
-                console=console,
-                calibrate=calibrate,
-            )
-            claim_directory(made, console)
-            answer = [made]
-        except (ValueError, OSError) as error:
-            answer = [str(error)]
-    dist.broadcast_object_list(answer, src=0)
-    job = answer[0]
-    if not isinstance(job, Job):
-        raise ValueError(str(job))
-    meshes.limit_collectives(spec.training.timeout_s)
-    run_rank(world, job, device)
+    meshes.limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
+    with closing(RunLock(directory_of(checked), order.console)) as lock:
+        answer: list[Job | str | None] = [None]
+        if world.rank == 0:
+            order.console.print(_why(checked, choice, world))
+            try:
+                answer = [_claimed_job(checked, world.world_size, choice, order, lock)]
+            except (ValueError, OSError) as error:
+                answer = [str(error)]
+            except StoppedEarly:
+                order.console.print("a signal came before training began: nothing is to save")
+        dist.broadcast_object_list(answer, src=0)
+        job = answer[0]
+        if isinstance(job, str):
+            raise ValueError(job)
+        if job is not None:
+            meshes.limit_collectives(spec.training.timeout_s)
+            request = StopRequest(spec.run.stop_file, rank=world.rank, signals=order.signals)
+            run_rank(world, job, device, request)
     meshes.shutdown()
 
 
-def _rank(world: World, job: Job, device_kind: str) -> None:
+def _rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
+    """A local rank of a process that makes `told` when it is asked to stop."""
+    with Signals() as signals:
+        request = StopRequest(job.spec.run.stop_file, rank=world.rank, signals=signals, told=told)
+        _started_rank(world, job, device_kind, request)
+
+
+def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest) -> None:
     device = meshes.rank_device(world, device_kind)
     meshes.init(world, device, timeout_s=job.spec.training.timeout_s)
     try:
-        run_rank(world, job, device)
+        run_rank(world, job, device, request)
     finally:
         meshes.shutdown()
+
+
+def _claimed_job(
+    spec: RunSpec, world_size: int, choice: DeviceChoice, order: _Order, lock: RunLock
+) -> Job:
+    """The job, its stores made and its folder this run's own; StoppedEarly if a signal came."""
+    stores = open_stores(spec, order.console, order.signals)
+    order.console.print(f"corpus: {stores.note}")
+    if lock.directory.exists():
+        # Before its checkpoints are looked at: another process might still write some.
+        _claimed(spec, lock.take)
+    job = _job(spec, stores, world_size, choice, order)
+    order.signals.check()
+    claim_directory(job, order.console, lock)
+    return job
 
 
 def _job(
@@ -262,29 +305,26 @@ def _job(
     stores: Stores,
     world_size: int,
     choice: DeviceChoice,
-    *,
-    resume: str | None,
-    started_s: float,
-    console: Console,
-    calibrate: str | None,
+    order: _Order,
 ) -> Job:
+    console, calibrate = order.console, order.calibrate
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     filled = with_s_max(filled, memory_gib=budget.gib if budget else None)
     memory = hold_against(filled, budget)
-    directory = Path(spec.run.output_dir) / spec.run.name
+    directory = directory_of(spec)
     p = filled.parallel
     title = (
         f"{spec.run.name}: {filled.model.num_parameters / 1e6:.1f}M parameters, TP {p.tp} x "
         f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
         f"micro-batches of about {filled.data.context_window} tokens"
     )
-    saved = checkpoint.to_resume(directory / "checkpoints", resume)
+    saved = checkpoint.to_resume(directory / "checkpoints", order.resume)
     init_from = None
     if saved is None:
         init_from = begins_with(spec)
-        _refuse_in_older_run(directory, "cost.profile", spec.cost.profile)
-        _refuse_in_older_run(directory, "checkpoint.init_from", spec.checkpoint.init_from)
+        for key, path in _inputs(spec):
+            _refuse_in_older_run(directory, key, path)
     planner = refuse_early(
         filled,
         train=stores.train,
@@ -312,7 +352,7 @@ def _job(
         heldout_store=stores.heldout,
         resume=saved,
         title=title,
-        started_s=started_s,
+        started_s=order.started_s,
         calibrate=target,
         init_from=init_from,
     )
@@ -324,12 +364,29 @@ def _rate_change(spec: RunSpec, saved: Path) -> str:
     return rate_change(spec, apply(RunSpec(), keys, source=str(saved)).training, run["step"])
 
 
+def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Paths that a run reads, or may have written before its folder is claimed, by their keys."""
+    data = spec.data
+    yield "cost.profile", spec.cost.profile
+    yield "checkpoint.init_from", spec.checkpoint.init_from
+    yield "packing.packs", spec.packing.packs
+    yield "data.heldout_store", data.heldout_store
+    if data.store or data.blend:
+        yield "data.store", data.store
+        for prefix, _ in parse_blend(data.blend):
+            yield "data.blend", prefix
+        return
+    yield "data.cache_dir", data.cache_dir
+    if data.corpus not in (STDLIB, DOCSTRINGS):
+        yield "data.corpus", data.corpus
+
+
 def _refuse_in_older_run(directory: Path, key: str, path: str) -> None:
     folder, given = directory.absolute(), Path(path).absolute()
     if path and (folder == given or folder in given.parents):
         raise ValueError(
-            f"{key} = {path} lies in the folder of an older run of this name, which is about to be "
-            f"moved aside; copy it elsewhere or set run.name"
+            f"{key} = {path} lies in {directory}, the folder of a run of this name, which is about "
+            f"to be moved aside; copy it elsewhere or set run.name"
         )
 
 
@@ -350,19 +407,30 @@ def _refuse_calibration(spec: RunSpec) -> None:
         )
 
 
-def claim_directory(job: Job, console: Console) -> None:
-    """The run's folder; an older run of the same name is moved aside, never overwritten.
+def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
+    """The run's folder, this process's alone; an older run of the same name is moved aside, never
+    overwritten.
 
-    ValueError where nothing can be written there.
+    ValueError where nothing can be written there, or another process trains that run.
     """
-    try:
+
+    def claim() -> None:
+        lock.take()
         _claim(job, console)
         with tempfile.TemporaryFile(dir=job.directory) as file:
             file.write(bytes(_TRIED_BYTES))
+
+    _claimed(job.spec, claim)
+
+
+def _claimed(spec: RunSpec, claim: Callable[[], None]) -> None:
+    try:
+        claim()
     except OSError as error:
         raise ValueError(
-            f"run.output_dir = {job.spec.run.output_dir}: nothing can be written to "
-            f"{job.directory} ({error}); set run.output_dir to a folder with room for you to write"
+            f"run.output_dir = {spec.run.output_dir}: nothing can be written to "
+            f"{directory_of(spec)} ({error}); set run.output_dir to a folder with room for you to "
+            f"write"
         ) from None
 
 
