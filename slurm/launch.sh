@@ -35,15 +35,16 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 srun --label --kill-on-bad-exit=1 --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
     "$PYTHON" -m wlb train "$PRESET" --system "$SYSTEM" --resume auto --set "${settings[@]}" "${EXTRA[@]}" &
 while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal ends a wait, not srun
-wait $! || { code=$?; echo "$(date -Is) srun ended with $code"; exit "$code"; }
-rm -f "$stop_file"
+code=0 did=saved
+wait $! || { code=$? did="pre-empted before it could save"; echo "$(date -Is) srun ended with $code"; }
 
-# Without preempt_send_user_signal Slurm tells only the ranks of a pre-emption; the job knows when.
-[[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]] && again=yes
+# Slurm may tell only the ranks of a pre-emption, which ends those that still load; the job knows when.
+if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then again=yes; elif ((code)); then exit "$code"; fi
+rm -f "$stop_file"
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi
 if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
-    echo "$(date -Is) saved; not requeued after MAX_RESTARTS=$MAX_RESTARTS: RUN_NAME=$RUN_NAME sbatch ... goes on"
+    echo "$(date -Is) $did; not requeued after MAX_RESTARTS=$MAX_RESTARTS: RUN_NAME=$RUN_NAME sbatch ... goes on"
     exit 1
 fi
-echo "$(date -Is) saved; requeued"
+echo "$(date -Is) $did; requeued"
 exec scontrol requeue "$SLURM_JOB_ID"

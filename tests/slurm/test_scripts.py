@@ -1,5 +1,6 @@
 """The sbatch scripts of `slurm/`: short, right for their presets, and accepted by Slurm."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -60,6 +61,57 @@ def test_the_scripts_of_table_1_differ_in_name_and_size_only() -> None:
         for n in TABLE_1
     }
     assert len(alike) == 1
+
+
+def launched(
+    folder: Path, *, code: int, preempted: bool, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """launch.sh where srun ends with `code` and scontrol says whether the job was pre-empted."""
+    job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")
+    for name, body in {
+        "srun": f"exit {code}",
+        "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
+        "python": "exit 0",
+    }.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    sizes = {"SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}
+    environment = {
+        **os.environ,
+        **sizes,
+        **variables,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "WLB_PYTHON": str(folder / "python"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "OUTPUT": str(folder / "runs"),
+    }
+    command = ["bash", "-c", "source slurm/launch.sh 7b_128k"]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("code", [0, 138, 143])
+def test_a_job_that_is_preempted_while_it_starts_is_requeued(tmp_path: Path, code: int) -> None:
+    """Its ranks end by the signal where Python is still being loaded."""
+    done = launched(tmp_path, code=code, preempted=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("requeued\nscontrol requeue 7\n")
+    assert (f"srun ended with {code}" in done.stdout) == bool(code)
+    assert ("saved; requeued" in done.stdout) == (not code)
+    spent = launched(tmp_path, code=code, preempted=True, MAX_RESTARTS="0")
+    assert spent.returncode == 1
+    assert "not requeued after MAX_RESTARTS=0" in spent.stdout
+
+
+@pytest.mark.parametrize("code", [0, 2, 143])
+def test_a_job_that_ends_by_itself_is_not_requeued(tmp_path: Path, code: int) -> None:
+    done = launched(tmp_path, code=code, preempted=False)
+    assert done.returncode == code
+    assert "requeue" not in done.stdout
+    assert done.stdout.endswith(f"srun ended with {code}\n" if code else " ended\n")
 
 
 @pytest.mark.slurm
