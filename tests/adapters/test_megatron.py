@@ -168,6 +168,25 @@ def test_it_resumes_exactly(store: str) -> None:
     assert rest
 
 
+def test_a_run_that_had_ended_goes_on_with_more_epochs(store: str) -> None:
+    def made(epochs: int) -> PackedSteps:
+        planner = Planner.for_lengths(
+            LENGTHS, context_window=WINDOW, num_micro_batches=4, s_max=260, epochs=epochs
+        )
+        return PackedSteps(planner, StoreReader(store, 320), dp_rank=0)
+
+    once, twice = made(1), made(2)
+    first = Counter(t for step in all_steps(once) for b in step for t in trained(b))
+    assert once.state_dict()["exhausted"]  # its last steps were a flush
+    twice.load_state_dict(once.state_dict())
+    second = Counter(t for step in all_steps(twice) for b in step for t in trained(b))
+    assert first == second
+
+
+def trained(batch: dict[str, torch.Tensor]) -> list[int]:
+    return batch["labels"][batch["loss_mask"] > 0].tolist()
+
+
 def exchange(world: Any, shapes: list[tuple[int, int, int]]) -> list[Any]:
     """Micro-batches of `shapes` through two stages by Megatron's communicator, forward and back.
 

@@ -1,5 +1,6 @@
 """torchtitan's dataloader protocol over a planner, with torchtitan's own classes."""
 
+import json
 from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_it_resumes_exactly_from_torchs_checkpoint(store: str, given: int, tmp_p
     assert contents(second) == whole[given:]
 
 
+@pytest.mark.parametrize("given", [1, STEP, 2 * STEP + 2])
+def test_an_iteration_goes_on_where_the_last_one_was_left(store: str, given: int) -> None:
+    made = loader(store)
+    first = contents(islice(made, given))
+    assert first + contents(made) == contents(loader(store))
+
+
+def test_a_run_that_had_ended_goes_on_with_more_epochs(store: str) -> None:
+    ended, more = (loader(store, dp=1, s_max=257, seed=2, epochs=n) for n in (1, 2))
+    first = Counter(label for _, labels in contents(ended) for label in labels)
+    assert json.loads(ended.state_dict()["wlb"])["before"]["exhausted"]  # its end was a flush
+    more.load_state_dict(ended.state_dict())
+    trained = Counter(label for _, labels in contents(more) for label in labels)
+    del first[IGNORE], trained[IGNORE]
+    assert trained == first
+
+
 def test_it_goes_on_with_another_number_of_ranks(store: str) -> None:
     first = loader(store)
     before = contents(islice(first, 2 * STEP))
@@ -125,6 +143,9 @@ def test_it_goes_on_with_another_number_of_ranks(store: str) -> None:
     list(islice(first, 1))
     with pytest.raises(ValueError, match="inside a step of 2 data-parallel ranks"):
         one.load_state_dict(first.state_dict())
+    fewer = loader(store, micro_batches_per_step=STEP - 1)
+    with pytest.raises(ValueError, match=r"step of 3 micro-batches a rank .*per_step = 2"):
+        fewer.load_state_dict(first.state_dict())
 
 
 def test_refusals(store: str) -> None:

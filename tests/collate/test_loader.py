@@ -35,10 +35,10 @@ class Reader:
         return self.store.read(document % self.store.num_documents, start, stop)
 
 
-def planner_of(prefix: str, dp: int, n: int = 4) -> Planner:
+def planner_of(prefix: str, dp: int, n: int = 4, epochs: int = 2, s_max: int = 512) -> Planner:
     options = PackerOptions(num_micro_batches=n, context_window=256, cost=COST)
-    source = GlobalBatches(TokenStore(prefix), tokens_per_batch=n * 256, seed=3, epochs=2)
-    packer = BoundedPacker(options=options, s_max=512)
+    source = GlobalBatches(TokenStore(prefix), tokens_per_batch=n * 256, seed=3, epochs=epochs)
+    packer = BoundedPacker(options=options, s_max=s_max)
     return Planner(source=source, packer=packer, baseline=None, cost=COST, dp=dp)
 
 
@@ -57,9 +57,11 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_store(tmp_path_factory.mktemp("loader") / "store", LENGTHS.tolist())
 
 
-def loader(prefix: str, *, dp: int = 2, rank: int = 0, workers: int = 0) -> PlannedLoader:
+def loader(
+    prefix: str, *, dp: int = 2, rank: int = 0, workers: int = 0, **options: int
+) -> PlannedLoader:
     return PlannedLoader(
-        partial(planner_of, prefix, dp),
+        partial(planner_of, prefix, dp, **options),
         partial(Reader, prefix),
         dp_rank=rank,
         collate=flat,
@@ -108,6 +110,25 @@ def test_it_resumes_exactly_and_on_another_number_of_ranks(prefix: str, done: in
             rank.load_state_dict(state)
         found = [list(rank) for rank in ranks]
         assert sum(step.num_targets for step in found[0]) == expected
+
+
+def test_a_run_that_had_ended_goes_on_with_more_epochs(prefix: str) -> None:
+    ended = loader(prefix, epochs=1, s_max=260)
+    before = list(ended)
+    assert ended.state_dict()["exhausted"]  # its last steps were a flush
+    ranks = [loader(prefix, rank=rank, epochs=2, s_max=260) for rank in range(2)]
+    after = list[list[LoadedStep]]()
+    for rank in ranks:
+        rank.load_state_dict(ended.state_dict())
+        after.append(list(rank))
+    steps = [step.step for step in before + after[0]]
+    assert steps == list(range(len(steps)))
+    found = [b["documents"] for made in after for step in made for b in step.micro_batches]
+    second = set(range(LENGTHS.size, 2 * LENGTHS.size))
+    assert set(np.concatenate(found).tolist()) == second
+    again = loader(prefix, epochs=1, s_max=260)
+    again.load_state_dict(ended.state_dict())
+    assert list(again) == []
 
 
 def test_an_iteration_goes_on_where_the_last_one_was_left(prefix: str) -> None:

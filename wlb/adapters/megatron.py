@@ -173,8 +173,8 @@ class PackedSteps:
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that step."""
-        self._state = PlannerState.from_json(state)
+        """Go on after that step, with more epochs or not."""
+        self._state = PlannerState.from_json(state).reopened()
 
     def _micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
         members = plan.pipelines[self.dp_rank].tolist()

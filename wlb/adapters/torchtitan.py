@@ -158,10 +158,12 @@ class BalancedDataLoader(BaseDataLoader):
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
         )
-        self._dp = dp_world_size
+        self._dp, self._num = dp_world_size, config.micro_batches_per_step
         self._before, self._given = self._loader.state_dict(), 0
 
     def __iter__(self) -> Iterator[Batch]:
+        # An iteration that was left inside a step has moved the loader past it.
+        self._loader.load_state_dict(self._before)
         skip = self._given
         for step in self._loader:
             after = self._loader.state_dict()
@@ -175,12 +177,14 @@ class BalancedDataLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """After the micro-batch that was given last; the same on all ranks."""
-        state = {"before": self._before, "given": self._given, "dp": self._dp}
+        state = {"before": self._before, "given": self._given}
+        state |= {"dp": self._dp, "micro_batches_per_step": self._num}
         return {"wlb": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after it. ValueError for another dataloader's, and for a part of a step (which
-        torchtitan does not save) on another number of ranks."""
+        """Goes on after it, with more epochs or not. ValueError for another dataloader's, and for a
+        part of a step (which torchtitan does not save) with another number of ranks or of
+        micro-batches."""
         if not state_dict:
             return
         if "wlb" not in state_dict:
@@ -194,6 +198,13 @@ class BalancedDataLoader(BaseDataLoader):
             raise ValueError(
                 f"the checkpoint was made inside a step of {state['dp']} data-parallel ranks and "
                 f"cannot go on with {self._dp}; use one that was made after a step"
+            )
+        num = state.get("micro_batches_per_step", self._num)  # earlier checkpoints do not say
+        if state["given"] and num != self._num:
+            raise ValueError(
+                f"the checkpoint was made inside a step of {num} micro-batches a rank and cannot "
+                f"go on with dataloader.micro_batches_per_step = {self._num}; use one that was "
+                f"made after a step"
             )
         self._before, self._given = state["before"], state["given"]
         self._loader.load_state_dict(self._before)

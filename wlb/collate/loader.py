@@ -118,5 +118,6 @@ class PlannedLoader:
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that step, on any number of ranks; takes effect with the next iteration."""
-        self._state = PlannerState.from_json(state)
+        """Go on after that step, on any number of ranks and with more epochs or not; takes effect
+        with the next iteration."""
+        self._state = PlannerState.from_json(state).reopened()

@@ -1,6 +1,6 @@
 """StepPlan: a step's packing dealt to pipelines; PipelinePlan: what one pipeline executes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ class PlannerState:
     def next_step(self) -> int:
         """The step that `Planner.next` plans from here."""
         return self.ready[0].step if self.ready else self.carry.next_step
+
+    def reopened(self) -> "PlannerState":
+        """To go on from: data that had ended is asked again, since epochs may be more now."""
+        return replace(self, exhausted=False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
