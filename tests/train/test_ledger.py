@@ -1,6 +1,7 @@
 """The token ledger: what is in a lineage, what it notices, and runs that are killed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from wlb.plan import PlannerState
 from wlb.planner import Planner, open_planner
 from wlb.spec import RunSpec
 from wlb.train import checkpoint
-from wlb.train.ledger import Count, count, lineage
+from wlb.train.ledger import Count, Ledger, count, lineage
 from wlb.train.start import open_stores, ready
 
 
@@ -92,6 +93,50 @@ def test_a_lineage_forgets_what_was_undone(tmp_path: Path) -> None:
     steps, num_begun, num_undone = lineage(write(tmp_path, text))
     assert steps == {0: {"step": 0}, 1: {"step": 1, "first": 0}}
     assert (num_begun, num_undone) == (2, 2)
+
+
+def test_lines_that_a_full_disk_lost_make_the_count_inexact(
+    run: tuple[Run, RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = next(planned(*run)[0].steps())
+    ledger = Ledger(tmp_path, is_on=True)
+    file = ledger._file
+    assert file is not None
+    ledger.begin(0)
+    written, full = file._file, (tmp_path / "full")
+    full.symlink_to("/dev/full")
+    file._file = full.open("ab", buffering=0)
+    ledger.add(plan, updated=True)
+    file.close()
+    file._file = written
+    ledger.add(replace(plan, packing=replace(plan.packing, step=1)), updated=True)
+    ledger.close()
+    steps, _, _ = lineage(tmp_path)
+    assert list(steps) == [1]
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert '{"lost": 1}' in lines
+
+    def without(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*lines[:2], {"lost": 1}, *lines[3:]]
+
+    found = counted(*run, tmp_path, without)
+    assert (found.num_lost, found.num_steps, found.is_exact) == (1, 3, False)
+
+
+@pytest.mark.parametrize("then", [2, 8])
+def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, then: int) -> None:
+    """Global batches are of another size after the resume."""
+    store = {"store": write_store(tmp_path / "store", num=300)}
+    about = {"telemetry": {"ledger": True}, "eval": {"steps": 0}, "checkpoint": {"interval": 0}}
+    first = small_spec(tmp_path, tmp_path, data=store, training={"steps": 3}, **about)
+    train(first)
+    again = {**store, "num_micro_batches": then}
+    spec = small_spec(tmp_path, tmp_path, data=again, training={"steps": 5}, **about)
+    made, _ = train(spec, resume=True)
+    found = count(made.folder, *planned(made, spec))
+    assert found.is_exact, found
+    assert found.once == sum(line["measured"]["num_tokens"] for line in made.steps)
+    assert found.num_steps == 5
 
 
 @pytest.mark.parametrize(

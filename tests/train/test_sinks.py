@@ -14,6 +14,7 @@ from tests.train.case import small_spec, train, write_corpus
 from wlb.plan import TERMS, Moments
 from wlb.spec import RunSpec, apply
 from wlb.train import sinks
+from wlb.train.appended import AppendedFile
 from wlb.train.sinks import JsonLines, open_sinks, refuse_missing, scalars_of
 
 
@@ -52,6 +53,44 @@ def test_a_line_that_was_cut_off_is_ended_before_the_next(tmp_path: Path) -> Non
     assert path.read_text("utf-8").splitlines()[1:] == ['{"kind": "st', '{"kind": "start"}']
     JsonLines(path).close()
     assert path.read_text("utf-8").count("\n") == 3
+
+
+def test_a_full_disk_costs_lines_and_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    sink = JsonLines(path)
+    for _ in range(3):
+        sink.write({"kind": "start"})
+    sink.close()
+    said = capfd.readouterr().err
+    assert said.count(f"{path} cannot be written ([Errno 28] No space left on device)") == 1
+
+
+def test_a_line_that_the_disk_took_half_of_is_ended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Filling:
+        """A file on a disk with 5 bytes left, which then gets more."""
+
+        def __init__(self) -> None:
+            self.data, self.room = b"", 5
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                self.room = 1000
+                raise OSError(28, "No space left on device")
+            taken = data[: self.room]
+            self.data, self.room = self.data + taken, self.room - len(taken)
+            return len(taken)
+
+    file = AppendedFile(tmp_path / "log")
+    file.close()
+    monkeypatch.setattr(file, "_file", Filling())
+    assert [file.write(text) for text in ("first\n", "second\n", "third\n")] == [False, True, True]
+    assert file._file.data == b"first\nsecond\nthird\n"  # type: ignore[attr-defined]
+    assert file.num_lost == 1
 
 
 def test_tables_beyond_their_budget_are_left_out(

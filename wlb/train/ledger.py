@@ -3,21 +3,25 @@
 `ledger.jsonl` of a run's folder has a line a step, from rank 0: the pieces of documents in its
 plan, which all ranks have compared by digest. A training that goes on from a checkpoint writes the
 step that it begins with; what was recorded of that step and later ones before is not in the lineage
-of its weights any more. A process that is killed may leave half a line before such a beginning.
+of its weights any more. A process that is killed may leave half a line before such a beginning. A
+disk that was full leaves a hole: the next line that could be written says so, and the count is not
+exact.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from wlb.plan import IntArray, Pieces, PlannerState, StepPlan
 from wlb.planner import Planner
+from wlb.train.appended import AppendedFile
 
 FILE = "ledger.jsonl"
+_IN_STEPS = "step"
 
 
 class Ledger:
@@ -25,10 +29,11 @@ class Ledger:
     killing the process loses none."""
 
     def __init__(self, folder: Path, *, is_on: bool) -> None:
-        self._file: IO[str] | None = None
+        self._file: AppendedFile | None = None
+        self._num_told = 0
         if is_on:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / FILE).open("a", encoding="utf-8", buffering=1)
+            self._file = AppendedFile(folder / FILE)
 
     def begin(self, step: int) -> None:
         """The next step to be executed is `step`, with the weights of a checkpoint or new ones."""
@@ -44,8 +49,13 @@ class Ledger:
         self._write({"step": plan.step, "updated": updated, **columns})
 
     def _write(self, data: dict[str, Any], *, before: str = "") -> None:
-        if self._file is not None:
-            self._file.write(before + json.dumps(data) + "\n")
+        file = self._file
+        if file is None:
+            return
+        lost = file.num_lost
+        if lost > self._num_told and file.write("\n" + json.dumps({"lost": lost}) + "\n"):
+            self._num_told = lost
+        file.write(before + json.dumps(data) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
@@ -58,6 +68,7 @@ class Count:
 
     waiting: held back, for later steps. skipped: in steps without an update. num_begun: trainings,
     the first and each that went on. num_undone: recorded steps that are not in the lineage.
+    num_lost: steps of it whose lines could not be written.
     """
 
     once: int
@@ -68,29 +79,34 @@ class Count:
     num_steps: int
     num_begun: int
     num_undone: int
+    num_lost: int = 0
 
     @property
     def is_exact(self) -> bool:
         """Whether every token that was given is trained once, or waits."""
-        return not (self.never or self.repeated or self.skipped)
+        return not (self.never or self.repeated or self.skipped or self.num_lost)
 
 
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
     """Lines by step of the run's present weights; trainings begun, steps undone. ValueError for a
-    line that is torn without a new beginning after it, or a step that is missing."""
+    line that is torn without a new beginning after it, or a step that is missing where the file
+    does not say that lines were lost."""
     path = folder / FILE
     if not path.exists():
         raise ValueError(f"{path} does not exist; train with telemetry.ledger = true")
     steps: dict[int, dict[str, Any]] = {}
     num_begun = num_undone = 0
+    has_lost = False
     for data in _lines(path):
-        if "begin" in data:
+        if "lost" in data:
+            has_lost = True
+        elif "begin" in data:
             num_begun += 1
             gone = [step for step in steps if step >= data["begin"]]
             num_undone += len(gone)
             for step in gone:
                 del steps[step]
-        elif data["step"] != len(steps):
+        elif data["step"] != len(steps) and not has_lost:
             raise ValueError(f"{path}: step {data['step']} follows {len(steps)} steps")
         else:
             steps[data["step"]] = data
@@ -107,7 +123,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError:
             torn = line
             continue
-        if torn and "begin" not in data:
+        if torn and not {"begin", "lost"} & data.keys():
             raise ValueError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
         torn = ""
         yield data
@@ -148,20 +164,36 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
         num_steps=len(done),
         num_begun=num_begun,
         num_undone=num_undone + len(steps) - len(done),
+        num_lost=state.next_step - len(done),
     )
 
 
 def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
-    """Length of each document, by (source, id), of the loader's first `state.num_batches`."""
+    """Length of each document, by (source, id), that the loader gave until `state`.
+
+    Batches are made again until that many documents were read: a resumed run may have made them of
+    another size, which changes where they end and not the order of documents.
+    """
     found: dict[tuple[int, int], int] = {}
+    end = _place(state.corpus)
     at = planner.source.start()
-    for _ in range(state.num_batches):
+    while (left := end - _place(at)) > 0:
         item = planner.source.next(at)
         assert item is not None
         batch, at = item
         d = batch.documents
-        for source, i, length in zip(
-            d.source.tolist(), d.id.tolist(), d.length.tolist(), strict=True
-        ):
+        used = slice(None) if _IN_STEPS in at else slice(left)
+        columns = (d.source.tolist()[used], d.id.tolist()[used], d.length.tolist()[used])
+        for source, i, length in zip(*columns, strict=True):
             found[source, i] = length
     return found
+
+
+def _place(corpus: dict[str, Any]) -> int:
+    """How far a source has been read: documents of `GlobalBatches` and `BlendedBatches`, steps of
+    `PackedBatches`, whose packs have one size."""
+    if _IN_STEPS in corpus:
+        return corpus[_IN_STEPS]
+    if "documents_read" in corpus:
+        return sum(corpus["documents_read"])
+    return corpus["epoch"] * corpus["num_documents"] + corpus["position"]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from wlb.plan import Moments
 from wlb.spec import RunSpec
+from wlb.train.appended import AppendedFile
 
 CURVES = ("step", "evaluation")
 """Kinds of records that are points of curves."""
@@ -77,12 +78,13 @@ def _leaves(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 class JsonLines:
     """A line a record, each written at once, so that a run that is killed leaves all but the last.
 
-    A line that an earlier start left unfinished is ended first.
+    A line that an earlier start left unfinished is ended first. What a full disk does not take is
+    left out (`AppendedFile`).
     """
 
     def __init__(self, path: Path) -> None:
         is_cut = path.exists() and not _ends_a_line(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = AppendedFile(path)
         self._tables_left = MOST_TABLE_BYTES
         if is_cut:
             self._file.write("\n")

@@ -5,7 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +16,7 @@ from wlb.parallel.mesh import Mesh, World
 from wlb.parallel.position import Position, words
 from wlb.parallel.watch import Watch, WatchOptions
 from wlb.spec import RunSpec
+from wlb.train.appended import AppendedFile
 
 LOGS = "logs"
 FAILURE = "failure.txt"
@@ -65,7 +66,8 @@ def watched(
 def _end(report: Report | None, directory: Path) -> None:
     """Ends this process, or has its launcher do that; only the rank with the report says why."""
     if report is not None:
-        with (directory / FAILURE).open("a", encoding="utf-8") as file:
+        # The disk may be what failed; the report goes on all the same.
+        with suppress(OSError), (directory / FAILURE).open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
         if report_failure(report.rank, report.error, report.text):
             return
@@ -83,7 +85,7 @@ def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
     stdout but for rank 0, which shows the run there. What libraries write past Python does not."""
     folder.mkdir(parents=True, exist_ok=True)
     before = sys.stdout, sys.stderr
-    with (folder / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
+    with closing(AppendedFile(folder / f"rank-{rank}.log")) as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}: {place}\n")
         sys.stderr = _Tee(sys.stderr, log)
         if rank:
@@ -97,7 +99,7 @@ def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
 class _Tee:
     """A stream that writes to a log as well."""
 
-    def __init__(self, stream: IO[str], log: IO[str]) -> None:
+    def __init__(self, stream: IO[str], log: AppendedFile) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
