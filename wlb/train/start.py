@@ -365,19 +365,16 @@ def _rate_change(spec: RunSpec, saved: Path) -> str:
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Paths that a run reads, or may have written before its folder is claimed, by their keys."""
+    """Paths that a run reads, by their keys."""
     data = spec.data
     yield "cost.profile", spec.cost.profile
     yield "checkpoint.init_from", spec.checkpoint.init_from
     yield "packing.packs", spec.packing.packs
     yield "data.heldout_store", data.heldout_store
-    if data.store or data.blend:
-        yield "data.store", data.store
-        for prefix, _ in parse_blend(data.blend):
-            yield "data.blend", prefix
-        return
-    yield "data.cache_dir", data.cache_dir
-    if data.corpus not in (STDLIB, DOCSTRINGS):
+    yield "data.store", data.store
+    for prefix, _ in parse_blend(data.blend):
+        yield "data.blend", prefix
+    if not (data.store or data.blend or data.corpus in (STDLIB, DOCSTRINGS)):
         yield "data.corpus", data.corpus
 
 

@@ -1,0 +1,154 @@
+"""What is refused, or bounded, before ranks train: folders, inputs, ranks that never come."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.train.case import small_spec, train, write_corpus, write_store
+from tests.train.test_faults import free_port
+from wlb.parallel.launch import RankFailure, run_local
+from wlb.parallel.mesh import World
+from wlb.spec import RunSpec, to_toml
+from wlb.train import start
+from wlb.train.loop import collective_limit_s
+from wlb.train.saver import CheckpointError, CheckpointSaver
+from wlb.train.shared_folder import refuse_unshared
+from wlb.train.stop import Signals
+
+
+def in_a_folder_of_its_own(world: World, folder: Path) -> None:
+    """Rank 1 sees another `runs`, as nodes do whose disks are their own."""
+    mine = folder / f"node-{world.rank}"
+    mine.mkdir()
+    os.chdir(mine)
+    refuse_unshared(Path("runs") / "small", world, within_s=0.5)
+
+
+def in_the_same_folder(world: World, folder: Path) -> list[str]:
+    refuse_unshared(folder / "small", world, within_s=10.0)
+    torch.distributed.barrier()
+    return os.listdir(folder / "small")
+
+
+@pytest.mark.dist
+def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_local(in_a_folder_of_its_own, 2, tmp_path, start_group=True, timeout_s=60)
+    told = str(caught.value)
+    assert "ValueError: rank 1: node 0 (" in told
+    assert f"does not see what rank 0 wrote to {tmp_path}/node-1/runs/small; set run.out" in told
+    assert "the same on rank" in told
+    found = run_local(in_the_same_folder, 2, tmp_path, start_group=True, timeout_s=60)
+    assert found == [[], []]
+
+
+def test_a_checkpoint_whose_shards_rank_0_does_not_see_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank of another node hashed lies on that node's own disk."""
+    found = CheckpointSaver._all_files
+
+    def and_of_rank_1(self: CheckpointSaver, partial: Path) -> dict[str, dict[str, object]]:
+        return {**found(self, partial), "shard-00002.safetensors": {"bytes": 9, "sha256": "0"}}
+
+    monkeypatch.setattr(CheckpointSaver, "_all_files", and_of_rank_1)
+    monkeypatch.setattr("wlb.train.checkpoint.SEEN_WITHIN_S", 0.2)
+    spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"steps": 1})
+    with pytest.raises(CheckpointError, match=r"shard-00002\.safetensors is missing; set run\.out"):
+        train(spec)
+    assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
+
+
+@pytest.mark.dist
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_collective(
+    tmp_path: Path,
+) -> None:
+    spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"timeout_s": 2.0})
+    (tmp_path / "run.toml").write_text(
+        to_toml(replace(spec, parallel=replace(spec.parallel, tp=2)))
+    )
+    environment = {
+        **os.environ,
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "wlb", "train", str(tmp_path / "run.toml")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert "2000ms" in done.stderr or "timed out" in done.stderr.lower()
+
+
+def as_given_ranks(world: World, spec: RunSpec) -> bool:
+    """Whether this rank got to training, after rank 0 prepared for longer than timeout_s."""
+    opened, trained = start.open_stores, []
+
+    def slowly(*given: object) -> start.Stores:
+        time.sleep(spec.training.timeout_s + 2)
+        return opened(*given)  # type: ignore[arg-type]
+
+    start.open_stores = slowly
+    start.run_rank = lambda *given: trained.append(given)  # type: ignore[assignment]
+    with Signals() as signals:
+        console = Console(quiet=True)
+        order = start._Order(
+            resume=None, calibrate=None, console=console, started_s=0.0, signals=signals
+        )
+        start._given_ranks(spec, world, order)
+    return bool(trained)
+
+
+@pytest.mark.dist
+def test_a_store_may_take_longer_to_make_than_a_collective_may(tmp_path: Path) -> None:
+    spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"timeout_s": 4.0})
+    spec = replace(spec, parallel=replace(spec.parallel, tp=2))
+    assert run_local(as_given_ranks, 2, spec, timeout_s=90) == [True, True]
+
+
+def test_a_collective_may_outlast_the_watch_where_nccl_would_end_who_waits() -> None:
+    spec, two = RunSpec(), World(rank=0, world_size=2, local_world_size=2, rendezvous_file="f")
+    spec = replace(spec, training=replace(spec.training, timeout_s=100.0))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert collective_limit_s(spec, two, gpu) == 230.0
+    assert collective_limit_s(spec, two, cpu) == 100.0
+    assert collective_limit_s(spec, World(), gpu) == 100.0
+    alone = replace(spec, training=replace(spec.training, heartbeat_s=0.0))
+    assert collective_limit_s(alone, two, gpu) == 100.0
+
+
+@pytest.mark.parametrize("key", ["store", "heldout_store", "blend", "corpus", "packs", "profile"])
+def test_inputs_in_a_run_that_would_be_moved_aside_are_refused(tmp_path: Path, key: str) -> None:
+    folder = tmp_path / "runs" / "small"
+    inside = str(folder / "inputs" / "store")
+    own = write_store(tmp_path / "own", [30, 70, 50] * 9)
+    made = write_store(folder / "inputs" / "store", [30, 70, 50] * 9)
+    corpus = write_corpus(folder / "texts" if key == "corpus" else tmp_path / "texts")
+    sections: dict[str, dict[str, object]] = {
+        "store": {"data": {"store": made}},
+        "heldout_store": {"data": {"store": own, "heldout_store": made}},
+        "blend": {"data": {"blend": [f"{own}:0.5", f"{made}:0.5"]}},
+        "corpus": {"data": {"cache_dir": str(tmp_path / "stores")}},
+        "packs": {"data": {"store": own}, "packing": {"packs": inside}},
+        "profile": {"cost": {"profile": f"{inside}.json"}},
+    }
+    spec = small_spec(tmp_path, corpus, **sections[key])
+    with pytest.raises(ValueError, match=rf"{key} = .* lies in .*small, the folder of a run of th"):
+        train(spec)
+    assert Path(f"{made}.bin").exists()
+    assert not folder.with_name("small.1").exists()
