@@ -301,6 +301,41 @@ def test_a_run_begins_with_the_weights_of_another(
     assert len(third.steps) == 3
 
 
+def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path: Path) -> None:
+    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
+    saved = first.folder / "checkpoints" / "step-00000001"
+    imported = {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_ids": [2]}
+    checkpoint.write_json(saved / "run.json", {**checkpoint.run_of(saved), "imported": imported})
+    (saved / "manifest.json").unlink()
+    checkpoint.write_manifest(saved)
+    spec = small_spec(
+        tmp_path,
+        corpus,
+        run={"name": "second"},
+        training={"steps": 1},
+        eval={"steps": 0},
+        checkpoint={"init_from": str(saved)},
+    )
+    for steps in (1, 2):  # also of a run that goes on
+        longer = replace(spec, training=replace(spec.training, steps=steps))
+        second, _ = train(longer, resume="auto")
+        made = second.folder / "checkpoints" / f"step-{steps:08d}"
+        assert checkpoint.run_of(made)["imported"] == imported
+
+
+def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+        checkpoint.await_files(folder, within_s=0.1)
+    threading.Timer(0.3, checkpoint.write_manifest, [folder]).start()
+    checkpoint.await_files(folder, within_s=30.0)
+    (folder / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"run\.json is missing, as this node sees it"):
+        checkpoint.await_files(folder, within_s=0.1)
+
+
 def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}))
     saved = first.folder / "checkpoints" / "step-00000001"

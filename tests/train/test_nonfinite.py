@@ -6,13 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tests.train.case import small_spec, train, write_corpus
+from tests.train.case import Run, small_spec, train, write_corpus
+from wlb.parallel.launch import run_local
+from wlb.parallel.mesh import World
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import OnNonfinite, RunSpec
-from wlb.train.loop import Trainer
+from wlb.train import checkpoint, start
+from wlb.train.loop import Job, Trainer
 from wlb.train.nonfinite import NonfiniteSteps
 from wlb.train.reduce import StepSums
+from wlb.train.tally import Tally
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +79,22 @@ def test_many_in_a_row_stop_the_run(
 
 
 def test_rollback_of_a_passing_fault_changes_nothing(
-    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
+    corpus: Path,
+    tmp_path: Path,
+    fail_at: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ended: list[Tally] = []
+    run_it = Trainer.run
+    monkeypatch.setattr(Trainer, "run", lambda self: ended.append(run_it(self)))
     straight, _ = train(spec_of(tmp_path / "straight", corpus, "stop"))
     computed = fail_at({3}, 1)
     run, _ = train(spec_of(tmp_path, corpus, "rollback"))
+    once, again = ended
+    # What the summary says is of the steps that count.
+    for name in ("ours", "plain", "losses", "heldout", "token_delays", "filler", "held"):
+        assert getattr(again, name) == getattr(once, name), name
+    assert (again.refused, len(again.saves.stall_s)) == ({"rollback": 1}, 3)
     assert computed == [0, 1, 2, 3, 2, 3, 4, 5]
     starts = [line["resumed_from"] for line in run.lines if line["kind"] == "start"]
     assert starts[0] is None
@@ -107,6 +123,41 @@ def test_without_a_checkpoint_a_step_is_skipped(
     assert computed == [0, 1, 2, 3, 4, 5, 6]
     (record,) = [line for line in run.lines if line["kind"] == "nonfinite"]
     assert record["action"] == "skip"
+
+
+def rank_with_an_old_listing(world: World, job: Job) -> None:
+    """Step 3 fails once; the file system shows rank 1 no checkpoint."""
+    compute, failed = Trainer._compute, set[int]()
+
+    def broken(self: Trainer, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
+        sums = compute(self, plan, pipeline)
+        if plan.step == 3 and not failed:
+            failed.add(plan.step)
+            return replace(sums, loss=math.nan)
+        return sums
+
+    Trainer._compute = broken
+    if world.rank:
+        checkpoint.complete = lambda directory: []
+    start._rank(world, job, "cpu")
+
+
+@pytest.mark.dist
+def test_all_ranks_go_back_to_the_checkpoint_that_rank_0_sees(corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, corpus, "rollback")
+    spec = replace(spec, parallel=replace(spec.parallel, dp=2))
+    stores = start.open_stores(spec, Console(quiet=True))
+    job = Job(
+        spec=start.ready(spec, stores, 2),
+        train_store=stores.train,
+        heldout_store="",
+        resume=None,
+        title="",
+        started_s=0.0,
+    )
+    run_local(rank_with_an_old_listing, 2, job, timeout_s=120.0, awaits_report=True)
+    starts = [line["resumed_from"] for line in Run(spec).lines if line["kind"] == "start"]
+    assert starts[1].endswith("step-00000002")
 
 
 def test_what_follows_what() -> None:

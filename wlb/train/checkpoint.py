@@ -104,7 +104,8 @@ def planner_state(checkpoint: Path) -> PlannerState:
 
 
 def run_of(checkpoint: Path) -> dict[str, Any]:
-    """`run.json`: "step" (executed), "spec", "profile" (name of the kernel profile)."""
+    """`run.json`: "step" (executed), "spec", "profile" (name of the kernel profile), and "imported"
+    of a model that began as one of Hugging Face."""
     return json.loads((checkpoint / RUN).read_text("utf-8"))
 
 
@@ -173,6 +174,17 @@ def unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -
                 return f"{folder / name} {what}"
             time.sleep(0.1)
     return ""
+
+
+def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
+    """Waits until this process sees what another node may have written just now; ValueError where
+    it does not within this time."""
+    end = time.monotonic() + within_s
+    while not (checkpoint / MANIFEST).is_file() and time.monotonic() < end:
+        time.sleep(0.1)
+    files = read_manifest(checkpoint)
+    if problem := unseen(checkpoint, files, within_s=max(0.0, end - time.monotonic())):
+        raise ValueError(f"{problem}, as this node sees it; run.output_dir must be shared by all")
 
 
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,15 +119,17 @@ class Trainer:
             stages=self.executor.stages,
             optimizers=self.optimizers,
             profile=profile,
+            origin=job.resume or job.init_from,
         )
         self.ledger = Ledger(job.directory, is_on=spec.telemetry.ledger and mesh.rank == 0)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
         self.stop_request = request or StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
-        self._num_measured = self._records_ns = 0
+        self._num_measured = self._records_ns = self._waited_before_ns = 0
         self.state = state
         self.saved = state
         self.tally = Tally()
+        self._saved_tallies = {self.steps_done: Tally()}
 
     def _load(self, saved_in: Path) -> PlannerState:
         self.position.enter(f"loading {saved_in.name}", is_slow=True)
@@ -193,6 +196,7 @@ class Trainer:
     def _step(self, plan: StepPlan, pipeline: PipelinePlan, report: Report) -> Stop:
         """Executes a planned step; whether the run was asked to stop."""
         begin = time.perf_counter()
+        self._waited_before_ns = self.feed.waited_ns
         self.position.enter("reading its tokens", step=plan.step)
         sums = self._compute(plan, pipeline)
         if not math.isfinite(sums.loss + sums.gradient_norm):
@@ -243,17 +247,25 @@ class Trainer:
 
     def _refuse(self, plan: StepPlan, sums: StepSums, report: Report) -> OnNonfinite:
         """Nothing is updated: the step is passed over, or training goes back."""
-        self.saver.finish_for_reading()
-        there = checkpoint.complete(self.job.checkpoints)
+        newest = self._newest_checkpoint()
         action = self.nonfinite.decide(
-            plan.step, loss=sums.loss, norm=sums.gradient_norm, has_checkpoint=bool(there)
+            plan.step, loss=sums.loss, norm=sums.gradient_norm, has_checkpoint=newest is not None
         )
         self.tally.refused[str(action)] += 1
         self.optimizers.clear()
-        report.nonfinite(plan.step, sums, action, there[-1] if there else None)
+        report.nonfinite(plan.step, sums, action, newest)
         if action == OnNonfinite.ROLLBACK:
-            self._roll_back(there[-1], report)
+            assert newest is not None
+            self._roll_back(newest, report)
         return action
+
+    def _newest_checkpoint(self) -> Path | None:
+        """The same on all ranks: rank 0's, as other nodes may see new folders later."""
+        self.saver.finish_for_reading()
+        there = checkpoint.complete(self.job.checkpoints) if self.mesh.rank == 0 else []
+        newest = [there[-1].name if there else ""]
+        dist.broadcast_object_list(newest, src=0)
+        return self.job.checkpoints / newest[0] if newest[0] else None
 
     def _roll_back(self, saved_in: Path, report: Report) -> None:
         self.inputs.close()
@@ -262,6 +274,7 @@ class Trainer:
         self.feed = PlanFeed(self._priced, self.job.train_store, self.world, self.mesh, state)
         self.inputs = InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
         self.state = self.saved = state
+        self.tally = self.tally.of_steps(self._saved_tallies[self.steps_done])
         self.ledger.begin(state.next_step)
         report.start(str(saved_in), steps_done=self.steps_done)
 
@@ -334,12 +347,13 @@ class Trainer:
         return telemetry
 
     def _exposed(self, begin: float, marks_ns: int) -> Exposed:
-        """Of this step; records of it are counted with the next."""
+        """Of this step, with the waits since the last one; records of it are counted with the
+        next. Waits after its beginning are in its time already."""
         exposed = Exposed(
             loading_ns=self.inputs.exposed_ns,
             planning_ns=self.feed.waited_ns,
             records_ns=self._records_ns + marks_ns,
-            step_ns=round((time.perf_counter() - begin) * 1e9) + self.feed.waited_ns,
+            step_ns=round((time.perf_counter() - begin) * 1e9) + self._waited_before_ns,
         )
         self.feed.waited_ns = self._records_ns = 0
         return exposed
@@ -402,6 +416,8 @@ class Trainer:
             self.saved = None  # known to all ranks here, and to none before
         # By state, not by steps_done: a step without a label moves the state alone.
         if self.state is not None and self.state is not self.saved:
+            if self.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
+                self._saved_tallies[self.steps_done] = deepcopy(self.tally)
             ended += self.saver.save(self.steps_done, self.state)
             self.saved = self.state
         if is_last:
@@ -417,6 +433,9 @@ class Trainer:
     def _tell_saves(self, ended: list[Saved], report: Report) -> None:
         for saved in ended:
             self.tally.saves.add(saved.step, saved.stall_s, saved.error)
+            if not saved.error:  # training never goes back behind it
+                for step in [s for s in self._saved_tallies if s < saved.step]:
+                    del self._saved_tallies[step]
         report.saves(ended)
 
     def _checkpoint_path(self) -> Path:

@@ -89,7 +89,8 @@ class _Task:
 class CheckpointSaver:
     """Of one rank; all ranks construct it and call the same methods in the same order.
 
-    directory: of the run's checkpoints. profile: name of the kernel profile in use.
+    directory: of the run's checkpoints. profile: name of the kernel profile in use. origin: the
+    checkpoint that the run began with, whose word about a model that was imported is handed on.
     """
 
     def __init__(
@@ -101,10 +102,13 @@ class CheckpointSaver:
         stages: Stages,
         optimizers: Optimizers,
         profile: str,
+        origin: Path | None = None,
     ) -> None:
         self.directory, self.spec, self.mesh = directory, spec, mesh
         self.stages, self.optimizers = stages, optimizers
         self._about = {"spec": spec.to_dict(), "profile": profile}
+        if origin is not None and "imported" in (run := checkpoint.run_of(origin)):
+            self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
         self._group = group
@@ -286,6 +290,8 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
 def _verify(saved_in: Path, mesh: Mesh) -> None:
     problem = None
     try:
+        if mesh.world_size > 1:  # rank 0 may have renamed the folder just now
+            checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
     except ValueError as error:
         problem = error

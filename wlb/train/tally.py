@@ -1,7 +1,8 @@
 """What a run did, added up step by step: the source of the summary."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from wlb.plan import Moments, RankTable, Spread, StepMetrics, Straggler, Telemetry, Work
 
@@ -166,4 +167,11 @@ class Tally:
 
     @property
     def filler_share(self) -> float:
-        return self.filler / max(1, self.filler + self.ours.tokens)
+        """On top of the documents' tokens."""
+        return self.filler / max(1, self.ours.tokens)
+
+    def of_steps(self, until: "Tally") -> "Tally":
+        """This tally with the steps of `until`, an earlier one: what came later was undone. What
+        happened besides steps is not."""
+        happened = ("saves", "refused", "graphs", "most_graphs")
+        return replace(deepcopy(until), **{name: getattr(self, name) for name in happened})
