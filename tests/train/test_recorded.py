@@ -74,6 +74,13 @@ def test_only_steps_since_the_last_start_count(run: Run, tmp_path: Path) -> None
     assert [m.step for m in simulate_recorded(folder, skip=0).measured] == [4, 5]
 
 
+def test_half_a_line_of_a_run_that_was_killed_is_passed_over(run: Run, tmp_path: Path) -> None:
+    folder = copied(run, tmp_path)
+    text = (run.folder / "metrics.jsonl").read_text("utf-8")
+    (folder / "metrics.jsonl").write_text(text + text.splitlines()[-2][:40], "utf-8")
+    assert len(simulate_recorded(folder, skip=0).measured) == 6
+
+
 def test_folders_without_a_finished_run_are_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"metrics\.jsonl does not exist; give the folder of a run"

@@ -8,6 +8,7 @@ profile than the one that planned them, which is how a calibration is tested.
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -120,11 +121,17 @@ def _metrics(path: Path) -> list[StepMetrics]:
     how those were configured."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; give the folder of a run that trained")
-    lines: list[dict[str, Any]] = [json.loads(x) for x in path.read_text("utf-8").splitlines()]
+    lines = list(_lines(path))
     starts = [i for i, line in enumerate(lines) if line["kind"] == "start"]
     last = lines[max(starts, default=0) :]
     found = [StepMetrics.from_json(x["measured"]) for x in last if x["kind"] == "step"]
     return [m for m in found if m.num_targets]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text("utf-8", errors="replace").splitlines():
+        with suppress(ValueError):  # half a line, of a run that was killed
+            yield json.loads(text)
 
 
 def _chunks(
