@@ -85,11 +85,24 @@ def test_alternatives_that_do_not_fit_are_passed_over(capsys):
         (["--set", "cluster.tp_overlap=1.5"], "cluster.tp_overlap = 1.5 must be in [0, 1]"),
         (["--replay", "0"], "--replay = 0 must be at least 1"),
         (["--trace", "/no/such/folder/t.json"], "cannot be written"),
+        (["--json", "--replay", "2"], "give --json a FILE, or leave one of them out"),
     ],
 )
 def test_refused(capsys, words, message):
     assert main([*BASE, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_that_a_finished_run_does_not_take_are_named(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["--html", str(page), "--step", "3", "--strict", "--replay", "--over-memory"]
+    assert main(["simulate", "--run", str(tmp_path), *words, "--systems", "wlb"]) == 2
+    message = capsys.readouterr().err
+    assert message.endswith(
+        "leave out --systems, --step, --html, --over-memory, --strict, --replay\n"
+    )
+    assert main(["simulate", "demo", "--run", str(tmp_path), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith("leave out --device, NAME\n")
 
 
 def test_unknown_systems_are_listed(capsys):

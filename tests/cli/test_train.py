@@ -11,8 +11,10 @@ import pytest
 from tests.train.case import write_corpus, write_store
 from wlb.cli import main
 from wlb.parallel import mesh
+from wlb.planner.service import PlanningError
 from wlb.spec import RunSpec, list_keys
 from wlb.train import start
+from wlb.train.saver import CheckpointError
 
 SPEC = """
 [run]
@@ -264,6 +266,50 @@ def test_a_dry_run_shows_layout_memory_and_the_first_plan(
     assert "step 0: " in shown
     assert "imbalance" in shown
     assert not (tiny.parent / "runs").exists()
+
+
+@pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize("given", ["", "2", "auto"])
+def test_a_dry_run_does_not_go_on_from_a_checkpoint(
+    tiny: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    words = ["--dry-run", "--resume", *([given] if given else [])]
+    message = refused([str(tiny), *words], capsys)
+    assert message == "--resume needs a run that trains; leave --dry-run out"
+
+
+def planning(trace: str) -> PlanningError:
+    return PlanningError.of(f"Traceback (most recent call last):\n  File ...\n{trace}\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (CheckpointError("the last checkpoint could not be written"), "the last checkpoint could"),
+        (planning("ValueError: the store broke"), "planning failed: the store broke"),
+        (PlanningError("the planner process of this node has died"), "the planner process of"),
+    ],
+)
+def test_what_a_run_in_one_process_fails_of_is_one_line(
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    said: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise failure
+
+    monkeypatch.setattr(start, "train", fail)
+    assert main(["train", str(tiny)]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"wlb train: {said}")
+    assert message.count("\n") == 1
+
+
+def test_a_planner_that_is_wrong_shows_where() -> None:
+    assert "Traceback" in str(planning("KeyError: 3"))
+    assert planning("ValueError: x").__notes__[0].startswith("Traceback")
 
 
 @pytest.mark.usefixtures("_no_ranks")

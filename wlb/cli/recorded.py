@@ -11,6 +11,34 @@ from wlb.report import worth_line
 
 _PROFILE = "cost.profile="
 _SHOWN = 40
+_UNUSED = (
+    "systems",
+    "steps",
+    "step",
+    "in_order",
+    "device",
+    "trace",
+    "timeline",
+    "html",
+    "over_memory",
+    "strict",
+    "replay",
+)
+"""Options of `wlb simulate` that say how other runs are simulated."""
+
+
+def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
+    """ValueError naming the options beside --run that would do nothing. defaults: of all."""
+    given = [
+        name if name == "NAME" else f"--{name.replace('_', '-')}"
+        for name, dest in (*((n, n) for n in _UNUSED), ("NAME", "name"))
+        if getattr(options, dest) != getattr(defaults, dest)
+    ]
+    if given:
+        raise ValueError(
+            f"--run simulates the steps of a run as it was: it takes --set {_PROFILE}... and "
+            f"--json alone; leave out {', '.join(given)}"
+        )
 
 
 def show(options: argparse.Namespace) -> int:

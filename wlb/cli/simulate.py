@@ -94,10 +94,17 @@ def add_parser(commands: Any) -> None:
         help="also run the first N steps of each system as timed waits on real processes (cp x pp "
         "x dp of them, TP 1) with the real pipeline executor, and compare; needs torch",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, defaults=parser.parse_args([]))
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.recorded:
+        recorded.refuse_others(options, options.defaults)
+    if options.json == "-" and options.replay is not None:
+        raise ValueError(
+            "--replay shows a table, and --json without a file has stdout for itself; give --json "
+            "a FILE, or leave one of them out"
+        )
     sources.check_outputs(
         options.json,
         options.trace,
