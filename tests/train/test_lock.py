@@ -71,6 +71,7 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     monkeypatch.setattr(lock, "OTHER_MACHINE_S", 0.3)
     gone, second = said_by(tmp_path / "mine")[0], said_by(tmp_path / "mine")
     gone.take()
+    assert gone._file is not None
     gone.path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
     remedy = rf"process 7 on n12, since 2026-11-01; .*that machine is gone, remove {gone.path}\)"
     with pytest.raises(ValueError, match=remedy):
@@ -79,7 +80,7 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     gone.path.unlink()
     second[0].take()
     second[0].close()
-    gone.close()
+    gone._file.close()
 
 
 def test_a_file_system_without_locks_is_said_once(
@@ -114,4 +115,5 @@ def test_a_run_that_is_trained_is_neither_moved_aside_nor_tidied(
     other.close()
     train(spec, resume=True)
     train(spec)  # it was let go of
+    assert not other.path.exists()
     assert run.folder.with_name("small.1").exists()

@@ -56,6 +56,9 @@ def test_a_signal_before_there_are_ranks_is_passed_on_and_a_second_one_ends_them
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), signal.SIGTERM)
         assert end.value.code == 128 + signal.SIGTERM
+        told.unlink()
+        tmp_path.rmdir()
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the ranks have ended
 
 
 def test_a_stop_file_ends_a_run_after_its_step(

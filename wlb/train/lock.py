@@ -1,11 +1,12 @@
 """One training at a time in a run's folder: two would mix their checkpoints.
 
 The process that starts a run's ranks, or rank 0 of given ones, holds `.NAME.lock` beside the folder
-by flock, which ends with the process however that ends; the file stays and says who held it last.
-A process of this machine that holds it is alive. One of another machine may have gone with it: a
-file server then holds the lock for its clients' lease, for which a requeued job waits.
+by flock, which ends with the process however that ends; the file says who holds it. A process of
+this machine that holds it is alive. One of another machine may have gone with it: a file server
+then holds the lock for its clients' lease, for which a requeued job waits.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -89,7 +90,9 @@ class RunLock:
         return found if isinstance(found, dict) else {}
 
     def close(self) -> None:
-        """Lets go."""
+        """Lets go, and removes the file, which is this process's until it is closed."""
         if self._file is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
             self._file.close()
             self._file = None

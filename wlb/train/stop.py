@@ -6,6 +6,7 @@ that step, save and leave with exit status 0. Signals are caught from a process'
 long before there are ranks: one that comes until then ends the run before its first step.
 """
 
+import contextlib
 import signal
 import threading
 from enum import IntEnum
@@ -53,7 +54,8 @@ class Signals:
         self._is_terminated |= number == signal.SIGTERM
         self.came = True
         if self._passed_on is not None:
-            self._passed_on.touch()
+            with contextlib.suppress(FileNotFoundError):  # the ranks and its folder are gone
+                self._passed_on.touch()
 
     def pass_on(self, file: Path) -> None:
         """What has come, or comes, makes `file`, which the ranks that this process starts look for
