@@ -41,6 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWa
 BALANCE = Balance(context_window=WINDOW)
 
 
+@pytest.mark.filterwarnings("ignore:.*leave none for the last:UserWarning")
 @settings(deadline=None, max_examples=40)
 @given(
     rows=st.lists(st.integers(1, WINDOW), min_size=1, max_size=60),
@@ -79,6 +80,19 @@ def test_every_row_is_trained_once_an_epoch_and_epochs_have_equal_steps(
     full = [batches.steps_per_epoch] * (batches.num_steps // batches.steps_per_epoch)
     assert sizes[: len(full)] == full
     assert sum(size not in (0, batches.steps_per_epoch) for size in sizes) <= 1
+    assert epochs * batches.steps_per_epoch - batches.num_steps < epochs
+
+
+def test_epochs_without_a_step_are_told() -> None:
+    """A step's two micro-batches hold nearly all rows of an epoch."""
+    batches = BalancedBatchSampler([100] * 6, BALANCE, num_ranks=2, epochs=10)
+    assert (batches.num_steps, batches.steps_per_epoch) == (12, 2)
+    for epoch in range(6):
+        batches.set_epoch(epoch)
+        assert list(batches)
+    batches.set_epoch(6)
+    with pytest.warns(UserWarning, match=r"12 steps make 6 epochs of 2 and leave none for the la"):
+        assert list(batches) == []
 
 
 def test_ranks_get_more_equal_work_than_by_chance() -> None:
@@ -119,6 +133,16 @@ def test_a_micro_batch_without_rows_is_a_token_that_trains_nothing() -> None:
     assert made["input_ids"].tolist() == [[7]]
     assert made["labels"].tolist() == [[IGNORE]]
     assert set(made) == set(BalancedCollator()([{"input_ids": [1, 2]}]))
+
+
+def test_a_micro_batch_without_rows_is_made_as_the_others_are() -> None:
+    collator = PaddingFreeCollator(
+        return_shift_labels=True, pad_to_multiple_of=4, position_ids_start=2
+    )
+    made = BalancedCollator(collator=collator)([])
+    assert made["input_ids"].shape == made["shift_labels"].shape == (1, 4)
+    assert set(made["labels"][0].tolist() + made["shift_labels"][0].tolist()) == {IGNORE}
+    assert made["position_ids"][0, 0] == 2
 
 
 def trainer_of(tmp_path: Path, dataset: Any, cls: Any = Trainer, **options: Any) -> Any:
@@ -167,6 +191,19 @@ def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 40
     assert trainer.balanced_batches.num_steps >= 40
+
+
+def test_the_schedule_is_as_long_as_the_steps_there_are(tmp_path: Path) -> None:
+    """Linear decay to 0 ends with the last step, not with those of epochs that have none."""
+    rows = [{"input_ids": [1] * 100} for _ in range(6)]
+    trainer = trainer_of(
+        tmp_path, Dataset.from_list(rows), num_train_epochs=10, gradient_accumulation_steps=2
+    )
+    with pytest.warns(UserWarning, match="leave none for the last"):
+        trainer.train()
+    num_steps = trainer.balanced_batches.num_steps
+    assert trainer.state.global_step == trainer.state.max_steps == num_steps < 20
+    assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
 
 
 def test_trl_trains_completions_alone(tmp_path: Path) -> None:

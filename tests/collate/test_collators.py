@@ -230,6 +230,13 @@ def test_a_padded_batch_refuses_packed_rows(row: dict[str, Any]) -> None:
         PaddedCollator(pad_token_id=0)([row])
 
 
+@pytest.mark.parametrize("lengths", [3, np.int64(3), np.array(3)])
+@pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=0), PaddingFreeCollator()])
+def test_lengths_that_are_no_list_are_refused(collator: Any, lengths: Any) -> None:
+    with pytest.raises(ValueError, match="lengths of example 0: lengths must have one axis"):
+        collator([{"input_ids": [1, 2, 3], "lengths": lengths}])
+
+
 def test_options_that_cannot_be_meant() -> None:
     with pytest.raises(ValueError, match="nothing that says where documents begin"):
         PaddingFreeCollator(return_position_ids=False)

@@ -163,6 +163,17 @@ def test_a_separator_of_ones_own() -> None:
     assert made.labels.tolist() == [-1, 2, -1]
 
 
+@pytest.mark.parametrize("options", [{}, {"next_labels": True}, {"pad_to_multiple_of": 4}])
+@pytest.mark.parametrize("separator", [IGNORE, -1, 7])
+def test_a_separator_is_no_target_whatever_its_id(separator: int, options: dict) -> None:
+    made = flatten(
+        [[1, 2, 7], [3], [4, 5]],
+        labels=[[1, X, 7], [3], [4, 5]],
+        options=FlatOptions(separator_id=separator, **options),
+    )
+    assert made.num_targets == 2
+
+
 def test_int32() -> None:
     made = flatten([[1, 2], [3]], options=FlatOptions(dtype=np.int32, pad_to_multiple_of=2))
     assert {a.dtype for a in (made.input_ids, made.labels, made.position_ids)} == {
@@ -192,6 +203,14 @@ def test_a_plans_micro_batch() -> None:
     assert made.num_targets == batch.num_targets == 8
     unshifted = flatten_micro_batch(batch, Reader(lengths))
     assert unshifted.num_targets == batch.num_targets - 1
+
+
+@pytest.mark.parametrize("separator", [IGNORE, -1, 4])
+def test_the_targets_of_a_cut_document_are_counted_beside_separators(separator: int) -> None:
+    """4 is the label of the piece that ends before it, too."""
+    options = FlatOptions(next_labels=True, separator_id=separator)
+    made = flatten_micro_batch(micro_batch([6, 2], window=4), Reader([6, 2]), options=options)
+    assert made.num_targets == 5 + 1
 
 
 def test_all_micro_batches_of_a_plan_hold_the_plans_targets() -> None:

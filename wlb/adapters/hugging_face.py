@@ -11,20 +11,24 @@ steps by packing with delay. `per_device_train_batch_size` does not count any mo
 has some `context_window` tokens, `Balance.s_max` at most. In loops of your own, hand
 `BalancedBatchSampler` to a DataLoader as batch_sampler, and let accelerate prepare it.
 
-All epochs are one stream: what an epoch holds back comes in the next, so every epoch has the same
-number of steps but the last, which may be up to `epochs - 1` shorter, and every row is trained once
-an epoch's worth. Steps are a function of lengths and options, so a resumed run needs no state of
-its own: the Trainer skips what it has trained (`skip_first_batches`).
+All epochs are one stream: what an epoch holds back comes in the next, and every row is trained as
+often as there are epochs. An epoch has the E-th part of all steps, rounded up, because the Trainer
+asks once for the length of all epochs and reckons with it when it resumes. So the last epoch has up
+to E - 1 steps fewer; where epochs have hardly any, the last ones have none, and a warning says so.
+The Trainer's schedule is as long as the steps there are. Steps are a function of lengths and
+options, so a resumed run needs no state of its own: the Trainer skips what it has trained
+(`skip_first_batches`).
 
 Attention has to keep documents apart: flash attention, or SDPA with a model that reads restarting
 position_ids (`wlb.collate.collators`). Columns besides input_ids and labels are not read.
 """
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from wlb.adapters.versions import require
 
@@ -93,7 +97,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     `prepare` shards: batch i is rank i % num_ranks's. Without accelerate, `of_rank` gives one
     rank's. lengths: tokens of each row of the dataset. accumulation_steps: micro-batches of a rank
     in a step. epochs: that will be trained; `set_epoch` says which one is next, as accelerate and
-    the Trainer do. Iterating past them is an IndexError.
+    the Trainer do. Iterating past them is an IndexError. A schedule should be `num_steps` long: the
+    last epochs may be short or empty.
     """
 
     batch_size = None  # of varying numbers of rows: what BatchSamplerShard asks for
@@ -138,6 +143,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return len(self._steps()) * self.dealt.num_micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        if not self._steps():
+            self.warn_of_empty_epochs()
         for step in self._steps():
             for rows in self.dealt.step(step):
                 yield rows.tolist()
@@ -149,6 +156,19 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def rank_balance(self) -> RankBalance:
         """Of all epochs, as predicted."""
         return RankBalance.of(self.dealt.work_ns(self.lengths, self.balance.cost))
+
+    def warn_of_empty_epochs(self) -> None:
+        """UserWarning where there are too few steps for one an epoch."""
+        filled = ceil(self.num_steps / max(1, self.steps_per_epoch))
+        if 0 < filled < self.epochs:
+            warnings.warn(
+                f"{self.num_steps} steps make {filled} epochs of {self.steps_per_epoch} and leave "
+                f"none for the last {self.epochs - filled} of {self.epochs}: every row is trained "
+                f"{self.epochs} times all the same, but what is done once an epoch is done "
+                f"{filled} times; for more steps use a shorter context_window or fewer "
+                f"accumulation steps",
+                stacklevel=2,
+            )
 
     def _steps(self) -> range:
         if not 0 <= self.epoch < self.epochs:
@@ -196,7 +216,9 @@ class BalancedCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if features:
             return self.collator(features)
-        nothing = flatten([[self.collator.pad_token_id]], labels=[[IGNORE]])
+        nothing = flatten(
+            [[self.collator.pad_token_id]], labels=[[IGNORE]], options=self.collator.options
+        )
         return self.collator.batch(nothing)
 
 
@@ -249,7 +271,15 @@ class BalancedTrainer:
             # in a later epoch would train the rows of the first.
             shard.sampler = batches
         self.balanced_batches = batches
+        if args.max_steps <= 0:  # else epochs are planned in reserve
+            batches.warn_of_empty_epochs()
         return loader
+
+    def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """The Trainer's, whose last value, the steps of its schedule, is of equal epochs."""
+        theirs = cast(Any, super())
+        *values, max_steps = theirs.set_initial_training_values(args, dataloader)
+        return (*values, min(max_steps, max(1, self.balanced_batches.num_steps)))
 
 
 def balanced(trainer: type[T]) -> type[T]:

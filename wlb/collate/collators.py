@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from wlb.collate.boundaries import document_lengths
 from wlb.collate.flat import FlatBatch, FlatOptions, flatten
 from wlb.collate.padded import PaddedBatch, PadOptions, PadTo, Side, pad
 from wlb.collate.rows import IGNORE
@@ -240,7 +241,9 @@ def _check_attention_masks(features: Sequence[Feature]) -> None:
 def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
     """ValueError for a row of several documents, by its lengths or its position ids."""
     for i in range(len(columns["input_ids"])):
-        num = len(columns["lengths"][i]) if "lengths" in columns else 1
+        num = 1
+        if "lengths" in columns:
+            num = document_lengths(columns["lengths"][i], f"lengths of example {i}: ").size
         if "position_ids" in columns:
             ids = np.asarray(columns["position_ids"][i])
             num = max(num, int(np.count_nonzero(np.diff(ids) != 1)) + 1)

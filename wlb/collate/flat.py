@@ -22,7 +22,7 @@ read one by one, plus some 50 us a batch (`python -m experiments.collation`).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from struct import error as struct_error
 from struct import pack_into
@@ -91,7 +91,8 @@ class FlatBatch:
     documents and then the filler if there is any; shape [num_segments + 1], from 0 to T.
     max_seqlen: tokens of the longest segment. num_filler: tokens of the filler, fewer than the
     multiple it fills up to. next_labels: shape [T], the label of the token that follows in the
-    document, IGNORE behind its last one; None unless asked for.
+    document, behind its last one the separator; None unless asked for. num_cut_targets: labels that
+    next_labels alone have, of documents that end before they do.
     """
 
     input_ids: TokenArray
@@ -101,6 +102,7 @@ class FlatBatch:
     max_seqlen: int
     num_filler: int = 0
     next_labels: TokenArray | None = None
+    num_cut_targets: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -118,9 +120,10 @@ class FlatBatch:
 
     @property
     def num_targets(self) -> int:
-        """Labels that are trained: what a loss is divided by."""
-        labels = self.labels if self.next_labels is None else self.next_labels
-        return int(np.count_nonzero(labels != IGNORE))
+        """Labels that are trained: what a loss is divided by. No separator is, whatever its id."""
+        is_target = self.labels != IGNORE
+        is_target[self.cu_seqlens[: self.num_documents]] = False
+        return int(np.count_nonzero(is_target)) + self.num_cut_targets
 
     @property
     def seq_idx(self) -> Int32Array:
@@ -207,11 +210,14 @@ def flatten_micro_batch(
         labels = _checked("labels", [label(*row) for row in rows], options)
         given = _join("labels", labels, num_tokens + filler, options)
     out = _assemble(tokens, documents, given, filler=filler, options=options)
-    if out.next_labels is not None:
-        for end, (document, _, stop) in zip(out.cu_seqlens[1:].tolist(), rows, strict=False):
-            if stop < reader.length(document):
-                out.next_labels[end - 1] = label(document, stop, stop + 1)[0]
-    return out
+    if out.next_labels is None:
+        return out
+    num_cut = 0
+    for end, (document, _, stop) in zip(out.cu_seqlens[1:].tolist(), rows, strict=False):
+        if stop < reader.length(document):
+            out.next_labels[end - 1] = following = label(document, stop, stop + 1)[0]
+            num_cut += int(following) != IGNORE
+    return replace(out, num_cut_targets=num_cut)
 
 
 def _assemble(
