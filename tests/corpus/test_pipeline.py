@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.pipeline_case import Interrupt, interrupted_at, options
@@ -361,6 +363,16 @@ def test_refuses(corpus, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         prepare_store(PrepareOptions(**asked))
     assert sorted(os.listdir(tmp_path)) == ["in"]
+
+
+def test_a_bpe_of_no_record_is_refused(tmp_path):
+    """A Parquet file may have no row group."""
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "none.parquet"
+    pq.ParquetWriter(path, pa.schema([("text", pa.string())])).close()
+    with pytest.raises(ValueError, match=r"--tokenizer bpe: .*none.parquet holds no record"):
+        prepare_store(options(path, tmp_path / "x", tokenizer="bpe"))
+    assert not (tmp_path / "x.parts").exists()
 
 
 def test_verify_finds_changed_tokens_and_foreign_ones(corpus, tmp_path):

@@ -121,7 +121,10 @@ def test_packs_of_another_store_or_of_no_kind_are_refused(
     with pytest.raises(ValueError, match="were made of another store"):
         planner(spec_of(other, f"packing.packs={packs}"))
     (tmp_path / "text.npz").write_text("no archive")
-    for name in ("text.npz", "missing.npz"):
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.save(tmp_path / "array.npy", np.arange(3))
+    np.savez(tmp_path / "axes.npz", format=np.arange(3))
+    for name in ("text.npz", "missing.npz", "empty.npz", "array.npy", "axes.npz"):
         with pytest.raises(ValueError, match=f"{name} holds no packs"):
             planner(spec_of(store, f"packing.packs={tmp_path / name}"))
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from wlb.plan import (
     Documents,
     PackingPlan,
     Pieces,
+    PlannerState,
+    ShardingPlan,
     StepMetrics,
+    StepPlan,
     cut_at,
     digest,
     imbalance,
@@ -117,6 +121,30 @@ def test_plans_and_carries_survive_json() -> None:
     assert back.pieces == carry.pieces
     assert back.slot.tolist() == [0, 1, 1]
     assert back.in_slot(1).document.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [Carry, PackingPlan, PlannerState, ShardingPlan, StepPlan])
+@pytest.mark.parametrize(
+    "data", [{}, [], None, 3, {"pieces": {}}, {"pieces": 3}, {"more": 1}, {"carry": [1]}]
+)
+def test_what_is_no_record_is_refused_by_its_name(kind: Any, data: Any) -> None:
+    with pytest.raises(ValueError, match=r"this is no [a-z ]+ as `to_json` writes it \(.+\); give"):
+        kind.from_json(data)
+
+
+def test_a_record_that_lacks_a_value_is_refused_with_its_name() -> None:
+    data = plan().to_json()
+    del data["offsets"]
+    with pytest.raises(ValueError, match=r"no packing plan .* missing .* 'offsets'"):
+        PackingPlan.from_json(data)
+    with pytest.raises(
+        ValueError, match=r"no carry as `to_json` writes it \('pieces' is missing\)"
+    ):
+        Carry.from_json({"policy": "p", "slot": [], "next_step": 0})
+    with pytest.raises(ValueError, match="do not divide 3 pieces"):  # the record's own words
+        PackingPlan.from_json({**plan().to_json(), "offsets": [0, 2]})
+    with pytest.raises(ValueError, match="no packing plan"):
+        PackingPlan.from_json({**plan().to_json(), "offsets": []})
 
 
 def test_predicted_metrics() -> None:

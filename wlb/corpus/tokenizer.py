@@ -86,6 +86,10 @@ def _trained(
             f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes, "
             f"{', '.join([END_OF_TEXT, *names])}"
         )
+    if not shards:  # Parquet files without a row group have none
+        raise ValueError(
+            f"--tokenizer {BPE}: {', '.join(options.inputs)} holds no record to train one on"
+        )
     made = train_bpe(_sample(options, choice, shards), vocab_size=size)
     add_special_tokens(made, names)
     return made.to_str(pretty=True)

@@ -113,7 +113,7 @@ class Packs:
                 made_by=str(data["made_by"]),
                 lengths=int(data["lengths"]),
             )
-        except (OSError, KeyError, ValueError, BadZipFile) as error:
+        except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
             raise ValueError(
                 f"packing.packs: {path} holds no packs ({error}); make them with `wlb pack`"
             ) from error

@@ -13,6 +13,7 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_of
 from wlb.plan.documents import Pieces
+from wlb.plan.parsing import parsing
 
 
 class Layout(StrEnum):
@@ -206,8 +207,9 @@ class PackingPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
         """What `to_json` gave; ValueError where it is no plan."""
-        values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
-        return cls(**values)
+        with parsing("packing plan"):
+            values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
+            return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,8 +260,9 @@ class Carry:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Carry":
         """What `to_json` gave; ValueError where it is no carry."""
-        values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
-        return cls(**values)
+        with parsing("carry"):
+            values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
+            return cls(**values)
 
     def save(self, path: str | Path) -> None:
         """Write an `.npz` file: arrays only, no pickle; smaller and faster than JSON."""

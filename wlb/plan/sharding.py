@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
+from wlb.plan.parsing import parsing
 
 
 def quantum(tp: int, token_quantum: int) -> int:
@@ -140,7 +141,8 @@ class ShardingPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
         """What `to_json` gave; ValueError where it is no sharding."""
-        return cls(**data)
+        with parsing("sharding"):
+            return cls(**data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

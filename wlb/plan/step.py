@@ -9,6 +9,7 @@ import numpy.typing as npt
 from wlb.plan.arrays import digest
 from wlb.plan.metrics import StepMetrics
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
+from wlb.plan.parsing import parsing
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
@@ -55,17 +56,18 @@ class PlannerState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
-        """What `to_json` gave."""
-        return cls(
-            carry=Carry.from_json(data["carry"]),
-            baseline=Carry.from_json(data["baseline"]),
-            corpus=data["corpus"],
-            ready=tuple(PackingPlan.from_json(p) for p in data["ready"]),
-            baseline_made=tuple(StepMetrics.from_json(m) for m in data["baseline_made"]),
-            num_batches=data["num_batches"],
-            exhausted=data["exhausted"],
-            num_tokens=data["num_tokens"],
-        )
+        """What `to_json` gave; ValueError where it is no state."""
+        with parsing("planner state"):
+            return cls(
+                carry=Carry.from_json(data["carry"]),
+                baseline=Carry.from_json(data["baseline"]),
+                corpus=data["corpus"],
+                ready=tuple(PackingPlan.from_json(p) for p in data["ready"]),
+                baseline_made=tuple(StepMetrics.from_json(m) for m in data["baseline_made"]),
+                num_batches=data["num_batches"],
+                exhausted=data["exhausted"],
+                num_tokens=data["num_tokens"],
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,15 +124,16 @@ class StepPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
         """What `to_json` gave; ValueError where it is no plan."""
-        return cls(
-            packing=PackingPlan.from_json(data["packing"]),
-            pipelines=np.array(data["pipelines"], np.int64),
-            cp=data["cp"],
-            quantum=data["quantum"],
-            predicted=StepMetrics.from_json(data["predicted"]),
-            baseline=_metrics_from_json(data["baseline"]),
-            state=PlannerState.from_json(data["state"]),
-        )
+        with parsing("step plan"):
+            return cls(
+                packing=PackingPlan.from_json(data["packing"]),
+                pipelines=np.array(data["pipelines"], np.int64),
+                cp=data["cp"],
+                quantum=data["quantum"],
+                predicted=StepMetrics.from_json(data["predicted"]),
+                baseline=_metrics_from_json(data["baseline"]),
+                state=PlannerState.from_json(data["state"]),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,19 @@
+"""Reading records back: what is no record is refused by its name, not by a raw traceback."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def parsing(what: str) -> Generator[None, None, None]:
+    """Turns what a missing or misplaced value raises into a ValueError that names the record.
+
+    A ValueError passes as it is: the records say themselves which of their values is wrong.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"this is no {what} as `to_json` writes it ({reason}); give all of what it wrote"
+        ) from error
