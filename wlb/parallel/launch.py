@@ -103,7 +103,6 @@ def run_local(
     device: str = "cpu",
     start_group: bool = False,
     preload: Sequence[str] = (),
-    forward_signals: bool = False,
     awaits_report: bool = False,
 ) -> list[Any]:
     """Results of fn(world, *args) on `world_size` ranks of this machine, in rank order.
@@ -111,16 +110,15 @@ def run_local(
     device: "cpu" or "cuda", already chosen. start_group: the process group is started before `fn`
     and ended after it; otherwise `fn` calls `mesh.init`. preload: more modules for the forkserver
     to import once; it starts at the first call of a process and later additions come too late.
-    forward_signals: the first SIGTERM and any SIGUSR1 go to the ranks, which may end well after it;
-    the second SIGTERM ends them. awaits_report: ranks watch over each other (`wlb.parallel.watch`),
-    so that when one fails a report of all comes a moment later.
+    awaits_report: ranks watch over each other (`wlb.parallel.watch`), so that when one fails a
+    report of all comes a moment later. SIGTERM and SIGHUP end this process and the ranks, unless
+    the caller has handlers of its own.
     """
     if world_size < 1:
         raise ValueError(f"world_size = {world_size} must be at least 1")
     task = _pickled_task(fn, args)
     ranks = _Ranks()
-    told = ranks.tell if forward_signals else None
-    with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit(told):
+    with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
         jobs = [
             _Job(
                 world=_world_of(rank, world_size, folder),
@@ -170,24 +168,12 @@ def _world_of(rank: int, world_size: int, folder: str) -> mesh.World:
 
 
 @contextlib.contextmanager
-def _signals_exit(tell: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind this process, so that ranks and temporary files go at once.
-
-    tell: is given the first SIGTERM and each SIGUSR1 instead.
-    """
+def _signals_exit() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process, so that ranks and temporary files go at once."""
     is_main = threading.current_thread() is threading.main_thread()
-    caught = (signal.SIGTERM, signal.SIGHUP, *((signal.SIGUSR1,) if tell else ()))
-    kinds = [s for s in caught if signal.getsignal(s) == signal.SIG_DFL]
-    was_told = False
+    kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
 
     def leave(signum: int, _frame: FrameType | None) -> None:
-        nonlocal was_told
-        if tell is not None and (
-            signum == signal.SIGUSR1 or (signum == signal.SIGTERM and not was_told)
-        ):
-            was_told = was_told or signum == signal.SIGTERM
-            tell(signum)
-            return
         raise SystemExit(128 + signum)
 
     for kind in kinds if is_main else ():
@@ -315,12 +301,6 @@ class _Ranks:
         text = path.read_text(errors="replace") if path.exists() else ""
         threads = text.strip().split("\n\n")
         return "\n\n".join(thread for thread in threads if _end_with_parent.__name__ not in thread)
-
-    def tell(self, signum: int) -> None:
-        """Sends a signal to every rank; one that does not expect it ends, as a failure."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(_pid(process), signum)
 
     def kill(self) -> None:
         for process in self.processes:
