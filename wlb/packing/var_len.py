@@ -98,7 +98,8 @@ class VarLenPacker(PolicyPacker):
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         longest = min(self.s_max - self.literal, self.step_tokens or self.s_max)
-        check_fits(carry.pieces, longest, name="s_max or step_tokens")
+        name = "s_max or step_tokens" if self.step_tokens else "s_max"
+        check_fits(carry.pieces, longest, name=name)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         pieces = Pieces.concat(carry.pieces, arrived)
