@@ -60,11 +60,13 @@ ARMS = (
     _arm("fixed-1", "fixed greedy, W = 1", _FIXED | {"packing.window_batches": 1}),
     _arm("fixed-8", "fixed greedy, W = 8", _FIXED | {"packing.window_batches": 8}),
     _arm("var_len", "Algorithm 1, two queues", _VAR_LEN),
-    _arm("bounded", "bounded", _BOUNDED),
-    _arm("even", "bounded, constant tokens", _BOUNDED | {"packing.step_tokens": 1.1}),
+    _arm("bounded", "bounded, T 1.5", _BOUNDED),
+    _arm("even", "bounded, T 1.1 (even steps)", _BOUNDED | {"packing.step_tokens": 1.1}),
     _arm(CONTROL, "best-fit packing", {"packing.policy": "capacity"}),
-    _arm("var_len-constant", "Algorithm 1, constant", _VAR_LEN | _CONSTANT, "normaliser"),
-    _arm("bounded-constant", "bounded, constant", _BOUNDED | _CONSTANT, "normaliser"),
+    _arm(
+        "var_len-constant", "Algorithm 1, constant normaliser", _VAR_LEN | _CONSTANT, "normaliser"
+    ),
+    _arm("bounded-constant", "bounded, constant normaliser", _BOUNDED | _CONSTANT, "normaliser"),
     _arm("hold-0", "long documents at once", _HELD, "delay"),
     *(
         _arm(

@@ -325,7 +325,7 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
     assert "100.0% with original (Plain-4D), fixed greedy, W = 1" in text  # a cut of one document
     # The normaliser's arm is number 8, `bounded` number 4.
     pair = "the constant's less the mean's +0.04"
-    for said in ("bounded +0.04", "0.90", "8 steps +0.02", "checksum", pair):
+    for said in ("bounded, T 1.5 +0.04", "0.90", "8 steps +0.02", "checksum", pair):
         assert said in text
     assert ("(one seed)" in text) == (seeds == 1)
     rows = against_rows(groups)
