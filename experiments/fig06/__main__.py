@@ -131,7 +131,7 @@ def draw_losses(losses: list[Loss]) -> Any:
     panel.set(xscale="log", xticks=WINDOWS, xticklabels=WINDOWS)
     panel.minorticks_off()
     panel.set(xlabel="packing window (global batches)", ylabel="held-out loss over original (%)")
-    panel.legend(frameon=False, fontsize=9)
+    panel.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=3)
     return figure
 
 

@@ -237,7 +237,9 @@ def test_a_run_with_a_profile_of_the_folder_it_would_move_is_refused(
     profile.parent.mkdir(parents=True)
     profile.write_text(json.dumps({}))
     spec = small_spec(tmp_path, corpus, cost={"profile": str(profile)})
-    with pytest.raises(ValueError, match="the folder of a run of this name, which is about to be moved"):
+    with pytest.raises(
+        ValueError, match="the folder of a run of this name, which is about to be moved"
+    ):
         train(spec)
     assert profile.exists()
 
