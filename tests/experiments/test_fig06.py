@@ -40,7 +40,7 @@ def test_losses_are_relative_to_originals(tmp_path: Path) -> None:
     assert math.isnan(bounded.half)
     said = loss_text([one, eight])
     assert "fixed greedy, W = 8 +1.60 ± 0.20% (worse)" in said
-    assert "bounded +4.00% (one seed)" in loss_text([bounded])
+    assert "bounded, T 1.5 +4.00% (one seed)" in loss_text([bounded])
     (panel,) = draw_losses([one, eight, bounded]).axes
     (line, _, _) = panel.containers[0]
     assert line.get_xdata().tolist() == [1, 8]
