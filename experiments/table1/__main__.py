@@ -20,7 +20,7 @@ from experiments.configurations import TABLE_1, VOCABULARY, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
 from experiments.results import Against, How, Picture, Table, show, write_results
 from wlb.cost import MemoryEstimate, memory_estimate
-from wlb.spec import RunSpec, list_keys
+from wlb.spec import RunSpec
 
 GPU_BYTES = 80e9
 S_MAX = 1.1
@@ -28,8 +28,8 @@ PACKINGS = {
     "windows": ("packing.policy=original",),
     f"var_len, S_max {S_MAX}": ("packing.policy=var_len", f"packing.s_max={S_MAX}"),
 }
-RECOMPUTE = "training.recompute"
 LEVELS = ("none", "selective", "full")
+"""Of recomputation, from least work to least memory."""
 TERMS = {
     "activations": ("activations_bytes",),
     "weights, gradients, optimiser": ("parameters_bytes", "gradients_bytes", "optimizer_bytes"),
@@ -56,18 +56,10 @@ class Fit:
         return sum(self.memory.terms[name] for name in names) / 1e9
 
 
-def recompute_levels() -> tuple[str, ...]:
-    """From least work to least memory; only "none" where runs cannot recompute."""
-    is_there = any(key.name == RECOMPUTE for key in list_keys(RunSpec))
-    return LEVELS if is_there else LEVELS[:1]
-
-
 def fit(name: str, packing: str) -> Fit:
     """The first level of recomputation that fits, or the last."""
-    levels = recompute_levels()
-    for level in levels:
-        chosen = [f"{RECOMPUTE}={level}"] if len(levels) > 1 else []
-        spec = configuration(name, *PACKINGS[packing], *chosen)
+    for level in LEVELS:
+        spec = configuration(name, *PACKINGS[packing], f"training.recompute={level}")
         found = Fit(
             name=name,
             packing=packing,

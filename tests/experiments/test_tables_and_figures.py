@@ -81,7 +81,6 @@ def test_recomputation_is_tried_from_least_to_most(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(memory, "configuration", chosen)
     monkeypatch.setattr(memory, "memory_estimate", estimate)
-    monkeypatch.setattr(memory, "recompute_levels", lambda: memory.LEVELS)
     monkeypatch.setattr(memory, "GPU_BYTES", 1e9)
     found = fit("7b_128k", "windows")
     assert tried == ["none", "selective", "full"]

@@ -14,6 +14,7 @@ from wlb.corpus import TokenStoreWriter
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec, Schedule, apply, check
 from wlb.train import start
+from wlb.train.loop import Job
 
 WORDS = (
     "the",
@@ -108,6 +109,19 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
         pp=replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1, stage_layers=()),
     )
     return check(apply(plain, LAYOUTS[layout], source=layout))
+
+
+def job_of(spec: RunSpec) -> Job:
+    """What `start.train` gives the ranks of a new run, without held-out documents."""
+    stores = start.open_stores(spec, Console(quiet=True))
+    return Job(
+        spec=start.ready(spec, stores, spec.parallel.world_size),
+        train_store=stores.train,
+        heldout_store="",
+        resume=None,
+        title=spec.run.name,
+        started_s=0.0,
+    )
 
 
 class Run:

@@ -4,13 +4,12 @@ calibration and of stragglers."""
 import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from tests.train.case import job_of
 from wlb.kernels import BACKENDS, Backend
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World
@@ -62,32 +61,14 @@ def one_slowed_rank(world: World, job: Job, factor: float, rank: int, log: Path)
 def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path) -> None:
     """Trains `spec` on local ranks; attention's forward pass takes `factor` times its CPU time on
     `rank`. log: a file for what they say."""
-    stores = start.open_stores(spec, Console(file=StringIO()))
-    job = Job(
-        spec=start.ready(spec, stores, spec.parallel.world_size),
-        train_store=stores.train,
-        heldout_store="",
-        resume=None,
-        title=spec.run.name,
-        started_s=0.0,
-    )
     world_size = spec.parallel.world_size
-    run_local(one_slowed_rank, world_size, job, factor, rank, log, timeout_s=240.0)
+    run_local(one_slowed_rank, world_size, job_of(spec), factor, rank, log, timeout_s=240.0)
 
 
 def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
     """The profile that a run of `spec` wrote, its attention's forward pass slowed by `factor`."""
     spec = replace(spec, run=replace(spec.run, name=name))
-    stores = start.open_stores(spec, Console(file=StringIO()))
-    job = Job(
-        spec=start.ready(spec, stores, spec.parallel.world_size),
-        train_store=stores.train,
-        heldout_store="",
-        resume=None,
-        title=name,
-        started_s=0.0,
-        calibrate=profile_path(name, priced_by="", folder=Path(spec.run.output_dir)),
-    )
+    made = profile_path(name, priced_by="", folder=Path(spec.run.output_dir))
+    job = replace(job_of(spec), calibrate=made)
     run_local(slowed_rank, spec.parallel.world_size, job, factor, timeout_s=240.0)
-    assert job.calibrate is not None
-    return job.calibrate
+    return made

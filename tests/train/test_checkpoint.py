@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 
-from tests.train.case import Run, relaid, small_spec, train, write_corpus
+from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
 from wlb.parallel import mesh
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
-from wlb.train import checkpoint, saver, start
-from wlb.train.loop import Job, Trainer
+from wlb.train import checkpoint, saver
+from wlb.train.loop import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +91,7 @@ def test_loading_unpickles_nothing(
 
 def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
     """A trainer in this process that has not begun."""
-    stores = start.open_stores(spec, Console(quiet=True))
-    job = Job(
-        spec=start.ready(spec, stores, 1),
-        train_store=stores.train,
-        heldout_store="",
-        resume=None,
-        title="",
-        started_s=0.0,
-    )
+    job = job_of(spec)
     device = torch.device("cpu")
     mesh.init(World(), device, timeout_s=60.0)
     return Trainer(job, World(), build_mesh(job.spec.parallel, device)), job

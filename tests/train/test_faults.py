@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from tests.train.case import relaid, small_spec, train, write_corpus
+from tests.train.case import job_of, relaid, small_spec, train, write_corpus
 from wlb.parallel.execute import Executor
 from wlb.parallel.launch import RankFailure, run_local
 from wlb.parallel.mesh import World
@@ -73,15 +72,7 @@ def broken_run(
     """What the launcher of four ranks said, and after how many seconds."""
     told = {"heartbeat_s": 2.0, **training}
     spec = relaid(small_spec(folder, corpus, training=told), "cp2-pp2")
-    stores = start.open_stores(spec, Console(quiet=True))
-    job = Job(
-        spec=start.ready(spec, stores, 4),
-        train_store=stores.train,
-        heldout_store=stores.heldout,
-        resume=None,
-        title="",
-        started_s=0.0,
-    )
+    job = job_of(spec)
     job.directory.mkdir(parents=True)
     begin = time.monotonic()
     with pytest.raises(RankFailure) as caught:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from tests.train.case import Run, relaid, small_spec, train, write_corpus, write_store
+from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus, write_store
 from wlb.corpus import TokenStore
 from wlb.parallel import mesh
 from wlb.parallel.launch import run_local
@@ -402,15 +402,7 @@ def separate(
     heldout: held-out documents of node 1; node 0 has one of 40 tokens.
     """
     spec = small_spec(folder, corpus, parallel={"dp": 2}, training={"steps": 9})
-    stores = start.open_stores(spec, Console(file=StringIO()))
-    job = Job(
-        spec=start.ready(spec, stores, 2),
-        train_store=stores.train,
-        heldout_store=write_store(folder / "heldout-0", [40]),
-        resume=None,
-        title="separate",
-        started_s=0.0,
-    )
+    job = replace(job_of(spec), heldout_store=write_store(folder / "heldout-0", [40]))
     other = replace(
         job,
         spec=replace(

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from tests.train.case import Run, small_spec, train, write_corpus
+from tests.train.case import Run, job_of, small_spec, train, write_corpus
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World
 from wlb.plan import PipelinePlan, StepPlan
@@ -146,16 +145,7 @@ def rank_with_an_old_listing(world: World, job: Job) -> None:
 def test_all_ranks_go_back_to_the_checkpoint_that_rank_0_sees(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, "rollback")
     spec = replace(spec, parallel=replace(spec.parallel, dp=2))
-    stores = start.open_stores(spec, Console(quiet=True))
-    job = Job(
-        spec=start.ready(spec, stores, 2),
-        train_store=stores.train,
-        heldout_store="",
-        resume=None,
-        title="",
-        started_s=0.0,
-    )
-    run_local(rank_with_an_old_listing, 2, job, timeout_s=120.0, awaits_report=True)
+    run_local(rank_with_an_old_listing, 2, job_of(spec), timeout_s=120.0, awaits_report=True)
     starts = [line["resumed_from"] for line in Run(spec).lines if line["kind"] == "start"]
     assert starts[1].endswith("step-00000002")
 

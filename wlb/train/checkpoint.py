@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,9 +97,9 @@ def tidy(directory: Path, resumed: Path) -> list[Path]:
 
 
 def planner_state(checkpoint: Path) -> PlannerState:
-    """Where planning goes on; data that had ended is asked again, as epochs may be more now."""
+    """Where planning goes on; data that had ended is asked again."""
     text = (checkpoint / PLANNER).read_text("utf-8")
-    return replace(PlannerState.from_json(json.loads(text)), exhausted=False)
+    return PlannerState.from_json(json.loads(text)).reopened()
 
 
 def run_of(checkpoint: Path) -> dict[str, Any]:

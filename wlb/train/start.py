@@ -46,6 +46,7 @@ _TRIED_BYTES = 1 << 12
 SPLIT_SEED = 0
 """Which documents are held out does not follow run.seed: runs of several seeds share them."""
 DOCSTRINGS, STDLIB = "docstrings", "stdlib"
+_STOPPED = "stopped by a signal before training began: there is nothing to save"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +209,7 @@ def train(
             else:
                 _own_ranks(spec, order)
         except StoppedEarly:
-            console.print("stopped by a signal before training began: there is nothing to save")
+            console.print(_STOPPED)
 
 
 def _own_ranks(spec: RunSpec, order: _Order) -> None:
@@ -257,7 +258,7 @@ def _given_ranks(spec: RunSpec, world: World, order: _Order) -> None:
             except (ValueError, OSError) as error:
                 answer = [str(error)]
             except StoppedEarly:
-                order.console.print("a signal came before training began: nothing is to save")
+                order.console.print(_STOPPED)
         dist.broadcast_object_list(answer, src=0)
         job = answer[0]
         if isinstance(job, str):
