@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wlb.model.loss import WHOLE, Vocabulary, head_loss
 from wlb.model.rope import rotate
+from wlb.model.swiglu import swiglu
 from wlb.plan import digest
 from wlb.spec import ModelSpec
 
@@ -128,7 +129,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_TC: Tensor) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
-        return self.ops.fan_in(nn.functional.silu(gate) * up, self.down_proj)
+        return self.ops.fan_in(swiglu(gate, up), self.down_proj)
 
 
 class DecoderLayer(nn.Module):

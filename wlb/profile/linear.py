@@ -29,6 +29,7 @@ from wlb.model import Ops
 from wlb.model.llama import DecoderLayer, LocalAttend, Rows
 from wlb.model.loss import head_loss
 from wlb.model.rope import inverse_frequencies, rope_tables, rotate
+from wlb.model.swiglu import swiglu
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import Timer
 from wlb.spec import ModelSpec
@@ -254,7 +255,7 @@ def _rotary(bench: _Bench, model: ModelSpec, tokens: int, width: int) -> Numbers
 def _swiglu(bench: _Bench, tokens: int, width: int) -> Numbers:
     gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
     gradient = bench.random(tokens, width)
-    return bench.gradients(lambda: nn.functional.silu(gate) * up, [gate, up], gradient)
+    return bench.gradients(lambda: swiglu(gate, up), [gate, up], gradient)
 
 
 def _residual(bench: _Bench, tokens: int, width: int) -> Numbers:
