@@ -20,7 +20,16 @@ from wlb.packing import (
     with_s_max,
 )
 from wlb.packing.policies import caps_of
-from wlb.spec import ModelSpec, ParallelSpec, Policy, RunSpec, check, load, system_overrides
+from wlb.spec import (
+    SYSTEMS,
+    ModelSpec,
+    ParallelSpec,
+    Policy,
+    RunSpec,
+    check,
+    load,
+    system_overrides,
+)
 
 GIB = 1 << 30
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
@@ -264,3 +273,10 @@ def test_s_max_without_memory_is_refused() -> None:
         packer_for(unfilled, COST)
     with pytest.raises(ValueError, match=r"packing\.s_max = 0\.5 context windows must be at"):
         spec(s_max=0.5)
+
+
+def test_our_system_weighs_labels_alike_and_no_other_changes_the_normaliser() -> None:
+    for system in SYSTEMS:
+        for overrides in system_overrides(system, memory_gib=80):
+            spec = load("7b_128k", overrides)
+            assert (spec.training.loss_normalizer == "constant") == (system == "wlb")

@@ -87,7 +87,8 @@ class PackingSection:
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits it",
+        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits it; from about 1.2 on "
+        "take training.loss_normalizer = constant, which weighs labels of all steps alike",
         unit="global batches",
     )
     memory_gib: float = key(

@@ -363,7 +363,8 @@ class TrainingSection:
     dtype: Dtype = key(Dtype.FLOAT32, "dtype of parameters in compute; gradients reduce in float32")
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
-        "loss divisor: the step's valid tokens, or N * context_window always",
+        "loss divisor: valid_tokens = the step's own; constant = N * context_window always, which "
+        "weighs labels alike where steps differ in tokens",
     )
     recompute: Recompute = key(
         Recompute.NONE,
