@@ -33,6 +33,12 @@ def train_loss(result: Result) -> float:
     return result.train_loss
 
 
+def long_loss(result: Result) -> float:
+    """Held-out loss on documents of a window and more after the epoch; NaN where there is none."""
+    last = result.class_losses[-1] if result.class_losses else None
+    return float("nan") if last is None else last
+
+
 def loss_at(tokens: float) -> Measure:
     """Held-out loss when so many tokens were trained."""
 

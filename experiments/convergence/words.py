@@ -9,10 +9,12 @@ from experiments.convergence.corpus import source_versions
 from experiments.convergence.study import Study
 from experiments.convergence.summary import (
     Group,
+    Measure,
     against,
     band,
     cut_share,
     final,
+    long_loss,
     loss_at,
     train_loss,
     verdict,
@@ -24,7 +26,7 @@ from wlb.corpus import TokenStore
 
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
     parts = [_set_up(study, groups), _result(groups), _normalisers(groups)]
-    parts += [_delays(groups, grid[-1])]
+    parts += [_long_documents(groups), _delays(groups, grid[-1])]
     parts += [_cuts(groups), _order(groups), _limits(study.scale, groups)]
     return "\n\n".join(part for part in parts if part)
 
@@ -59,14 +61,14 @@ def _pm(width: float, spec: str = ".4f") -> str:
     return f" ± {width:{spec}}" if np.isfinite(width) else ""
 
 
-def _said(groups: Sequence[Group], g: Group) -> str:
+def _said(groups: Sequence[Group], g: Group, measure: Measure = final) -> str:
     """As "bounded +0.0012 ± 0.0020 (noise)"."""
-    return f"{g.arm.title} {_difference(groups, g)}"
+    return f"{g.arm.title} {_difference(groups, g, measure)}"
 
 
-def _difference(groups: Sequence[Group], g: Group) -> str:
-    mean = float(g.differences(final).mean())
-    return f"{mean:+.4f}{_pm(band(groups, g, final))} ({verdict(groups, g, final)})"
+def _difference(groups: Sequence[Group], g: Group, measure: Measure = final) -> str:
+    mean = float(g.differences(measure).mean())
+    return f"{mean:+.4f}{_pm(band(groups, g, measure))} ({verdict(groups, g, measure)})"
 
 
 def _set_up(study: Study, groups: Sequence[Group]) -> str:
@@ -117,6 +119,15 @@ def _normalisers(groups: Sequence[Group]) -> str:
             f"constant's less the mean's {', '.join(pair) or 'has no seed in common'}"
         )
     return f"**Normaliser.** {_first_up('; '.join(said))}."
+
+
+def _long_documents(groups: Sequence[Group]) -> str:
+    """Where weights differ most."""
+    others = [g for g in groups if g.arm.group != "delay" and not g.is_baseline]
+    if not others or not all(np.isfinite(g.differences(long_loss)).all() for g in others):
+        return ""
+    said = "; ".join(_said(others, g, long_loss) for g in others)
+    return f"**Documents of a window and more.** Their held-out loss, less original's: {said}."
 
 
 def _first_up(text: str) -> str:

@@ -336,6 +336,20 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
         picture.figure.savefig(tmp_path / f"{picture.name}.png")
 
 
+def test_the_longest_documents_have_a_sentence_where_there_are_any(study: Study) -> None:
+    grid = range(0, 2_500_001, 500_000)
+    assert "Documents of a window" not in words(study, groups_of(found(), all_books()), grid)
+    longest = {
+        key: replace(r, class_losses=(*r.class_losses[:3], 2 * r.final))
+        for key, r in found().items()
+    }
+    text = words(study, groups_of(longest, all_books()), grid)
+    # Twice 0.04 and 0.001 more a seed.
+    assert "less original's: fixed greedy, W = 1 +0.0220" in text
+    assert "bounded, T 1.5 +0.0880" in text
+    assert "steps late" not in text.partition("Documents of a window")[2].partition("**What")[0]
+
+
 def test_a_result_is_read_again() -> None:
     assert result_from_json(json.loads(json.dumps(asdict(result(3.0))))) == result(3.0)
 
