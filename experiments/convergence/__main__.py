@@ -37,8 +37,6 @@ def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
     """Trains what is missing, `jobs` at a time, in order."""
     missing = [case for case in cases if study.result(case) is None]
     print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
-    for case in missing:  # planned one after the other: the runs take all processors
-        study.books(case)
     pool = ThreadPoolExecutor(jobs)
     try:
         for case, made in zip(missing, pool.map(study.run, missing), strict=True):

@@ -123,14 +123,12 @@ class Study:
     def spec_of(self, case: Case) -> RunSpec:
         return spec_of(self.scale, self.keys_of(case))
 
-    def books(self, case: Case) -> Bookkeeping:
-        """Of the packing and seed; kept in the folder."""
+    def books(self, case: Case, *, anew: bool = False) -> Bookkeeping:
+        """Of the packing and seed; kept in the folder. anew: planned again, as this code plans."""
         packing = Case(arm=arm_of(case.arm.packing), seed=case.seed)
         path = self.folder / "books" / f"{packing.name}-{self.digest(packing):x}.json"
-        if not path.exists():
-            made = bookkeeping(self.spec_of(case), self.stores.train)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(made)), "utf-8")
+        if anew or not path.exists():
+            _write_whole(path, bookkeeping(self.spec_of(case), self.stores.train))
         return books_from_json(json.loads(path.read_text("utf-8")))
 
     def result(self, case: Case) -> Result | None:
@@ -168,8 +166,12 @@ class Study:
                 _write_whole(folder / f"{case.name}.json", found)
 
     def command(self, case: Case) -> list[str]:
-        """The run as a command: of this machine, or of Slurm."""
-        keys = self.keys_of(case) | {"training.steps": self.books(case).num_steps}
+        """The run as a command: of this machine, or of Slurm.
+
+        Planned anew, since books may be older than the code that will train: a run of their number
+        of steps could end before its data does.
+        """
+        keys = self.keys_of(case) | {"training.steps": self.books(case, anew=True).num_steps}
         if not self.scale.job:
             given = settings(keys)
             train = [sys.executable, "-m", "wlb", "train", self.scale.preset, "--resume", "auto"]
@@ -226,9 +228,9 @@ class Study:
         return digest(self.stores.checksum, *settings(dict(sorted(keys.items()))))
 
 
-def _write_whole(path: Path, result: Result) -> None:
+def _write_whole(path: Path, found: Result | Bookkeeping) -> None:
     """The file is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
-    temporary.write_text(json.dumps(asdict(result)) + "\n", "utf-8")
+    temporary.write_text(json.dumps(asdict(found)) + "\n", "utf-8")
     os.replace(temporary, path)

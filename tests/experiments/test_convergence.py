@@ -178,6 +178,20 @@ def test_books_are_kept(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
         other.books(case)
 
 
+def test_a_run_has_the_steps_that_this_code_plans(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Books of an older state of the code ended a run one step before its data."""
+    case = Case(arm=arm_of("hold-8"), seed=0)
+    made = study.books(case)
+    with monkeypatch.context() as older:
+        stale = replace(made, num_steps=made.num_steps - 1)
+        older.setattr("experiments.convergence.study.bookkeeping", lambda *_: stale)
+        assert study.books(case, anew=True) == study.books(case) == stale
+    assert f"training.steps={made.num_steps}" in study.command(case)
+    assert study.books(case).num_steps == made.num_steps
+
+
 def test_weights_by_hand(tmp_path: Path) -> None:
     """One step of a window and one of a shorter one: labels of the full one count less."""
     store = write_store(tmp_path / "s", [64, 64, 64, 64, 100, 28])
