@@ -87,8 +87,8 @@ class PackingSection:
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits it; from about 1.2 on "
-        "take training.loss_normalizer = constant, which weighs labels of all steps alike",
+        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits it; where steps vary "
+        "much in tokens (1.5, 0), training.loss_normalizer = constant weighs labels alike",
         unit="global batches",
     )
     memory_gib: float = key(
