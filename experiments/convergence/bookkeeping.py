@@ -5,7 +5,7 @@ if all labels of the epoch counted the same: a step's mean gives each of its lab
 the step), so that labels of full steps, where the long documents are, count less.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,12 @@ def _summary(spec: RunSpec, store: str) -> PackingSummary:
     return measure(packer_for(spec, cost), batches, cost=cost).summary
 
 
-def books_from_json(data: dict[str, Any]) -> Bookkeeping:
+def books_from_json(data: dict[str, Any]) -> Bookkeeping | None:
+    """None for books of code that counted other things."""
+    if data.keys() != {f.name for f in fields(Bookkeeping)}:
+        return None
+    if data["summary"].keys() != {f.name for f in fields(PackingSummary)}:
+        return None
     values: dict[str, Any] = data | {
         name: tuple(data[name]) for name in ("class_labels", "class_weights")
     }

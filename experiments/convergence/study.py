@@ -127,9 +127,13 @@ class Study:
         """Of the packing and seed; kept in the folder. anew: planned again, as this code plans."""
         packing = Case(arm=arm_of(case.arm.packing), seed=case.seed)
         path = self.folder / "books" / f"{packing.name}-{self.digest(packing):x}.json"
-        if anew or not path.exists():
-            _write_whole(path, bookkeeping(self.spec_of(case), self.stores.train))
-        return books_from_json(json.loads(path.read_text("utf-8")))
+        kept = None
+        if path.exists() and not anew:
+            kept = books_from_json(json.loads(path.read_text("utf-8")))
+        if kept is None:
+            kept = bookkeeping(self.spec_of(case), self.stores.train)
+            _write_whole(path, kept)
+        return kept
 
     def result(self, case: Case) -> Result | None:
         """Of a run that finished."""

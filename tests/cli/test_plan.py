@@ -52,6 +52,31 @@ def test_a_table_of_all_policies(
     assert "steps: per_" in few
 
 
+def test_long_documents_of_little_weight_are_said(
+    lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the weight in the JSON; nothing where the run weighs labels alike or nearly so."""
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["--lengths", lengths, "--steps", "20", *SMALL]
+    bounded = ["packing.policy=bounded", "packing.s_max=2", "packing.step_tokens=1.5"]
+    remark = "a label of the longest documents (a tenth of all labels) counts"
+    out = run(capsys, "plan", *words, *bounded)
+    assert out.count(remark) == 1
+    found = re.search(r"bounded T 1.5 D 10 \(run\): a label .* counts (\d\.\d\d) of", out)
+    assert found is not None
+    assert "training.loss_normalizer=constant gives every label the same" in out
+    rows = json.loads(run(capsys, "plan", *words, *bounded, "--json", "-"))["rows"]
+    weight = {row["label"]: row["long_weight"] for row in rows}
+    assert f"{weight['bounded T 1.5 D 10 (run)']:.2f}" == found.group(1)
+    assert weight["bounded T 1.5 D 10 (run)"] < 0.95 < weight["original"] < 1.05
+    assert remark not in run(capsys, "plan", *words, "packing.policy=original")
+    constant = "training.loss_normalizer=constant"
+    assert remark not in run(capsys, "plan", *words, *bounded, constant)
+    tune = ["tune", "packing", "--policies", "bounded", "--step-tokens", "1.5", "--s-max", "2"]
+    assert remark in run(capsys, *tune, *words)
+    assert remark not in run(capsys, *tune, *words, constant)
+
+
 def test_a_source_that_is_short_of_the_steps_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,20 @@ def test_books_are_kept(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
         other.books(case)
 
 
+def test_books_that_lack_what_is_counted_now_are_planned_again(study: Study) -> None:
+    case = Case(arm=arm_of("bounded"), seed=0)
+    made = study.books(case)
+    (path,) = (study.folder / "books").glob("bounded-seed0-*")
+    data = json.loads(path.read_text("utf-8"))
+    for inside in (data, data["summary"]):
+        name = next(n for n, value in inside.items() if isinstance(value, float | list))
+        value = inside.pop(name)
+        path.write_text(json.dumps(data), "utf-8")
+        assert study.books(case).class_weights == made.class_weights
+        assert name in path.read_text("utf-8")
+        inside[name] = value
+
+
 def test_a_run_has_the_steps_that_this_code_plans(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,59 @@ def test_tokens_cuts_and_the_histogram() -> None:
     assert s.tokens_cv == pytest.approx(2 / 10)
 
 
+def test_weight_of_the_longest_documents_by_hand() -> None:
+    # Steps of 30 and 10 labels (a document's last token has none): all alike, each would count
+    # 1/40 of two steps; in a mean of the first it counts 1/30 of one.
+    alone = scripted(((0,), ()), ((0,), ()))
+    s = measure(alone, [batch(0, [31]), batch(1, [11])], cost=COST).summary
+    assert s.long_weight == pytest.approx(20 / 30)
+    # A document that waits for the flush is in no step of the stream, its length notwithstanding.
+    held = scripted(((0,), ()), ((1,), ()))
+    s = measure(held, [batch(0, [31, 90]), batch(1, [11])], cost=COST).summary
+    assert (s.flushed_tokens, s.long_weight) == (90, pytest.approx(20 / 30))
+    only_flush = VarLenPacker(
+        options=PackerOptions(num_micro_batches=4, context_window=10, cost=COST),
+        s_max=20,
+        queue_thresholds=(1,),
+    )
+    s = measure(only_flush, [batch(0, [3])], cost=COST).summary
+    assert (s.flush_steps, s.long_weight) == (1, 1.0)
+
+
+@pytest.mark.parametrize("policy", [OriginalPacker, VarLenPacker])
+def test_weight_of_the_longest_documents_counted_label_by_label(policy) -> None:
+    rng = np.random.default_rng(5)
+    options = PackerOptions(num_micro_batches=2, context_window=40, cost=COST)
+    more = {"s_max": 60, "queue_thresholds": (30,)} if policy is VarLenPacker else {}
+    packer = policy(options=options, **more)
+    batches = [batch(i, list(rng.integers(1, 39, 4))) for i in range(30)]
+    found = measure(packer, batches, cost=COST).summary
+
+    plans, carry = [], packer.start()
+    for each in batches:
+        made, carry = packer.push(each, carry)
+        plans += made
+    lengths = {}
+    for each in batches:
+        ids = each.documents.id.tolist()
+        lengths |= dict(zip(ids, each.documents.length.tolist(), strict=True))
+    labels = {}
+    share = {}
+    for plan in plans:
+        for piece in plan.pieces:
+            labels[piece.document] = labels.get(piece.document, 0) + piece.num_targets
+            told = share.setdefault(piece.document, 0.0)
+            share[piece.document] = told + piece.num_targets / plan.num_targets
+    total, chosen = sum(labels.values()), []
+    for document in sorted(labels, key=lambda d: (-lengths[d], d)):
+        if sum(labels[d] for d in chosen) < total / 10:
+            chosen.append(document)
+    weight = sum(share[d] for d in chosen) / len(plans) / (sum(labels[d] for d in chosen) / total)
+    assert found.long_weight == pytest.approx(weight)
+    assert abs(found.long_weight - 1) > 1e-3
+    assert found.num_documents == len(lengths)
+
+
 def test_nothing_to_train_is_refused() -> None:
     options = PackerOptions(num_micro_batches=1, context_window=10, cost=COST)
     with pytest.raises(ValueError, match="there are no documents to pack"):

@@ -20,7 +20,7 @@ from wlb.packing import PackingRun, measure, with_s_max
 from wlb.packing.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
-from wlb.report import facts_of, packing_page, packing_table, remarks
+from wlb.report import facts_of, packing_page, packing_table, remarks, weight_remark
 from wlb.sharding import NAMES, shard
 from wlb.spec import Policy, RunSpec, load, presets
 
@@ -74,6 +74,9 @@ def run(options: argparse.Namespace) -> int:
     facts = facts_of(source.name, lengths, window=spec.data.context_window)
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
+    for each in runs:
+        if each.summary.label == own:
+            notes += weight_remark(each.summary, spec.training.loss_normalizer)
     if options.html:
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",

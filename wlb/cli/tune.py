@@ -18,7 +18,7 @@ from wlb.cli import sources, tune_layout
 from wlb.cost import workload_for
 from wlb.packing import with_s_max
 from wlb.packing.tune import PRICES, S_MAX, STEP_TOKENS, THRESHOLDS, Grid, finish, tune_points
-from wlb.report import facts_of, tuning_table
+from wlb.report import facts_of, tuning_table, weight_remark
 from wlb.report.plots import tuning_figure
 from wlb.spec import Policy, load
 
@@ -117,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
             f"no setting keeps the mean delay within {options.delay_budget:g} iterations; "
             f"recommended is the one with the least delay"
         )
+    for line in weight_remark(tuning.recommended.summary, spec.training.loss_normalizer):
+        console.print(line, markup=False)
     quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
     console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)
     for path in (options.plot, options.json):

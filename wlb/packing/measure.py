@@ -13,6 +13,10 @@ came; one that is trained before (policies that pack several batches together) c
 delay and is reported as `mean_advance`. Tokens that are still held when the data ends are flushed:
 their steps are kept out of imbalance (they have no more documents to balance with) and reported
 apart, so that holding documents back cannot look like a gain; their delay counts.
+
+A step's mean loss gives each of its labels 1 / (labels of the step), so that labels of full steps
+count less than those of short ones; where long documents make the full steps, as they do with
+policies that balance work, they are underweighted. `long_weight` says by how much.
 """
 
 import time
@@ -25,10 +29,20 @@ import numpy as np
 from wlb.cost import WorkloadModel
 from wlb.cost.flops import FloatArray
 from wlb.packing.base import Packer
-from wlb.plan import GlobalBatch, IntArray, Layout, PackingPlan, int_array, offsets_of
+from wlb.plan import (
+    GlobalBatch,
+    IntArray,
+    Layout,
+    PackingPlan,
+    Pieces,
+    int_array,
+    offsets_of,
+)
 
 DELAY_BINS = 1024
 """Delays from here on share a bin of the histogram; the maximum is exact."""
+LONGEST = 0.1
+"""Share of labels that count as those of the longest documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +59,10 @@ class PackingSummary:
     pieces trained later than the policy's maximum. tokens_per_step: mean; tokens_cv: standard
     deviation / mean. longest_micro_batch and longest_step: in tokens. held_tokens: waiting after a
     step, on average. flushed_tokens, in flush_steps: trained when the data had ended, and left out
-    of imbalance. cut_documents: trained in more than one piece. packing_ms: mean time of a push, so
+    of imbalance. cut_documents: trained in more than one piece. long_weight: what a label of the
+    longest documents (which hold a tenth of the labels) counts in the loss if every step's is the
+    mean of its labels, where 1 is as if all labels counted the same; without the flush, and 1 for
+    any policy if `training.loss_normalizer` is constant. packing_ms: mean time of a push, so
     that policies which pack several batches at once pay for each of them.
     """
 
@@ -77,6 +94,7 @@ class PackingSummary:
     flushed_tokens: int
     flush_steps: int
     cut_documents: int
+    long_weight: float
     packing_ms: float
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +138,8 @@ class _Tally:
     num_tokens: int = 0
     flushed_tokens: int = 0
     flush_steps: int = 0
-    pieces_of: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    labels: list[int] = field(default_factory=list[int])
+    pieces: list[Pieces] = field(default_factory=list[Pieces])
 
     def add(self, plan: PackingPlan, *, is_flush: bool) -> None:
         pieces = plan.pieces
@@ -134,14 +153,14 @@ class _Tally:
         self.num_overdue += plan.num_overdue
         self.num_tokens += plan.num_tokens
         self.longest_micro_batch = max(self.longest_micro_batch, int(plan.tokens.max()))
-        for key in zip(pieces.source.tolist(), pieces.document.tolist(), strict=True):
-            self.pieces_of[key] = self.pieces_of.get(key, 0) + 1
+        self.pieces.append(pieces)
         if is_flush:
             self.flushed_tokens += plan.num_tokens
             self.flush_steps += 1
             return
         self.num_micro_batches = plan.num_micro_batches
         self.tokens.append(plan.num_tokens)
+        self.labels.append(plan.num_targets)
         self.held.append(plan.num_held_tokens)
         lengths, offsets = _segments(plan)
         self.forward.append(_slowest_and_total(self.cost.forward_latency_ns(lengths), offsets))
@@ -155,6 +174,24 @@ class _Tally:
     def ratios(self, pairs: list[tuple[int, int]]) -> FloatArray:
         """Imbalance of each step; 1 where a step has no work."""
         return np.array([a * self.num_micro_batches / b if b else 1.0 for a, b in pairs])
+
+    def long_weight(self, of_document: IntArray) -> float:
+        """of_document: number of each piece's document, in the order of plans, shape [n]."""
+        trained = Pieces.concat(*self.pieces)
+        # A flush is not a step of the stream: what is left in it can be few labels of much weight.
+        num = sum(len(pieces) for pieces in self.pieces[: len(self.labels)])
+        labels = np.bincount(of_document[:num], trained.num_targets[:num], of_document.max() + 1)
+        longest = np.argsort(-np.bincount(of_document, trained.length), kind="stable")
+        before = np.cumsum(labels[longest]) - labels[longest]
+        is_long = np.zeros(labels.size, np.bool_)
+        is_long[longest[before < LONGEST * labels.sum()]] = True
+        of_step = np.array(self.labels)
+        even = of_step.sum() / max(1, np.count_nonzero(of_step))
+        weight = np.repeat(
+            even / np.maximum(1, of_step), [len(p) for p in self.pieces[: of_step.size]]
+        )
+        mine = trained.num_targets[:num] * is_long[of_document[:num]]
+        return float(mine @ weight / mine.sum()) if mine.any() else 1.0
 
     def p99_delay(self) -> int:
         running = offsets_of(self.delay)
@@ -193,11 +230,12 @@ def _summary(
 ) -> PackingSummary:
     tokens = np.array(tally.tokens or [0], np.float64)
     attention = tally.ratios(tally.attention)
+    of_document = _documents(Pieces.concat(*tally.pieces))
     return PackingSummary(
         label=label,
         policy=policy,
         num_steps=len(tally.tokens),
-        num_documents=len(tally.pieces_of),
+        num_documents=int(of_document.max()) + 1,
         num_tokens=tally.num_tokens,
         imbalance=float(forward.mean()),
         imbalance_p95=float(np.percentile(forward, 95)),
@@ -221,9 +259,22 @@ def _summary(
         held_tokens=float(np.mean(tally.held or [0])),
         flushed_tokens=tally.flushed_tokens,
         flush_steps=tally.flush_steps,
-        cut_documents=sum(count > 1 for count in tally.pieces_of.values()),
+        cut_documents=int(np.count_nonzero(np.bincount(of_document) > 1)),
+        long_weight=tally.long_weight(of_document),
         packing_ms=float(np.mean(times)) * 1e3 if times else 0.0,
     )
+
+
+def _documents(pieces: Pieces) -> IntArray:
+    """A number for each piece's document, from 0: ids are of a source. Shape [n]."""
+    order = np.lexsort((pieces.document, pieces.source))
+    source, document = pieces.source[order], pieces.document[order]
+    is_next = (np.diff(source, prepend=source[:1]) != 0) | (
+        np.diff(document, prepend=document[:1]) != 0
+    )
+    out = np.empty(len(pieces), np.int64)
+    out[order] = np.cumsum(is_next)
+    return out
 
 
 def _time_weighted(pairs: list[tuple[int, int]], num_micro_batches: int) -> float:

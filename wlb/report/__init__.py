@@ -7,7 +7,7 @@ from wlb.report.run_records import RunRecords, read_run
 from wlb.report.simulation_page import simulated, simulation_page
 from wlb.report.simulation_tables import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.source import SourceFacts, facts_of
-from wlb.report.tables import packing_table, remarks, tuning_table
+from wlb.report.tables import packing_table, remarks, tuning_table, weight_remark
 
 __all__ = [
     "RunRecords",
@@ -24,6 +24,7 @@ __all__ = [
     "simulation_page",
     "simulation_table",
     "tuning_table",
+    "weight_remark",
     "worth_line",
     "worth_of",
 ]

@@ -41,6 +41,9 @@ WORDS = (
      "percentile, maximum; the paper reports 0.5 on average. Tokens flushed at the end count"),
     ("late", "pieces that were trained later than the policy's maximum delay"),
     ("tok. CV", "standard deviation / mean of tokens per step"),
+    ("long wt", "what a label of the longest documents (which hold a tenth of the labels) counts "
+     "in the loss if every step's is the mean of its labels; 1: as if all labels counted the same, "
+     "which training.loss_normalizer = constant makes them do"),
     ("longest step, longest mb", "most tokens of a step and of a micro-batch: what memory must "
      "hold"),
     ("held, flushed", "tokens that wait after a step on average, and that were left when the data "

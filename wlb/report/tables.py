@@ -6,11 +6,14 @@ from rich.table import Table
 
 from wlb.packing.measure import PackingSummary
 from wlb.packing.tune import TunePoint, Tuning
+from wlb.spec import LossNormalizer
 
 Cell = Callable[[PackingSummary], str]
 
 MOST_FLUSHED = 0.1
 """Share of tokens left to the flush from which on a row is remarked upon."""
+UNEVEN_WEIGHT = 0.05
+"""How far a label's weight may be from 1 before it is remarked upon."""
 
 
 def _of_steps(name: str, form: str) -> Cell:
@@ -23,19 +26,20 @@ COLUMNS: tuple[tuple[str, Cell, int], ...] = (
     ("p95", _of_steps("imbalance_p95", ".3f"), 5),
     ("time-w.", _of_steps("imbalance_time_weighted", ".3f"), 3),
     ("F+B", _of_steps("imbalance_step", ".3f"), 2),
-    ("attention", _of_steps("imbalance_attention", ".3f"), 10),
-    ("bound", _of_steps("lower_bound", ".3f"), 11),
+    ("attention", _of_steps("imbalance_attention", ".3f"), 11),
+    ("bound", _of_steps("lower_bound", ".3f"), 12),
     ("delay", lambda s: f"{s.mean_delay:.2f}", 0),
     ("p99", lambda s: f"{s.p99_delay}", 6),
     ("max", lambda s: f"{s.max_delay}", 1),
-    ("late", lambda s: f"{s.num_overdue}", 13),
+    ("late", lambda s: f"{s.num_overdue}", 14),
     ("tok. CV", _of_steps("tokens_cv", ".2f"), 4),
-    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-", 12),
-    ("longest mb", lambda s: _thousands(s.longest_micro_batch), 9),
-    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-", 8),
-    ("flushed", lambda s: _thousands(s.flushed_tokens), 14),
-    ("cut docs", lambda s: f"{s.cut_documents}", 15),
-    ("ms", lambda s: f"{s.packing_ms:.2f}", 7),
+    ("long wt", _of_steps("long_weight", ".2f"), 7),
+    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-", 13),
+    ("longest mb", lambda s: _thousands(s.longest_micro_batch), 10),
+    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-", 9),
+    ("flushed", lambda s: _thousands(s.flushed_tokens), 15),
+    ("cut docs", lambda s: f"{s.cut_documents}", 16),
+    ("ms", lambda s: f"{s.packing_ms:.2f}", 8),
 )
 """(heading, cell, how readily it is left out of a narrow terminal)."""
 
@@ -43,8 +47,9 @@ CAPTION = (
     "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
     "of steps; time-w.: sum of slowest / sum of means; F+B: forward and backward, which is what "
     "packing balances; delay, p99, max: iterations a token waits (the paper: 0.5 on average); tok. "
-    "CV: variation of tokens per step; held: tokens that wait after a step; ms: packing time of a "
-    "global batch"
+    "CV: variation of tokens per step; long wt: what a label of the longest documents, a tenth of "
+    "all labels, counts in a step's mean loss (1: as all others); held: tokens that wait after a "
+    "step; ms: packing time of a global batch"
 )
 
 
@@ -64,6 +69,19 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
                 f"for delay and not for imbalance"
             )
     return out
+
+
+def weight_remark(summary: PackingSummary, normalizer: LossNormalizer) -> list[str]:
+    """Whether the longest documents' labels count noticeably more or less than others, and what
+    makes them count the same; empty where they do. normalizer: of the run."""
+    if normalizer == LossNormalizer.CONSTANT or abs(summary.long_weight - 1) < UNEVEN_WEIGHT:
+        return []
+    return [
+        f"{summary.label}: a label of the longest documents (a tenth of all labels) counts "
+        f"{summary.long_weight:.2f} of an equal share, since a step's loss is the mean of its "
+        f"labels and steps vary in tokens; training.loss_normalizer=constant gives every label the "
+        f"same"
+    ]
 
 
 def fitting(summaries: Sequence[PackingSummary], *, width: int) -> list[tuple[str, Cell]]:
@@ -109,6 +127,7 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
         ("p99", lambda s: f"{s.p99_delay}"),
         ("max", lambda s: f"{s.max_delay}"),
         ("tok. CV", lambda s: f"{s.tokens_cv:.2f}"),
+        ("long wt", lambda s: f"{s.long_weight:.2f}"),
     ]
     for name, _ in shown:
         table.add_column(name, justify="right", no_wrap=True)
