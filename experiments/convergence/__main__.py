@@ -3,9 +3,10 @@
 One small model is trained on the same documents by every packing policy, several seeds each; with
 both normalisers of the loss where a step's tokens vary; and with long documents forced to wait 1 to
 128 steps. Runs are kept in --folder: the same command goes on where it was interrupted, and writes
-`results` at the end. About 11 hours on two cores; several machines can share them: --arms and
---seeds choose runs, `results/runs` holds a small file of each, and --take FOLDER takes such files
-over (a clone with --take experiments/convergence/results/runs goes on from the committed runs).
+`results` at the end, of all runs that are there. About 11 hours on two cores; several machines can
+share them: --arms and --seeds choose what to train, `results/runs` holds a small file of each run,
+and --take FOLDER takes such files over (a clone with --take experiments/convergence/results/runs
+goes on from the committed runs).
 --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the tables
 of what they left.
 """
@@ -53,7 +54,10 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
     books = {(c.arm.packing, c.seed): study.books(c) for c, _ in ended}
     groups = groups_of(results, books)
     if not groups:
-        raise SystemExit(f"no run has ended in {study.folder}; nothing to show")
+        raise SystemExit(
+            f"{len(ended)} runs have ended in {study.folder}, none of them beside the run that it "
+            f"is compared with (original, or hold-0 for forced delays); nothing to show"
+        )
     every = study.scale.eval_tokens
     grid = range(0, groups[0].results[0].num_tokens + 1, every)
     tables = [quality_table(groups, grid[-1]), order_table(groups)]
@@ -99,8 +103,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="default: runs/convergence-SCALE")
     parser.add_argument("--store", default="", help="token store, in place of the scale's corpus")
     parser.add_argument("--heldout", default="", help="its held-out store")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--arms", default="", help="names, with commas; default: all")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="to train of each arm")
+    parser.add_argument("--arms", default="", help="to train: names, with commas; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--take", type=Path, help="take over finished runs of such a folder")
     parser.add_argument("--page-only", action="store_true", help="of the runs that are there")
@@ -113,15 +117,16 @@ def main() -> None:
     folder = options.folder or Path("runs", f"convergence-{scale.name}")
     study = Study.open(scale, folder.absolute(), store=options.store, heldout=options.heldout)
     cases = cases_of(range(options.seeds), chosen(options.arms))
+    every = cases_of(range(options.seeds if options.quick else max(options.seeds, SEEDS)))
     if options.take is not None:
-        taken = study.take(options.take, cases)
+        taken = study.take(options.take, every)
         print(f"{len(taken)} runs taken from {options.take}", flush=True)
     if options.commands:
         for case in cases:
             print(shlex.join(study.command(case)))
         return
     if scale.job:  # trained by Slurm: what has ended is read
-        for case in cases:
+        for case in every:
             if study.result(case) is None and (study.folder / case.name).exists():
                 try:
                     study.collect(case)
@@ -129,7 +134,7 @@ def main() -> None:
                     print(f"{case.name} is left out: {problem}")
     elif not options.page_only:
         train_all(study, cases, jobs=options.jobs)
-    write_page(study, cases, options)
+    write_page(study, every, options)
 
 
 if __name__ == "__main__":

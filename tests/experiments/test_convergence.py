@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -410,6 +411,43 @@ def test_arms_are_chosen_by_name() -> None:
     assert [arm.name for arm in command.chosen("bounded,original")] == ["original", "bounded"]
     with pytest.raises(ValueError, match="--arms 'bound' is not known; known: original"):
         command.chosen("bound")
+
+
+def test_the_page_is_of_all_runs_whichever_are_trained(
+    study: Study,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A page of some arms would take the others' place in the committed results."""
+    mine = replace(study, folder=tmp_path)
+    trained: list[str] = []
+
+    def run(of: Study, case: Case) -> Result:
+        trained.append(case.name)
+        made = result(3.0, made_by=of.digest(case))
+        path = of.folder / case.name / "result.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(asdict(made)), "utf-8")
+        return made
+
+    monkeypatch.setattr(Study, "run", run)
+    monkeypatch.setattr(Study, "books", lambda *_: books())
+    monkeypatch.setattr(Study, "open", lambda *_, **__: mine)
+
+    def train(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["convergence", "--quick", "--jobs", "1", *options])
+        command.main()
+        return capsys.readouterr().out
+
+    with pytest.raises(SystemExit, match=r"1 runs have ended in .*none of them beside the run"):
+        train("--arms", "hold-8")
+    assert "8 steps late" not in train("--arms", "original")
+    out = train("--arms", "hold-0,bounded")
+    assert trained == ["hold-8-seed0", "original-seed0", "bounded-seed0", "hold-0-seed0"]
+    for name in ("original (Plain-4D)", "bounded, T 1.5", "long documents 8 steps late"):
+        assert name in out
+    assert "best-fit" not in out
 
 
 def test_jobs_for_slurm(tmp_path: Path) -> None:
