@@ -1,8 +1,10 @@
 """Seeds to numbers: each arm beside its baseline, seed by seed, and what is noise.
 
 A difference is taken between runs of the same seed: same weights to begin with, same order in which
-documents come. Its variance over seeds is pooled over all arms, so that three seeds, or a delay's
-one, tell more than nothing; the interval is Student's t for CONFIDENCE. Losses at equal token
+documents come. What is noise is told by all runs at once (a randomised block design): a run's loss
+is taken as its arm's and its seed's, and what is left over has one variance, so that three seeds of
+an arm, or one, tell more than nothing. Intervals are Student's t for CONFIDENCE; `joint_factor` is
+how much wider they have to be to hold for all comparisons at once. Losses at equal token
 counts lie between two evaluations and are interpolated: steps of different policies end at
 different tokens.
 """
@@ -56,9 +58,11 @@ def cut_share(book: Bookkeeping) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """An arm: its runs and bookkeeping by seed, and its baseline's runs of the same seeds."""
+    """An arm: its runs and bookkeeping by seed, and its baseline's runs of the same seeds.
+    beside: the baseline's name."""
 
     arm: Arm
+    beside: str
     seeds: tuple[int, ...]
     results: tuple[Result, ...]
     books: tuple[Bookkeeping, ...]
@@ -66,7 +70,7 @@ class Group:
 
     @property
     def is_baseline(self) -> bool:
-        return self.arm.name == baseline_of(self.arm)
+        return self.arm.name == self.beside
 
     def values(self, measure: Measure) -> FloatArray:
         return np.array([measure(result) for result in self.results], np.float64)
@@ -110,6 +114,7 @@ def groups_of(
             out.append(
                 Group(
                     arm=arm,
+                    beside=base,
                     seeds=tuple(seeds),
                     results=tuple(results[arm.name, s] for s in seeds),
                     books=tuple(books[arm.packing, s] for s in seeds),
@@ -133,6 +138,7 @@ def against(groups: Sequence[Group], name: str) -> list[Group]:
         out.append(
             Group(
                 arm=g.arm,
+                beside=name,
                 seeds=tuple(g.seeds[i] for i in rows),
                 results=tuple(g.results[i] for i in rows),
                 books=tuple(g.books[i] for i in rows),
@@ -142,20 +148,42 @@ def against(groups: Sequence[Group], name: str) -> list[Group]:
     return out
 
 
+def leftover(groups: Sequence[Group], measure: Measure) -> tuple[float, int]:
+    """Standard deviation of what neither a run's arm nor its seed explains, by least squares over
+    all runs, and its degrees of freedom; (NaN, 0) where no two arms have two seeds in common."""
+    cells: dict[tuple[str, int], float] = {}
+    for g in groups:
+        for seed, mine, theirs in zip(g.seeds, g.results, g.baseline, strict=True):
+            cells |= {(g.arm.name, seed): measure(mine), (g.beside, seed): measure(theirs)}
+    factors = list(dict.fromkeys(part for cell in cells for part in cell))
+    design = np.array([[part in cell for part in factors] for cell in cells], np.float64)
+    freedom = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
+    if not freedom:
+        return float("nan"), 0
+    losses = np.array(list(cells.values()))
+    rest = losses - design @ np.linalg.lstsq(design, losses)[0]
+    return float(np.sqrt(rest @ rest / freedom)), freedom
+
+
 def band(groups: Sequence[Group], group: Group, measure: Measure) -> float:
     """Half the width of the interval of `group`'s mean difference, in the measure's unit; NaN
-    where no arm has two seeds. Smaller differences are noise."""
-    others = [g for g in groups if not g.is_baseline]
-    freedom = sum(len(g.results) - 1 for g in others)
+    where nothing tells the noise. Smaller differences are noise."""
+    deviation, freedom = leftover(groups, measure)
     if not freedom:
         return float("nan")
-    squares = sum(
-        float(g.differences(measure).var(ddof=1)) * (len(g.results) - 1)
-        for g in others
-        if len(g.results) > 1
-    )
-    deviation = np.sqrt(squares / freedom / len(group.results))
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * deviation)
+    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return t * deviation * float(np.sqrt(2 / len(group.results)))
+
+
+def joint_factor(groups: Sequence[Group], measure: Measure) -> float:
+    """How much wider intervals have to be to hold for all groups' differences at once with
+    CONFIDENCE (Bonferroni); NaN where there are none."""
+    freedom = leftover(groups, measure)[1]
+    count = sum(not g.is_baseline for g in groups)
+    if not freedom or not count:
+        return float("nan")
+    one, each = (1 + CONFIDENCE) / 2, 1 - (1 - CONFIDENCE) / 2 / count
+    return float(stats.t.ppf(each, freedom) / stats.t.ppf(one, freedom))
 
 
 def verdict(groups: Sequence[Group], group: Group, measure: Measure) -> str:

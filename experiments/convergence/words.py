@@ -14,6 +14,7 @@ from experiments.convergence.summary import (
     band,
     cut_share,
     final,
+    joint_factor,
     long_loss,
     loss_at,
     train_loss,
@@ -26,7 +27,7 @@ from wlb.corpus import TokenStore
 
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
     parts = [_set_up(study, groups), _result(groups), _normalisers(groups)]
-    parts += [_long_documents(groups), _delays(groups, grid[-1])]
+    parts += [_long_documents(groups), _delays(groups, grid[-1]), _chance(groups)]
     parts += [_cuts(groups), _order(groups), _limits(study.scale, groups)]
     return "\n\n".join(part for part in parts if part)
 
@@ -127,7 +128,10 @@ def _long_documents(groups: Sequence[Group]) -> str:
     if not others or not all(np.isfinite(g.differences(long_loss)).all() for g in others):
         return ""
     said = "; ".join(_said(others, g, long_loss) for g in others)
-    return f"**Documents of a window and more.** Their held-out loss, less original's: {said}."
+    return (
+        f"**Documents of a window and more.** Their held-out loss, less original's: {said}. "
+        f"{_together(others, long_loss)}"
+    )
 
 
 def _first_up(text: str) -> str:
@@ -152,6 +156,29 @@ def _delays(groups: Sequence[Group], tokens: int) -> str:
         f"**What delay alone does.** Every document of {LONG} windows and more waits so many steps "
         f"({long:.0%} of all labels are of documents of 1/8 windows and more); held-out "
         f"loss less that without waiting: {said}."
+    )
+
+
+def _chance(groups: Sequence[Group]) -> str:
+    told = _together(groups, final)
+    return f"**Chance.** {told}" if told else ""
+
+
+def _together(groups: Sequence[Group], measure: Measure) -> str:
+    """What is left where many comparisons are made; empty where nothing tells the noise."""
+    factor = joint_factor(groups, measure)
+    if not np.isfinite(factor):
+        return ""
+    others = [g for g in groups if not g.is_baseline]
+    outside = [
+        g.arm.title
+        for g in others
+        if abs(float(g.differences(measure).mean())) > factor * band(groups, g, measure)
+    ]
+    return (
+        f"Of comparisons in which nothing differs one in 20 is outside its ± all the same, and "
+        f"these are {len(others)}: with ± {factor:.2f} times as wide, which holds for all of them "
+        f"at once (Bonferroni), outside is {', '.join(outside) or 'none'}."
     )
 
 

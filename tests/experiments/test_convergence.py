@@ -42,7 +42,16 @@ from experiments.convergence.page import (
     runs_table,
 )
 from experiments.convergence.study import Case, Study, cases_of
-from experiments.convergence.summary import against, band, final, groups_of, loss_at, verdict
+from experiments.convergence.summary import (
+    against,
+    band,
+    final,
+    groups_of,
+    joint_factor,
+    leftover,
+    loss_at,
+    verdict,
+)
 from experiments.convergence.words import against_rows, words
 from tests.train.case import write_store
 from wlb.corpus import TokenStore
@@ -268,7 +277,8 @@ def all_books(seeds: int = 3) -> dict[tuple[str, int], Bookkeeping]:
     return {(arm.packing, seed): books() for seed in range(seeds) for arm in ARMS}
 
 
-def test_differences_are_paired_and_their_variance_pooled() -> None:
+def test_differences_are_paired_and_noise_is_what_arm_and_seed_leave() -> None:
+    """Beside the textbook's two-way table of arms and seeds."""
     groups = groups_of(found(), all_books())
     assert [g.arm for g in groups] == list(ARMS)
     by_name = {g.arm.name: g for g in groups}
@@ -276,23 +286,63 @@ def test_differences_are_paired_and_their_variance_pooled() -> None:
     assert by_name["hold-0"].is_baseline
     far = by_name["bounded"]  # number 4
     assert far.differences(final) == pytest.approx([0.04, 0.044, 0.048])
-    others = [g for g in groups if not g.is_baseline]
-    variance = np.mean([np.var(g.differences(final), ddof=1) for g in others])
-    expected = stats.t.ppf(0.975, 2 * len(others)) * math.sqrt(variance / 3)
+    table = np.array([g.values(final) for g in groups])
+    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    freedom = (len(ARMS) - 1) * 2
+    deviation = math.sqrt((rest**2).sum() / freedom)
+    assert leftover(groups, final) == (pytest.approx(deviation), freedom)
+    expected = stats.t.ppf(0.975, freedom) * deviation * math.sqrt(2 / 3)
     assert band(groups, far, final) == pytest.approx(expected)
     assert verdict(groups, far, final) == "worse"
     held = by_name["hold-8"]  # two further than hold-0
     assert held.differences(final) == pytest.approx([0.02, 0.022, 0.024])
     assert band(groups, held, final) == pytest.approx(expected)
-    single = replace(
-        held, results=held.results[:1], books=held.books[:1], baseline=held.baseline[:1]
-    )
-    some = [single if g is held else g for g in groups]
-    variance = np.mean([np.var(g.differences(final), ddof=1) for g in others if g is not held])
-    expected = stats.t.ppf(0.975, 2 * (len(others) - 1)) * math.sqrt(variance)
-    assert band(some, single, final) == pytest.approx(expected)
+    comparisons = len(ARMS) - 2
+    wider = stats.t.ppf(1 - 0.025 / comparisons, freedom) / stats.t.ppf(0.975, freedom)
+    assert joint_factor(groups, final) == pytest.approx(wider)
+
+
+def test_two_arms_are_a_paired_t_test() -> None:
+    groups = groups_of(found(), all_books())
+    base, far = groups[0], next(g for g in groups if g.arm.name == "bounded")
     noisy = replace(far, results=tuple(result(3.0 + d) for d in (-0.2, 0.1, 0.3)))
+    theirs = stats.ttest_rel(noisy.values(final), base.values(final)).confidence_interval(0.95)
+    width = band([noisy], noisy, final)
+    assert width == pytest.approx((theirs.high - theirs.low) / 2)
     assert verdict([noisy], noisy, final) == "noise"
+    assert joint_factor([noisy], final) == 1
+
+
+def test_an_arm_of_one_seed_is_given_the_others_noise() -> None:
+    groups = groups_of(found(), all_books())
+    some = found()
+    del some["hold-8", 1], some["hold-8", 2]
+    fewer = groups_of(some, all_books())
+    single = next(g for g in fewer if g.arm.name == "hold-8")
+    rest = [g for g in groups if g.arm.name != "hold-8"]  # a run of its own tells of no noise
+    deviation, freedom = leftover(fewer, final)
+    assert (deviation, freedom) == (pytest.approx(leftover(rest, final)[0]), 2 * (len(ARMS) - 2))
+    expected = stats.t.ppf(0.975, freedom) * deviation * math.sqrt(2)
+    assert band(fewer, single, final) == pytest.approx(expected)
+
+
+def test_intervals_hold_what_they_promise() -> None:
+    """Arms that do not differ, 3 seeds, losses drawn anew: 5% of differences are outside their
+    interval, and in at most 5% of studies any is outside the joint one."""
+    draw = np.random.default_rng(0)
+    books, outside, any_outside = all_books(), 0, 0
+    studies = 400
+    for _ in range(studies):
+        seeds = draw.normal(0, 0.05, 3)
+        made = {key: result(3.0 + seeds[key[1]] + draw.normal(0, 0.01)) for key in found()}
+        groups = groups_of(made, books)
+        others = [g for g in groups if not g.is_baseline]
+        width = band(groups, others[0], final)
+        means = np.array([abs(g.differences(final).mean()) for g in others])
+        outside += int((means > width).sum())
+        any_outside += bool((means > width * joint_factor(groups, final)).any())
+    assert outside / studies / (len(ARMS) - 2) == pytest.approx(0.05, abs=0.02)
+    assert 0.005 < any_outside / studies < 0.06
 
 
 def test_policies_come_before_delays_and_whole_seeds_first() -> None:
@@ -357,6 +407,7 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
     for said in ("bounded, T 1.5 +0.04", "0.90", "8 steps +0.02", "checksum", pair):
         assert said in text
     assert ("(one seed)" in text) == (seeds == 1)
+    assert ("**Chance.**" in text) == (seeds > 1)
     rows = against_rows(groups)
     # fixed-8 is 0.02 above original's 3.3 in training; more by seed.
     expected = "+0.61%" if seeds == 1 else "+0.65% ± "
