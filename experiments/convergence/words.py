@@ -75,7 +75,8 @@ def _difference(groups: Sequence[Group], g: Group, measure: Measure = final) -> 
 def _set_up(study: Study, groups: Sequence[Group]) -> str:
     spec, store = study.scale_spec(), TokenStore(study.stores.train)
     one = groups[0].results[0]
-    seeds = sorted({len(g.results) for g in groups})
+    seeds = sorted(len(g.results) for g in groups)
+    said = f"{seeds[0]} to {seeds[-1]}" if seeds[0] < seeds[-1] else f"{seeds[0]}"
     model = spec.model
     text = f"text of {source_versions()}, " if study.scale.sources else ""
     return (
@@ -88,7 +89,7 @@ def _set_up(study: Study, groups: Sequence[Group]) -> str:
         f"every run's ledger was checked to hold every token once. Policies decide with W_a / W_l "
         f"= {RATIO} at a full window, as the 7B model at 128K. Held out: "
         f"{study.scale.heldout_fraction:.0%} of the documents, always packed the "
-        f"same way. Seeds: {' to '.join(str(n) for n in seeds)} an arm."
+        f"same way. Seeds: {said} an arm."
     )
 
 
