@@ -1,15 +1,12 @@
-"""The convergence study: its corpus, its bookkeeping, its statistics, and a quick form of it."""
+"""The convergence study: its corpus, its bookkeeping, its page, and a quick form of it."""
 
 import json
-import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments.convergence import __main__ as command
 from experiments.convergence.arms import (
@@ -26,7 +23,6 @@ from experiments.convergence.arms import (
 )
 from experiments.convergence.bookkeeping import (
     CLASS_NAMES,
-    Bookkeeping,
     bookkeeping,
     check_covered,
     class_of,
@@ -43,20 +39,13 @@ from experiments.convergence.page import (
 )
 from experiments.convergence.study import Case, Study, cases_of
 from experiments.convergence.summary import (
-    against,
-    band,
-    final,
     groups_of,
-    joint_factor,
-    leftover,
-    loss_at,
-    verdict,
 )
 from experiments.convergence.words import against_rows, words
+from tests.experiments.convergence_runs import all_books, books, found, result
 from tests.train.case import write_store
 from wlb.corpus import TokenStore
 from wlb.cost import workload_of
-from wlb.packing import PackingSummary
 from wlb.report.run_records import read_run
 from wlb.spec import load
 
@@ -235,116 +224,6 @@ def test_weights_by_hand(tmp_path: Path) -> None:
     assert book.class_weights[1] != pytest.approx(1.0, abs=0.01)
 
 
-def books(**values: Any) -> Bookkeeping:
-    names = PackingSummary.__dataclass_fields__
-    summary = PackingSummary(**{n: "x" if n in ("label", "policy") else 1 for n in names})
-    made = Bookkeeping(
-        summary=summary,
-        num_steps=100,
-        num_labels=900,
-        class_labels=(300, 300, 200, 100),
-        class_weights=(1.05, 1.02, 0.95, 0.9),
-    )
-    return replace(made, **values)
-
-
-def result(loss: float, **values: Any) -> Result:
-    made = Result(
-        curve=((0, 7.0), (1_900_000, loss + 0.2), (2_100_000, loss + 0.1), (2_500_000, loss)),
-        num_steps=100,
-        num_tokens=2_500_000,
-        num_labels=900,
-        trained=((1_000_000, loss + 0.5), (2_500_000, loss + 0.1)),
-        norm_mean=0.5,
-        norm_std=0.1,
-        class_losses=(loss, loss - 0.1, loss - 0.2, None),
-        made_by=1,
-        commit="abc",
-    )
-    return replace(made, **values)
-
-
-def found(seeds: int = 3) -> dict[tuple[str, int], Result]:
-    """Arm number i is 0.01 i above original, and 0.001 more from seed to seed."""
-    return {
-        (arm.name, seed): result(3.0 + 0.1 * seed + (0.01 + 0.001 * seed) * i)
-        for seed in range(seeds)
-        for i, arm in enumerate(ARMS)
-    }
-
-
-def all_books(seeds: int = 3) -> dict[tuple[str, int], Bookkeeping]:
-    return {(arm.packing, seed): books() for seed in range(seeds) for arm in ARMS}
-
-
-def test_differences_are_paired_and_noise_is_what_arm_and_seed_leave() -> None:
-    """Beside the textbook's two-way table of arms and seeds."""
-    groups = groups_of(found(), all_books())
-    assert [g.arm for g in groups] == list(ARMS)
-    by_name = {g.arm.name: g for g in groups}
-    assert by_name["original"].is_baseline
-    assert by_name["hold-0"].is_baseline
-    far = by_name["bounded"]  # number 4
-    assert far.differences(final) == pytest.approx([0.04, 0.044, 0.048])
-    table = np.array([g.values(final) for g in groups])
-    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    freedom = (len(ARMS) - 1) * 2
-    deviation = math.sqrt((rest**2).sum() / freedom)
-    assert leftover(groups, final) == (pytest.approx(deviation), freedom)
-    expected = stats.t.ppf(0.975, freedom) * deviation * math.sqrt(2 / 3)
-    assert band(groups, far, final) == pytest.approx(expected)
-    assert verdict(groups, far, final) == "worse"
-    held = by_name["hold-8"]  # two further than hold-0
-    assert held.differences(final) == pytest.approx([0.02, 0.022, 0.024])
-    assert band(groups, held, final) == pytest.approx(expected)
-    comparisons = len(ARMS) - 2
-    wider = stats.t.ppf(1 - 0.025 / comparisons, freedom) / stats.t.ppf(0.975, freedom)
-    assert joint_factor(groups, final) == pytest.approx(wider)
-
-
-def test_two_arms_are_a_paired_t_test() -> None:
-    groups = groups_of(found(), all_books())
-    base, far = groups[0], next(g for g in groups if g.arm.name == "bounded")
-    noisy = replace(far, results=tuple(result(3.0 + d) for d in (-0.2, 0.1, 0.3)))
-    theirs = stats.ttest_rel(noisy.values(final), base.values(final)).confidence_interval(0.95)
-    width = band([noisy], noisy, final)
-    assert width == pytest.approx((theirs.high - theirs.low) / 2)
-    assert verdict([noisy], noisy, final) == "noise"
-    assert joint_factor([noisy], final) == 1
-
-
-def test_an_arm_of_one_seed_is_given_the_others_noise() -> None:
-    groups = groups_of(found(), all_books())
-    some = found()
-    del some["hold-8", 1], some["hold-8", 2]
-    fewer = groups_of(some, all_books())
-    single = next(g for g in fewer if g.arm.name == "hold-8")
-    rest = [g for g in groups if g.arm.name != "hold-8"]  # a run of its own tells of no noise
-    deviation, freedom = leftover(fewer, final)
-    assert (deviation, freedom) == (pytest.approx(leftover(rest, final)[0]), 2 * (len(ARMS) - 2))
-    expected = stats.t.ppf(0.975, freedom) * deviation * math.sqrt(2)
-    assert band(fewer, single, final) == pytest.approx(expected)
-
-
-def test_intervals_hold_what_they_promise() -> None:
-    """Arms that do not differ, 3 seeds, losses drawn anew: 5% of differences are outside their
-    interval, and in at most 5% of studies any is outside the joint one."""
-    draw = np.random.default_rng(0)
-    books, outside, any_outside = all_books(), 0, 0
-    studies = 400
-    for _ in range(studies):
-        seeds = draw.normal(0, 0.05, 3)
-        made = {key: result(3.0 + seeds[key[1]] + draw.normal(0, 0.01)) for key in found()}
-        groups = groups_of(made, books)
-        others = [g for g in groups if not g.is_baseline]
-        width = band(groups, others[0], final)
-        means = np.array([abs(g.differences(final).mean()) for g in others])
-        outside += int((means > width).sum())
-        any_outside += bool((means > width * joint_factor(groups, final)).any())
-    assert outside / studies / (len(ARMS) - 2) == pytest.approx(0.05, abs=0.02)
-    assert 0.005 < any_outside / studies < 0.06
-
-
 def test_policies_come_before_delays_and_whole_seeds_first() -> None:
     names = [case.name for case in cases_of([0, 1])]
     assert len(set(names)) == len(names) == 2 * len(ARMS)
@@ -352,38 +231,6 @@ def test_policies_come_before_delays_and_whole_seeds_first() -> None:
     assert list(dict.fromkeys(groups)) == ["policy", "normaliser", "delay"]
     assert groups == sorted(groups, key=["policy", "normaliser", "delay"].index)
     assert names[:8] == [*(f"{a.name}-seed0" for a in ARMS[:7]), "original-seed1"]
-
-
-def test_one_seed_says_nothing_about_noise() -> None:
-    groups = groups_of(found(1), all_books(1))
-    assert verdict(groups, groups[1], final) == "one seed"
-    assert math.isnan(band(groups, groups[1], final))
-
-
-def test_only_seeds_that_the_baseline_has_count() -> None:
-    some = found()
-    del some["original", 2], some["bounded", 0]
-    by_name = {g.arm.name: g for g in groups_of(some, all_books())}
-    assert len(by_name["bounded"].results) == 1
-    assert len(by_name["original"].results) == len(by_name["even"].results) == 2
-
-
-def test_policies_are_compared_with_one_that_cuts_as_little() -> None:
-    some = found()
-    del some["best-fit", 1]
-    groups = groups_of(some, all_books())
-    beside = {g.arm.name: g for g in against(groups, "best-fit")}  # number 6
-    policies = ["fixed-1", "fixed-8", "var_len", "bounded", "even"]
-    assert list(beside) == [*policies, "var_len-constant", "bounded-constant"]
-    assert beside["bounded"].seeds == (0, 2)
-    assert beside["bounded"].differences(final) == pytest.approx([-0.02, -0.024])
-    assert against([g for g in groups if g.arm.name != "best-fit"], "best-fit") == []
-
-
-def test_losses_are_compared_at_equal_tokens() -> None:
-    made = result(3.0)
-    assert loss_at(2_000_000)(made) == pytest.approx(3.15)
-    assert loss_at(2_500_000)(made) == 3.0
 
 
 @pytest.mark.parametrize("seeds", [1, 3])

@@ -17,10 +17,19 @@ from rich.progress import track
 from wlb.cli import sources, tune_layout
 from wlb.cost import workload_for
 from wlb.packing import with_s_max
-from wlb.packing.tune import PRICES, S_MAX, STEP_TOKENS, THRESHOLDS, Grid, finish, tune_points
+from wlb.packing.tune import (
+    PRICES,
+    S_MAX,
+    STEP_TOKENS,
+    THRESHOLDS,
+    Grid,
+    Tuning,
+    finish,
+    tune_points,
+)
 from wlb.report import facts_of, tuning_table, weight_remark
 from wlb.report.plots import tuning_figure
-from wlb.spec import Policy, load
+from wlb.spec import Policy, RunSpec, load
 
 
 def add_parser(commands: Any) -> None:
@@ -108,8 +117,15 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.json:
         Path(options.json).write_text(json.dumps(data, indent=1, allow_nan=False), "utf-8")
+    _show(options, facts.lines, tuning, spec)
+    return 0
+
+
+def _show(
+    options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, spec: RunSpec
+) -> None:
     console = Console(highlight=False)
-    for line in facts.lines:
+    for line in facts:
         console.print(line, markup=False)
     console.print(tuning_table(tuning, rows=options.rows))
     if not tuning.is_within_budget:
@@ -124,7 +140,6 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.plot, options.json):
         if path:
             console.print(f"written: {path}")
-    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
