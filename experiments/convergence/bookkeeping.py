@@ -12,7 +12,7 @@ import numpy as np
 
 from wlb.corpus import TokenStore, open_batches
 from wlb.cost import workload_for
-from wlb.packing import PackingSummary, measure, packer_for
+from wlb.packing import PackingSummary, label_weights, measure, packer_for
 from wlb.plan import IntArray, Pieces
 from wlb.planner import open_planner
 from wlb.spec import RunSpec
@@ -47,8 +47,7 @@ def bookkeeping(spec: RunSpec, store: str) -> Bookkeeping:
     pieces = Pieces.concat(*(plan.pieces for plan in plans))
     check_covered(pieces.document, pieces.start, pieces.stop, lengths)
     of_step = np.array([plan.num_targets for plan in plans])
-    weight = 1.0 / np.repeat(np.maximum(1, of_step), [len(plan.pieces) for plan in plans])
-    weight *= of_step.sum() / np.count_nonzero(of_step)
+    weight = np.repeat(label_weights(of_step), [len(plan.pieces) for plan in plans])
     cls = class_of(lengths[pieces.document], spec.data.context_window)
     labels = np.bincount(cls, pieces.num_targets, len(CLASS_NAMES))
     weights = np.bincount(cls, pieces.num_targets * weight, len(CLASS_NAMES))

@@ -124,7 +124,8 @@ class Study:
         return spec_of(self.scale, self.keys_of(case))
 
     def books(self, case: Case, *, anew: bool = False) -> Bookkeeping:
-        """Of the packing and seed; kept in the folder. anew: planned again, as this code plans."""
+        """Of the packing and seed; kept in the folder, and planned again where kept ones lack what
+        is counted now. anew: planned again in any case, as this code plans."""
         packing = Case(arm=arm_of(case.arm.packing), seed=case.seed)
         path = self.folder / "books" / f"{packing.name}-{self.digest(packing):x}.json"
         kept = None

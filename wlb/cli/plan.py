@@ -74,9 +74,7 @@ def run(options: argparse.Namespace) -> int:
     facts = facts_of(source.name, lengths, window=spec.data.context_window)
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
-    for each in runs:
-        if each.summary.label == own:
-            notes += weight_remark(each.summary, spec.training.loss_normalizer)
+    notes += weight_remark(runs[0].summary, spec.training.loss_normalizer)  # the run's own policy
     if options.html:
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",

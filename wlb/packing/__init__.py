@@ -16,7 +16,7 @@ from wlb.packing.ilp import (
 )
 from wlb.packing.ilp_model import Objective
 from wlb.packing.ilp_solvers import Solver
-from wlb.packing.measure import PackingRun, PackingSummary, measure
+from wlb.packing.measure import PackingRun, PackingSummary, label_weights, measure
 from wlb.packing.original import OriginalPacker, WindowCut
 from wlb.packing.policies import baseline_for, caps_of, options_for, packer_for, with_s_max
 from wlb.packing.refine import refine
@@ -49,6 +49,7 @@ __all__ = [
     "WindowCut",
     "baseline_for",
     "caps_of",
+    "label_weights",
     "measure",
     "options_for",
     "pack_bins",

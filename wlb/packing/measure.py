@@ -61,8 +61,8 @@ class PackingSummary:
     step, on average. flushed_tokens, in flush_steps: trained when the data had ended, and left out
     of imbalance. cut_documents: trained in more than one piece. long_weight: what a label of the
     longest documents (which hold a tenth of the labels) counts in the loss if every step's is the
-    mean of its labels, where 1 is as if all labels counted the same; without the flush, and 1 for
-    any policy if `training.loss_normalizer` is constant. packing_ms: mean time of a push, so
+    mean of its labels, where 1 is as if all labels counted the same, as they do with
+    `training.loss_normalizer` = constant; without the flush. packing_ms: mean time of a push, so
     that policies which pack several batches at once pay for each of them.
     """
 
@@ -175,22 +175,19 @@ class _Tally:
         """Imbalance of each step; 1 where a step has no work."""
         return np.array([a * self.num_micro_batches / b if b else 1.0 for a, b in pairs])
 
-    def long_weight(self, of_document: IntArray) -> float:
-        """of_document: number of each piece's document, in the order of plans, shape [n]."""
-        trained = Pieces.concat(*self.pieces)
+    def long_weight(self, pieces: Pieces, of_document: IntArray) -> float:
+        """pieces: all n, in the order of plans; of_document: number of the document of each."""
         # A flush is not a step of the stream: what is left in it can be few labels of much weight.
-        num = sum(len(pieces) for pieces in self.pieces[: len(self.labels)])
-        labels = np.bincount(of_document[:num], trained.num_targets[:num], of_document.max() + 1)
-        longest = np.argsort(-np.bincount(of_document, trained.length), kind="stable")
+        of_step = [len(each) for each in self.pieces[: len(self.labels)]]
+        num = sum(of_step)
+        targets, document = pieces.num_targets[:num], of_document[:num]
+        labels = np.bincount(document, targets, of_document.max() + 1)
+        longest = np.argsort(-np.bincount(of_document, pieces.length), kind="stable")
         before = np.cumsum(labels[longest]) - labels[longest]
         is_long = np.zeros(labels.size, np.bool_)
         is_long[longest[before < LONGEST * labels.sum()]] = True
-        of_step = np.array(self.labels)
-        even = of_step.sum() / max(1, np.count_nonzero(of_step))
-        weight = np.repeat(
-            even / np.maximum(1, of_step), [len(p) for p in self.pieces[: of_step.size]]
-        )
-        mine = trained.num_targets[:num] * is_long[of_document[:num]]
+        weight = np.repeat(label_weights(int_array("labels", self.labels)), of_step)
+        mine = targets * is_long[document]
         return float(mine @ weight / mine.sum()) if mine.any() else 1.0
 
     def p99_delay(self) -> int:
@@ -225,12 +222,20 @@ def measure(
     )
 
 
+def label_weights(labels: IntArray) -> FloatArray:
+    """What a label of each step counts in the loss if every step's is the mean of its labels, where
+    1 is as if all labels counted the same. labels: of each step; both of shape [num_steps]."""
+    even = labels.sum() / max(1, np.count_nonzero(labels))
+    return even / np.maximum(1, labels)
+
+
 def _summary(
     tally: _Tally, forward: FloatArray, times: list[float], label: str, policy: str
 ) -> PackingSummary:
     tokens = np.array(tally.tokens or [0], np.float64)
     attention = tally.ratios(tally.attention)
-    of_document = _documents(Pieces.concat(*tally.pieces))
+    pieces = Pieces.concat(*tally.pieces)
+    of_document = _documents(pieces)
     return PackingSummary(
         label=label,
         policy=policy,
@@ -260,7 +265,7 @@ def _summary(
         flushed_tokens=tally.flushed_tokens,
         flush_steps=tally.flush_steps,
         cut_documents=int(np.count_nonzero(np.bincount(of_document) > 1)),
-        long_weight=tally.long_weight(of_document),
+        long_weight=tally.long_weight(pieces, of_document),
         packing_ms=float(np.mean(times)) * 1e3 if times else 0.0,
     )
 
