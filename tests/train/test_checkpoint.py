@@ -320,7 +320,11 @@ def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path)
     (folder / "run.json").write_text("{}")
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
         checkpoint.await_files(folder, within_s=0.1)
-    threading.Timer(0.3, checkpoint.write_manifest, [folder]).start()
+    files = {"run.json": checkpoint.about(folder / "run.json")}
+    (folder / checkpoint.MANIFEST).write_text('{"files": {')  # as much as has arrived
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+        checkpoint.await_files(folder, within_s=0.1)
+    threading.Timer(0.3, checkpoint.write_manifest, [folder, files]).start()
     checkpoint.await_files(folder, within_s=30.0)
     (folder / "run.json").unlink()
     with pytest.raises(ValueError, match=r"run\.json is missing, as this node sees it"):

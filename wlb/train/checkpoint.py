@@ -179,9 +179,14 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
     """Waits until this process sees what another node may have written just now; ValueError where
     it does not within this time."""
     end = time.monotonic() + within_s
-    while not (checkpoint / MANIFEST).is_file() and time.monotonic() < end:
+    while True:
+        try:
+            files = read_manifest(checkpoint)
+            break
+        except ValueError:  # absent, or as yet seen in part
+            if time.monotonic() >= end:
+                raise
         time.sleep(0.1)
-    files = read_manifest(checkpoint)
     if problem := unseen(checkpoint, files, within_s=max(0.0, end - time.monotonic())):
         raise ValueError(f"{problem}, as this node sees it; run.output_dir must be shared by all")
 
