@@ -1,5 +1,7 @@
 """Which backend is chosen on which machine. GPUs and packages are made up."""
 
+import sys
+
 import pytest
 import torch
 
@@ -29,10 +31,11 @@ def machine(monkeypatch, capability: tuple[int, int] | None, installed: tuple[in
     monkeypatch.setattr(FlashPackage, "missing", missing)
     monkeypatch.setattr(FlashPackage, "problem", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
-HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+HOPPER, BLACKWELL, AMPERE, TURING = (9, 0), (10, 0), (8, 0), (7, 5)
 CHOICES = [
     (HOPPER, ALL, BF16, 128, "flash_attention_3"),
     (HOPPER, ALL, FP16, 128, "flash_attention_3"),
@@ -47,6 +50,7 @@ CHOICES = [
     (BLACKWELL, (2, 3), BF16, 128, "torch_varlen"),
     (AMPERE, ALL, BF16, 128, "torch_varlen"),
     ((12, 0), ALL, BF16, 128, "torch_varlen"),
+    (TURING, ALL, FP16, 128, "sdpa"),
     (None, ALL, BF16, 128, "torch_varlen"),
 ]
 
@@ -69,15 +73,65 @@ def test_auto_on_cpu_is_sdpa_and_asks_no_gpu(monkeypatch, dtype):
     assert select_backend(AUTO, device=CPU, dtype=dtype, head_size=64) == "sdpa"
 
 
-def test_cuda_is_not_started_where_no_package_is_installed(monkeypatch):
-    """The launcher selects too, and must not start CUDA before its ranks do."""
-    machine(monkeypatch, HOPPER, ())
+class Nvml:
+    """pynvml on a machine with these GPUs; without any it does not start."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *capabilities: tuple[int, int]) -> None:
+        self.capabilities = capabilities
+        self.started = 0
+
+    def nvmlInit(self) -> None:
+        if not self.capabilities:
+            raise self.NVMLError("no driver")
+        self.started += 1
+
+    def nvmlShutdown(self) -> None:
+        self.started -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.capabilities)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:
+        return list(self.capabilities[handle])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "expected"),
+    [
+        (HOPPER, (), "torch_varlen"),
+        (HOPPER, ALL, "flash_attention_3"),
+        (BLACKWELL, ALL, "flash_attention_4"),
+        (TURING, ALL, "sdpa"),
+    ],
+)
+def test_the_launcher_asks_nvml_and_does_not_start_cuda(monkeypatch, gpu, installed, expected):
+    machine(monkeypatch, gpu, installed)
 
     def asked(_):
         raise AssertionError("asked the device")
 
+    nvml = Nvml(gpu, gpu)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == expected
+    assert nvml.started == 0
+
+
+@pytest.mark.parametrize("gpus", [(TURING, HOPPER), ()])
+def test_cuda_says_which_gpu_it_is_where_nvml_cannot(monkeypatch, gpus):
+    machine(monkeypatch, HOPPER, ())
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(*gpus))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == "torch_varlen"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: TURING)
+    assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == "sdpa"
 
 
 @pytest.mark.parametrize("requested", AUTO_ORDER)
@@ -101,6 +155,7 @@ def test_an_explicit_choice_is_refused_not_replaced(monkeypatch, requested, devi
 
 REFUSALS = [
     ("torch_varlen", HOPPER, ALL, 20, r"in steps of 8 only, not 20, .*auto or sdpa$"),
+    ("torch_varlen", TURING, ALL, 64, r"8\.0 or newer only, not 7\.5, .*auto or sdpa$"),
     ("flash_attention_3", AMPERE, ALL, 64, r"9\.x \(Hopper\) only, not 8\.0, .*auto or sdpa$"),
     ("flash_attention_4", BLACKWELL, ALL, 192, r"heads up to 128 .*, not 192, .*auto or sdpa$"),
     ("flash_attention_2", None, ALL, 64, r"no GPU here .*auto or sdpa$"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wlb.kernels.flash_package import FlashBackend, FlashPackage, wrong_head_size
+from wlb.kernels.flash_package import FlashBackend, FlashPackage, before_ampere, wrong_head_size
 from wlb.kernels.segments import Segments
 
 _SHARED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -50,9 +50,7 @@ class Flash2Backend(FlashBackend):
     )
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
-        if major < 8:
-            return f"compute capability 8.0 or newer only, not {major}.{minor}"
-        return wrong_head_size(head_size, 256)
+        return before_ampere(major, minor) or wrong_head_size(head_size, 256)
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments

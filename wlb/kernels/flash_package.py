@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from wlb.kernels.capability import compute_capability
+
 Kernels = dict[str, Callable[..., Any]]
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -111,10 +113,10 @@ class FlashBackend:
         """
         if reason := wrong_tensors(device, dtype) or self.package.missing():
             return reason
-        if not torch.cuda.is_available():
+        capability = compute_capability(device)
+        if capability is None:
             return "torch sees no GPU here whose compute capability it could ask for"
-        major, minor = torch.cuda.get_device_capability(device)
-        return self.wrong_device(major, minor, head_size) or self.package.problem()
+        return self.wrong_device(*capability, head_size) or self.package.problem()
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
         raise NotImplementedError
@@ -135,6 +137,10 @@ def wrong_head_size(head_size: int, largest: int) -> str | None:
     if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
         return None
     return f"heads up to {largest} in steps of {HEAD_SIZE_STEP} only, not {head_size}"
+
+
+def before_ampere(major: int, minor: int) -> str | None:
+    return f"compute capability 8.0 or newer only, not {major}.{minor}" if major < 8 else None
 
 
 def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:

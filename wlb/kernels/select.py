@@ -6,7 +6,8 @@ size on its device:
 1. flash_attention_3, the fastest published on Hopper (H100: 584 TFLOP/s forward at 32K tokens
    against 344 of FlashAttention-2, see `kernels_profile/h100.json`); it runs on nothing else.
 2. flash_attention_4, made for Blackwell; on Hopper a pre-release beside a stable package.
-3. torch_varlen, which every CUDA build of torch has; for Ampere and newer, which torch checks.
+3. torch_varlen, which every CUDA build of torch has; for Ampere and newer. A machine without GPUs,
+   where a run is only prepared, is taken for one that has such.
 4. flash_attention_2, the same kernels in a build of their own: nothing is gained over torch's.
 5. sdpa, anywhere: the only one on CPU and in float32.
 
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
+from wlb.kernels.capability import compute_capability
 from wlb.kernels.flash2 import FLASH2
 from wlb.kernels.flash3 import FLASH3
 from wlb.kernels.flash4 import FLASH4
-from wlb.kernels.flash_package import FlashBackend, wrong_head_size, wrong_tensors
+from wlb.kernels.flash_package import FlashBackend, before_ampere, wrong_head_size, wrong_tensors
 from wlb.kernels.torch_varlen import MAX_HEAD_DIM
 from wlb.spec.run import AttentionBackend
 
@@ -97,8 +99,17 @@ def _why_not(
     if flash is not None:
         return flash.why_not(device=device, dtype=dtype, head_size=head_size)
     if backend == AttentionBackend.TORCH_VARLEN:
-        return wrong_tensors(device, dtype) or wrong_head_size(head_size, MAX_HEAD_DIM)
+        return (
+            wrong_tensors(device, dtype)
+            or wrong_head_size(head_size, MAX_HEAD_DIM)
+            or _before_ampere(device)
+        )
     return None
+
+
+def _before_ampere(device: torch.device) -> str | None:
+    capability = compute_capability(device)
+    return None if capability is None else before_ampere(*capability)
 
 
 def _flash(backend: AttentionBackend) -> FlashBackend | None:
