@@ -289,7 +289,7 @@ def test_stores_of_different_tokenizers_are_refused(tmp_path):
     one = write(tmp_path / "a", [[1, 2]], tokenizer="a-tokenizer.json")
     for name, about, message in (
         ("b", {"vocab_size": 400}, r"vocab_size 300 and 400.*--tokenizer .*a-tokenizer\.json"),
-        ("c", {"eos_id": None}, "eos_id 0 and None"),
+        ("c", {"eos_id": 5}, "eos_id 0 and 5"),
     ):
         other = write(tmp_path / name, [[1, 2]], **about)
         with pytest.raises(ValueError, match=message):
@@ -300,6 +300,17 @@ def test_stores_of_different_tokenizers_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer dddddddddddddddd\.\.\. and eeee"):
         open_store((f"{marks[0]}:1", f"{marks[1]}:1"))
     assert open_store((f"{one}:1", f"{marks[0]}:1")).num_documents == 2  # one does not say
+    with pytest.raises(ValueError, match=r"/d\S* and \S*/e\S* of data.blend .*tokenizer dddd"):
+        open_store((f"{one}:1", f"{marks[0]}:1", f"{marks[1]}:1"))  # nor hides the other two
+
+
+def test_a_store_without_separators_mixes_with_one_that_has_them(tmp_path):
+    """As conversations and text of one tokenizer."""
+    mark = {"tokenizer_checksum": "a" * 40}
+    text = write(tmp_path / "text", [[1, 0]], preparation=mark)
+    chat = write(tmp_path / "chat", [[1, 2]], preparation=mark, eos_id=None)
+    for order in ((text, chat), (chat, text)):
+        assert open_store(tuple(f"{name}:1" for name in order)).num_documents == 2
 
 
 def test_open_batches_of_a_blend_has_an_order_only_shuffled(stores):

@@ -99,7 +99,7 @@ def test_only_the_last_turn_and_weights() -> None:
     assert trained(tokenizer, encoder.encode(conversation_of(listed))) == [["No", "<|im_end|>"]]
 
 
-def test_both_jsonl_shapes_are_one_conversation() -> None:
+def test_all_shapes_are_one_conversation() -> None:
     _, encoder = chatml()
     first = encoder({"messages": [{"role": role, "content": text} for role, text in TALK]})
     names = {"user": "human", "assistant": "gpt"}
@@ -107,9 +107,27 @@ def test_both_jsonl_shapes_are_one_conversation() -> None:
     for record in (
         {"conversations": turns},
         {"conversations": turns[1:], "system": "S"},
+        {
+            "messages": [{"role": role, "content": text} for role, text in TALK[1:]],
+            "system": "S",
+            "prompt": "Hi",  # as some sets repeat the first question
+        },
     ):
         second = encoder(record)
         assert [a.tolist() for a in first] == [a.tolist() for a in second]
+
+
+def test_a_system_prompt_beside_a_pair_is_kept() -> None:
+    tokenizer, encoder = chatml()
+    pair = {"prompt": "Hi", "completion": "Yo"}
+    lists = {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "completion": [{"role": "assistant", "content": "Yo"}],
+    }
+    for record in (pair, lists):
+        made = encoder.encode(conversation_of({**record, "system": "S"}))
+        assert made.tokens.tolist() == encoder.encode(talk(*TALK[:3])).tokens.tolist()
+        assert trained(tokenizer, made) == [["Yo", "<|im_end|>"]]
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -206,6 +224,14 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
         ({"text": "x"}, r"has the keys \['text'\]; it needs messages, or conversations"),
         ({"messages": None}, r"has the keys \[\]; it needs messages, or conversations"),
         ({"messages": []}, "the conversation has no message"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "prompt": "y", "completion": "z"},
+            r"more than one conversation \(messages; prompt and completion\); keep the one",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "system": "y"},
+            "message 1 is of role system after system",
+        ),
         ({"messages": "x"}, "messages is 'x', not a list of messages"),
         ({"messages": [3]}, "message 0 is 3, not an object with role and content"),
         (

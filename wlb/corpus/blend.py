@@ -332,25 +332,34 @@ def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
 
 
 def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
-    """ValueError for stores whose tokens do not mean the same, as far as their sidecars say."""
-    known = [(store, store.info) for store in stores if store.info is not None]
-    for store, info in known[1:]:
-        first, other = known[0]
-        pairs = {
-            "vocab_size": (other.vocab_size, info.vocab_size),
-            "eos_id": (other.eos_id, info.eos_id),
-            "tokenizer": tuple(
-                side.preparation.get("tokenizer_checksum") for side in (other, info)
-            ),
+    """ValueError for stores whose tokens do not mean the same, as far as their sidecars say.
+
+    A store whose documents end without eos_id has none; a blend may mix it with others.
+    """
+    first: dict[str, tuple[TokenStore, object]] = {}
+    for store in stores:
+        if store.info is None:
+            continue
+        said = {
+            "vocab_size": store.info.vocab_size,
+            "eos_id": store.info.eos_id,
+            "tokenizer": store.info.preparation.get("tokenizer_checksum"),
         }
-        for what, (ours, theirs) in pairs.items():
-            if ours != theirs and (what != "tokenizer" or None not in (ours, theirs)):
+        for what, theirs in said.items():
+            if theirs is None:
+                continue
+            other, ours = first.setdefault(what, (store, theirs))
+            if ours != theirs:
                 raise ValueError(
-                    f"the stores {first.prefix} and {store.prefix} of data.blend have "
+                    f"the stores {other.prefix} and {store.prefix} of data.blend have "
                     f"different tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare "
-                    f"both with the same one: wlb prepare --tokenizer "
-                    f"{Path(first.prefix).parent / (other.tokenizer or 'tokenizer.json')}"
+                    f"both with the same one: wlb prepare --tokenizer {_tokenizer_of(other)}"
                 )
+
+
+def _tokenizer_of(store: TokenStore) -> Path:
+    named = store.info.tokenizer if store.info else None
+    return Path(store.prefix).parent / (named or "tokenizer.json")
 
 
 def _short(value: object) -> str:

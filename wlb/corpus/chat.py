@@ -216,7 +216,10 @@ class ChatEncoder:
         data: dict[str, Any] = json.loads(tokenizer.to_str())
         for token in data["added_tokens"]:
             token["special"] = token["special"] or token["content"].strip() in used
-        return Tokenizer.from_str(json.dumps(data))
+        copy = Tokenizer.from_str(json.dumps(data))
+        copy.no_truncation()  # runs of text are encoded one by one, whole
+        copy.no_padding()
+        return copy
 
 
 def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatTokens]:

@@ -2,9 +2,11 @@
 
 A record is a JSON object or a row of Parquet:
 - {"messages": [{"role": "user", "content": "..."}, ...]};
-- {"conversations": [{"from": "human", "value": "..."}, ...]}, with an optional "system" beside it;
+- {"conversations": [{"from": "human", "value": "..."}, ...]};
 - {"prompt": ..., "completion": ...}: two strings (a user's and an assistant's message) or two lists
   of messages, of which only the completion is trained.
+Text in "system" beside any of them is a system message before the others. A record of two shapes is
+refused: one of them would be lost.
 An assistant's message may have "weight": 0, which leaves it untrained. A key that holds null is not
 there, as Parquet cannot tell the two apart.
 
@@ -106,19 +108,22 @@ def conversation_of(record: object) -> Conversation:
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}
     _refuse_more(data, "the record")
-    if "messages" in data:
-        return Conversation(messages=_messages(data["messages"], "messages"))
-    if "conversations" in data:
-        messages = _messages(data["conversations"], "conversations")
-        if data.get("system"):
-            messages = (
-                Message(role=Role.SYSTEM, content=_text(data["system"], "system")),
-                *messages,
+    match [shape for shape in _SHAPES if set(shape) <= set(data)]:
+        case []:
+            raise ValueError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
+        case [("prompt", "completion")]:
+            messages = _prompt_and_completion(data["prompt"], data["completion"])
+        case [(key,)]:
+            messages = _messages(data[key], key)
+        case several:
+            names = "; ".join(" and ".join(shape) for shape in several)
+            raise ValueError(
+                f"the record holds more than one conversation ({names}); keep the one that is to "
+                f"be trained"
             )
-        return Conversation(messages=messages)
-    if "prompt" in data and "completion" in data:
-        return Conversation(messages=_prompt_and_completion(data["prompt"], data["completion"]))
-    raise ValueError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
+    if data.get("system"):
+        messages = (Message(role=Role.SYSTEM, content=_text(data["system"], "system")), *messages)
+    return Conversation(messages=messages)
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
