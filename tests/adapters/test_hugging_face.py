@@ -185,6 +185,74 @@ def test_lengths_of_datasets_are_those_of_their_rows(monkeypatch: pytest.MonkeyP
         assert hugging_face._lengths(dataset).tolist() == expected
 
 
+def test_lengths_of_rows_made_as_they_are_read() -> None:
+    dataset = Dataset.from_list([{"text": "a" * n} for n in lengths()])
+
+    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] * min(8, len(text)) for text in rows["text"]]}
+
+    found = hugging_face._lengths(dataset.with_transform(tokenize))
+    assert found.tolist() == [min(8, n) for n in lengths()]
+    with pytest.raises(ValueError, match=r"row 0 .* has \['texts'\], but no input_ids"):
+        hugging_face._lengths(dataset.with_transform(lambda rows: {"texts": rows["text"]}))
+
+
+def test_a_row_of_null_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "BLOCK", 2)
+    dataset = Dataset.from_dict({"input_ids": [[1], [2, 3], [4], None]})
+    with pytest.raises(ValueError, match="row 3 of train_dataset has null"):
+        hugging_face._lengths(dataset)
+
+
+def first_batch(tmp_path: Path, rows: Dataset, **options: Any) -> dict[str, Any]:
+    """By the Trainer's own choice of columns."""
+    ours = {"remove_unused_columns": True, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    trainer = trainer_of(tmp_path, rows, **(ours | options))
+    return next(iter(trainer.get_train_dataloader()))
+
+
+def test_columns_that_no_model_takes_do_not_hide_what_masks_the_loss(tmp_path: Path) -> None:
+    rows = {"input_ids": [[1, 2, 3], [5, 6]], "text": ["a", "b"]}
+    labels = {"labels": [[IGNORE, 2, 3], [IGNORE, 6]], "completion_mask": [[0, 1, 1], [0, 1]]}
+    got = first_batch(tmp_path, Dataset.from_dict(rows | labels))
+    assert sorted(got["labels"][0].tolist()) == [IGNORE, IGNORE, 2, 3, 6]
+    for mask in ("completion_mask", "assistant_masks", "loss_mask"):
+        for remove in (True, False):
+            masked = Dataset.from_dict({**rows, mask: [[0, 1, 1], [0, 1]]})
+            with pytest.raises(ValueError, match=f"train_dataset has {mask} and no labels"):
+                first_batch(tmp_path, masked, remove_unused_columns=remove)
+    padded = Dataset.from_dict(rows | {"attention_mask": [[1, 1, 0], [1, 1]]})
+    with pytest.raises(ValueError, match="tokenize without padding"):
+        first_batch(tmp_path, padded)
+
+
+def test_a_transform_keeps_the_columns_it_reads(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["ab", "c"]}).with_transform(
+        lambda rows: {"input_ids": [[len(text)] * 3 for text in rows["text"]]}
+    )
+    assert sorted(first_batch(tmp_path, rows)["input_ids"][0].tolist()) == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_collator_that_was_given_is_kept(tmp_path: Path) -> None:
+    """Also one that trainers would choose by themselves."""
+    from transformers import default_data_collator
+
+    def trainer(given: Any) -> Any:
+        return balanced(Trainer)(
+            model=tiny_model(),
+            args=arguments(str(tmp_path), gradient_accumulation_steps=1, num_train_epochs=1),
+            train_dataset=Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]}),
+            data_collator=given,
+            balance=BALANCE,
+        )
+
+    rows = next(iter(trainer(default_data_collator).get_train_dataloader()))
+    assert rows["input_ids"].shape == (2, 2)
+    ours = PaddingFreeCollator(pad_to_multiple_of=8)
+    rows = next(iter(trainer(ours).get_train_dataloader()))
+    assert rows["input_ids"].shape == (1, 8)
+
+
 def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
     """Of a dataset without columns to remove, which is what the Trainer's default asks for."""
     trainer = trainer_of(tmp_path, Rows(), max_steps=40, remove_unused_columns=True)
@@ -268,6 +336,11 @@ def tokenizer() -> Any:
     ("dataset", "options", "message"),
     [
         (Dataset.from_list([{"input_ids": [1], "seq_lengths": [1]}]), {}, "packed already"),
+        (
+            Dataset.from_list([{"input_ids": [1], "seq_lengths": [1]}]).with_format("torch"),
+            {"remove_unused_columns": True},
+            "packed already",
+        ),
         (
             IterableDataset.from_generator(lambda: iter([{"input_ids": [1]}])),
             {"max_steps": 1},

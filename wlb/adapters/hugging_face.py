@@ -20,12 +20,13 @@ options, so a resumed run needs no state of its own: the Trainer skips what it h
 (`skip_first_batches`).
 
 Attention has to keep documents apart: flash attention, or SDPA with a model that reads restarting
-position_ids (`wlb.collate.collators`). Columns besides input_ids and labels are not read.
+position_ids (`wlb.collate.collators`). Of a row's columns our collator reads those of `READ`.
 """
 
 import importlib
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, TypeVar, cast
@@ -37,10 +38,10 @@ require("transformers>=5.23", "accelerate>=1.15")
 import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, Sampler
-from transformers import DataCollatorWithPadding, default_data_collator
 
 from wlb.adapters.dealt import DealtRows, RankBalance
 from wlb.collate import IGNORE, PaddingFreeCollator, flatten
+from wlb.collate.collators import LOSS_MASKS
 from wlb.cost import WorkloadModel
 from wlb.plan import IntArray, IntLike, int_array
 from wlb.planner import LLAMA2_7B, Planner
@@ -51,6 +52,8 @@ BLOCK = 1 << 16
 """Rows whose lengths are looked up at once."""
 PACKED_COLUMNS = ("seq_lengths", "lengths")
 """With a list in each row, where that row holds several documents."""
+READ = ("input_ids", "labels", "attention_mask", "position_ids")
+"""attention_mask only to refuse padding, which would be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,21 +230,27 @@ class BalancedTrainer:
 
     balance: how rows are packed. data_collator: `BalancedCollator()` unless you give one, which
     then gets an empty list where a micro-batch has no row. ValueError before training for what
-    would lose, repeat or mix rows: packed datasets, streams, accelerate's dispatch_batches and
-    split_batches, and ranks that share a sequence.
+    would lose, repeat or mix rows or train what is masked: packed datasets, masks of the loss that
+    are not in labels, streams, accelerate's dispatch_batches and split_batches, and ranks that
+    share a sequence.
     """
 
     balanced_batches: BalancedBatchSampler
 
     def __init__(self, *args: Any, balance: Balance, **kwargs: Any) -> None:
         self.balance = balance
+        theirs = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        self._given_collator = theirs.get("data_collator")
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """What the Trainer trains from; prepared by its accelerator."""
-        dataset = _checked(self.train_dataset)
+        dataset, collator = _checked(self.train_dataset), _collator(self._given_collator)
         if hasattr(dataset, "column_names"):  # of others our collator reads what it needs
-            dataset = self._remove_unused_columns(dataset, description="training")
+            if isinstance(collator, BalancedCollator):
+                dataset = _read_by_ours(dataset, remove=self.args.remove_unused_columns)
+            else:
+                dataset = self._remove_unused_columns(dataset, description="training")
         _check_accelerator(self.accelerator, self.get_sp_size())
         args, lengths = self.args, _lengths(dataset)
         num_ranks = args.world_size // (self.get_tp_size() * self.get_cp_size())
@@ -258,7 +267,7 @@ class BalancedTrainer:
             DataLoader(
                 dataset,
                 batch_sampler=batches,
-                collate_fn=_collator(self.data_collator),
+                collate_fn=collator,
                 num_workers=args.dataloader_num_workers,
                 pin_memory=args.dataloader_pin_memory,
                 persistent_workers=args.dataloader_persistent_workers,
@@ -298,7 +307,7 @@ def _checked(dataset: Any) -> Any:
     packed = [
         name
         for name in PACKED_COLUMNS
-        if name in names and len(dataset) and isinstance(dataset[0][name], Sequence)
+        if name in names and len(dataset) and np.ndim(dataset[0][name])
     ]
     if packed:
         raise ValueError(
@@ -308,29 +317,61 @@ def _checked(dataset: Any) -> Any:
     return dataset
 
 
+def _read_by_ours(dataset: Any, *, remove: bool) -> Any:
+    """A `datasets.Dataset` with the columns that our collator reads, all of them unless `remove`.
+
+    The Trainer would remove what the model's forward does not take, and with it a loss mask or the
+    mask of padding, unseen. ValueError for the former.
+    """
+    names: list[str] = dataset.column_names
+    masks = [name for name in LOSS_MASKS if name in names]
+    if masks and "labels" not in names:
+        raise ValueError(
+            f"train_dataset has {masks[0]} and no labels, so what it masks would be trained; give "
+            f"labels that are {IGNORE} where nothing is trained"
+        )
+    if not remove or _is_transformed(dataset):
+        return dataset
+    return dataset.remove_columns([name for name in names if name not in READ])
+
+
+def _is_transformed(dataset: Any) -> bool:
+    """Whether rows are made as they are read, by `set_transform` or `with_transform`."""
+    return dataset.format["type"] == "custom"
+
+
 def _lengths(dataset: Any) -> IntArray:
     """Tokens of each row. Of a `datasets.Dataset` from its offsets, without reading a token."""
-    if not hasattr(dataset, "with_format"):
-        return np.array([len(row["input_ids"]) for row in dataset], np.int64)
+    if not hasattr(dataset, "with_format") or _is_transformed(dataset):
+        return np.array(list(_lengths_read(dataset)), np.int64)
     arrow: Any = importlib.import_module("pyarrow.compute")  # which datasets are kept with
     table = dataset.with_format("arrow")
-    parts = [
-        arrow.list_value_length(table[at : at + BLOCK]["input_ids"]).to_numpy()
-        for at in range(0, len(dataset), BLOCK)
-    ]
-    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+    parts = [np.zeros(0, np.int64)]
+    for at in range(0, len(dataset), BLOCK):
+        part = arrow.list_value_length(table[at : at + BLOCK]["input_ids"])
+        if part.null_count:
+            raise ValueError(
+                f"row {at + part.is_null().to_pylist().index(True)} of train_dataset has null for "
+                f"its input_ids; remove such rows"
+            )
+        parts.append(part.to_numpy())
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _lengths_read(rows: Iterable[Mapping[str, Any]]) -> Iterator[int]:
+    for i, row in enumerate(rows):
+        if row.get("input_ids") is None:
+            raise ValueError(
+                f"row {i} of train_dataset has {sorted(row)}, but no input_ids; tokenize it first"
+            )
+        yield len(row["input_ids"])
 
 
 def _collator(given: Any) -> Callable[[Any], dict[str, Any]]:
-    """The user's; a padding-free one in the place of those that trainers choose, which pad."""
-    if isinstance(given, PaddingFreeCollator):
-        return BalancedCollator(collator=given)
-    chosen_by_trainer = (
-        given is default_data_collator
-        or isinstance(given, DataCollatorWithPadding)
-        or type(given).__module__.startswith("trl.")
-    )
-    return BalancedCollator() if chosen_by_trainer else given
+    """The user's; a padding-free one in the place of what trainers choose, which pads."""
+    if given is None or isinstance(given, PaddingFreeCollator):
+        return BalancedCollator(collator=given or PaddingFreeCollator())
+    return given
 
 
 def _check_accelerator(accelerator: Any, sp: int) -> None:
