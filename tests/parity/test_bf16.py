@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from tests.parity.body import global_loss, whole
 from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_loss, spec_of
-from wlb.model import build_reference
+from wlb.model import build_reference, llama
+from wlb.model.rope import rotate
 from wlb.parallel.execute import Executor
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
@@ -17,15 +18,23 @@ from wlb.spec import Dtype, Recompute, Schedule
 
 def bf16(world: World, case: Case, device: str) -> dict[str, object]:
     """Losses in bf16 and fp32, the worst gradient angle, the least share of a matrix's gradients
-    that bfloat16 could not hold, and the backend in use."""
+    that bfloat16 could not hold, dtypes of what layers rotate and by what, and the backend."""
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
     mesh = build_mesh(spec.parallel, rank_device(world, device))
     executor = Executor(spec, mesh)
+    rotated: set[tuple[torch.dtype, ...]] = set()
+
+    def noted(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotated.add((x_THD.dtype, cos.dtype, sin.dtype))
+        return rotate(x_THD, cos, sin)
+
+    llama.rotate = noted
     plan = packing(case.num_micro_batches)
     mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
     local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
     loss = global_loss(executor, local)
+    llama.rotate = rotate
     reference = build_reference(spec.model, seed=spec.run.seed)
     expected = reference_loss(reference, spec, plan, backward=True)
     wanted = dict(reference.named_parameters())
@@ -44,6 +53,7 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
         "expected": expected,
         "cosine": worst,
         "wide": min(wide),
+        "rotated": rotated,
         "backend": str(executor.backend),
     }
 
@@ -66,6 +76,7 @@ def test_bf16_is_near_fp32(case: Case) -> None:
     for result in run_local(bf16, case.world, case, "cpu", start_group=True, timeout_s=240.0):
         assert result["loss"] == pytest.approx(result["expected"], rel=2e-2)
         assert result["loss"] != result["expected"]
+        assert result["rotated"] == {(torch.bfloat16, torch.float32, torch.float32)}
         assert result["cosine"] > 0.99
         # Summed over micro-batches and ranks in float32: in bfloat16 none would be left.
         assert result["wide"] > 0.2

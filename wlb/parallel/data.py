@@ -28,9 +28,13 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
     """Apply FSDP2 to each layer and the stage, in place; nothing where it would do nothing."""
     if not needs_fsdp(mesh, dtype):
         return
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if dtype == torch.float32:
-        policy = MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        # Inputs are of the right dtypes: a cast would round the rotary tables in Rows, which are
+        # float32 as angles of thousands of radians need, and walk through Rows at every layer.
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": policy}
     layers = [
         fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
