@@ -1,7 +1,5 @@
 """Which backend is chosen on which machine. GPUs and packages are made up."""
 
-import sys
-
 import pytest
 import torch
 
@@ -31,7 +29,6 @@ def machine(monkeypatch, capability: tuple[int, int] | None, installed: tuple[in
     monkeypatch.setattr(FlashPackage, "missing", missing)
     monkeypatch.setattr(FlashPackage, "problem", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
@@ -71,67 +68,6 @@ def test_auto_on_cpu_is_sdpa_and_asks_no_gpu(monkeypatch, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
     monkeypatch.setattr(FlashPackage, "problem", asked)
     assert select_backend(AUTO, device=CPU, dtype=dtype, head_size=64) == "sdpa"
-
-
-class Nvml:
-    """pynvml on a machine with these GPUs; without any it does not start."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *capabilities: tuple[int, int]) -> None:
-        self.capabilities = capabilities
-        self.started = 0
-
-    def nvmlInit(self) -> None:
-        if not self.capabilities:
-            raise self.NVMLError("no driver")
-        self.started += 1
-
-    def nvmlShutdown(self) -> None:
-        self.started -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.capabilities)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:
-        return list(self.capabilities[handle])
-
-
-@pytest.mark.parametrize(
-    ("gpu", "installed", "expected"),
-    [
-        (HOPPER, (), "torch_varlen"),
-        (HOPPER, ALL, "flash_attention_3"),
-        (BLACKWELL, ALL, "flash_attention_4"),
-        (TURING, ALL, "sdpa"),
-    ],
-)
-def test_the_launcher_asks_nvml_and_does_not_start_cuda(monkeypatch, gpu, installed, expected):
-    machine(monkeypatch, gpu, installed)
-
-    def asked(_):
-        raise AssertionError("asked the device")
-
-    nvml = Nvml(gpu, gpu)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
-    assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == expected
-    assert nvml.started == 0
-
-
-@pytest.mark.parametrize("gpus", [(TURING, HOPPER), ()])
-def test_cuda_says_which_gpu_it_is_where_nvml_cannot(monkeypatch, gpus):
-    machine(monkeypatch, HOPPER, ())
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(*gpus))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == "torch_varlen"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: TURING)
-    assert select_backend(AUTO, device=CUDA, dtype=BF16, head_size=64) == "sdpa"
 
 
 @pytest.mark.parametrize("requested", AUTO_ORDER)

@@ -42,6 +42,8 @@ def run_step(executor: Executor, case: Case, *, shift: int) -> tuple[float, floa
     plan = packing(case.num_micro_batches, shift=shift)
     mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
     held = global_loss(executor, executor.evaluate(mine, Reader())) / plan.num_targets
+    if executor.pipeline is not None:  # nothing of an evaluation is kept until the next step
+        assert not any(stage.fwd_cache for stage in executor.pipeline.stages)
     loss = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
     return global_loss(executor, loss), held
 

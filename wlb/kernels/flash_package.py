@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from wlb.kernels.capability import compute_capability
-
 Kernels = dict[str, Callable[..., Any]]
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -137,6 +135,11 @@ def wrong_head_size(head_size: int, largest: int) -> str | None:
     if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
         return None
     return f"heads up to {largest} in steps of {HEAD_SIZE_STEP} only, not {head_size}"
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """(major, minor) of this GPU; None where torch sees none, as on a login node."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def before_ampere(major: int, minor: int) -> str | None:

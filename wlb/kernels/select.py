@@ -20,11 +20,16 @@ from dataclasses import dataclass
 
 import torch
 
-from wlb.kernels.capability import compute_capability
 from wlb.kernels.flash2 import FLASH2
 from wlb.kernels.flash3 import FLASH3
 from wlb.kernels.flash4 import FLASH4
-from wlb.kernels.flash_package import FlashBackend, before_ampere, wrong_head_size, wrong_tensors
+from wlb.kernels.flash_package import (
+    FlashBackend,
+    before_ampere,
+    compute_capability,
+    wrong_head_size,
+    wrong_tensors,
+)
 from wlb.kernels.torch_varlen import MAX_HEAD_DIM
 from wlb.spec.run import AttentionBackend
 

@@ -114,6 +114,9 @@ class VarLenStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         with self._timed(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        if not self.has_backward:
+            # An evaluation's, which torch leaves there until the next step.
+            self.fwd_cache.pop(bwd_chunk_id, None)
         if not self.is_first:
             self._drop(self.args_recv_info[bwd_chunk_id])
         if self.has_backward and not self.is_last:
