@@ -5,8 +5,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from wlb.parallel import mesh
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
-from wlb.train import checkpoint, saver
+from wlb.train import checkpoint, loop, refuse, saver
 from wlb.train.loop import Trainer
 
 
@@ -218,6 +220,59 @@ def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     assert [line["steps_done"] for line in second.steps] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_training_waits_for_is_counted(
+    asynchronous: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for the save before, and for all of one that is not written behind training."""
+    waiting, hours = threading.Event(), [0.0]
+    write, wait = saver.state_dict_saver.save, saver.CheckpointSaver.wait
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        assert waiting.wait(30)  # training has come to wait for it
+        waiting.clear()
+        hours[0] += 3600.0
+        return write(*arguments, **named)
+
+    def noted(self: saver.CheckpointSaver) -> list[saver.Saved]:
+        if self._pending is not None:
+            waiting.set()
+        return wait(self)
+
+    clock = SimpleNamespace(**vars(time))
+    clock.perf_counter = lambda: time.perf_counter() + hours[0]
+    monkeypatch.setattr(saver.state_dict_saver, "save", slow)
+    monkeypatch.setattr(saver.CheckpointSaver, "wait", noted)
+    for module in (saver, loop):
+        monkeypatch.setattr(module, "time", clock)
+    options = {"asynchronous": asynchronous, "interval": 1}
+    run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
+    lines = [line for line in run.lines if line["kind"] == "checkpoint"]
+    waited = [line["stall_s"] for line in lines]
+    assert [round(s / 3600) for s in waited] == ([0, 1, 1] if asynchronous else [1, 1, 1])
+    assert all(line["write_s"] >= line["stall_s"] for line in lines)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is half removed is no checkpoint."""
+    remove = shutil.rmtree
+
+    def busy(path: Path, **options: Any) -> None:
+        if "old" in Path(path).name:
+            (Path(path) / checkpoint.MANIFEST).unlink()
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(saver.shutil, "rmtree", busy)
+    options = {"keep": 1, "interval": 1}
+    run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
+    found = checkpoint.complete(run.folder / "checkpoints")
+    assert [path.name for path in found] == ["step-00000003"]
+    assert all(not line["error"] for line in run.lines if line["kind"] == "checkpoint")
+
+
 def test_a_save_that_fails_leaves_those_before_it(
     corpus: Path,
     tmp_path: Path,
@@ -344,6 +399,13 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
         train(spec(saved, model={"num_layers": 2}))
     with pytest.raises(ValueError, match="is neither a checkpoint"):
         train(spec(tmp_path / "nothing"))
+    scaling = {"factor": 2.0}
+    rotated = spec(saved, model={"num_layers": 2, "rope_theta": 5e5, "rope_scaling": scaling})
+    assert refuse.model_change(rotated.model, saved) == (
+        f"weights of {saved} go on with model.rope_theta = 500000.0 in the place of 10000.0, "
+        f"model.rope_scaling.factor = 2.0 in the place of 1.0"
+    )
+    assert refuse.model_change(spec(saved).model, saved) == ""
     with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
         train(spec(saved, run={"name": "small"}))
     assert not (tmp_path / "runs" / "second").exists()

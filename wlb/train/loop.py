@@ -411,6 +411,7 @@ class Trainer:
     def _save(self, report: Report, *, is_last: bool = False) -> None:
         """Saves unless this state is saved; what is the last of a run is waited for."""
         self.position.enter("saving a checkpoint", is_slow=True)
+        began_s = time.perf_counter()
         ended = self.saver.wait()
         if any(saved.error for saved in ended):
             self.saved = None  # known to all ranks here, and to none before
@@ -418,7 +419,7 @@ class Trainer:
         if self.state is not None and self.state is not self.saved:
             if self.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
                 self._saved_tallies[self.steps_done] = deepcopy(self.tally)
-            ended += self.saver.save(self.steps_done, self.state)
+            ended += self.saver.save(self.steps_done, self.state, began_s=began_s)
             self.saved = self.state
         if is_last:
             ended += self.saver.wait()

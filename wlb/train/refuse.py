@@ -4,8 +4,7 @@ Opening the planners reads the stores' lengths and the kernel profile; a resumed
 planned once, which refuses a planner state of another corpus or seed.
 """
 
-import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -135,9 +134,31 @@ def profile_of(planner: Planner) -> KernelProfile:
     return planner.cost.profile
 
 
+def model_change(model: ModelSpec, saved_in: Path) -> str:
+    """A line for the log where the same weights make another model; "" where they do not."""
+    theirs = _model_of(saved_in)
+    ours, before = _meaning(model), _meaning(theirs)
+    changed = [
+        f"model.{name} = {ours[name]} in the place of {before[name]}"
+        for name in ours
+        if ours[name] != before[name]
+    ]
+    return f"weights of {saved_in} go on with {', '.join(changed)}" if changed else ""
+
+
+def _meaning(model: ModelSpec) -> dict[str, object]:
+    """Keys that are not in the shapes; they are changed for longer contexts, or forgotten."""
+    scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
+    return {"norm_eps": model.norm_eps, "rope_theta": model.rope_theta, **scaling}
+
+
+def _model_of(saved_in: Path) -> ModelSpec:
+    saved = checkpoint.run_of(saved_in)["spec"]["model"]
+    return apply(ModelSpec(), saved, source=str(saved_in))
+
+
 def _same_shapes(model: ModelSpec, saved_in: Path, option: str) -> None:
-    saved = json.loads((saved_in / "run.json").read_text("utf-8"))["spec"]["model"]
-    theirs = apply(ModelSpec(), saved, source=str(saved_in))
+    theirs = _model_of(saved_in)
     for name in _SHAPES:
         if getattr(theirs, name) != getattr(model, name):
             raise ValueError(

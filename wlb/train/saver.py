@@ -62,8 +62,8 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A save that ended. stall_s: what training waited. write_s: from its beginning to its end,
-    stall_s included. num_bytes: of all ranks, on rank 0.
+    """A save that ended. stall_s: what training waited, also for the save before. write_s: from the
+    beginning of that wait to its end. num_bytes: of all ranks, on rank 0.
 
     error: "" for a checkpoint that is complete.
     """
@@ -115,10 +115,11 @@ class CheckpointSaver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
 
-    def save(self, step: int, state: PlannerState) -> list[Saved]:
+    def save(self, step: int, state: PlannerState, *, began_s: float | None = None) -> list[Saved]:
         """Save after `step` executed steps; what ended meanwhile, this save too unless it goes on
-        behind training (`checkpoint.asynchronous`)."""
-        began_s = time.perf_counter()
+        behind training (`checkpoint.asynchronous`). began_s: when training began to wait, by
+        time.perf_counter; now unless given."""
+        began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
         tensors = _tensors(self.stages, self.optimizers) | _rng(self.mesh.rank)
         copies = {name: _copy(tensor) for name, tensor in tensors.items()}
@@ -164,8 +165,9 @@ class CheckpointSaver:
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
         give_back_freed()  # copies of older saves, and what steps left
+        stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
         return Saved(
-            step=task.step, stall_s=task.stall_s, write_s=write_s, num_bytes=num_bytes, error=error
+            step=task.step, stall_s=stall_s, write_s=write_s, num_bytes=num_bytes, error=error
         )
 
     def _partial(self, step: int) -> Path:
@@ -241,7 +243,7 @@ class CheckpointSaver:
         _sync_folder(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in checkpoint.complete(self.directory)[: -self.spec.checkpoint.keep]:
-            shutil.rmtree(old)
+            _remove(old)
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -362,6 +364,17 @@ def _words(failure: BaseException) -> str:
         rank, (cause, _) = next(iter(sorted(failures.items())))
         return f"rank {rank}: {cause}"
     return str(failure) or repr(failure)
+
+
+def _remove(checkpoint_folder: Path) -> None:
+    """Under another name first: a crash halfway would leave what looks like a checkpoint.
+
+    What cannot be removed, as on NFS while somebody reads it, costs room and fails nothing.
+    """
+    partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
+    with contextlib.suppress(OSError):
+        checkpoint_folder.rename(partial)
+        shutil.rmtree(partial)
 
 
 def _sync_folder(path: Path) -> None:

@@ -37,7 +37,14 @@ from wlb.train.lock import RunLock
 from wlb.train.loop import Job, directory_of, run_rank
 from wlb.train.memory import budget_of, hold_against
 from wlb.train.optimizer import rate_change
-from wlb.train.refuse import begins_with, computed_by, priced_by, profile_of, refuse_early
+from wlb.train.refuse import (
+    begins_with,
+    computed_by,
+    model_change,
+    priced_by,
+    profile_of,
+    refuse_early,
+)
 from wlb.train.stop import Signals, StoppedEarly, StopRequest
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
@@ -340,6 +347,9 @@ def _job(
     console.print(priced_by(planner))
     if init_from is not None:
         console.print(f"weights of {init_from}")
+    begun = saved or init_from
+    if begun is not None and (change := model_change(filled.model, begun)):
+        console.print(change)
     if saved is not None and (change := _rate_change(filled, saved)):
         console.print(change)
     target: Path | None = None

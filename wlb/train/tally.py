@@ -114,6 +114,8 @@ class Saves:
         self.stall_s[step] = stall_s
         if error:
             self.failed.add(step)
+        else:
+            self.failed.discard(step)
 
 
 @dataclass(slots=True)
