@@ -308,6 +308,21 @@ def test_what_is_due_leaves_even_where_s_max_is_tight() -> None:
     assert plan.num_overdue == 0
 
 
+@pytest.mark.parametrize(("max_delay", "num_pieces", "most"), [(2, 10, 30), (10, 30, 60)])
+def test_steps_are_full_while_more_is_due_than_micro_batches_hold(
+    max_delay: int, num_pieces: int, most: int
+) -> None:
+    """A document of many windows: three pieces are T tokens, and two are all that S_max admits."""
+    pack = small(2, 1000, 1500, 3000, max_delay)
+    plans, carry = run(pack, [[1000] * num_pieces, *[[100] * 20] * 40])
+    assert len(carry.pieces) == 0
+    behind = [p for p in plans[1:] if p.num_held_tokens >= 2000]
+    assert [p.num_tokens for p in behind] == [3000] * len(behind)
+    assert len(behind) >= num_pieces - 4
+    # Pieces of the first batch held up others.
+    assert sum(p.num_overdue for p in plans) <= most
+
+
 def test_the_flush_takes_what_is_due_first() -> None:
     pack = small(2, 100, 150, 220, 2)
     carry = waiting_for("bounded", [100, 100, 20] + [20] * 11, [1, 1, 1] + [0] * 11, 2)

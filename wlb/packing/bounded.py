@@ -4,7 +4,7 @@ Algorithm 1 releases outliers when a queue holds N of them. Here every global ba
 and which of the waiting documents it takes is decided by what the step would cost: the time that
 micro-batches wait for the slowest one against the delay of what is held back (`release.choose`).
 What the paper's algorithm lacks:
-- `max_delay` D: a document leaves at most D steps after it came, whenever the token cap permits;
+- `max_delay` D: a document leaves at most D steps after it came, whenever the token caps permit;
   those that do not are counted (`PackingPlan.num_overdue`). A tall document collects company while
   it waits, so that it does not leave alone.
 - `step_tokens` T: tokens of a step, beside `s_max` of a micro-batch. With as many micro-batches as

@@ -20,10 +20,10 @@ and all from position j on, which has "all up to a height" and "a few of the tal
 of them are scored at once with a lower bound on the slowest micro-batch; (3) the best few are
 packed (outliers by Algorithm 1's placement, ordinary ones as a fluid) and scored again.
 
-Guarantees: documents of age D and more leave, oldest first, as far as the cap T allows; never more
-than T tokens; at least 0.35 global batches if a choice can, at least one document always.
-Whole-number inputs and single IEEE operations: equal on all hosts. Cost: O(n log n) plus some
-thousand choices, whatever n is.
+Guarantees: documents of age D and more leave, oldest first, as far as the caps T and S_max allow;
+never more than T tokens; at least 0.35 global batches if a choice can, at least one document
+always. Whole-number inputs and single IEEE operations: equal on all hosts. Cost: O(n log n) plus
+some thousand choices, whatever n is.
 """
 
 from dataclasses import dataclass
@@ -108,15 +108,22 @@ class Waiting:
         self.fluid = Fluid(self)
 
     def _forced(self) -> BoolArray:
-        """Documents at the maximum delay, oldest first, as many as the token cap allows."""
-        forced = self.age >= self.limits.max_delay
-        if int(self.length[forced].sum()) > self.limits.step_tokens:
-            rows = np.flatnonzero(forced)
-            rows = rows[np.argsort(-self.age[rows], kind="stable")]
-            fits = np.cumsum(self.length[rows]) <= self.limits.step_tokens
-            forced = np.zeros(len(forced), bool)
-            forced[rows[fits]] = True
+        """Documents at the maximum delay, oldest first, as many as both caps allow: one that finds
+        no micro-batch would keep its tokens of T from documents that do."""
+        rows = np.flatnonzero(self.age >= self.limits.max_delay)
+        rows = rows[np.argsort(-self.age[rows], kind="stable")]
+        rows = rows[np.cumsum(self.length[rows]) <= self.limits.step_tokens]
+        if self._left_over(rows[np.argsort(-self.length[rows], kind="stable")]):
+            rows = np.delete(rows, self._left_over(rows))
+        forced = np.zeros(len(self.age), bool)
+        forced[rows] = True
         return forced
+
+    def _left_over(self, rows: IntArray) -> list[int]:
+        """Which of these, by their places, find no micro-batch in this order."""
+        lengths, work = self.length[rows].tolist(), self.work[rows].tolist()
+        num, s_max = self.limits.num_micro_batches, self.limits.s_max
+        return place(lengths, work, num_micro_batches=num, s_max=s_max)[1]
 
 
 class Fluid:
