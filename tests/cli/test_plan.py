@@ -93,10 +93,65 @@ def test_a_source_that_is_short_of_the_steps_is_said(
     assert "packed 12,800 tokens; the data ended after 2 of 4 global batches\n" in out
 
 
-def test_a_preset_is_not_taken_for_the_json_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--json", "demo", "--synthetic", "wlb_paper"]) == 2
-    err = capsys.readouterr().err
-    assert "--json took the preset 'demo' for its file; write NAME before it" in err
+def test_tokens_over_are_dealt_one_by_one_where_that_can_be(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--lengths", lengths, "--steps", "3", "--json", *SMALL]
+    merged = json.loads(run(capsys, "plan", *words))["sharding"]["over_ideal"]
+    dealt = json.loads(run(capsys, "plan", *words, "sharding.remainder=one_by_one"))
+    over = dealt["sharding"]["over_ideal"]
+    assert {name for name in over if over[name] != merged[name]} >= {"per_document"}
+    assert {name for name in over if over[name] == merged[name]} >= {"per_sequence", "balanced"}
+
+
+@pytest.mark.parametrize("method", ["mini_batch_posid", "multipack_bfd_posid", "fixed_length"])
+def test_a_page_of_a_run_with_a_grouping_method(
+    method: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    words = ["sft_demo", "--lengths", lengths, "--steps", "3", "--html", str(page)]
+    run(capsys, "plan", *words, "--set", f"packing.method={method}")
+    assert "(run)" in page.read_text("utf-8")
+
+
+def test_caps_by_memory_count_the_vocabulary(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That training would have: logits are in the memory."""
+    words = ["--lengths", lengths, "--steps", "2", "--json", "--set", "packing.policy=bounded"]
+    words += ["packing.s_max=0", "cluster.memory_gib=46", "data.context_window=65536"]
+
+    def s_max(*more: str) -> float:
+        found = json.loads(run(capsys, "plan", "7b_64k", *words, *more))["spec"]
+        assert found["model"]["vocab_size"] > 0
+        return found["packing"]["s_max"]
+
+    assert s_max() == s_max("model.vocab_size=32000") > s_max("model.vocab_size=128000")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--json"],
+        ["plan", "--html"],
+        ["simulate", "--json"],
+        ["simulate", "--trace"],
+        ["tune", "packing", "--json"],
+        ["tune", "packing", "--plot"],
+        ["tune", "layout", "--gpus", "8", "--json"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_settings_are_not_taken_for_an_output(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "my_run.toml"
+    mine.write_text("[data]\n", "utf-8")
+    for name in ("demo", str(mine)):
+        assert main([*words, name, "--synthetic", "wlb_paper"]) == 2
+        err = capsys.readouterr().err
+        assert f"{name} is a preset's name or a settings file's, and would be written to" in err
+    assert mine.read_text("utf-8") == "[data]\n"
     assert not Path("demo").exists()
 
 

@@ -43,6 +43,23 @@ def test_every_system_on_the_same_documents(capsys):
         assert sum(run["step_time_s"]) == pytest.approx(run["time_s"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["7b_128k", "--set", "sharding.remainder=one_by_one"],
+        ["sft_demo", "--set", "data.num_micro_batches=4"],
+        ["demo", "--set", "packing.policy=original", "packing.layout=joined"],
+    ],
+    ids=["remainder", "method", "layout"],
+)
+def test_systems_undo_what_contradicts_them(words, capsys):
+    systems = ["--systems", "plain_4d", "fixed_4d", "paper", "wlb", "--over-memory"]
+    steps = ["--synthetic", "wlb_paper", "--steps", "2", "--json"]
+    assert main(["simulate", words[0], *steps, *systems, *words[1:]]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [run["label"] for run in data["runs"]] == [*systems[1:-1], "run"]
+
+
 def test_a_step_can_be_chosen(capsys):
     assert "step 1 of run" in simulate(capsys, "--step", "1")
 

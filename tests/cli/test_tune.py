@@ -51,6 +51,18 @@ def test_the_winner_is_written_as_a_run(made: dict[str, Any]) -> None:
     assert "# found by: wlb tune layout demo --gpus 8" in text
 
 
+def test_a_run_with_a_grouping_method_is_searched_one_with_hsdp_refused(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--lengths", lengths, *SMALL, "--json", "--policies", "fixed", "bounded"]
+    assert main(["tune", "layout", "sft_demo", "--gpus", "2", *words]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert {trial["spec"]["packing"]["method"] for trial in best} == {""}
+    hsdp = [*SETTINGS, "fsdp.shard_size=2"]
+    assert main(["tune", "layout", "demo", "--gpus", "8", *words, *hsdp]) == 2
+    assert "search with fsdp.shard_size = 0" in capsys.readouterr().err
+
+
 def test_json_has_the_best_and_why_others_lost(made: dict[str, Any]) -> None:
     data = made["data"]
     times = [trial["s_per_batch"] for trial in data["best"]]

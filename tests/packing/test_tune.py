@@ -31,9 +31,28 @@ def tuning() -> Tuning:
 def test_every_setting_is_tried_once(tuning: Tuning) -> None:
     # S_max 1.1 and 2.0 without T, 2.0 with T 1.5 (at S_max 1.1 it says nothing): three caps, each
     # with no queue, one, the other, both, and one price.
-    assert len(tuning.points) == GRID.size(SPEC.packing, 4) == 3 * 5
+    assert len(tuning.points) == GRID.size(SPEC) == 3 * 5
     assert len({p.overrides for p in tuning.points}) == 15
     assert all(p.summary.num_steps > 30 for p in tuning.points)
+
+
+def test_a_cap_on_steps_says_something_where_there_are_more_micro_batches() -> None:
+    """Six micro-batches of 1.1 windows are 1.65 global batches of four."""
+    packing = replace(SPEC.packing, num_micro_batches=6)
+    tried = {(s.s_max, s.step_tokens) for s in GRID.sections(replace(SPEC, packing=packing))}
+    assert tried == {(1.1, 0.0), (1.1, 1.5), (2.0, 0.0), (2.0, 1.5)}
+
+
+def test_a_grouping_method_is_undone(tuning: Tuning) -> None:
+    """By what the tuner says to set."""
+    spec = load("sft_demo")
+    assert spec.packing.method
+    sections = list(GRID.sections(spec))
+    assert sections
+    for section in sections:
+        point = TunePoint(section=section, summary=tuning.points[0].summary, own=spec.packing)
+        again = load("sft_demo", point.overrides).packing
+        assert again == replace(section, delay_price=again.delay_price)
 
 
 def test_the_recommended_point_balances_best_within_the_budget(tuning: Tuning) -> None:

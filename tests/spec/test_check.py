@@ -103,6 +103,11 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             {"training__min_learning_rate": -1e-5},
             "training.min_learning_rate = -1e-05 must be at least 0",
         ),
+        (
+            {"training__learning_rate": 2e-5},
+            "training.min_learning_rate = 3e-05 is above training.learning_rate = 2e-05, and "
+            "training.schedule = cosine would rise to it; a tenth of the peak is usual, 2e-06",
+        ),
         ({"telemetry__peak_tflops": -1}, "telemetry.peak_tflops = -1.0 must be at least 0"),
         (
             {"training__schedule": "wsd"},

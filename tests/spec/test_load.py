@@ -65,7 +65,7 @@ def test_set_overrides_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
         ("packing.queue_thresholds=[0.25, 1]", "packing", "queue_thresholds", (0.25, 1.0)),
         ("packing.queue_thresholds=[]", "packing", "queue_thresholds", ()),
         ("planner.baseline=false", "planner", "baseline", False),
-        ("training.learning_rate=1e-4", "training", "learning_rate", 1e-4),
+        ("training.min_learning_rate=1e-4", "training", "min_learning_rate", 1e-4),
         ("training.learning_rate=1", "training", "learning_rate", 1.0),
         ("training.steps=1_000", "training", "steps", 1000),
     ],

@@ -14,9 +14,9 @@ from tests.train.case import small_spec, train, write_corpus
 from wlb.cost import memory_estimate
 from wlb.packing import caps_of
 from wlb.parallel import mesh
-from wlb.spec import OverMemory, RunSpec, apply
+from wlb.spec import OverMemory, RunSpec, apply, load, system_choice
 from wlb.train import dry_run, start
-from wlb.train.memory import GIB, Budget, budget_of, hold_against
+from wlb.train.memory import GIB, Budget, budget_of, hold_against, within
 
 LAYOUT = {"parallel": {"dp": 1, "pp": 2}, "pp": {"schedule": "1f1b"}}
 
@@ -109,6 +109,25 @@ def test_a_gpu_has_its_own_memory(
     assert budget_of(spec, "cuda") == Budget(gib=40.0, source="the smallest GPU here")
     asked = replace(spec, run=replace(spec.run, memory_gib=20.0))
     assert budget_of(asked, "cuda") == Budget(gib=20.0, source="run.memory_gib")
+
+
+@pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize("preset", ["7b_128k", "30b_128k", "70b_128k"])
+def test_packing_plans_with_what_the_device_has(preset: str) -> None:
+    """Of a system, whose packing fills 95% of cluster.memory_gib = 80: an H100 shows 79.2 GiB."""
+    system = system_choice("wlb", memory_gib=80.0)
+    spec = load(preset, [*system, "model.vocab_size=32000", "parallel.dp=1"])
+    budget = Budget(gib=79.19, source="the smallest GPU here")
+    planned, lines = within(spec, budget)
+    assert planned.packing.memory_gib == 75.23
+    assert lines == [
+        "packing.memory_gib = 76 is lowered to 75.23, 95% of 79.2 GiB (the smallest GPU here)"
+    ]
+    assert len(hold_against(planned, budget)) == 1
+    assert within(planned, budget) == (planned, [])
+    warned = replace(spec, run=replace(spec.run, over_memory=OverMemory.WARN))
+    assert within(warned, budget) == (warned, [])
+    assert within(spec, None) == (spec, [])
 
 
 @pytest.mark.usefixtures("_no_ranks")

@@ -22,7 +22,7 @@ from wlb.plan import GlobalBatch
 from wlb.planner import Planner
 from wlb.report import facts_of, packing_page, packing_table, remarks, weight_remark
 from wlb.sharding import NAMES, shard
-from wlb.spec import Policy, RunSpec, load, presets
+from wlb.spec import Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
 MOST_SOLVED = 32
@@ -51,14 +51,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.json in presets():
-        raise ValueError(
-            f"--json took the preset {options.json!r} for its file; write NAME before it, or "
-            f"--json -"
-        )
     sources.check_outputs(options.json, options.html, needs_plots=bool(options.html))
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    spec = sources.with_vocabulary(spec, options)
     spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
     source = sources.open_source(options, spec)
     cost = workload_for(spec, options.device)
@@ -184,8 +180,9 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload)
     counts: Counter[str] = Counter()
     over: dict[str, float] = {}
     for name in NAMES:
+        remainder = planner.remainder if name in ("per_document", "adaptive") else Remainder.MERGED
         made = [
-            shard(pieces, cp=cp, strategy=name, cost=cost, remainder=planner.remainder)
+            shard(pieces, cp=cp, strategy=name, cost=cost, remainder=remainder)
             for pieces in lengths
         ]
         slowest = sum(attention_latency(plan, cost).slowest_kernels_ns for plan in made)

@@ -191,9 +191,18 @@ def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntAr
     return np.concatenate([batch.documents.length for batch in batches])
 
 
-def check_outputs(*paths: str | None, needs_plots: bool) -> None:
-    """ValueError before any work where a file cannot be written or plots cannot be drawn."""
+def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
+    """ValueError before any work where a file cannot be written or plots cannot be drawn.
+
+    settings: a file for settings, the only one that may be named like one.
+    """
     for path in paths:
+        if path in presets() or (path and path.endswith(".toml")):
+            raise ValueError(
+                f"{path} is a preset's name or a settings file's, and would be written to; NAME "
+                f"comes before the options, and --json - prints"
+            )
+    for path in (*paths, settings):
         if (
             path
             and path != "-"

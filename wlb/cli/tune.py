@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     spec = load(options.name, options.overrides)
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    spec = sources.with_vocabulary(spec, options)
     spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
     grid = Grid(
         policies=tuple(Policy(name) for name in options.policies),
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     points = list(
         track(
             tune_points(spec, batches, cost, grid=grid),
-            total=grid.size(spec.packing, spec.num_micro_batches),
+            total=grid.size(spec),
             description="settings",
             console=progress,
             disable=not progress.is_terminal,

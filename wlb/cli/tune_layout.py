@@ -31,7 +31,7 @@ from wlb.report.layout_tables import (
 )
 from wlb.simulate.layouts import GIB, Choices, layouts_of
 from wlb.simulate.settings import CHOSEN, POLICIES, STRATEGIES, Settings
-from wlb.simulate.trial import Sample
+from wlb.simulate.trial import Sample, effective_caps
 from wlb.simulate.tune import Search, Tuner
 from wlb.simulate.why import losers_of, references_of
 from wlb.simulate.workers import Workers
@@ -170,7 +170,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--max-delay-mean = {options.max_delay_mean} must be at least 0 and finite"
         )
-    sources.check_outputs(options.out, options.html, options.json, needs_plots=bool(options.html))
+    sources.check_outputs(
+        options.html, options.json, needs_plots=bool(options.html), settings=options.out
+    )
 
 
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
@@ -198,7 +200,9 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     """The run's own settings where they are of `gpus` devices, else why not."""
     try:
         own = resolve_dp(spec, gpus)
-        return with_s_max(own, memory_gib=own.cluster.memory_gib), ""
+        own = with_s_max(own, memory_gib=own.cluster.memory_gib)
+        effective_caps(own)  # memory may leave packing no room to catch up
+        return own, ""
     except ValueError as error:
         return None, f"the run's own layout is not compared: {error}"
 

@@ -27,7 +27,7 @@ from wlb.cost import WorkloadModel
 from wlb.packing.bounded import DELAY_PRICE
 from wlb.packing.measure import PackingSummary, measure
 from wlb.packing.policies import has_room, packer_for
-from wlb.plan import GlobalBatch
+from wlb.plan import GlobalBatch, Layout
 from wlb.spec import PackingSection, Policy, RunSpec
 
 THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
@@ -69,11 +69,13 @@ class Grid:
         if self.max_queues < 0:
             raise ValueError(f"max_queues = {self.max_queues} must be at least 0")
 
-    def sections(self, base: PackingSection, num_micro_batches: int) -> Iterator[PackingSection]:
-        """Every setting, on the rest of `base`; settings that mean the same are left out."""
+    def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
+        """Every setting, on the rest of the run's own; those that mean the same are left out."""
+        num_micro_batches = spec.num_micro_batches
+        base = replace(spec.packing, method="", packs="", layout=Layout.SEPARATE)
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
-                if step_tokens and step_tokens >= s_max:
+                if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:
                     continue  # S_max alone keeps a step below that
                 capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
                 if Policy.VAR_LEN in self.policies:
@@ -89,18 +91,18 @@ class Grid:
             for thresholds in combinations(values, num):
                 yield replace(section, queue_thresholds=thresholds)
 
-    def size(self, base: PackingSection, num_micro_batches: int) -> int:
+    def size(self, spec: RunSpec) -> int:
         """Settings, those included that `tune_points` leaves out for want of room."""
-        return sum(1 for _ in self.sections(base, num_micro_batches))
+        return sum(1 for _ in self.sections(spec))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePoint:
-    """A setting and what it did on the sample. was_held: whether the run's own has a hold."""
+    """A setting and what it did on the sample. own: the run's own, of which some must go."""
 
     section: PackingSection
     summary: PackingSummary
-    was_held: bool = False
+    own: PackingSection = PackingSection()
 
     @property
     def objectives(self) -> tuple[float, ...]:
@@ -110,12 +112,15 @@ class TunePoint:
     def overrides(self) -> tuple[str, ...]:
         """The setting as `--set` takes it."""
         s = self.section
-        out = [f"packing.policy={s.policy}", f"packing.s_max={s.s_max:g}"]
+        out = ["packing.method="] if self.own.method else []
+        out += ["packing.packs="] if self.own.packs else []
+        out += [f"packing.layout={s.layout}"] if self.own.layout != s.layout else []
+        out += [f"packing.policy={s.policy}", f"packing.s_max={s.s_max:g}"]
         out.append(f"packing.step_tokens={s.step_tokens:g}")
         if s.policy == Policy.VAR_LEN:
             listed = ",".join(f"{t:g}" for t in s.queue_thresholds)
             out.append(f"packing.queue_thresholds=[{listed}]")
-            out += ["packing.hold=0"] if self.was_held else []
+            out += ["packing.hold=0"] if self.own.hold else []
         else:
             out.append(f"packing.delay_price={s.delay_price:.4g}")
         return tuple(out)
@@ -154,14 +159,13 @@ def tune_points(
     spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel, *, grid: Grid
 ) -> Iterator[TunePoint]:
     """The points one after the other, so that a caller can show progress."""
-    for section in grid.sections(spec.packing, spec.num_micro_batches):
+    for section in grid.sections(spec):
         if not has_room(spec, section):
             continue
         section.check(spec.data.context_window)
         packer = packer_for(replace(spec, packing=section), cost)
         run = measure(packer, batches, cost=cost, label=_label(section))
-        was_held = spec.packing.hold > 0
-        yield TunePoint(section=section, summary=run.summary, was_held=was_held)
+        yield TunePoint(section=section, summary=run.summary, own=spec.packing)
 
 
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:

@@ -24,6 +24,7 @@ MARKS = {
     "var_len": ("#D55E00", "s"),
     "bounded": ("#009E73", "D"),
     "capacity": ("#CC79A7", "v"),
+    "examples": ("#F0E442", "p"),
     "ilp_fixed": ("#0072B2", "^"),
     "ilp_var_len": ("#E69F00", "P"),
 }

@@ -150,6 +150,11 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: Choices) -> Layouts:
     ValueError where a restriction or memory leaves nothing, with the counts or the closest layout.
     """
     choices.check(gpus)
+    if spec.fsdp.shard_size:
+        raise ValueError(
+            f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are simulated with parameters that "
+            f"all of dp x cp share; search with fsdp.shard_size = 0 and set it for the one you take"
+        )
     out = Layouts()
     held = _Held()
     for degrees in _degrees(gpus, choices):

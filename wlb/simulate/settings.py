@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from wlb.plan import Layout
 from wlb.simulate.layouts import Candidate, planned_gib
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
@@ -45,7 +46,8 @@ class Settings:
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
         """Every setting for a layout; policies of longer micro-batches where there is room."""
-        base = candidate.spec.packing
+        # Of a grouping method another policy has nothing.
+        base = replace(candidate.spec.packing, method="", packs="", layout=Layout.SEPARATE)
         out: list[PackingSection] = []
         for policy in self.policies:
             if policy in (Policy.FIXED, Policy.ORIGINAL):

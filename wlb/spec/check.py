@@ -141,8 +141,14 @@ def _check_ranges(spec: RunSpec) -> None:
 
 
 def _check_rates(spec: RunSpec) -> None:
-    """That wsd has a decay that fits, and that others, which have none, are given none."""
+    """That rates fall, and that wsd has a decay that fits and others, which have none, no other."""
     t = spec.training
+    if t.schedule != RateSchedule.CONSTANT and t.min_learning_rate > t.learning_rate:
+        raise ValueError(
+            f"training.min_learning_rate = {t.min_learning_rate} is above training.learning_rate = "
+            f"{t.learning_rate}, and training.schedule = {t.schedule} would rise to it; a tenth of "
+            f"the peak is usual, {t.learning_rate / 10:g}"
+        )
     if t.schedule != RateSchedule.WSD:
         if t.decay_steps or t.decay_shape != DecayShape.LINEAR:
             raise ValueError(

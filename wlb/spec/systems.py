@@ -10,8 +10,11 @@ loss is higher on long documents then, in every seed); the constant normaliser w
 
 from collections.abc import Mapping
 
-_IN_WINDOWS = ("packing.num_micro_batches=0",)
+_OWN = ("packing.method=", "packing.packs=", "packing.layout=separate")
+"""What a run's own grouping would contradict."""
+_IN_WINDOWS = (*_OWN, "packing.num_micro_batches=0")
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
+_MERGED = ("sharding.remainder=merged",)
 
 SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "plain_4d": (
@@ -20,6 +23,7 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
             *_IN_WINDOWS,
             "packing.window_cut=short",
             "sharding.strategy=per_sequence",
+            *_MERGED,
         ),
     ),
     "fixed_4d": (
@@ -28,6 +32,7 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
             *_IN_WINDOWS,
             "packing.window_batches=1",
             "sharding.strategy=per_sequence",
+            *_MERGED,
         ),
         (
             "packing.policy=fixed",
@@ -42,12 +47,14 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "wlb": tuple(
         (
+            *_OWN,
             "packing.policy=bounded",
             "packing.s_max=2.0",
             "packing.step_tokens=1.5",
             "packing.memory_gib={memory_gib:g}",
             "training.loss_normalizer=constant",
             "sharding.strategy=balanced",
+            *_MERGED,
             f"training.recompute={recompute}",
         )
         for recompute in ("none", "selective")

@@ -8,7 +8,7 @@ from wlb.packing import with_s_max
 from wlb.parallel import mesh as meshes
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
-from wlb.train.memory import GIB, Budget, budget_of, caps_line, estimate_of, hold_against
+from wlb.train.memory import GIB, Budget, budget_of, caps_line, estimate_of, hold_against, within
 from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
 from wlb.train.start import open_stores, ready
 
@@ -22,7 +22,8 @@ def show(spec: RunSpec, console: Console) -> None:
     budget, told = _budget(spec, choice.kind)
     known = budget if told or choice.kind == "cuda" else None
     spec = with_s_max(spec, memory_gib=known.gib if known else None)
-    lines = hold_against(spec, budget if told else None)
+    spec, lowered = within(spec, budget if told else None)
+    lines = lowered + hold_against(spec, budget if told else None)
     planner = refuse_early(
         spec,
         train=stores.train,

@@ -6,7 +6,8 @@ fragmentation come on top. `run.memory_gib` says how much memory there is, else 
 own; on the CPU nothing is known, and nothing refused.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from wlb.cost import MemoryEstimate, TokenCaps, memory_estimate, token_caps
 from wlb.packing import caps_of
@@ -47,6 +48,22 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
         return memory_estimate(spec)
     s_max, step_tokens = caps_of(spec)
     return memory_estimate(spec, micro_batch_tokens=s_max, step_tokens=step_tokens)
+
+
+def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
+    """`spec` whose packing plans with no more than the device has, and a line where it had.
+
+    A device that is sold with 80 GB shows up to a GiB less, and `packing.memory_gib` of a system or
+    of `wlb tune layout` is reckoned with `cluster.memory_gib`.
+    """
+    if budget is None or spec.run.over_memory != OverMemory.REFUSE:
+        return spec, []
+    planned, given = math.floor(budget.gib * PLANNED_MEMORY * 1000) / 1000, spec.packing.memory_gib
+    if given <= budget.gib * PLANNED_MEMORY or not planned:
+        return spec, []
+    lowered = replace(spec, packing=replace(spec.packing, memory_gib=planned))
+    why = f"{PLANNED_MEMORY:.0%} of {budget}"
+    return lowered, [f"packing.memory_gib = {given:g} is lowered to {planned:g}, {why}"]
 
 
 def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:

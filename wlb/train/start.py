@@ -35,7 +35,7 @@ from wlb.train import checkpoint
 from wlb.train.calibrate import profile_path
 from wlb.train.lock import RunLock
 from wlb.train.loop import Job, directory_of, run_rank
-from wlb.train.memory import budget_of, hold_against
+from wlb.train.memory import budget_of, hold_against, within
 from wlb.train.optimizer import rate_change
 from wlb.train.refuse import (
     begins_with,
@@ -319,7 +319,8 @@ def _job(
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     filled = with_s_max(filled, memory_gib=budget.gib if budget else None)
-    memory = hold_against(filled, budget)
+    filled, lowered = within(filled, budget)
+    memory = lowered + hold_against(filled, budget)
     directory = directory_of(spec)
     p = filled.parallel
     title = (
