@@ -31,7 +31,7 @@ from tests.adapters.trainer_worker import (
     tiny_model,
 )
 from wlb.adapters import hugging_face
-from wlb.adapters.dealt import RankBalance, work_of
+from wlb.adapters.dealt import DealtRows, RankBalance, work_of
 from wlb.adapters.hugging_face import Balance, BalancedBatchSampler, BalancedCollator, balanced
 from wlb.collate import IGNORE, PaddingFreeCollator
 
@@ -126,6 +126,11 @@ def test_refusals() -> None:
         next(iter(batches))
     with pytest.raises(ValueError, match="rank = 1 is not one of the 1"):
         batches.of_rank(1)
+    with pytest.raises(ValueError, match="epochs = 0 must be at least 1"):
+        BalancedBatchSampler([3, 25], BALANCE, num_ranks=1, epochs=0)
+    endless = BALANCE.planner([3, 25], num_ranks=1, accumulation_steps=1, epochs=0)
+    with pytest.raises(ValueError, match="epochs = 0 is a stream without end"):
+        DealtRows.of(endless, 2)
 
 
 def test_a_micro_batch_without_rows_is_a_token_that_trains_nothing() -> None:

@@ -130,6 +130,31 @@ def test_a_run_that_had_ended_goes_on_with_more_epochs(store: str) -> None:
     assert trained == first
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"epochs": 2}, "epochs = 1 and cannot go on with 2"),
+        ({"s_max": 300}, "s_max = 384 and cannot go on with 300"),
+        ({"max_delay": 3}, "max_delay = 10 and cannot go on with 3"),
+    ],
+)
+def test_a_part_of_a_step_goes_on_as_it_was_planned(
+    options: dict[str, Any], what: str, store: str
+) -> None:
+    """Its rest would be of another step, and lose or repeat what lies between the two."""
+    first, other = loader(store, dp=1), loader(store, dp=1, **options)
+    whole = contents(first)
+    first = loader(store, dp=1)
+    begun = contents(islice(first, 2 * STEP + 1))
+    with pytest.raises(ValueError, match=what):
+        other.load_state_dict(first.state_dict())
+    again = loader(store, dp=1)
+    again.load_state_dict(first.state_dict())
+    assert begun + contents(again) == whole
+    list(islice(first, 2 * STEP - 1))
+    other.load_state_dict(first.state_dict())  # after a step all of it may change
+
+
 def test_it_goes_on_with_another_number_of_ranks(store: str) -> None:
     first = loader(store)
     before = contents(islice(first, 2 * STEP))

@@ -230,6 +230,12 @@ def test_a_padded_batch_refuses_packed_rows(row: dict[str, Any]) -> None:
         PaddedCollator(pad_token_id=0)([row])
 
 
+@pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=0), PaddingFreeCollator()])
+def test_lengths_of_other_tokens_are_refused(collator: Any) -> None:
+    with pytest.raises(ValueError, match=r"example 0 has 5 tokens, .* \[3\] add up to 3"):
+        collator([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3]}])
+
+
 @pytest.mark.parametrize("lengths", [3, np.int64(3), np.array(3)])
 @pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=0), PaddingFreeCollator()])
 def test_lengths_that_are_no_list_are_refused(collator: Any, lengths: Any) -> None:

@@ -1,6 +1,7 @@
 """Flat batches, literally: tokens, labels, filler, packed rows, a plan's micro-batch, bad input."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from wlb.collate import (
 )
 from wlb.cost import FlopsWorkload
 from wlb.packing import FixedPacker, PackerOptions
-from wlb.plan import Documents, GlobalBatch, IntArray, MicroBatch, Pieces, split_long
+from wlb.plan import Documents, GlobalBatch, IntArray, Layout, MicroBatch, Pieces, split_long
 
 X = IGNORE
 
@@ -234,6 +235,13 @@ def test_a_micro_batch_without_pieces_is_filler() -> None:
     assert made.cu_seqlens.tolist() == [0, 4]
     assert (made.num_documents, made.num_tokens, made.num_targets) == (0, 0, 0)
     assert flatten_micro_batch(empty, Reader([])).input_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.JOINED])
+def test_other_layouts_are_refused(layout: Layout) -> None:
+    other = replace(micro_batch([3, 5], window=8), layout=layout)
+    with pytest.raises(ValueError, match=rf"packing\.layout = {layout}, .* plan with separate"):
+        flatten_micro_batch(other, Reader([3, 5]))
 
 
 def test_a_reader_that_gives_too_few_tokens_is_named() -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -363,6 +364,28 @@ def test_refuses(corpus, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         prepare_store(PrepareOptions(**asked))
     assert sorted(os.listdir(tmp_path)) == ["in"]
+
+
+def test_a_store_is_not_its_own_input(tmp_path):
+    """Where a pattern finds it the next time."""
+    (tmp_path / "a.txt").write_text("one")
+    asked = options(tmp_path / "*", tmp_path / "mix", heldout_fraction=0.0)
+    prepare_store(asked)
+    before = contents(tmp_path / "mix", SUFFIXES[:3])
+    for again in (asked, replace(asked, overwrite=True, on_error=OnError.SKIP)):
+        with pytest.raises(ValueError, match=r"hold .*mix\.(bin|idx|json), which --out .*mix"):
+            prepare_store(again)
+    assert contents(tmp_path / "mix", SUFFIXES[:3]) == before
+
+
+def test_a_damaged_store_is_called_that(corpus, tmp_path):
+    prepare_store(options(corpus, tmp_path / "x"))
+    path = tmp_path / "x.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"x is there already and cannot be used \(.*x\.bin"):
+        prepare_store(options(corpus, tmp_path / "x"))
+    made = prepare_store(options(corpus, tmp_path / "x", overwrite=True))
+    verify_store(made.prefix)
 
 
 def test_a_bpe_of_no_record_is_refused(tmp_path):

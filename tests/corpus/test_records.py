@@ -70,6 +70,14 @@ def test_every_line_is_in_one_shard(tmp_path_factory, lines, shard_bytes, ends):
             assert item["t"].encode() == raw
 
 
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    """As in lines and JSONL."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello\xef\xbb\xbf")
+    found, _, _ = read(path)
+    assert texts(found) == ["hello\ufeff"]
+
+
 def test_jsonl_positions_and_reasons(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(

@@ -110,6 +110,13 @@ def test_long_documents_are_split_at_the_window_or_refused() -> None:
         CapacityPacker(options=options).push(batch([24]), carry)
 
 
+def test_a_method_by_its_name() -> None:
+    by_name = packer("best_fit_decreasing")  # pyright: ignore[reportArgumentType]
+    plans, _ = by_name.push(batch([9, 3, 6]), by_name.start())
+    others, _ = packer(BinMethod.BEST_FIT_DECREASING).push(batch([9, 3, 6]), packer().start())
+    assert [plan.digest() for plan in plans] == [plan.digest() for plan in others]
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="capacity = 9 is below the context window of 10"):
         packer(capacity=9)

@@ -1,18 +1,20 @@
 """The fine-tuning paper's grouping methods: Table 1 row by row, their packers, their names."""
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb.collate import IGNORE, rank_labels
 from wlb.corpus import GlobalBatches, LengthSource
 from wlb.cost import FlopsWorkload
 from wlb.cost.memory import longest_micro_batch
-from wlb.packing import ExamplesPacker, PackerOptions, packer_for
-from wlb.plan import Documents, GlobalBatch, Layout, PackingPlan
+from wlb.packing import CapacityPacker, ExamplesPacker, PackerOptions, packer_for
+from wlb.plan import Documents, GlobalBatch, IntArray, Layout, PackingPlan
 from wlb.planner import Planner
+from wlb.sharding import per_sequence
 from wlb.spec import METHODS, RunSpec, load
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
@@ -105,7 +107,9 @@ def test_the_row_of_table_1(method: str) -> None:
     assert np.array_equal(first_seen, order) == is_unsorted
 
 
-def push_all(packer: ExamplesPacker, batches: list[list[int]]) -> list[PackingPlan]:
+def push_all(
+    packer: ExamplesPacker | CapacityPacker, batches: list[list[int]]
+) -> list[PackingPlan]:
     carry, plans, first = packer.start(), list[PackingPlan](), 0
     for index, lengths in enumerate(batches):
         documents = Documents.from_lengths(lengths, first_id=first, arrival=index)
@@ -159,6 +163,45 @@ def test_every_example_is_trained_once(
             assert len(batch.pieces) <= examples
             assert batch.workload_ns == int(COST.workload_ns(batch.lengths).sum())
             assert batch.num_rows >= batch.num_tokens
+
+
+@pytest.mark.parametrize("method", ["examples", "capacity"])
+def test_labels_of_joined_pieces_are_the_plans(method: str) -> None:
+    """Each token is a label once at most, and a document's last one takes no label from a piece
+    that does not begin its document: that is the label of another piece."""
+    lengths = [25, 19, 15, 8, 9, 2, 3, 1]
+    options = PackerOptions(num_micro_batches=2, context_window=10, cost=COST, layout=Layout.JOINED)
+    packer = ExamplesPacker(options=options, examples=3, by_length=True)
+    if method == "capacity":
+        packer = CapacityPacker(options=options, capacity=20)
+    followed = 0
+    for plan in push_all(packer, [lengths]):
+        labels: list[int] = []
+        for micro_batch in plan.micro_batches:
+            pieces = micro_batch.pieces
+            followed += sum(
+                a.stop == lengths[a.document] and b.start > 0
+                for a, b in pairwise(pieces[i] for i in range(len(pieces)))
+            )
+            sharding = per_sequence(micro_batch.lengths, cp=1)
+            made = rank_labels(micro_batch, sharding, 0, pieces.num_tokens, _Tokens(lengths))
+            labels += made[made != IGNORE].tolist()
+        assert len(labels) == plan.num_targets
+        assert len(set(labels)) == len(labels)
+    assert followed  # the case there is
+
+
+class _Tokens:
+    """Token t of document d is 100 * d + t."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def read(self, document: int, start: int, stop: int) -> IntArray:
+        return 100 * document + np.arange(start, stop)
+
+    def length(self, document: int) -> int:
+        return self.lengths[document]
 
 
 def test_padding_and_joining_are_priced() -> None:

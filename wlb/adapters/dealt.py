@@ -32,6 +32,8 @@ class DealtRows:
     @classmethod
     def of(cls, planner: Planner, num_documents: int) -> "DealtRows":
         """Plans to the end of data. ValueError for a planner that cuts documents."""
+        if getattr(planner.source, "epochs", 1) < 1:
+            raise ValueError("epochs = 0 is a stream without end, which cannot be dealt; give some")
         rows: list[IntArray] = []
         planner = replace(planner, baseline=None)  # what Plain-4D would do is not asked for
         for plan in planner.steps():

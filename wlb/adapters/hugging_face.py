@@ -116,6 +116,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         accumulation_steps: int = 1,
         epochs: int = 1,
     ) -> None:
+        if epochs < 1:
+            raise ValueError(f"epochs = {epochs} must be at least 1: all are planned at once")
         self.lengths = int_array("lengths", lengths)
         self.balance, self.epochs, self.epoch = balance, epochs, 0
         planner = balance.planner(

@@ -42,6 +42,9 @@ from wlb.train.reader import StoreReader
 
 Batch = tuple[dict[str, Tensor], Tensor]
 
+_PLANNED = ("context_window", "s_max", "step_tokens", "max_delay", "epochs", "seed")
+"""What a step follows from, besides ranks, micro-batches, the store and the cost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
@@ -159,6 +162,7 @@ class BalancedDataLoader(BaseDataLoader):
             pin_memory=config.pin_memory,
         )
         self._dp, self._num = dp_world_size, config.micro_batches_per_step
+        self._planned = {name: getattr(packing, name) for name in _PLANNED}
         self._before, self._given = self._loader.state_dict(), 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -178,13 +182,13 @@ class BalancedDataLoader(BaseDataLoader):
     def state_dict(self) -> dict[str, Any]:
         """After the micro-batch that was given last; the same on all ranks."""
         state = {"before": self._before, "given": self._given}
-        state |= {"dp": self._dp, "micro_batches_per_step": self._num}
+        state |= {"dp": self._dp, "micro_batches_per_step": self._num, "planned": self._planned}
         return {"wlb": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after it, with more epochs or not. ValueError for another dataloader's, and for a
-        part of a step (which torchtitan does not save) with another number of ranks or of
-        micro-batches."""
+        part of a step (which torchtitan does not save) where the rest of it would be another: with
+        other ranks, micro-batches, epochs or packing."""
         if not state_dict:
             return
         if "wlb" not in state_dict:
@@ -206,6 +210,14 @@ class BalancedDataLoader(BaseDataLoader):
                 f"go on with dataloader.micro_batches_per_step = {self._num}; use one that was "
                 f"made after a step"
             )
+        before = state.get("planned", self._planned)
+        for name, value in self._planned.items():
+            if state["given"] and before[name] != value:
+                raise ValueError(
+                    f"the checkpoint was made inside a step that was planned with {name} = "
+                    f"{before[name]} and cannot go on with {value}; use one that was made after a "
+                    f"step"
+                )
         self._before, self._given = state["before"], state["given"]
         self._loader.load_state_dict(self._before)
 

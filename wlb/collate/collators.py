@@ -243,7 +243,13 @@ def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
     for i in range(len(columns["input_ids"])):
         num = 1
         if "lengths" in columns:
-            num = document_lengths(columns["lengths"][i], f"lengths of example {i}: ").size
+            lengths = document_lengths(columns["lengths"][i], f"lengths of example {i}: ")
+            num, num_tokens = lengths.size, len(columns["input_ids"][i])
+            if int(lengths.sum()) != num_tokens:
+                raise ValueError(
+                    f"example {i} has {num_tokens} tokens, its documents' lengths "
+                    f"{lengths.tolist()} add up to {int(lengths.sum())}"
+                )
         if "position_ids" in columns:
             ids = np.asarray(columns["position_ids"][i])
             num = max(num, int(np.count_nonzero(np.diff(ids) != 1)) + 1)

@@ -39,7 +39,7 @@ from wlb.collate.boundaries import (
     positions_in_documents,
 )
 from wlb.collate.rows import IGNORE, LabelReader, TokenReader
-from wlb.plan import IntArray, IntLike, MicroBatch, check_at_least
+from wlb.plan import IntArray, IntLike, Layout, MicroBatch, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
 """int64, or what `FlatOptions.dtype` says."""
@@ -194,6 +194,11 @@ def flatten_micro_batch(
     Only `next_labels` can say so: ask for them, or a document loses a target where it is cut. A
     micro-batch without pieces becomes filler. A `LabelReader` says which tokens are trained.
     """
+    if micro_batch.layout != Layout.SEPARATE:
+        raise ValueError(
+            f"the plan's micro-batches have packing.layout = {micro_batch.layout}, and here "
+            f"documents lie one after the other and apart; plan with separate"
+        )
     pieces = micro_batch.pieces
     rows = list(
         zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True)

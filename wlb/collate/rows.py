@@ -168,6 +168,8 @@ def _read(
             tokens = read(piece.document, piece.start + start + shift, min(end, length))
             out[put : put + tokens.size] = tokens
             put += stop - start
-            if is_joined and end > length and index + 1 < len(pieces):
+            # Of a document that goes on from elsewhere the label is another piece's.
+            is_followed = index + 1 < len(pieces) and pieces[index + 1].start == 0
+            if is_joined and end > length and is_followed:
                 out[put - 1] = _first_token(pieces[index + 1], read)
         at += span.stop - span.start

@@ -108,7 +108,8 @@ def write_docstring_conversations(
 
 
 def _module_of(path: str) -> str | None:
-    """The module's name; None for tests, private modules and what cannot be imported."""
+    """The module's name; None for tests (by name, so unittest and doctest among them), private
+    modules and what cannot be imported."""
     parts = path.removesuffix(".py").split("/")
     if parts[-1] == "__init__":
         parts.pop()

@@ -167,7 +167,8 @@ class TextChoice(EncoderChoice):
 class TextEncoderSpec:
     """What a worker makes its encoder from. tokenizer: a path, or "" for raw bytes.
 
-    in_parts: whether long text may be cut at line ends before encoding; exact for our own BPE only.
+    in_parts: whether long text may be cut at line ends before encoding, as for our own BPE: it
+    decodes to the same text, but may get other tokens at a cut before an indented line.
     """
 
     tokenizer: str

@@ -84,6 +84,7 @@ def prepare_store(
                 f"as input the next time; write it elsewhere"
             )
     files, skipped = list_inputs(options.inputs, text_unit=options.text_unit)
+    _refuse_own_outputs(options.out, files)
     if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
         raise ValueError(
             f"{count} files or folders of {', '.join(options.inputs)} cannot be read; change their "
@@ -141,6 +142,19 @@ def _mark_of(prefix: str) -> str | None:
     return None if info is None else info.preparation.get("manifest")
 
 
+def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
+    """ValueError where a pattern finds what an earlier call wrote."""
+    parts = (".bin", ".idx", ".json", ".targets")
+    ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
+    own = {store_path(out, end).resolve() for end in ends}
+    for file in files:
+        if Path(file.path).resolve() in own:
+            raise ValueError(
+                f"the inputs hold {file.path}, which --out {out} writes: it would be read as text; "
+                f"write it elsewhere"
+            )
+
+
 def _finished(
     options: PrepareOptions, manifest: Manifest, files: Sequence[InputFile]
 ) -> StoreReport | None:
@@ -150,18 +164,20 @@ def _finished(
     if not store_path(prefix, ".idx").exists():
         return None
     heldout_prefix = f"{prefix}-heldout" if options.heldout_fraction else ""
+    damage = ""
     try:
         stores = [TokenStore(p) for p in (prefix, heldout_prefix) if p]
-    except ValueError:
-        stores = []
+    except ValueError as error:
+        stores, damage = [], str(error)
     mark = manifest_digest(manifest)
     infos = [store.info for store in stores if store.info is not None]
     if not infos or any(i.preparation.get("manifest") != mark for i in infos):
         if options.overwrite:
             return None
+        what = f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
         raise ValueError(
-            f"{prefix} is there already and was made of other inputs or arguments; write to "
-            f"another --out, or replace it with --overwrite"
+            f"{prefix} is there already and {what}; write to another --out, or replace it with "
+            f"--overwrite"
         )
     info, lengths = infos[0], stores[0].lengths
     held = stores[1] if len(stores) > 1 else None

@@ -259,7 +259,7 @@ def _text_record(file: InputFile, text_key: str) -> Record | BadRecord:
             data = source.read()
     except _CORRUPT as error:
         return BadRecord(Skip.UNREADABLE, f"cannot be read to its end ({error})")
-    return _text(data, text_key)
+    return _text(data.removeprefix(_BOM), text_key)
 
 
 def _text(data: bytes, text_key: str) -> Record | BadRecord:

@@ -235,10 +235,10 @@ def _micro_batch_ns(
 
 def _num_joined(placed: Pieces, offsets: IntArray) -> int:
     """First tokens of documents that are labels because a document lies before them: one for each
-    piece that ends its document inside a micro-batch."""
-    is_last = np.zeros(len(placed), bool)
-    is_last[offsets[1:][np.diff(offsets) > 0] - 1] = True
-    return int((~is_last & (placed.num_targets < placed.length)).sum())
+    piece that ends its document inside a micro-batch before one that begins another."""
+    is_followed = np.append(placed.start[1:] == 0, False)
+    is_followed[offsets[1:][np.diff(offsets) > 0] - 1] = False
+    return int((is_followed & (placed.num_targets < placed.length)).sum())
 
 
 def build_plans(

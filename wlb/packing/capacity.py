@@ -60,6 +60,7 @@ class CapacityPacker(PolicyPacker):
             check_at_least(name, getattr(self, name), 1)
         if self.method not in tuple(BinMethod):
             raise ValueError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
+        object.__setattr__(self, "method", BinMethod(self.method))
         if self.bin_tokens < self.options.context_window:
             raise ValueError(
                 f"capacity = {self.capacity} is below the context window of "
