@@ -20,9 +20,10 @@ from wlb.packing import (
     PackerOptions,
     VarLenPacker,
 )
-from wlb.plan import PlannerState, StepPlan, digest, int_array
+from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.planner import Planner, deal, open_heldout_planner
 from wlb.spec import load, system_choice
+from wlb.train.tally import Share
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
@@ -194,6 +195,22 @@ def test_plain_4d_is_predicted_on_the_same_documents() -> None:
     ours = sum(p.predicted.num_tokens for p in plans)
     plain = sum(p.baseline.num_tokens for p in plans if p.baseline is not None)
     assert ours == plain
+
+
+@pytest.mark.parametrize("policy", ["original", "fixed", "var_len"])
+def test_the_mean_of_plain_steps_does_not_depend_on_what_they_are_beside(policy: str) -> None:
+    """Several of its steps are one where a policy packs two batches at once, and at the end."""
+    share, alone = Share(), Share()
+    for plan in planner(policy=policy).steps():
+        if plan.baseline is not None:
+            again = StepMetrics.from_json(plan.baseline.to_json())
+            assert again == plan.baseline
+            share.add(plan.baseline)
+    for plan in replace(planner(policy="original"), baseline=None).steps():
+        alone.add(plan.predicted)
+    assert share.steps == alone.steps
+    assert share.mean_imbalance == pytest.approx(alone.mean_imbalance)
+    assert share.weighted_imbalance == pytest.approx(alone.weighted_imbalance)
 
 
 def test_a_baseline_that_was_off_starts_where_the_run_is() -> None:

@@ -129,6 +129,7 @@ def test_steps_planned_before_a_failure_still_run() -> None:
         steps = []
         with pytest.raises(RuntimeError, match="the store broke"):  # noqa: PT012
             while (item := client.next()) is not None:
+                client.peek(2)  # as training does before it computes the step
                 steps.append(item[0].step)
         assert steps == [0, 1, 2]
         client.close()

@@ -9,6 +9,7 @@ import pytest
 import wlb.simulate.run as module
 from tests.simulate.runs import batches_of, cost_of, spec_of
 from wlb.cost import document_flops
+from wlb.plan import Layout
 from wlb.simulate import RunSimulation, check_memory, simulate_run
 from wlb.spec import Policy, RunSpec
 
@@ -44,6 +45,14 @@ def test_flops_are_those_of_the_documents() -> None:
     assert found.model_flops == pytest.approx(expected)
     peak = expected / found.time_s / 16 / 1e12
     assert found.mfu(peak_tflops=2 * peak) == pytest.approx(0.5)
+
+
+def test_flops_of_joined_documents_are_those_of_one() -> None:
+    spec = spec_of()
+    packing = replace(spec.packing, policy=Policy.EXAMPLES, examples=4, layout=Layout.JOINED)
+    found = run_of(replace(spec, packing=packing), [1000, 3000, 96, 904] * 4)
+    expected = document_flops(spec.model, np.array([5000] * 4)).sum()
+    assert found.model_flops == pytest.approx(expected)
 
 
 def test_delay_is_a_tokens() -> None:

@@ -69,6 +69,29 @@ def test_skip_leaves_a_step_out(
     assert "steps: 1 skipped" in shown
 
 
+def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
+    corpus: Path,
+    tmp_path: Path,
+    fail_at: Callable[..., list[int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which then comes after the next one."""
+    spec = spec_of(tmp_path, corpus, "skip")
+    spec = replace(spec, eval=replace(spec.eval, interval_tokens=700))
+    whole, _ = train(replace(spec, run=replace(spec.run, name="whole")))
+    tokens = [line["measured"]["num_tokens"] for line in whole.steps]
+    done = [sum(tokens[: i + 1]) for i in range(6)]
+    crossing = next(i for i in range(1, 4) if done[i] // 700 > done[i - 1] // 700)
+    capsys.readouterr()
+    fail_at({crossing}, 9)
+    run, _ = train(spec)
+    found = [line["num_tokens"] for line in run.lines if line["kind"] == "evaluation"]
+    assert done[crossing] not in found
+    assert done[crossing + 1] in found
+    trained = sum(line["measured"]["num_tokens"] for line in run.steps) - tokens[crossing]
+    assert f"{trained:,} trained at" in capsys.readouterr().out
+
+
 def test_many_in_a_row_stop_the_run(
     corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
 ) -> None:

@@ -25,7 +25,7 @@ class StepMetrics:
     of the valid labels, in nats; grad_norm: before clipping; step_time_s: on the rank that writes
     it; None where not measured. cp_imbalance is slowest rank / mean rank of predicted attention
     time, and sharding_counts how often a strategy was chosen; from packing alone they are not known
-    yet.
+    yet. degrees: the imbalance of each of several steps that are one here (`merge`), else empty.
     """
 
     step: int
@@ -37,6 +37,7 @@ class StepMetrics:
     num_held_tokens: int = 0
     num_overdue: int = 0
     imbalance: float | None = 1.0
+    degrees: tuple[float, ...] = ()
     max_workload_ns: int = 0
     mean_workload_ns: float = 0.0
     mean_delay: float = 0.0
@@ -63,6 +64,7 @@ class StepMetrics:
         if unknown:
             raise ValueError(f"unknown StepMetrics fields {unknown}")
         values: dict[str, Any] = {**data, "sharding_counts": tuple(data["sharding_counts"].items())}
+        values["degrees"] = tuple(data.get("degrees", ()))
         if values.get("telemetry") is not None:
             values["telemetry"] = Telemetry.from_json(values["telemetry"])
         return cls(**values)
@@ -105,7 +107,10 @@ def predict(plan: PackingPlan, *, num_filler_tokens: int = 0) -> StepMetrics:
 
 
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
-    """Two steps one after the other as one: sums of work, tokens and time to wait for."""
+    """Two steps one after the other as one: sums of work, tokens and time to wait for.
+
+    Both are predicted: their imbalance is known.
+    """
     if first is None:
         return second
     tokens = first.num_tokens + second.num_tokens
@@ -120,8 +125,14 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
         num_filler_tokens=first.num_filler_tokens + second.num_filler_tokens,
         num_overdue=first.num_overdue + second.num_overdue,
         imbalance=slowest / mean if mean else second.imbalance,
+        degrees=(*_degrees(first), *_degrees(second)),
         max_workload_ns=slowest,
         mean_workload_ns=mean,
         mean_delay=delays / tokens if tokens else 0.0,
         max_delay=max(first.max_delay, second.max_delay),
     )
+
+
+def _degrees(metrics: StepMetrics) -> tuple[float, ...]:
+    assert metrics.imbalance is not None
+    return metrics.degrees or (metrics.imbalance,)

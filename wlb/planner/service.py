@@ -148,15 +148,19 @@ class PlanClient:
         self._connection: Connection[Any, Any] = Client(address.path, authkey=address.key)
         self._received: list[tuple[StepPlan, PipelinePlan]] = []
         self._ended = False
+        self._error: PlanningError | None = None
         self._connection.send(pipeline)
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
         """The next step, or None after the last one. PlanningError if it could not be planned."""
         self._fill(1)
+        if self._error is not None and not self._received:
+            raise self._error
         return self._received.pop(0) if self._received else None
 
     def peek(self, steps_ahead: int) -> tuple[StepPlan, PipelinePlan] | None:
-        """The step `steps_ahead` after the last one `next` gave; None past the end."""
+        """The step `steps_ahead` after the last one `next` gave; None past the end, and where it
+        could not be planned: steps before that one still run."""
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
 
@@ -171,8 +175,8 @@ class PlanClient:
             except (EOFError, ConnectionError):
                 raise PlanningError(_DIED) from None
             if isinstance(item, str):
-                raise PlanningError.of(item)
-            if item is None:
+                self._error = PlanningError.of(item)
+            if item is None or isinstance(item, str):
                 self._ended = True
             else:
                 self._received.append(item)

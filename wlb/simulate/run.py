@@ -143,7 +143,7 @@ def collected(
 ) -> RunSimulation:
     """One run from simulations of its steps in turn; plans, metrics: of all steps."""
     simulator = parts[0].simulator
-    lengths = np.concatenate([plan.packing.pieces.length for plan in plans])
+    lengths = np.concatenate([plan.packing.attended for plan in plans])
     return RunSimulation(
         label=label,
         simulator=simulator,

@@ -143,10 +143,11 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
     _balance(table, tally)
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
-    rate = tally.ours.tokens / tally.train_time_s if tally.train_time_s else 0.0
+    tokens = tally.ours.tokens - tally.skipped_tokens
+    rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
     table.add_row(
         "tokens",
-        f"{tally.ours.tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
+        f"{tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
         f"on top; {tally.held:,} still held back",
     )
     if tally.telemetry.steps:

@@ -127,6 +127,7 @@ class Trainer:
         self.calibration = Calibration(priced, keeps=job.calibrate is not None)
         self._num_measured = self._records_ns = self._waited_before_ns = 0
         self.state = state
+        self._tokens_then = state.num_tokens if state else 0
         self.saved = state
         self.tally = Tally()
         self._saved_tallies = {self.steps_done: Tally()}
@@ -254,6 +255,7 @@ class Trainer:
         self.tally.refused[str(action)] += 1
         self.optimizers.clear()
         report.nonfinite(plan.step, sums, action, newest)
+        self.tally.skipped_tokens += plan.packing.num_tokens
         if action == OnNonfinite.ROLLBACK:
             assert newest is not None
             self._roll_back(newest, report)
@@ -396,8 +398,9 @@ class Trainer:
         tokens = self.spec.eval.interval_tokens
         if not tokens:
             return self._is_due(self.spec.eval.interval)
+        # Since it was last asked: a step that was passed over evaluates nothing.
         done = plan.state.num_tokens
-        before = done - plan.packing.num_tokens
+        before, self._tokens_then = min(self._tokens_then, done - plan.packing.num_tokens), done
         return done // tokens > before // tokens and not self._is_last()
 
     def _evaluate(self, report: Report) -> None:

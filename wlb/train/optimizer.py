@@ -22,8 +22,8 @@ def learning_rate(spec: RunSpec, step: int) -> float:
     stable part, and decays in its new last steps; resume it from a checkpoint of before the decay
     (checkpoint.keep), because the rate would go up again from one in it.
 
-    Per step, not per token: a run's length is given in steps, and neither the planner's state nor
-    a checkpoint counts trained tokens. Packing moves tokens between neighbouring steps only: on the
+    Per step, not per token: a run's length is given in steps, and how many tokens those will hold
+    is known only afterwards. Packing moves tokens between neighbouring steps only: on the
     demo's documents a step's tokens vary by 28% to 30% (standard deviation over mean) with var_len
     and 14% to 17% with bounded, but the share of tokens trained is within 2.3% of the run's of the
     share of steps done in 30 steps, within 1.1% in 300.

@@ -20,11 +20,12 @@ class Share:
     def add(self, metrics: StepMetrics) -> None:
         """Of predicted metrics, which always have an imbalance."""
         assert metrics.imbalance is not None
-        self.ratios += metrics.imbalance
+        degrees = metrics.degrees or (metrics.imbalance,)
+        self.ratios += sum(degrees)
         self.slowest_ns += metrics.max_workload_ns
         self.mean_ns += metrics.mean_workload_ns
         self.tokens += metrics.num_tokens
-        self.steps += 1
+        self.steps += len(degrees)
 
     @property
     def mean_imbalance(self) -> float:
@@ -121,7 +122,8 @@ class Saves:
 @dataclass(slots=True)
 class Tally:
     """Everything the summary says. losses: mean loss of each step, in order. telemetry: of
-    records after warm-up. refused: steps that were not finite, by what was done about them. graphs,
+    records after warm-up. refused: steps that were not finite, by what was done about them;
+    skipped_tokens: of those that were passed over. graphs,
     most_graphs: what torch.compile compiled for this rank, and at most for any."""
 
     ours: Share = field(default_factory=Share)
@@ -138,6 +140,7 @@ class Tally:
     stragglers: Stragglers = field(default_factory=Stragglers)
     saves: Saves = field(default_factory=Saves)
     refused: Counter[str] = field(default_factory=Counter[str])
+    skipped_tokens: int = 0
     graphs: int = 0
     most_graphs: int = 0
 
