@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,28 @@ def test_commands_take_the_runs_own_blend(
     if command == ["plan"]:
         assert "passes: " in out
         assert f" of {stores[1]}" in out
+
+
+@pytest.mark.parametrize("command", [["plan"], ["tune", "packing"], ["simulate"]])
+@pytest.mark.parametrize("blended", [False, True])
+def test_stores_that_say_what_is_trained(
+    command: list[str], blended: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lengths do not tell the weight of their labels."""
+    names = (str(tmp_path / "a"), str(tmp_path / "b"))
+    for name, length in zip(names, (700, 90), strict=True):
+        with TokenStoreWriter(name, vocab_size=90) as writer:
+            for _ in range(60):
+                writer.add(np.ones(length, np.int64), trained=[(length - 20, length)])
+    own = f"data.store={names[0]}"
+    if blended:
+        own = f"data.blend={json.dumps(blend_of(names, (1, 1)))}"
+    packing = ["packing.policy=bounded", "packing.s_max=2", "packing.step_tokens=1.5"]
+    words = ["demo", "--steps", "4", "--set", "data.context_window=512", own, *packing]
+    assert main([*command, *words]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("long wt takes all tokens for trained" in told) == (command != ["simulate"])
+    assert "of an equal share" not in told
 
 
 def test_the_runs_own_store_and_another(stores: tuple[str, str]) -> None:

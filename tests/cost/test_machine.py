@@ -88,6 +88,10 @@ def shipped(monkeypatch, tmp_path):
     save_profile(tmp_path / "a_published.json", published)
     save_profile(tmp_path / "h200.json", replace(measured, attention=fa2))
     (tmp_path / "a100.json").write_text('{"schema_version": 1, "device": "NVIDIA A100"}')
+    cpu = load_profile("cpu")
+    epyc = replace(cpu, name="epyc", device="AMD EPYC 9654 96-Core Processor")
+    save_profile(tmp_path / "epyc.json", epyc)
+    save_profile(tmp_path / "own.json", replace(cpu, name="own"))  # measured on the same device
     save_profile(tmp_path / "h200_fa3.json", replace(measured, name="h200_fa3", attention=fa3))
     folders = profile_file._folders()
     monkeypatch.setattr(profile_file, "_folders", lambda: [*folders, tmp_path])
@@ -102,6 +106,8 @@ def test_the_machines_own_measured_profile_is_taken_and_one_with_the_kernel_firs
     assert matching_profile("cuda", "NVIDIA L4").name == "h100"
     assert matching_profile("cuda", "").name == "h100"
     assert matching_profile("cpu", "Some CPU").name == "cpu"
+    assert matching_profile("cpu", "AMD EPYC 9654 96-Core Processor").name == "epyc"
+    assert matching_profile("cpu", load_profile("cpu").device).name == "own"
 
 
 @pytest.mark.usefixtures("shipped")

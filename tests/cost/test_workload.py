@@ -15,6 +15,7 @@ from wlb.cost import (
     WorkloadModel,
     load_profile,
     workload_for,
+    workload_of,
 )
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
@@ -175,6 +176,14 @@ def test_more_tensor_parallelism_makes_a_rank_faster():
         for tp in (1, 2, 4, 8)
     ]
     assert times == sorted(times, reverse=True)
+
+
+def test_times_of_another_dtype_are_told():
+    spec = load("demo")
+    assert spec.training.dtype == "float32"
+    told = [workload_of(spec, load_profile(name)).notes for name in ("h100", "cpu")]
+    assert "float32 is priced with times of bfloat16" in told[0]
+    assert not any("is priced with times of" in note for note in told[1])
 
 
 def test_what_is_outside_the_profile_is_told():

@@ -307,15 +307,19 @@ def test_a_cpu_with_groups_padding_and_few_points() -> None:
 
 
 def test_conditions_and_origin_are_told() -> None:
+    conditions = {
+        "sm_clock_mhz": [1200.0, 1980.0, 1990.0],
+        "throttled": {"power_brake": 0.25},
+        "why_empty": "",
+    }
     environment = {
         "torch": "2.13",
         "memory_bytes": 80 << 30,
         "packages": {"flash-attn": "2.8"},
-        "conditions": {
-            "sm_clock_mhz": [1200.0, 1980.0, 1990.0],
-            "throttled": {"power_brake": 0.25},
-            "why_empty": "",
-        },
+        "starts": [
+            {"date": "2026-11-20", "conditions": {"sm_clock_mhz": [1.0, 2.0, 3.0]}},
+            {"date": "2026-11-21", "conditions": conditions},
+        ],
     }
     origin = replace(
         PROFILE.provenance, command="wlb profile <x>", commit="abc1", environment=environment
@@ -329,3 +333,4 @@ def test_conditions_and_origin_are_told() -> None:
     assert told["SM clock (MHz)"] == "1200 at least, 1980 at the median, 1990 at most"
     assert told["throttled, share of samples"] == "power-brake 25%"
     assert "clocks and power" not in told
+    assert "starts" not in told

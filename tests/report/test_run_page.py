@@ -14,6 +14,7 @@ from tests.report.run_lines import SLOW, SPEC, ranks, start, step, timeline, who
 from wlb.cli import main
 from wlb.plan import MeasuredTimeline
 from wlb.report import read_run, run_page
+from wlb.report.run_plots import balance_figure
 from wlb.report.run_timeline import rows_of, slowest_pipeline
 from wlb.spec import apply
 
@@ -132,6 +133,24 @@ def test_the_page_names_the_straggler(page: str) -> None:
     assert f"5 {SLOW.host} 1 1 0 1 0 1.40x 16 20" in text
 
 
+def test_far_points_stand_at_their_steps_in_their_colours(tmp_path: Path) -> None:
+    """Where values are missing between, as with telemetry.interval."""
+    lines = [start()]
+    for done in range(1, 201):
+        line = step(done)
+        line["predicted"]["imbalance"] = 1.01 + 0.001 * (done % 7)
+        line["plain_4d"] = {**line["predicted"], "imbalance": 9.0 if done == 100 else 1.3}
+        line["measured"]["imbalance"] = None if done % 10 else 8.0 if done == 150 else 1.02
+        lines.append(line)
+    axes = balance_figure(read_run(write(tmp_path, lines))).axes[0]
+    colours = {line.get_label(): line.get_color() for line in axes.lines}
+    far = {line.get_xdata()[0]: line.get_color() for line in axes.lines if line.get_marker() == "^"}
+    assert far == {
+        100: colours["Plain-4D, predicted, same documents"],
+        150: colours["ours, measured"],
+    }
+
+
 def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
     def save(step: int, **others: object) -> dict[str, object]:
         times = {"stall_s": 0.02, "write_s": 1.0, "num_bytes": 3 << 20, "error": ""}
@@ -141,7 +160,13 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
         save(5),
         save(10, stall_s=0.04, write_s=2.0),
         save(15, error="rank 0: No space left on device"),
-        {"kind": "nonfinite", "step": 12, "found": "loss nan", "action": "rollback"},
+        {
+            "kind": "nonfinite",
+            "step": 12,
+            "steps_done": 11,
+            "found": "loss nan",
+            "action": "rollback",
+        },
         {"kind": "stop", "steps_done": 20, "asked_by": "the stop file <x>"},
     ]
     shown = run_page(read_run(write(tmp_path, [*whole_run(), *events])))
@@ -150,7 +175,7 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
         "waited 0.030 s for one on average, 0.040 s at most",
         "complete after 1.50 s, 2.00 s at most",
         "The checkpoint after step 15 could not be written: rank 0: No space left on device.",
-        "Step 12 was not finite (loss nan): training went back to the last checkpoint.",
+        "The step after step 11 was not finite (loss nan): training went back to the last",
         "stopped after step 20, asked by the stop file &lt;x&gt;.",
     ):
         assert text in shown

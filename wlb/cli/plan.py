@@ -70,7 +70,11 @@ def run(options: argparse.Namespace) -> int:
     facts = facts_of(source.name, lengths, window=spec.data.context_window)
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
-    notes += weight_remark(runs[0].summary, spec.training.loss_normalizer)  # the run's own policy
+    notes += weight_remark(
+        runs[0].summary,  # of the run's own policy
+        spec.training.loss_normalizer,
+        masks_labels=sources.masks_labels(options, spec),
+    )
     if options.html:
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",

@@ -58,8 +58,13 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # Torch takes seconds to import; other commands do without.
-    from wlb.parallel import mesh
-    from wlb.profile import PRESETS, run_sweep, settings_of
+    try:
+        from wlb.parallel import mesh
+        from wlb.profile import PRESETS, run_sweep, settings_of
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"profiling needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
 
     begin = time.perf_counter()
     if options.ranks_per_node is not None and options.ranks_per_node < 1:

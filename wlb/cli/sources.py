@@ -127,6 +127,13 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     return LengthSource(name=Path(store.prefix).name, lengths=store.lengths)
 
 
+def masks_labels(options: argparse.Namespace, spec: RunSpec) -> bool:
+    """Whether the documents are of a store that says which tokens are trained."""
+    if options.lengths or options.synthetic:
+        return False
+    return open_store(_store_of(options, spec)).has_targets
+
+
 def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
     """The store that was asked for, or the run's own; ValueError where there is none."""
     name = options.corpus or spec.data.blend or spec.data.store
@@ -160,7 +167,9 @@ def batches_of(
     elif options.in_order:
         raise ValueError(f"--in-order: {source.name} are mixed, and have no order of their own")
     else:
-        stream = BlendedBatches(source.stores.stores, source.stores.weights, **data)
+        # As of a single store, lengths alone: which tokens are trained is not asked.
+        lengths = [LengthSource(name=s.prefix, lengths=s.lengths) for s in source.stores.stores]
+        stream = BlendedBatches(lengths, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
 
 

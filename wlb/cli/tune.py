@@ -134,7 +134,10 @@ def _show(
             f"no setting keeps the mean delay within {options.delay_budget:g} iterations; "
             f"recommended is the one with the least delay"
         )
-    for line in weight_remark(tuning.recommended.summary, spec.training.loss_normalizer):
+    masks_labels = sources.masks_labels(options, spec)
+    for line in weight_remark(
+        tuning.recommended.summary, spec.training.loss_normalizer, masks_labels=masks_labels
+    ):
         console.print(line, markup=False)
     quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
     console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)

@@ -34,17 +34,25 @@ SCHEMA_VERSION = 2
 def matching_profile(device: str, machine: str, backend: str | None = None) -> KernelProfile:
     """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
 
-    One of the same device: a measured one first, and of these one that has the attention kernel
-    `backend`; else the device type's default, whose `device` then differs from `machine`.
+    One of the same device: a measured one first, of these one that has the attention kernel
+    `backend`, and of these not the device type's default; else that one, whose `device` then
+    differs from `machine`.
     """
-    if device == "cuda" and machine:
+    default = default_profile_name(device)
+    if machine:
         same = [
             load_profile(name) for name in profile_names() if is_same(_device_of(name), machine)
         ]
-        same.sort(key=lambda p: (p.provenance.kind != Kind.MEASURED, backend not in p.backends))
+        same.sort(
+            key=lambda p: (
+                p.provenance.kind != Kind.MEASURED,
+                backend not in p.backends,
+                p.name == default,
+            )
+        )
         if same:
             return same[0]
-    return load_profile(default_profile_name(device))
+    return load_profile(default)
 
 
 def _device_of(name: str) -> str:

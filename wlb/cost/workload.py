@@ -178,9 +178,10 @@ class ProfiledWorkload:
     keep_gathered_kv: backward does not gather keys and values again (`cp.keep_gathered_kv`).
     recompute: what backward runs again of every layer (`training.recompute`); attention in `full`
     only. tp_overlap: share of TP collectives that hides behind matrix products. machine: device the
-    run is on, "" if it is not known; longest: most tokens of a piece, 0 if not known: both for
-    `notes` only. Made of these: table and linear, what attention and all else are read from;
-    ns_per_token of each linear term; forward_ns and backward_ns of attention by a piece's length.
+    run is on, dtype: it computes in, "" if they are not known; longest: most tokens of a piece, 0
+    if not known: all for `notes` only. Made of these: table and linear, what attention and all else
+    are read from; ns_per_token of each linear term; forward_ns and backward_ns of attention by a
+    piece's length.
     """
 
     model: ModelSpec
@@ -192,6 +193,7 @@ class ProfiledWorkload:
     recompute: Recompute = Recompute.NONE
     tp_overlap: float = 0.0
     machine: str = ""
+    dtype: str = ""
     longest: int = 0
     table: AttentionTable = field(init=False)
     linear: LinearCost = field(init=False)
@@ -296,6 +298,8 @@ class ProfiledWorkload:
                 f"it is of {profile.device}, this machine has {self.machine}: `wlb profile` "
                 f"measures it"
             )
+        if self.dtype and self.dtype != profile.dtype:
+            notes.append(f"{self.dtype} is priced with times of {profile.dtype}")
         if self.backend is not None and self.backend not in table.backends:
             notes.append(f"attention by {self.backend} is priced as {table.backends[0]}")
         lengths = np.array([float(self.longest)])
@@ -373,5 +377,6 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         tp_overlap=spec.cluster.tp_overlap,
         recompute=spec.training.recompute,
         machine=machine,
+        dtype=str(spec.training.dtype),
         longest=min(spec.data.context_window, round(spec.packing.s_max * spec.data.context_window)),
     )

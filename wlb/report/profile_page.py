@@ -422,7 +422,8 @@ def _made_with(profile: KernelProfile) -> str:
         ("commit", origin.commit),
         ("command", origin.command),
     ]
-    conditions = origin.environment.get("conditions", {})
+    starts = origin.environment.get("starts") or [{}]
+    conditions = starts[-1].get("conditions", {})
     facts = [
         (FACTS.get(name, name), text)
         for texts in (
@@ -430,7 +431,7 @@ def _made_with(profile: KernelProfile) -> str:
             [(k, _condition_text(v)) for k, v in conditions.items() if v not in ("", {}, 0)],
         )
         for name, text in texts
-        if name not in ("conditions", "name", "dtype", "device")
+        if name not in ("starts", "name", "dtype", "device")
     ]
     items = (
         f"<dt>{escape(name)}</dt><dd><code>{escape(text)}</code></dd>"

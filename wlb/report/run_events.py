@@ -30,7 +30,8 @@ def event_lines(events: list[dict[str, Any]]) -> list[str]:
         if e["error"]
     ]
     out += [
-        f"Step {e['step']} was not finite ({e['found']}): {_DONE[e['action']]}."
+        f"The step after step {e.get('steps_done', e['step'])} was not finite ({e['found']}): "
+        f"{_DONE[e['action']]}."
         for e in events
         if e["kind"] == "nonfinite"
     ]

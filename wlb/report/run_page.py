@@ -304,7 +304,9 @@ def _configuration(records: RunRecords, command: str) -> Section:
         more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
         rows.append(("hosts", ", ".join(hosts[:8]) + more))
     rows += [("page", command)] if command else []
-    toml = to_toml(records.spec, comments=("What wlb train ran, without defaults.",))
+    toml = to_toml(
+        records.spec, comments=("What wlb train ran; most keys at their defaults are left out.",)
+    )
     return Section(
         name="configuration",
         title="Configuration",

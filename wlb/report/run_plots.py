@@ -120,7 +120,12 @@ def balance_figure(records: RunRecords) -> Any:
         series.append(measured)
     _draw(axes, records, series)
     axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
-    keep_far_points_at_the_edge(axes, [s.values[~np.isnan(s.values)] for s in series])
+    points = [
+        (records.steps_done[known], s.values[known], _colour(series, k))
+        for k, s in enumerate(series)
+        for known in [~np.isnan(s.values)]
+    ]
+    keep_far_points_at_the_edge(axes, points)
     _finish(figure, [axes], records)
     return figure
 
@@ -187,7 +192,7 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[Series]) -> None:
         x, y = records.steps_done[keep], values[keep]
         if not y.size:
             continue
-        colour, dash = RUNS[0 if len(series) == 1 else k + 1], DASHES[k]
+        colour, dash = _colour(series, k), DASHES[k]
         every = _stride(y.size)
         faint = 0.25 if y.size > 40 else 0.5
         axes.plot(x[::every], y[::every], "o", color=colour, ms=2.5, alpha=faint, mew=0)
@@ -198,6 +203,10 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[Series]) -> None:
         axes.plot(
             x[known][::every], line[known][::every], color=colour, ls=dash, lw=1.8, label=label
         )
+
+
+def _colour(series: Sequence[Series], k: int) -> str:
+    return RUNS[0 if len(series) == 1 else k + 1]
 
 
 def _stride(count: int, most: int = MOST_POINTS) -> int:

@@ -16,6 +16,7 @@ from wlb.report.plots import (
 )
 from wlb.simulate import RunSimulation
 
+IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -135,28 +136,37 @@ def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
             panel.plot(steps, line, color=colour, ls=dash, linewidth=1.8, label=run.label)
         panel.set_ylabel(name)
         panel.margins(x=0.01)
-        keep_far_points_at_the_edge(panel, [of_run for of_run, _ in values])
+        points = [
+            (np.arange(of_run.size), of_run, RUNS[k % len(RUNS)])
+            for k, (of_run, _) in enumerate(values)
+        ]
+        keep_far_points_at_the_edge(panel, points)
     axes[-1].set_xlabel("step")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
-def keep_far_points_at_the_edge(axes: Any, values: Sequence[FloatArray]) -> None:
+def keep_far_points_at_the_edge(
+    axes: Any, points: Sequence[tuple[IntArray, FloatArray, str]]
+) -> None:
     """Where a few steps (a flush of little data) would flatten all others, the axis ends before
-    them, and they stand as triangles with their values at its top."""
-    together = np.concatenate(values)
+    them, and they stand as triangles with their values at its top.
+
+    points: steps, their values and the colour of each run.
+    """
+    together = np.concatenate([values for _, values, _ in points])
     usual = float(np.percentile(together, 98))
     low = float(together.min())
     top = usual + 0.15 * (usual - low)
     if float(together.max()) - low < 2 * (top - low) or top <= low:
         return
     axes.set_ylim(top=top)
-    for k, of_run in enumerate(values):
-        for step in np.flatnonzero(of_run > top).tolist():
-            axes.plot(step, top, "^", color=RUNS[k % len(RUNS)], markersize=5, clip_on=False)
+    for steps, values, colour in points:
+        for i in np.flatnonzero(values > top).tolist():
+            axes.plot(steps[i], top, "^", color=colour, markersize=5, clip_on=False)
             axes.annotate(
-                f"{of_run[step]:.2g}", (step, top), xytext=(0, 4), textcoords="offset points",
+                f"{values[i]:.2g}", (steps[i], top), xytext=(0, 4), textcoords="offset points",
                 ha="right", va="bottom", fontsize=8,
             )  # fmt: skip
 

@@ -71,9 +71,17 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
     return out
 
 
-def weight_remark(summary: PackingSummary, normalizer: LossNormalizer) -> list[str]:
+def weight_remark(
+    summary: PackingSummary, normalizer: LossNormalizer, *, masks_labels: bool = False
+) -> list[str]:
     """Whether the longest documents' labels count noticeably more or less than others, and what
-    makes them count the same; empty where they do. normalizer: of the run."""
+    makes them count the same; empty where they do. normalizer: of the run. masks_labels: whether
+    its store says which tokens are trained, which lengths do not tell."""
+    if masks_labels:
+        return [
+            "long wt takes all tokens for trained; the store says which are, so it is not of its "
+            "labels"
+        ]
     if normalizer == LossNormalizer.CONSTANT or abs(summary.long_weight - 1) < UNEVEN_WEIGHT:
         return []
     return [

@@ -254,7 +254,7 @@ class Trainer:
         )
         self.tally.refused[str(action)] += 1
         self.optimizers.clear()
-        report.nonfinite(plan.step, sums, action, newest)
+        report.nonfinite(plan.step, sums, action, newest, steps_done=self.steps_done)
         self.tally.skipped_tokens += plan.packing.num_tokens
         if action == OnNonfinite.ROLLBACK:
             assert newest is not None

@@ -126,17 +126,25 @@ class Report:
                 )
 
     def nonfinite(
-        self, step: int, sums: StepSums, action: OnNonfinite, saved_in: Path | None
+        self,
+        step: int,
+        sums: StepSums,
+        action: OnNonfinite,
+        saved_in: Path | None,
+        *,
+        steps_done: int,
     ) -> None:
-        """A step whose update was refused, and what is done about it."""
+        """A step whose update was refused, and what is done about it. step: of the plan, from 0;
+        steps_done: before it."""
         if self._display is None:
             return
         found = f"loss {sums.loss}, gradient norm {sums.gradient_norm}"
-        self._write({"kind": "nonfinite", "step": step, "found": found, "action": str(action)})
+        about = {"step": step, "steps_done": steps_done, "found": found, "action": str(action)}
+        self._write({"kind": "nonfinite", **about})
         then = "its update is skipped"
         if action == OnNonfinite.ROLLBACK:
             then = f"training goes back to {saved_in}"
-        self._display.say(f"step {step}: {found}; {then}")
+        self._display.say(f"the step after step {steps_done}: {found}; {then}")
 
     def stopped(self, steps_done: int, asked_by: str, *, is_saved: bool) -> None:
         """The run ends early, as it was asked to. is_saved: there is a checkpoint of it."""
