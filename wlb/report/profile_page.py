@@ -422,8 +422,8 @@ def _made_with(profile: KernelProfile) -> str:
         ("commit", origin.commit),
         ("command", origin.command),
     ]
-    starts = origin.environment.get("starts") or [{}]
-    conditions = starts[-1].get("conditions", {})
+    starts: list[dict[str, Any]] = origin.environment.get("starts") or [{}]
+    conditions: dict[str, Any] = starts[-1].get("conditions", {})
     facts = [
         (FACTS.get(name, name), text)
         for texts in (

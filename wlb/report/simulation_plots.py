@@ -16,7 +16,6 @@ from wlb.report.plots import (
 )
 from wlb.simulate import RunSimulation
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -148,7 +147,7 @@ def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
 
 
 def keep_far_points_at_the_edge(
-    axes: Any, points: Sequence[tuple[IntArray, FloatArray, str]]
+    axes: Any, points: Sequence[tuple[npt.NDArray[Any], FloatArray, str]]
 ) -> None:
     """Where a few steps (a flush of little data) would flatten all others, the axis ends before
     them, and they stand as triangles with their values at its top.
