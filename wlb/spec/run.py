@@ -360,7 +360,11 @@ class TrainingSection:
         "output head; all = norms as well",
     )
     clip_norm: float = key(1.0, "gradient norm limit; 0 = off")
-    dtype: Dtype = key(Dtype.FLOAT32, "dtype of parameters in compute; gradients reduce in float32")
+    dtype: Dtype = key(
+        Dtype.FLOAT32,
+        "dtype of parameters in compute; gradients reduce in float32, but norms' over tp in this "
+        "where a pipeline has one micro-batch",
+    )
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
         "loss divisor: valid_tokens = the step's own; constant = N * context_window always, which "
