@@ -256,6 +256,10 @@ def test_a_collator_that_was_given_is_kept(tmp_path: Path) -> None:
     ours = PaddingFreeCollator(pad_to_multiple_of=8)
     rows = next(iter(trainer(ours).get_train_dataloader()))
     assert rows["input_ids"].shape == (1, 8)
+    later = trainer(None)
+    assert next(iter(later.get_train_dataloader()))["input_ids"].shape == (1, 4)
+    later.data_collator = ours
+    assert next(iter(later.get_train_dataloader()))["input_ids"].shape == (1, 8)
 
 
 def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:

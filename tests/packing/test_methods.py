@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.collate.test_flat import Reader
 from wlb.collate import IGNORE, rank_labels
 from wlb.corpus import GlobalBatches, LengthSource
 from wlb.cost import FlopsWorkload
 from wlb.cost.memory import longest_micro_batch
 from wlb.packing import CapacityPacker, ExamplesPacker, PackerOptions, packer_for
-from wlb.plan import Documents, GlobalBatch, IntArray, Layout, PackingPlan
+from wlb.plan import Documents, GlobalBatch, Layout, PackingPlan
 from wlb.planner import Planner
 from wlb.sharding import per_sequence
 from wlb.spec import METHODS, RunSpec, load
@@ -184,24 +185,11 @@ def test_labels_of_joined_pieces_are_the_plans(method: str) -> None:
                 for a, b in pairwise(pieces[i] for i in range(len(pieces)))
             )
             sharding = per_sequence(micro_batch.lengths, cp=1)
-            made = rank_labels(micro_batch, sharding, 0, pieces.num_tokens, _Tokens(lengths))
+            made = rank_labels(micro_batch, sharding, 0, pieces.num_tokens, Reader(lengths))
             labels += made[made != IGNORE].tolist()
         assert len(labels) == plan.num_targets
         assert len(set(labels)) == len(labels)
     assert followed  # the case there is
-
-
-class _Tokens:
-    """Token t of document d is 100 * d + t."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def read(self, document: int, start: int, stop: int) -> IntArray:
-        return 100 * document + np.arange(start, stop)
-
-    def length(self, document: int) -> int:
-        return self.lengths[document]
 
 
 def test_padding_and_joining_are_priced() -> None:

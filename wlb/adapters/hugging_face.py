@@ -241,13 +241,17 @@ class BalancedTrainer:
 
     def __init__(self, *args: Any, balance: Balance, **kwargs: Any) -> None:
         self.balance = balance
-        theirs = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        self._given_collator = theirs.get("data_collator")
+        asked = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         super().__init__(*args, **kwargs)
+        given = asked.get("data_collator") is not None
+        self._chosen_collator = None if given else cast(Any, self).data_collator
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """What the Trainer trains from; prepared by its accelerator."""
-        dataset, collator = _checked(self.train_dataset), _collator(self._given_collator)
+        # Also one that was set after the trainer was made.
+        is_chosen = self.data_collator is self._chosen_collator
+        collator = _collator(None if is_chosen else self.data_collator)
+        dataset = _checked(self.train_dataset)
         if hasattr(dataset, "column_names"):  # of others our collator reads what it needs
             if isinstance(collator, BalancedCollator):
                 dataset = _read_by_ours(dataset, remove=self.args.remove_unused_columns)

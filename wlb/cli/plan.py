@@ -21,7 +21,7 @@ from wlb.packing.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
 from wlb.report import facts_of, packing_page, packing_table, remarks, weight_remark
-from wlb.sharding import NAMES, shard
+from wlb.sharding import NAMES, WITH_REMAINDER, shard
 from wlb.spec import Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     notes += weight_remark(
         runs[0].summary,  # of the run's own policy
         spec.training.loss_normalizer,
-        masks_labels=sources.masks_labels(options, spec),
+        masks_labels=sources.masks_labels(source),
     )
     if options.html:
         page = packing_page(
@@ -184,7 +184,7 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload)
     counts: Counter[str] = Counter()
     over: dict[str, float] = {}
     for name in NAMES:
-        remainder = planner.remainder if name in ("per_document", "adaptive") else Remainder.MERGED
+        remainder = planner.remainder if name in WITH_REMAINDER else Remainder.MERGED
         made = [
             shard(pieces, cp=cp, strategy=name, cost=cost, remainder=remainder)
             for pieces in lengths

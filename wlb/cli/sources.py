@@ -30,7 +30,14 @@ MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blend(LengthSource):
+class Stored(LengthSource):
+    """Documents of a store. masks_labels: whether it says which tokens are trained."""
+
+    masks_labels: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blend(Stored):
     """Stores mixed by weights of tokens; lengths: of all their documents."""
 
     stores: BlendedStore
@@ -123,15 +130,14 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     store = open_store(_store_of(options, spec))
     if isinstance(store, BlendedStore):
         name = " + ".join(Path(entry).name for entry in spec.data.blend)
-        return Blend(name=name, lengths=store.lengths, stores=store)
-    return LengthSource(name=Path(store.prefix).name, lengths=store.lengths)
+        return Blend(name=name, lengths=store.lengths, masks_labels=store.has_targets, stores=store)
+    name = Path(store.prefix).name
+    return Stored(name=name, lengths=store.lengths, masks_labels=store.has_targets)
 
 
-def masks_labels(options: argparse.Namespace, spec: RunSpec) -> bool:
+def masks_labels(source: LengthSource) -> bool:
     """Whether the documents are of a store that says which tokens are trained."""
-    if options.lengths or options.synthetic:
-        return False
-    return open_store(_store_of(options, spec)).has_targets
+    return isinstance(source, Stored) and source.masks_labels
 
 
 def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:

@@ -29,7 +29,7 @@ from wlb.packing.tune import (
 )
 from wlb.report import facts_of, tuning_table, weight_remark
 from wlb.report.plots import tuning_figure
-from wlb.spec import Policy, RunSpec, load
+from wlb.spec import Policy, load
 
 
 def add_parser(commands: Any) -> None:
@@ -118,12 +118,17 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.json:
         Path(options.json).write_text(json.dumps(data, indent=1, allow_nan=False), "utf-8")
-    _show(options, facts.lines, tuning, spec)
+    remark = weight_remark(
+        tuning.recommended.summary,
+        spec.training.loss_normalizer,
+        masks_labels=sources.masks_labels(source),
+    )
+    _show(options, facts.lines, tuning, remark)
     return 0
 
 
 def _show(
-    options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, spec: RunSpec
+    options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, remark: list[str]
 ) -> None:
     console = Console(highlight=False)
     for line in facts:
@@ -134,10 +139,7 @@ def _show(
             f"no setting keeps the mean delay within {options.delay_budget:g} iterations; "
             f"recommended is the one with the least delay"
         )
-    masks_labels = sources.masks_labels(options, spec)
-    for line in weight_remark(
-        tuning.recommended.summary, spec.training.loss_normalizer, masks_labels=masks_labels
-    ):
+    for line in remark:
         console.print(line, markup=False)
     quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
     console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)

@@ -27,7 +27,7 @@ from wlb.cost import WorkloadModel
 from wlb.packing.bounded import DELAY_PRICE
 from wlb.packing.measure import PackingSummary, measure
 from wlb.packing.policies import has_room, packer_for
-from wlb.plan import GlobalBatch, Layout
+from wlb.plan import GlobalBatch
 from wlb.spec import PackingSection, Policy, RunSpec
 
 THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
@@ -72,7 +72,7 @@ class Grid:
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
         """Every setting, on the rest of the run's own; those that mean the same are left out."""
         num_micro_batches = spec.num_micro_batches
-        base = replace(spec.packing, method="", packs="", layout=Layout.SEPARATE)
+        base = spec.packing.ungrouped
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:

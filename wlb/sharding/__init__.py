@@ -5,11 +5,12 @@ from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
 from wlb.sharding.per_sequence import per_sequence
-from wlb.sharding.strategies import NAMES, STRATEGIES, shard
+from wlb.sharding.strategies import NAMES, STRATEGIES, WITH_REMAINDER, shard
 
 __all__ = [
     "NAMES",
     "STRATEGIES",
+    "WITH_REMAINDER",
     "adaptive",
     "balanced",
     "hybrid",

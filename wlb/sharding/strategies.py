@@ -21,6 +21,8 @@ STRATEGIES: dict[str, Callable[..., ShardingPlan]] = {
 """What a plan's `strategy` can be: a plan by "adaptive" goes by the name of what it chose."""
 
 NAMES = (*STRATEGIES, "adaptive")
+WITH_REMAINDER = ("per_document", "adaptive")
+"""Strategies that may deal tokens over one by one."""
 
 
 def shard(
@@ -37,7 +39,7 @@ def shard(
     over (also as adaptive's candidate). ValueError for an unknown strategy, for a remainder that
     the strategy does not have, and for a plan that would lose or repeat a token.
     """
-    if Remainder(remainder) != Remainder.MERGED and strategy not in ("per_document", "adaptive"):
+    if Remainder(remainder) != Remainder.MERGED and strategy not in WITH_REMAINDER:
         raise ValueError(f"{strategy} merges tokens over; it has no remainder {remainder!r}")
     match strategy:
         case "per_sequence":

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from wlb.plan import Layout
 from wlb.simulate.layouts import Candidate, planned_gib
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
@@ -46,8 +45,7 @@ class Settings:
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
         """Every setting for a layout; policies of longer micro-batches where there is room."""
-        # Of a grouping method another policy has nothing.
-        base = replace(candidate.spec.packing, method="", packs="", layout=Layout.SEPARATE)
+        base = candidate.spec.packing.ungrouped
         out: list[PackingSection] = []
         for policy in self.policies:
             if policy in (Policy.FIXED, Policy.ORIGINAL):

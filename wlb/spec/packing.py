@@ -1,7 +1,7 @@
 """The [packing] section: policies, their options in units of windows and global batches, checks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from wlb.plan import Layout
@@ -145,6 +145,11 @@ class PackingSection:
         "their micro-batch; joined = to all before them, boundaries are trained (original, "
         "capacity, examples)",
     )
+
+    @property
+    def ungrouped(self) -> "PackingSection":
+        """Without a grouping method or packs, documents apart: what policies that balance need."""
+        return replace(self, method="", packs="", layout=Layout.SEPARATE)
 
     def check(self, window: int) -> None:
         """ValueError for what no packer could work with; window: the context window in tokens."""
