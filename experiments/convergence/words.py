@@ -24,6 +24,9 @@ from experiments.results import Against
 from experiments.streams import RATIO
 from wlb.corpus import TokenStore
 
+# Commits of runs whose RoPE tables FSDP's cast of inputs had rounded to bfloat16.
+ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})
+
 
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
     parts = [_set_up(study, groups), _result(groups), _normalisers(groups)]
@@ -234,7 +237,19 @@ def _limits(scale: Scale, groups: Sequence[Group]) -> str:
         f"**What is not shown.** {told}: a delay of a step is a larger part of this training than "
         f"of one of 52,000 steps, and effects that need scale to be seen are not here. Policies "
         f"whose differences are within ± are not shown to be equal, only not told apart: what "
-        f"would be seen is a difference above ±. The same on GPUs: `python -m "
+        f"would be seen is a difference above ±.{_tables(groups)} The same on GPUs: `python -m "
         f"experiments.convergence --scale 550m --store PREFIX --heldout PREFIX --commands`, which "
         f"has not been run."
+    )
+
+
+def _tables(groups: Sequence[Group]) -> str:
+    results = [r for g in groups for r in g.results]
+    rounded = sum(r.commit.removesuffix("-dirty") in ROUNDED_TABLES for r in results)
+    if not rounded:
+        return ""
+    those = "All runs are" if rounded == len(results) else f"{rounded} of {len(results)} runs are"
+    return (
+        f" {those} of code before 84b9144, in which bfloat16 runs rotated by cosines and sines "
+        f"rounded to bfloat16 (in every arm alike): a rerun differs in late digits."
     )

@@ -263,6 +263,20 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
         picture.figure.savefig(tmp_path / f"{picture.name}.png")
 
 
+def test_runs_of_code_that_rounded_rope_tables_are_named(study: Study) -> None:
+    made = found()
+    keys = list(made)
+    for some, said in (
+        (keys[:0], ""),
+        (keys[:2], f"2 of {len(keys)} runs are of code before 84b9144"),
+        (keys, "All runs are of code before 84b9144"),
+    ):
+        old = {k: replace(made[k], commit=("cdc72cb", "346eb9b-dirty")[k == keys[0]]) for k in some}
+        text = words(study, groups_of(made | old, all_books()), range(0, 2_500_001, 500_000))
+        assert said in text
+        assert ("84b9144" in text) == bool(said)
+
+
 def test_the_longest_documents_have_a_sentence_where_there_are_any(study: Study) -> None:
     grid = range(0, 2_500_001, 500_000)
     assert "Documents of a window" not in words(study, groups_of(found(), all_books()), grid)
