@@ -98,6 +98,11 @@ def test_text_a_line_and_a_trained_bpe(corpus: Path, capsys: pytest.CaptureFixtu
     assert TokenStore(out).num_documents == 3
     assert "1 blank_line" in capsys.readouterr().out
     assert Path(f"{out}-tokenizer.json").is_file()
+    capsys.readouterr()
+    for option in ("--vocab-size", "--sample-bytes"):
+        assert run(path, "--out", out, "--tokenizer", "bytes", option, 300, "--overwrite") == 2
+        error = capsys.readouterr().err
+        assert f"{option} 300 is for training a BPE; --tokenizer bytes has its vocabulary" in error
 
 
 @pytest.fixture

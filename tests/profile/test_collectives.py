@@ -11,7 +11,8 @@ import torch
 from wlb.cost.profile import Collective, CollectiveCost, Kind, Provenance, Scope
 from wlb.parallel import mesh
 from wlb.parallel.launch import run_local
-from wlb.profile import collectives
+from wlb.profile import Origin, collectives
+from wlb.profile.build import collectives as build_collectives
 from wlb.profile.collectives import (
     _points,
     _scopes,
@@ -20,6 +21,7 @@ from wlb.profile.collectives import (
     fit_alpha_beta,
     wire_share,
 )
+from wlb.profile.tasks import Record
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -92,6 +94,30 @@ def test_what_cannot_be_fitted_is_refused(
 ):
     with pytest.raises(ValueError, match=message):
         fit_alpha_beta(sizes, times, Collective.ALL_GATHER, ranks)
+
+
+def test_times_that_do_not_grow_are_noted_and_do_not_lose_the_sweep():
+    def record(op: Collective, size: int, ns: float) -> Record:
+        point = {"op": str(op), "scope": str(Scope.INTRA_NODE), "ranks": 2, "bytes": size}
+        return Record(kind="collective", point=point, numbers={"ns": ns})
+
+    sizes = (4096, 65536, 1 << 20)
+    records = [record(Collective.ALL_GATHER, s, 20_000 + s) for s in sizes]
+    records += [record(Collective.P2P, s, 1e12 / s) for s in sizes]
+    start = {"date": "2026-11-23", "commit": "abc", "command": "wlb profile"}
+    environment = {"device": "cpu", "name": "a CPU", "dtype": "float32", "starts": [start]}
+    made, notes = build_collectives(records, Origin(name="mine", environment=environment))
+    costs = {(c.op, c.scope): c for c in made}
+    assert len(costs) == len(Collective) * len(Scope)
+    assert costs[Collective.ALL_GATHER, Scope.INTRA_NODE].provenance.kind == Kind.MEASURED
+    (note,) = notes
+    assert note.startswith("intra_node p2p: times ")
+    assert note.endswith("measure larger buffers; its cost in this profile is assumed")
+    assumed = costs[Collective.P2P, Scope.INTRA_NODE].provenance
+    assert assumed.kind == Kind.ASSUMED
+    assert assumed.source.startswith("measured, but times do not grow with size: profile cpu")
+    beside = costs[Collective.ALL_REDUCE, Scope.INTRA_NODE].provenance.source
+    assert beside.startswith("not measured: profile cpu")
 
 
 def test_points_are_whole_values_a_rank():

@@ -1,5 +1,6 @@
 """From a sweep's records to a KernelProfile, and every fit's error."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +96,7 @@ def build(
         return equal_call(record.point)
 
     attention, notes = _attention(records, layouts, call_of, origin)
+    moved, more = collectives(records, origin)
     gemm = fit_gemm(records, measured)
     elementwise = fit_elementwise(records, measured, value_bytes=DTYPE_BYTES[origin.dtype])
     operators = partial(
@@ -123,13 +125,13 @@ def build(
         elementwise=elementwise,
         layer=layer,
         head=fit_head(records, measured),
-        collectives=collectives(records, origin),
+        collectives=moved,
     )
     return Built(
         profile=profile,
         attention=attention,
         residuals=residuals,
-        notes=tuple(notes),
+        notes=(*notes, *more),
         records=records,
     )
 
@@ -160,50 +162,64 @@ def _attention(
     return tuple(found), notes
 
 
-def collectives(records: Sequence[Record], origin: Origin) -> tuple[CollectiveCost, ...]:
-    """Measured where there were ranks; else of another scope (CPU) or of a shipped profile."""
+def collectives(
+    records: Sequence[Record], origin: Origin
+) -> tuple[tuple[CollectiveCost, ...], list[str]]:
+    """Measured where there were ranks; else of another scope (CPU) or of a shipped profile. So too
+    where times do not grow with size, which is noise and no reason to lose a sweep: notes name it.
+    """
     found: dict[tuple[str, str], CollectiveCost] = {}
-    for op in Collective:
-        for scope in Scope:
-            mine = [
-                r
-                for r in records
-                if r.kind == "collective"
-                and not r.failed
-                and (r.point["op"], r.point["scope"]) == (op, scope)
-            ]
-            if len(mine) < 3:
-                continue
-            ranks = mine[0].point["ranks"]
-            sizes = [r.point["bytes"] for r in mine]
+    why: dict[tuple[str, str], str] = {}
+    notes: list[str] = []
+    pairs = list(itertools.product(Collective, Scope))
+    for op, scope in pairs:
+        mine = [
+            r
+            for r in records
+            if r.kind == "collective"
+            and not r.failed
+            and (r.point["op"], r.point["scope"]) == (op, scope)
+        ]
+        if len(mine) < 3:
+            continue
+        ranks = mine[0].point["ranks"]
+        sizes = [r.point["bytes"] for r in mine]
+        try:
             fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in mine], op, ranks)
-            found[op, scope] = CollectiveCost(
-                op=op,
-                scope=scope,
-                alpha_ns=round(fit.alpha_ns),
-                bytes_per_s=float(f"{fit.bytes_per_s:.4g}"),
-                provenance=origin.provenance(
-                    f"wlb profile, {ranks} ranks", residuals=fit.residuals
-                ),
+        except ValueError as error:
+            notes.append(f"{scope} {error}; its cost in this profile is assumed")
+            why[op, scope] = "measured, but times do not grow with size"
+            continue
+        found[op, scope] = CollectiveCost(
+            op=op,
+            scope=scope,
+            alpha_ns=round(fit.alpha_ns),
+            bytes_per_s=float(f"{fit.bytes_per_s:.4g}"),
+            provenance=origin.provenance(f"wlb profile, {ranks} ranks", residuals=fit.residuals),
+        )
+    for op, scope in pairs:
+        if (op, scope) not in found:
+            found[op, scope] = _stand_in(
+                op, scope, found, origin, why.get((op, scope), "not measured")
             )
-    for op in Collective:
-        for scope in Scope:
-            if (op, scope) not in found:
-                found[op, scope] = _stand_in(op, scope, found, origin)
-    return tuple(found[op, scope] for op in Collective for scope in Scope)
+    return tuple(found[pair] for pair in pairs), notes
 
 
 def _stand_in(
-    op: Collective, scope: Scope, found: Mapping[tuple[str, str], CollectiveCost], origin: Origin
+    op: Collective,
+    scope: Scope,
+    found: Mapping[tuple[str, str], CollectiveCost],
+    origin: Origin,
+    why: str,
 ) -> CollectiveCost:
     near = found.get((op, Scope.INTRA_NODE))
     if near is not None and origin.environment["device"] == "cpu":
-        source = "not measured: as between processes of one machine"
+        source = f"{why}: as between processes of one machine"
         costs = (near.alpha_ns, near.bytes_per_s)
     else:
         other = load_profile(STAND_INS[origin.environment["device"]])
         theirs = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
-        source = f"not measured: profile {other.name}, which has {theirs.provenance.source}"
+        source = f"{why}: profile {other.name}, which has {theirs.provenance.source}"
         costs = (theirs.alpha_ns, theirs.bytes_per_s)
     return CollectiveCost(
         op=op,
