@@ -235,7 +235,9 @@ def test_policies_come_before_delays_and_whole_seeds_first() -> None:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
-    groups = groups_of(found(seeds), all_books(seeds))
+    late = books(class_weights=(1.1, 1.0, 0.9, 0.7))
+    waiting = {("hold-128", seed): late for seed in range(seeds)}
+    groups = groups_of(found(seeds), all_books(seeds) | waiting)
     grid = range(0, 2_500_001, 500_000)
     quality = quality_table(groups, 2_500_000)
     assert len(quality.rows) == len(ARMS)
@@ -253,6 +255,7 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
     pair = "the constant's less the mean's +0.04"
     for said in ("bounded, T 1.5 +0.04", "0.90", "8 steps +0.02", "checksum", pair):
         assert said in text
+    assert "weighs 0.90 at once, and 0.90, 0.90, 0.90, 0.70 late." in text
     assert ("(one seed)" in text) == (seeds == 1)
     assert ("**Chance.**" in text) == (seeds > 1)
     rows = against_rows(groups)
