@@ -14,7 +14,7 @@ from wlb.parallel.build import build_stages
 from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.spec import DecayedWeights, RunSpec, apply, check
-from wlb.train.optimizer import Optimizers, learning_rate, rate_change
+from wlb.train.optimizer import Optimizers, learning_rate, peak_missed, rate_change
 
 
 def spec(**training: Any) -> RunSpec:
@@ -86,6 +86,15 @@ def test_a_rate_that_jumps_on_resume_is_told() -> None:
     )
     assert rate_change(spec(steps=20), spec().training, 5) == (
         "step 6 has a learning rate of 0.933, 0.691 by the checkpoint's keys"
+    )
+
+
+def test_a_run_that_ends_within_its_warm_up_is_told() -> None:
+    assert peak_missed(spec(steps=2)) == ""  # its last step has the peak
+    assert rates(steps=2)[1] == 1.0
+    assert peak_missed(spec(steps=2, warmup_steps=8)) == (
+        "training.warmup_steps = 8 is more than training.steps = 2: the learning rate ends at 0.25 "
+        "and does not reach training.learning_rate = 1"
     )
 
 

@@ -62,6 +62,18 @@ def has_decay(which: DecayedWeights, name: str, parameter: torch.Tensor) -> bool
             return parameter.dim() > 1 and name.split(".")[-2] not in _ENDS
 
 
+def peak_missed(spec: RunSpec) -> str:
+    """A line for the log where the run ends within its warm-up; empty where it does not."""
+    t = spec.training
+    if t.warmup_steps <= t.steps:
+        return ""
+    return (
+        f"training.warmup_steps = {t.warmup_steps} is more than training.steps = {t.steps}: the "
+        f"learning rate ends at {learning_rate(spec, t.steps - 1):.3g} and does not reach "
+        f"training.learning_rate = {t.learning_rate:.3g}"
+    )
+
+
 def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
     """A line for the log where the run that goes on has another rate in its first step than the
     run that saved the checkpoint would have had; empty where it has not."""

@@ -36,7 +36,7 @@ from wlb.train.calibrate import profile_path
 from wlb.train.lock import RunLock
 from wlb.train.loop import Job, directory_of, run_rank
 from wlb.train.memory import budget_of, hold_against, within
-from wlb.train.optimizer import rate_change
+from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
     begins_with,
     computed_by,
@@ -351,8 +351,8 @@ def _job(
     begun = saved or init_from
     if begun is not None and (change := model_change(filled.model, begun)):
         console.print(change)
-    if saved is not None and (change := _rate_change(filled, saved)):
-        console.print(change)
+    for line in _rates(filled, saved):
+        console.print(line)
     target: Path | None = None
     if calibrate is not None:
         target = profile_path(
@@ -370,10 +370,16 @@ def _job(
     )
 
 
-def _rate_change(spec: RunSpec, saved: Path) -> str:
+def _rates(spec: RunSpec, saved: Path | None) -> Iterator[str]:
+    """What is worth knowing of the learning rate before training begins, in lines."""
+    if missed := peak_missed(spec):
+        yield missed
+    if saved is None:
+        return
     run = checkpoint.run_of(saved)
-    keys = {"training": run["spec"]["training"]}
-    return rate_change(spec, apply(RunSpec(), keys, source=str(saved)).training, run["step"])
+    before = apply(RunSpec(), {"training": run["spec"]["training"]}, source=str(saved)).training
+    if change := rate_change(spec, before, run["step"]):
+        yield change
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
