@@ -256,5 +256,6 @@ def _tables(groups: Sequence[Group]) -> str:
     those = "All runs are" if rounded == len(results) else f"{rounded} of {len(results)} runs are"
     return (
         f" {those} of code before 84b9144, in which bfloat16 runs rotated by cosines and sines "
-        f"rounded to bfloat16 (in every arm alike): a rerun differs in late digits."
+        f"rounded to bfloat16 (in every arm alike): a rerun ends elsewhere, within the noise "
+        f"(experiments/LOG.md)."
     )
