@@ -25,8 +25,8 @@ from experiments.results import Against
 from experiments.streams import RATIO
 from wlb.corpus import TokenStore
 
-# Commits of runs whose RoPE tables FSDP's cast of inputs had rounded to bfloat16.
 ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})
+"""Commits of runs whose RoPE tables FSDP's cast of inputs had rounded to bfloat16."""
 
 
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
@@ -242,13 +242,14 @@ def _limits(scale: Scale, groups: Sequence[Group]) -> str:
         f"**What is not shown.** {told}: a delay of a step is a larger part of this training than "
         f"of one of 52,000 steps, and effects that need scale to be seen are not here. Policies "
         f"whose differences are within ± are not shown to be equal, only not told apart: what "
-        f"would be seen is a difference above ±.{_tables(groups)} The same on GPUs: `python -m "
+        f"would be seen is a difference above ±.{_rounded(groups)} The same on GPUs: `python -m "
         f"experiments.convergence --scale 550m --store PREFIX --heldout PREFIX --commands`, which "
         f"has not been run."
     )
 
 
-def _tables(groups: Sequence[Group]) -> str:
+def _rounded(groups: Sequence[Group]) -> str:
+    """That runs had rounded RoPE tables; empty where none had."""
     results = [r for g in groups for r in g.results]
     rounded = sum(r.commit.removesuffix("-dirty") in ROUNDED_TABLES for r in results)
     if not rounded:

@@ -115,7 +115,7 @@ def test_times_that_do_not_grow_are_noted_and_do_not_lose_the_sweep():
     assert note.endswith("measure larger buffers; its cost in this profile is assumed")
     assumed = costs[Collective.P2P, Scope.INTRA_NODE].provenance
     assert assumed.kind == Kind.ASSUMED
-    assert assumed.source.startswith("measured, but times do not grow with size: profile cpu")
+    assert assumed.source.startswith("measured, but without a fit: profile cpu")
     beside = costs[Collective.ALL_REDUCE, Scope.INTRA_NODE].provenance.source
     assert beside.startswith("not measured: profile cpu")
 

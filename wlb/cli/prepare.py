@@ -179,7 +179,6 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 _OF_CHAT = ("turns", "limit", "too_long", "on_untrained", "add_tokens")
-_OF_BPE = ("vocab_size", "sample_bytes")
 _OF_TEXT = {
     "documents": DEFAULTS.policy,
     "text_key": DEFAULTS.text_key,
@@ -212,17 +211,6 @@ def _chat(options: argparse.Namespace) -> ChatChoice | None:
     return ChatChoice(template=options.chat, **given)
 
 
-def _check_tokenizer(options: argparse.Namespace) -> None:
-    """ValueError for options of a trained BPE with a tokenizer that is there."""
-    given = {name: getattr(options, name) for name in _OF_BPE}
-    given = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
-    if given and options.tokenizer != "bpe":
-        raise ValueError(
-            f"{_spoken(given)} is for training a BPE; --tokenizer {options.tokenizer} has its "
-            f"vocabulary: leave it out, or say --tokenizer bpe"
-        )
-
-
 def _spoken(given: dict[str, Any]) -> str:
     """Options as they are written."""
     words = [
@@ -240,7 +228,6 @@ def run(options: argparse.Namespace) -> int:
         for prefix in options.inputs:
             _verify(prefix, screen)
         return 0
-    _check_tokenizer(options)
     chat = _chat(options)
     asked = PrepareOptions(
         inputs=tuple(options.inputs),

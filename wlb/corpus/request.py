@@ -1,6 +1,6 @@
 """What `prepare_store` is asked for, and what it reports."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ class PrepareOptions:
     """What `prepare_store` is asked for.
 
     inputs: paths, folders, glob patterns. out: prefix of the store. tokenizer: "bpe", "bytes", or a
-    tokenizer.json or its folder. vocab_size, sample_bytes: of the BPE. bos, eos: names of tokens;
-    "" for what the tokenizer says. shard_bytes: 0 for 1/256 of the input, 1 to 64 MiB.
+    tokenizer.json or its folder. vocab_size, sample_bytes: of the BPE, refused with another
+    tokenizer. bos, eos: names of tokens; "" for what the tokenizer says. shard_bytes: 0 for 1/256
+    of the input, 1 to 64 MiB. ValueError for what cannot be, in the words of `wlb prepare`.
     """
 
     inputs: tuple[str, ...]
@@ -47,6 +48,8 @@ class PrepareOptions:
             raise ValueError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
         if self.tokenizer == BYTES and (self.bos or self.eos):
             raise ValueError("--bos and --eos are for a tokenizer.json; bytes have their own")
+        if self.tokenizer != BPE:
+            self._refuse_options_of_the_bpe()
         if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
             raise ValueError(
                 f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
@@ -57,6 +60,15 @@ class PrepareOptions:
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} = {getattr(self, name)} must be at least {least}")
+
+    def _refuse_options_of_the_bpe(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("vocab_size", "sample_bytes") and value != field.default:
+                raise ValueError(
+                    f"--{field.name.replace('_', '-')} {value} is for training a BPE; --tokenizer "
+                    f"{self.tokenizer} has its vocabulary: leave it out, or say --tokenizer {BPE}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,8 +166,8 @@ def collectives(
     records: Sequence[Record], origin: Origin
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
     """Measured where there were ranks; else of another scope (CPU) or of a shipped profile. So too
-    where times do not grow with size, which is noise and no reason to lose a sweep: notes name it.
-    """
+    where measured times have no fit (they do not grow with size), which is noise and no reason to
+    lose a sweep: notes, the second value, name these."""
     found: dict[tuple[str, str], CollectiveCost] = {}
     why: dict[tuple[str, str], str] = {}
     notes: list[str] = []
@@ -188,7 +188,7 @@ def collectives(
             fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in mine], op, ranks)
         except ValueError as error:
             notes.append(f"{scope} {error}; its cost in this profile is assumed")
-            why[op, scope] = "measured, but times do not grow with size"
+            why[op, scope] = "measured, but without a fit"
             continue
         found[op, scope] = CollectiveCost(
             op=op,
