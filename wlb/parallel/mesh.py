@@ -10,6 +10,7 @@ it, or (HSDP) within groups of `shard_size` consecutive members, each of which h
 of a group are the nearest ones: cp ranks of one pipeline first.
 """
 
+import atexit
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from wlb.parallel.gloo import use_one_worker
 from wlb.spec.run import Device, ParallelSpec
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -212,7 +214,13 @@ def rank_device(world: World, kind: str) -> torch.device:
 
 
 def init(world: World, device: torch.device, *, timeout_s: float) -> None:
-    """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with Gloo beside it for CPU tensors."""
+    """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with Gloo beside it for CPU tensors.
+
+    Gloo groups get one worker thread each (`wlb.parallel.gloo`) and, where all ranks are on this
+    machine, the loopback interface. Groups on CPU are destroyed at the latest when Python exits:
+    a Gloo worker that is alive then can abort the process (pytorch issue 65237).
+    """
+    one_gloo_worker(is_one_machine=world.local_world_size == world.world_size)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -224,6 +232,17 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
         timeout=timedelta(seconds=timeout_s),
         **_rendezvous(world),
     )
+    if device.type == "cpu":  # NCCL's groups could wait here for ranks that are gone
+        atexit.register(shutdown)
+
+
+def one_gloo_worker(*, is_one_machine: bool = False) -> None:
+    """Give Gloo groups of this process one worker each, on the interfaces of GLOO_SOCKET_IFNAME.
+
+    `init` does it; call it before torch.distributed is started by anybody else, such as accelerate.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    use_one_worker(names, loopback=is_one_machine)
 
 
 def _rendezvous(world: World) -> dict[str, Any]:
@@ -245,7 +264,8 @@ def limit_collectives(timeout_s: float, mesh: "Mesh | None" = None) -> None:
 
 
 def shutdown() -> None:
-    """End torch.distributed, if it was started."""
+    """End torch.distributed, if it was started, and with it the threads of its groups."""
+    atexit.unregister(shutdown)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -254,27 +254,29 @@ def _given_ranks(spec: RunSpec, world: World, order: _Order) -> None:
     device = meshes.rank_device(world, choice.kind)
     # Bounds the meeting of the ranks too, where one that failed before it would be waited for.
     meshes.init(world, device, timeout_s=spec.training.timeout_s)
-    # Rank 0 may take hours to tokenise a corpus while the others wait for its answer.
-    meshes.limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
-    with closing(RunLock(directory_of(checked), order.console)) as lock:
-        answer: list[Job | str | None] = [None]
-        if world.rank == 0:
-            order.console.print(_why(checked, choice, world))
-            try:
-                answer = [_claimed_job(checked, world.world_size, choice, order, lock)]
-            except (ValueError, OSError) as error:
-                answer = [str(error)]
-            except StoppedEarly:
-                order.console.print(_STOPPED)
-        dist.broadcast_object_list(answer, src=0)
-        job = answer[0]
-        if isinstance(job, str):
-            raise ValueError(job)
-        if job is not None:
-            meshes.limit_collectives(spec.training.timeout_s)
-            request = StopRequest(spec.run.stop_file, rank=world.rank, signals=order.signals)
-            run_rank(world, job, device, request)
-    meshes.shutdown()
+    try:
+        # Rank 0 may take hours to tokenise a corpus while the others wait for its answer.
+        meshes.limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
+        with closing(RunLock(directory_of(checked), order.console)) as lock:
+            answer: list[Job | str | None] = [None]
+            if world.rank == 0:
+                order.console.print(_why(checked, choice, world))
+                try:
+                    answer = [_claimed_job(checked, world.world_size, choice, order, lock)]
+                except (ValueError, OSError) as error:
+                    answer = [str(error)]
+                except StoppedEarly:
+                    order.console.print(_STOPPED)
+            dist.broadcast_object_list(answer, src=0)
+            job = answer[0]
+            if isinstance(job, str):
+                raise ValueError(job)
+            if job is not None:
+                meshes.limit_collectives(spec.training.timeout_s)
+                request = StopRequest(spec.run.stop_file, rank=world.rank, signals=order.signals)
+                run_rank(world, job, device, request)
+    finally:
+        meshes.shutdown()
 
 
 def _rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:

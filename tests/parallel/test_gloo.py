@@ -1,0 +1,85 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.parallel import gloo_race
+from wlb.parallel import mesh
+from wlb.parallel.launch import run_local
+from wlb.spec import ParallelSpec
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
+
+
+def _workers(world: mesh.World, parallel: ParallelSpec) -> tuple[int, int]:
+    """Gloo groups that this rank is a member of, and worker threads."""
+    mesh.build_mesh(parallel, torch.device("cpu"))
+    for group in distributed_c10d._world.pg_map:
+        dist.barrier(group)  # a thread has its name once it has worked
+    return len(distributed_c10d._world.pg_map), gloo_race.num_workers()
+
+
+@pytest.mark.dist
+def test_each_group_of_a_mesh_has_one_worker():
+    parallel = ParallelSpec(tp=2, cp=2, pp=1, dp=1)
+    for groups, workers in run_local(_workers, 4, parallel, start_group=True, timeout_s=60):
+        assert workers == groups >= 4  # world, tp, cp, dp x cp
+
+
+EXIT = """
+import atexit, sys, torch, torch.distributed as dist
+from wlb.parallel import mesh
+atexit.register(lambda: print("started at exit:", dist.is_initialized()))
+mesh.init(mesh.World(), torch.device("cpu"), timeout_s=60)
+dist.all_reduce(torch.zeros(4), async_op=True)
+"""
+
+
+def test_groups_are_destroyed_before_the_interpreter_ends():
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "started at exit: False\n"), done.stderr
+
+
+def _race(how: str, seconds: float) -> tuple[int, int]:
+    command = [sys.executable, gloo_race.__file__, str(seconds), how]
+    done = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    workers, collectives = map(int, done.stdout.split())
+    return workers, collectives
+
+
+def test_a_group_has_one_worker():
+    workers, _ = _race("one", 0.0)
+    assert workers == 1
+
+
+@pytest.mark.slow
+def test_a_minute_of_mixed_collectives_does_not_corrupt_the_heap():
+    workers, collectives = _race("one", 60.0)
+    assert workers == 1
+    assert collectives > 10_000
+
+
+def test_interfaces_of_the_environment_are_taken(monkeypatch):
+    asked: list[dict[str, str]] = []
+
+    def device(**where: str) -> object:
+        asked.append(where)
+        return create(hostname="127.0.0.1")
+
+    gloo = dist.ProcessGroupGloo
+    create = gloo.create_device
+    monkeypatch.setattr(gloo, "__init__", gloo.__init__)
+    monkeypatch.setattr(gloo, "create_device", staticmethod(device))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "first,second")
+    mesh.one_gloo_worker(is_one_machine=True)
+    gloo(dist.HashStore(), 0, 1)
+    assert asked == [{"interface": "first"}, {"interface": "second"}]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    mesh.one_gloo_worker(is_one_machine=True)
+    gloo(dist.HashStore(), 0, 1)
+    assert asked[2:] == [{"hostname": "127.0.0.1"}]
