@@ -4,7 +4,7 @@ They were fitted to what the paper prints: Table 2's imbalances and the four ave
 Nothing here is tuned for a single figure, and nothing was measured: several sets fit as well, and
 this one shows that the paper's numbers are consistent with each other under the simulator.
 
-- Lengths: a family of the shape that `wlb.corpus.lengths` describes, scaled with the window.
+- Lengths: a family of the shape that `wlb.data.lengths` describes, scaled with the window.
 - Kernels: profile `h100` with its throughputs changed. Attention is its FlashAttention-3 table.
 - Runs: what the paper does not say (virtual stages, thresholds, S_max), the same everywhere.
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb.corpus import LengthFamily
 from wlb.cost import KernelProfile, Kind, Provenance, Scope, load_profile
 from wlb.cost.surface import Surface
+from wlb.data import LengthFamily
 
 FAMILY = LengthFamily(
     body_median=750 / 131072,

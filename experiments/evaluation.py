@@ -16,8 +16,8 @@ import numpy as np
 
 from experiments import constants
 from experiments.configurations import configuration
-from wlb.corpus import GlobalBatches, LengthFamily, LengthSource
 from wlb.cost import workload_of
+from wlb.data import GlobalBatches, LengthFamily, LengthSource
 from wlb.plan import GlobalBatch
 from wlb.simulate import RunSimulation, simulate_run
 from wlb.spec import RunSpec, system_overrides

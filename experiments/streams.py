@@ -11,17 +11,10 @@ from pathlib import Path
 
 from experiments import constants, evaluation
 from experiments.configurations import configuration
-from wlb.corpus import (
-    GlobalBatches,
-    LengthSource,
-    TokenStore,
-    lengths_of_family,
-    lengths_of_file,
-    prepare,
-    text_documents,
-)
 from wlb.cost import FlopsWorkload
+from wlb.data import GlobalBatches, LengthSource, TokenStore, lengths_of_family, lengths_of_file
 from wlb.plan import GlobalBatch
+from wlb.prepare import prepare, text_documents
 
 WINDOW = 131072
 RATIO = 1.67

@@ -54,7 +54,7 @@ _ROOMS = {
         "profile_names",
         "workload_of",
     ),
-    "wlb.corpus": ("GlobalBatches", "LengthSource", "TokenStore"),
+    "wlb.data": ("GlobalBatches", "LengthSource", "TokenStore"),
     "wlb.spec": ("RunSpec", "load"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -1,6 +1,5 @@
 """Types of the public API (`wlb/__init__.py` imports it when it is used)."""
 
-from wlb.corpus import GlobalBatches, LengthSource, TokenStore
 from wlb.cost import (
     FlopsWorkload,
     KernelProfile,
@@ -10,6 +9,7 @@ from wlb.cost import (
     profile_names,
     workload_of,
 )
+from wlb.data import GlobalBatches, LengthSource, TokenStore
 from wlb.packing import (
     BoundedPacker,
     CapacityPacker,

@@ -18,8 +18,7 @@ from experiments.convergence.corpus import Stores, open_stores, small_sources
 from experiments.results import ROOT
 from wlb import FlopsWorkload, TokenStore
 from wlb.adapters.dealt import RankBalance, work_of
-from wlb.collate import IGNORE
-from wlb.plan import IntArray
+from wlb.plan import IGNORE, IntArray
 
 WINDOW = 512
 LEARNING_RATE, WARM_UP = 2e-3, 15

@@ -45,8 +45,8 @@ from experiments.adapters.common import (
     stores,
 )
 from experiments.results import ROOT
+from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import Balance, BalancedCollator, balanced
-from wlb.collate import PaddingFreeCollator
 from wlb.parallel import mesh
 
 LIBRARY = "transformers, TRL"

@@ -37,9 +37,8 @@ from experiments.adapters.common import (
 )
 from wlb import Planner, TokenStore
 from wlb.adapters.megatron import BalancedScheduler, PackedSteps
-from wlb.collate import IGNORE
-from wlb.plan import IntArray
-from wlb.train.reader import StoreReader
+from wlb.data.reader import StoreReader
+from wlb.plan import IGNORE, IntArray
 
 LIBRARY = "Megatron-Core"
 

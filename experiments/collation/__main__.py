@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from experiments.results import How, Table, show, write_results
-from wlb.collate import PaddingFreeCollator, flatten_buffer
+from wlb.adapters.collate import PaddingFreeCollator, flatten_buffer
 from wlb.plan import IntArray
 
 try:

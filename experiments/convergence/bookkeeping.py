@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb.corpus import TokenStore, open_batches
 from wlb.cost import workload_for
+from wlb.data import TokenStore, open_batches
 from wlb.packing import PackingSummary, label_weights, measure, packer_for
 from wlb.plan import IntArray, Pieces
 from wlb.planner import open_planner

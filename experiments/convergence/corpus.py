@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from experiments.convergence.bookkeeping import CLASS_NAMES, class_of
-from wlb.corpus import PrepareOptions, TokenStore, TokenStoreWriter, prepare_store
-from wlb.corpus.store import store_path, temporary_name
-from wlb.corpus.text import stdlib_documents
+from wlb.data import TokenStore, TokenStoreWriter
+from wlb.data.store import store_path, temporary_name
+from wlb.prepare import PrepareOptions, prepare_store
+from wlb.prepare.text import stdlib_documents
 
 PACKAGES = ("numpy", "scipy")
 """Beside the standard library."""

@@ -10,15 +10,16 @@ import torch
 
 from experiments.convergence.bookkeeping import check_covered
 from experiments.results import commit
+from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import IntArray
-from wlb.report.run_records import RunRecords
+from wlb.report.run.records import RunRecords
 from wlb.spec import RunSpec
-from wlb.train import checkpoint, saver
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.checkpoint import saver
 from wlb.train.evaluate import Evaluator
-from wlb.train.ledger import lineage
+from wlb.train.telemetry.ledger import lineage
 
 NUM_BINS = 64
 

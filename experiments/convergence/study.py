@@ -28,10 +28,10 @@ from experiments.convergence.outcome import (
     result_from_json,
     result_of,
 )
-from wlb.corpus import TokenStore
-from wlb.corpus.store import temporary_name
+from wlb.data import TokenStore
+from wlb.data.store import temporary_name
 from wlb.plan import digest
-from wlb.report.run_records import read_run
+from wlb.report.run.records import read_run
 from wlb.spec import RunSpec
 
 

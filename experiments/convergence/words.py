@@ -23,7 +23,7 @@ from experiments.convergence.summary import (
 )
 from experiments.results import Against
 from experiments.streams import RATIO
-from wlb.corpus import TokenStore
+from wlb.data import TokenStore
 
 ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})
 """Commits of runs whose RoPE tables FSDP's cast of inputs had rounded to bfloat16."""

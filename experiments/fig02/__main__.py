@@ -17,8 +17,8 @@ import numpy as np
 from experiments.configurations import configuration
 from experiments.drawing import new_figure
 from experiments.results import Against, How, Picture, Table, priced_with, show, write_results
-from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import ProfiledWorkload, workload_for
+from wlb.data import GlobalBatches, lengths_of_family
 from wlb.parallel.mesh import rank_grid
 from wlb.plan import ShardingPlan, offsets_of
 from wlb.simulate import ShardedStep, planner_of, sharded_steps

@@ -6,7 +6,7 @@ lengths: how many documents have which length, and the share of all tokens in do
 length. Documents longer than the window of 128K are cut at it, as for training.
 
 It counts lengths and predicts nothing. The family's constants were chosen so that other numbers of
-the paper come out (`wlb.corpus.lengths`); the others are real documents.
+the paper come out (`wlb.data.lengths`); the others are real documents.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from experiments import constants
 from experiments.drawing import COLOURS, new_figure
 from experiments.large_job import STEPS, FloatArray, simulate, slowest, traced_step
 from experiments.results import Against, How, Picture, Table, show, write_results
-from wlb.report.simulation_plots import heat_map_figure
+from wlb.report.simulation.plots import heat_map_figure
 from wlb.simulate import Simulation
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from experiments.configurations import configuration, title
 from experiments.drawing import new_figure, tokens_axis
 from experiments.results import Against, How, Picture, Table, priced_with, show, write_results
-from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import AttentionLatency, ProfiledWorkload, attention_latency, workload_for
+from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import IntArray, ShardingPlan, offsets_of
 from wlb.sharding import shard
 from wlb.simulate import planner_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from experiments import constants
 from experiments.evaluation import Case, arguments, outcomes, steps_of, system
 from experiments.results import Against, How, Picture, Table, show, write_results
-from wlb.report.simulation_plots import WaterfallRow, waterfall_figure
+from wlb.report.simulation.plots import WaterfallRow, waterfall_figure
 
 CONFIG = "7b_128k"
 PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")

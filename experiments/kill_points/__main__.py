@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from experiments.results import How, Table, show, write_results
-from wlb.corpus import TokenStoreWriter
+from wlb.data import TokenStoreWriter
 from wlb.planner import open_planner
 from wlb.spec import RunSpec, apply, check, to_toml
-from wlb.train import checkpoint
-from wlb.train.ledger import Count, count
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.telemetry.ledger import Count, count
 
 LAYOUTS = {
     "1 rank": {"parallel": {"dp": 1}},

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from experiments.configurations import configuration
-from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import workload_for
+from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import GlobalBatch
 from wlb.simulate import Simulation, Simulator, planner_of, sharded_steps
 from wlb.spec import SYSTEMS, RunSpec, Schedule, system_overrides

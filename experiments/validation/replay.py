@@ -10,7 +10,7 @@ from experiments.results import Picture, Table
 from experiments.validation.plans import DrawnPlan, draw_plans
 from experiments.validation.record import Conditions, conditions, load_now
 from wlb.spec import Schedule
-from wlb.train.replay_step import compare, waits_of
+from wlb.validation.replay_step import compare, waits_of
 
 LIMIT = 0.05
 SHORTEST_S = 0.06

@@ -20,7 +20,7 @@ from experiments.drawing import LINES, new_figure
 from experiments.results import ROOT, Picture, Table
 from experiments.validation.others import watch
 from experiments.validation.record import Conditions, conditions, load_now
-from wlb.train.recorded import RecordedRun, simulate_recorded
+from wlb.validation.recorded import RecordedRun, simulate_recorded
 
 LIMIT = 0.15
 CONFIGURATION = Path(__file__).with_name("run.toml")
@@ -339,7 +339,7 @@ float32, Gloo, one thread a rank, as many ranks as cores at most), {steps} steps
 layers, forward and backward, and output head with loss; by CPU time, so that waiting for a core
 does not count. Collectives, messages, optimiser and embedding keep the shipped profile's prices.
 Every other run is planned with that profile, differs as the table says, and each of its steps is
-simulated from the same plan (`wlb.train.recorded`). {at.words()}"""
+simulated from the same plan (`wlb.validation.recorded`). {at.words()}"""
 
 
 def picture(found: Sequence[Trained]) -> Picture:

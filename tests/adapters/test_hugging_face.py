@@ -31,9 +31,10 @@ from tests.adapters.trainer_worker import (
     tiny_model,
 )
 from wlb.adapters import hugging_face
+from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.dealt import DealtRows, RankBalance, work_of
 from wlb.adapters.hugging_face import Balance, BalancedBatchSampler, BalancedCollator, balanced
-from wlb.collate import IGNORE, PaddingFreeCollator
+from wlb.plan import IGNORE
 
 # TRL's own use of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")

@@ -34,9 +34,9 @@ import itertools
 from tests.train.case import write_store
 from wlb import FlopsWorkload, Planner
 from wlb.adapters.dealt import RankBalance, work_of
-from wlb.parallel.launch import run_local
+from wlb.data.reader import StoreReader
+from wlb.launch.local import run_local
 from wlb.plan import offsets_of
-from wlb.train.reader import StoreReader
 
 LENGTHS = np.clip(np.random.default_rng(4).lognormal(3.6, 0.9, 200).astype(int) + 1, 1, 300)
 WINDOW = 256

@@ -19,9 +19,9 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from wlb import FlopsWorkload, shard
+from wlb.adapters.collate import block_mask
 from wlb.adapters.torch_cp import ShardedLoadBalancer, rank_major
-from wlb.collate import block_mask
-from wlb.parallel.launch import run_local
+from wlb.launch.local import run_local
 from wlb.plan import offsets_of
 
 COST = FlopsWorkload(quadratic_ns=1.0, linear_ns_per_token=0.0)

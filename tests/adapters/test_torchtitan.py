@@ -16,8 +16,8 @@ pytest.importorskip("torchtitan", reason="needs the extra [torchtitan]")
 
 from tests.train.case import write_store
 from wlb.adapters.torchtitan import BalancedDataLoader, as_batch, open_reader
-from wlb.collate import IGNORE
-from wlb.corpus import TokenStore
+from wlb.data import TokenStore
+from wlb.plan import IGNORE
 
 LENGTHS = np.clip(np.random.default_rng(4).lognormal(3.6, 0.9, 200).astype(int) + 1, 1, 400)
 WINDOW = 256
@@ -194,7 +194,7 @@ def test_workers_give_the_same(store: str) -> None:
 
 
 def test_labels_that_a_store_masks_are_not_trained(tmp_path: Path) -> None:
-    from wlb.corpus import TokenStoreWriter
+    from wlb.data import TokenStoreWriter
     from wlb.planner import Planner
 
     with TokenStoreWriter(tmp_path / "s", vocab_size=32) as writer:

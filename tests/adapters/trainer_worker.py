@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import (
     Balance,
     BalancedBatchSampler,
     BalancedCollator,
     balanced,
 )
-from wlb.collate import PaddingFreeCollator
 from wlb.parallel import mesh
 
 WINDOW, VOCAB, EPOCHS = 256, 64, 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from wlb.cli import main
-from wlb.corpus import TokenStoreWriter
+from wlb.data import TokenStoreWriter
 
 SMALL = ["--set", "data.context_window=2048", "data.num_micro_batches=4"]
 

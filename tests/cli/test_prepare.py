@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus.chat_case import CHATML_TOKENS, byte_tokenizer
+from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer
 from wlb.cli import main
-from wlb.corpus import TokenStore
+from wlb.data import TokenStore
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from wlb.cli import main, sources
-from wlb.corpus import TokenStoreWriter, open_batches
+from wlb.data import TokenStoreWriter, open_batches
 from wlb.spec import RunSpec, load
 
 OTHERS: dict[str, Any] = {"lengths": None, "corpus": None, "synthetic": None, "in_order": False}

@@ -14,7 +14,7 @@ from wlb.parallel import mesh
 from wlb.planner.service import PlanningError
 from wlb.spec import RunSpec, list_keys
 from wlb.train import start
-from wlb.train.saver import CheckpointError
+from wlb.train.checkpoint.saver import CheckpointError
 
 SPEC = """
 [run]

@@ -30,7 +30,7 @@ from experiments.adapters.common import (
 )
 from experiments.results import ROOT
 from wlb.adapters.dealt import RankBalance
-from wlb.collate import IGNORE
+from wlb.plan import IGNORE
 
 RESULTS = Path(torchtitan.__file__).parent / "results" / "adapters.csv"
 

@@ -44,9 +44,9 @@ from experiments.convergence.summary import (
 from experiments.convergence.words import against_rows, words
 from tests.experiments.convergence_runs import all_books, books, found, result
 from tests.train.case import write_store
-from wlb.corpus import TokenStore
 from wlb.cost import workload_of
-from wlb.report.run_records import read_run
+from wlb.data import TokenStore
+from wlb.report.run.records import read_run
 from wlb.spec import load
 
 SOURCE = b'''

@@ -14,7 +14,7 @@ from experiments.packing_methods.counting import (
 )
 from experiments.packing_methods.lengths import FLAN, STACK, Dataset
 from tests.packing.test_methods import COST
-from wlb.corpus import GlobalBatches, LengthSource
+from wlb.data import GlobalBatches, LengthSource
 from wlb.plan import IntArray, PackingPlan
 from wlb.planner import Planner
 from wlb.spec import load

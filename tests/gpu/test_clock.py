@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
-from wlb.parallel.clock import EventMarks, Part, Pass, StepClock
+from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.observe import Part, Pass
+from wlb.train.telemetry.clock import EventMarks, StepClock
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -44,13 +45,14 @@ def test_events_are_recorded_without_a_wait_and_used_again() -> None:
 
 def one_rank(world: World) -> dict[str, int]:
     spec = spec_of(Case(head_dim=16))
-    executor = Executor(spec, build_mesh(spec.parallel, torch.device("cuda", 0)))
+    mesh = build_mesh(spec.parallel, torch.device("cuda", 0))
+    clock = StepClock.of(mesh.device)
+    executor = Executor(spec, mesh, timer=clock)
     plan = pipeline_plan(packing(4), spec, 0, "per_document")
     for _ in range(2):
         executor.train_step(plan, Reader(), loss_scale=1.0)
     torch.cuda.synchronize()
-    assert executor.clock is not None
-    times = executor.clock.take()
+    times = clock.take()
     return {str(part): times.total_ns(part) for part in Part} | {"wall": times.wall_ns}
 
 

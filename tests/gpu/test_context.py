@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parallel.test_context import Case, Tensors, one_process
-from wlb.collate import attention_rows
 from wlb.kernels import Segments
 from wlb.kernels.op import backward, forward
+from wlb.launch.local import run_local
 from wlb.model import Rows, inverse_frequencies, rope_tables
 from wlb.model.llama import Attention, Ops
 from wlb.parallel.context import ContextAttention, index_arrays, take_rows, to_device
 from wlb.parallel.context_op import _by_row, _keys
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World
+from wlb.parallel.rows import attention_rows
 from wlb.plan import local_tokens
 from wlb.sharding import per_document
 from wlb.spec import ModelSpec

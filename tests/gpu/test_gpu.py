@@ -6,7 +6,7 @@ import torch
 from tests.parity.body import parity
 from tests.parity.case import Case
 from tests.parity.test_bf16 import bf16
-from wlb.parallel.launch import run_local
+from wlb.launch.local import run_local
 from wlb.spec import AttentionBackend, Schedule
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

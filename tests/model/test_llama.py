@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from wlb.collate import IGNORE
 from wlb.kernels import Segments, attend
 from wlb.model import (
     Llama,
@@ -22,6 +21,7 @@ from wlb.model import (
     inverse_frequencies,
     rope_tables,
 )
+from wlb.plan import IGNORE
 from wlb.spec import ModelSpec
 
 SPEC = ModelSpec(

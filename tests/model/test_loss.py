@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wlb.collate import IGNORE
 from wlb.model import Vocabulary, head_loss
+from wlb.plan import IGNORE
 
 ROWS, WIDTH, VOCAB, PADDED = 11, 6, 13, 16
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.corpus import GlobalBatches, LengthSource, lengths_of_family
 from wlb.cost import FlopsWorkload
+from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
-from wlb.packing.measure import measure
 from wlb.packing.release import Limits, choose
+from wlb.packing.study.measure import measure
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
 
 C = 4096

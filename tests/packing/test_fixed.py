@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from wlb.corpus import GlobalBatches, LengthSource
 from wlb.cost import FlopsWorkload
+from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import FixedPacker, PackerOptions, StepGrouping
 from wlb.packing.fixed import greedy, take_tokens
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, int_array

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.collate.test_flat import Reader
-from wlb.collate import IGNORE, rank_labels
-from wlb.corpus import GlobalBatches, LengthSource
+from tests.adapters.collate.test_flat import Reader
 from wlb.cost import FlopsWorkload
 from wlb.cost.memory import longest_micro_batch
+from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import CapacityPacker, ExamplesPacker, PackerOptions, packer_for
-from wlb.plan import Documents, GlobalBatch, Layout, PackingPlan
+from wlb.parallel.rows import rank_labels
+from wlb.plan import IGNORE, Documents, GlobalBatch, Layout, PackingPlan
 from wlb.planner import Planner
 from wlb.sharding import per_sequence
 from wlb.spec import METHODS, RunSpec, load

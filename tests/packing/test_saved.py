@@ -9,8 +9,8 @@ import pytest
 
 from tests.train.case import write_store
 from wlb.cli import main
-from wlb.corpus import TokenStore
 from wlb.cost import workload_for
+from wlb.data import TokenStore
 from wlb.packing import Packs
 from wlb.plan import Layout, PlannerState, StepPlan
 from wlb.planner import Planner, open_planner, packs_of

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.parity.case import Case, spec_of
+from wlb.launch.local import run_local
 from wlb.model import build_reference, initial_weight
 from wlb.parallel import build
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
 from wlb.spec import Dtype
 

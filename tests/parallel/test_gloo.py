@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.parallel import gloo_race
+from wlb.launch.local import run_local
 from wlb.parallel import mesh
-from wlb.parallel.launch import run_local
 from wlb.spec import ParallelSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")

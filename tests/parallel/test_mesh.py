@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wlb.launch.local import run_local
 from wlb.parallel import mesh
-from wlb.parallel.launch import run_local
 from wlb.spec.run import Device, ParallelSpec
 
 SIXTEEN = ParallelSpec(tp=2, cp=2, pp=2, dp=2)

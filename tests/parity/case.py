@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.collate import attention_rows, rank_labels, rank_tokens
 from wlb.kernels import Segments, attend
 from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
+from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
 from wlb.plan import PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check

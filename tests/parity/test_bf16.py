@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from tests.parity.body import global_loss, whole
 from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_loss, spec_of
+from wlb.launch.local import run_local
 from wlb.model import build_reference, llama
 from wlb.model.rope import rotate
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
 from wlb.spec import Dtype, Recompute, Schedule
 

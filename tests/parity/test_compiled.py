@@ -22,13 +22,13 @@ from tests.parity.case import (
     reference_loss,
     spec_of,
 )
-from wlb.parallel.clock import Part
+from wlb.launch.local import run_local
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import PackingPlan
 from wlb.spec import Recompute, Schedule
+from wlb.train.telemetry.clock import Part
 
 pytestmark = pytest.mark.dist
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
+from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
 from wlb.spec import Recompute, Schedule
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case
-from wlb.parallel.launch import run_local
+from wlb.launch.local import run_local
 from wlb.spec import Schedule
 
 pytestmark = pytest.mark.dist

@@ -22,14 +22,14 @@ from tests.parity.test_tensor import CU_SEQLENS, micro_batch, saved_bytes
 from tests.parity.test_zero_bubble import Count
 from wlb.cost.linear import AGAIN
 from wlb.cost.memory import layer_activation_bytes
+from wlb.launch.local import run_local
 from wlb.model import Llama
-from wlb.parallel.clock import Cell, Part, Pass, StepTimes
 from wlb.parallel.deferred import DeferringOps
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
 from wlb.parallel.recompute import recompute_layers
 from wlb.spec import Recompute, Schedule
+from wlb.train.telemetry.clock import Cell, Part, Pass, StepTimes
 
 NONE, SELECTIVE, FULL = Recompute
 SPEC = spec_of(Case(layers=2))

@@ -12,9 +12,9 @@ import torch
 from tests.parity.body import global_loss, gradient_error
 from tests.parity.case import WINDOW, Case, Reader, fresh_reference, packing, pipeline_plan, spec_of
 from wlb.kernels import Segments, attend
+from wlb.launch.local import run_local
 from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
 from wlb.plan import Layout, PackingPlan
 from wlb.spec import RunSpec, Schedule

@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
 from tests.parity.body import run_step, whole
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
 from wlb.kernels import Segments, attend
+from wlb.launch.local import run_local
 from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages
 from wlb.parallel.data import finish_gradients, gradient_square, needs_fsdp, scale_gradients
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.spec import RunSpec, Schedule
 

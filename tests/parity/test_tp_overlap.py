@@ -11,8 +11,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from tests.parity.body import gradient_error, run_step
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
 from tests.train.case import small_spec, train, write_corpus
+from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.parallel.products import refuse_overlap
 from wlb.spec import Recompute, Schedule

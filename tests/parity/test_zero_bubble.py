@@ -8,11 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from tests.parity.test_tensor import CU_SEQLENS, micro_batch
+from wlb.launch.local import run_local
 from wlb.model import Llama
 from wlb.parallel.build import build_stages
 from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.parallel.tensor import TensorParallelOps
 from wlb.spec import Schedule

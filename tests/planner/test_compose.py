@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wlb.corpus import GlobalBatches, LengthSource, TokenStoreWriter
 from wlb.cost import FlopsWorkload
+from wlb.data import GlobalBatches, LengthSource, TokenStoreWriter
 from wlb.packing import (
     BoundedPacker,
     CapacityPacker,
@@ -23,7 +23,7 @@ from wlb.packing import (
 from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.planner import Planner, deal, open_heldout_planner
 from wlb.spec import load, system_choice
-from wlb.train.tally import Share
+from wlb.train.telemetry.tally import Share
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")

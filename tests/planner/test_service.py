@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.planner.test_compose import planner
-from wlb.corpus import GlobalBatches, LengthSource
 from wlb.cost import FlopsWorkload
+from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import PackerOptions, VarLenPacker
 from wlb.plan import PlannerState
 from wlb.planner import Planner

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from wlb.cost.profile import Collective, CollectiveCost, Kind, Provenance, Scope
+from wlb.launch.local import run_local
 from wlb.parallel import mesh
-from wlb.parallel.launch import run_local
 from wlb.profile import Origin, collectives
 from wlb.profile.build import collectives as build_collectives
 from wlb.profile.collectives import (

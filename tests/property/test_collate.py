@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.collate import (
-    IGNORE,
+from wlb.adapters.collate import (
     FlatOptions,
     PadOptions,
     Side,
@@ -21,6 +20,7 @@ from wlb.collate import (
     pad,
     position_ids_from_lengths,
 )
+from wlb.plan import IGNORE
 
 QUICK = settings(deadline=None, max_examples=100)
 

@@ -10,10 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.collate import IGNORE, attention_rows, rank_labels, rank_tokens
 from wlb.cost import FlopsWorkload
 from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
+from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
 from wlb.plan import (
+    IGNORE,
     Documents,
     GlobalBatch,
     IntArray,

@@ -8,8 +8,8 @@ import numpy as np
 
 from wlb.cost import AttentionTable, Collective, KernelProfile, Scope, load_profile
 from wlb.cost.flops import elementwise_values
-from wlb.report.profile_page import HeldPoint
-from wlb.report.profile_points import (
+from wlb.report.profile.page import HeldPoint
+from wlb.report.profile.points import (
     Record,
     collective_samples,
     elementwise_samples,

@@ -11,9 +11,9 @@ import pytest
 
 from tests.report.profile_sweep import MODEL, gpu_profile, held_of, residuals_of, sweep_of
 from wlb.cost import KernelProfile, ProfiledWorkload, load_profile
-from wlb.report.profile_page import HeldPoint, profile_page
-from wlb.report.profile_plots import held_figure, kernel_figure, shown_keys
-from wlb.report.profile_points import (
+from wlb.report.profile.page import HeldPoint, profile_page
+from wlb.report.profile.plots import held_figure, kernel_figure, shown_keys
+from wlb.report.profile.points import (
     Record,
     Sample,
     elementwise_samples,
@@ -24,7 +24,7 @@ from wlb.report.profile_points import (
     terms_of,
     without_layer,
 )
-from wlb.report.profile_words import time_text
+from wlb.report.profile.words import time_text
 from wlb.spec import ModelSpec, ParallelSpec
 
 PROFILE = gpu_profile()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import FlopsWorkload
+from wlb.data import GlobalBatches, lengths_of_family
 from wlb.packing import PackingRun
-from wlb.packing.compare import compare, variants_of
-from wlb.packing.tune import Grid, Tuning, tune
+from wlb.packing.study.compare import compare, variants_of
+from wlb.packing.study.tune import Grid, Tuning, tune
 from wlb.plan import int_array
 from wlb.report import facts_of, packing_page, packing_table, remarks, tuning_table
 from wlb.report.plots import (

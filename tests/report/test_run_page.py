@@ -14,8 +14,8 @@ from tests.report.run_lines import SLOW, SPEC, ranks, start, step, timeline, who
 from wlb.cli import main
 from wlb.plan import MeasuredTimeline
 from wlb.report import read_run, run_page
-from wlb.report.run_plots import balance_figure
-from wlb.report.run_timeline import rows_of, slowest_pipeline
+from wlb.report.run.plots import balance_figure
+from wlb.report.run.timeline import rows_of, slowest_pipeline
 from wlb.spec import apply
 
 SECTIONS = (

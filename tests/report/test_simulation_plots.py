@@ -10,10 +10,10 @@ from matplotlib.collections import PolyCollection, QuadMesh
 from matplotlib.colors import to_hex
 
 from tests.simulate.by_hand import simulation_of, spec_of
-from wlb.corpus import GlobalBatches, lengths_of_family
 from wlb.cost import workload_for
+from wlb.data import GlobalBatches, lengths_of_family
 from wlb.report import simulation_page
-from wlb.report.simulation_plots import (
+from wlb.report.simulation.plots import (
     WaterfallRow,
     heat_map_figure,
     imbalance_figure,

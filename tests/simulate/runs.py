@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from wlb.corpus import GlobalBatches, LengthSource
 from wlb.cost import ProfiledWorkload, load_profile
+from wlb.data import GlobalBatches, LengthSource
 from wlb.plan import GlobalBatch, int_array
 from wlb.simulate import ShardedStep, Simulator, planner_of, sharded_steps
 from wlb.spec import ModelSpec, ParallelSpec, Policy, RunSpec, Schedule, Strategy

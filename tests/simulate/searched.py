@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from wlb.corpus import GlobalBatches, lengths_of_family
+from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import GlobalBatch
 from wlb.simulate.trial import Sample
 from wlb.spec import RunSpec, load

@@ -122,7 +122,7 @@ def test_equal_to_torch(schedule, pp, v, n):
         computed = [word for word in listed if re.fullmatch(r"\d+[FBIW]\d+", word)]
         if schedule == Schedule.ONE_F_ONE_B and rank == pp - 1:
             # What torch prints of 1F1B numbers the last rank's forward passes from 1; what it runs
-            # does not (tests/train/test_replay.py has the order that was run).
+            # does not (tests/validation/test_replay.py has the order that was run).
             computed = [_one_less(word) for word in computed]
         assert computed == [str(action) for action in ours[rank]], rank
 

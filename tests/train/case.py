@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from wlb.corpus import TokenStoreWriter
+from wlb.data import TokenStoreWriter
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec, Schedule, apply, check
 from wlb.train import start
-from wlb.train.loop import Job
+from wlb.train.job import Job
 
 WORDS = (
     "the",

@@ -11,12 +11,12 @@ import torch
 
 from tests.train.case import job_of
 from wlb.kernels import BACKENDS, Backend
-from wlb.parallel.launch import run_local
+from wlb.launch.local import run_local
 from wlb.parallel.mesh import World
 from wlb.spec import RunSpec
 from wlb.train import start
-from wlb.train.calibrate import profile_path
-from wlb.train.loop import Job
+from wlb.train.job import Job
+from wlb.train.telemetry.calibrate import profile_path
 
 
 @dataclass(frozen=True)

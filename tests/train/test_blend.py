@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_store
-from wlb.corpus import TokenStoreWriter
+from wlb.data import TokenStoreWriter
 from wlb.train import dry_run
 
 pytestmark = pytest.mark.dist

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus, write_store
-from wlb.corpus import TokenStore
+from wlb.data import TokenStore
+from wlb.data.reader import StoreReader
+from wlb.launch.local import run_local
 from wlb.parallel import mesh
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.spec import AttentionBackend, RunSpec, apply
 from wlb.train import start
-from wlb.train.loop import Job, Trainer
+from wlb.train.job import Job
+from wlb.train.loop import Trainer
 from wlb.train.optimizer import Optimizers
-from wlb.train.reader import StoreReader
 from wlb.train.reduce import PlanMismatch
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]

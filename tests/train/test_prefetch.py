@@ -11,8 +11,8 @@ import torch
 
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from tests.train.case import small_spec, train, write_corpus
+from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import World, build_mesh, rank_device
 from wlb.train.prefetch import InputPrefetcher
 

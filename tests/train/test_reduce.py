@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.test_compose import planner
-from wlb.parallel.launch import run_local
+from wlb.launch.local import run_local
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import DIGEST_BITS, PipelinePlan, StepPlan, int_array
 from wlb.sharding import STRATEGIES as SHARDINGS

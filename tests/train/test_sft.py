@@ -11,7 +11,8 @@ import pytest
 
 from tests.train.case import Run, relaid, small_spec, train
 from wlb.cli import main
-from wlb.corpus import TokenStore, TokenStoreWriter, load_tokenizer, prepare_docstrings
+from wlb.data import TokenStore, TokenStoreWriter
+from wlb.prepare import load_tokenizer, prepare_docstrings
 from wlb.spec import METHODS, RunSpec, apply, check, load
 from wlb.spec.methods import keys_of
 from wlb.train.start import train_store

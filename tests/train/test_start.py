@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_corpus, write_store
-from tests.train.test_faults import free_port
-from wlb.parallel.launch import RankFailure, run_local
+from tests.train.faults.test_faults import free_port
+from wlb.launch.local import RankFailure, run_local
 from wlb.parallel.mesh import World
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
+from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver
+from wlb.train.checkpoint.shared_folder import refuse_unshared
+from wlb.train.faults.stop import Signals
 from wlb.train.loop import collective_limit_s
-from wlb.train.saver import CheckpointError, CheckpointSaver
-from wlb.train.shared_folder import refuse_unshared
-from wlb.train.stop import Signals
 
 
 def in_a_folder_of_its_own(world: World, folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_checkpoint_whose_shards_rank_0_does_not_see_is_an_error(
         return {**found(self, partial), "shard-00002.safetensors": {"bytes": 9, "sha256": "0"}}
 
     monkeypatch.setattr(CheckpointSaver, "_all_files", and_of_rank_1)
-    monkeypatch.setattr("wlb.train.checkpoint.SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr("wlb.train.checkpoint.files.SEEN_WITHIN_S", 0.2)
     spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"steps": 1})
     with pytest.raises(CheckpointError, match=r"shard-00002\.safetensors is missing; set run\.out"):
         train(spec)

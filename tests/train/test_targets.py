@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.case import relaid, small_spec, train
-from wlb.corpus import TokenStore, TokenStoreWriter
+from wlb.data import TokenStore, TokenStoreWriter
 from wlb.spec import RunSpec
 
 ANSWER = 7

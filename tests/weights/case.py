@@ -19,7 +19,7 @@ from wlb.model import (
     rope_tables,
 )
 from wlb.spec import ModelSpec, RopeScaling, apply
-from wlb.train import saver
+from wlb.train.checkpoint import saver
 from wlb.weights.config import config_json
 
 SPEC = ModelSpec(

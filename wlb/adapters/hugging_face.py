@@ -20,7 +20,7 @@ options, so a resumed run needs no state of its own: the Trainer skips what it h
 (`skip_first_batches`).
 
 Attention has to keep documents apart: flash attention, or SDPA with a model that reads restarting
-position_ids (`wlb.collate.collators`). Of a row's columns our collator reads those of `READ`.
+position_ids (`wlb.adapters.collate.collators`). Our collator reads the columns in `READ`.
 """
 
 import importlib
@@ -39,11 +39,11 @@ import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, Sampler
 
+from wlb.adapters.collate import PaddingFreeCollator, flatten
+from wlb.adapters.collate.collators import LOSS_MASKS
 from wlb.adapters.dealt import DealtRows, RankBalance
-from wlb.collate import IGNORE, PaddingFreeCollator, flatten
-from wlb.collate.collators import LOSS_MASKS
 from wlb.cost import WorkloadModel
-from wlb.plan import IntArray, IntLike, int_array
+from wlb.plan import IGNORE, IntArray, IntLike, int_array
 from wlb.planner import LLAMA2_7B, Planner
 
 T = TypeVar("T")

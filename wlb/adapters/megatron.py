@@ -2,7 +2,7 @@
 
     from wlb.adapters.megatron import PackedSteps, PlannedP2P
 
-    reader = StoreReader("data/books", vocab_size)  # of wlb.train.reader
+    reader = StoreReader("data/books", vocab_size)  # of wlb.data.reader
     steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp)
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
@@ -31,10 +31,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from wlb.collate import IGNORE, FlatOptions, TokenReader, flatten_micro_batch
+from wlb.adapters.collate import FlatOptions, flatten_micro_batch
 from wlb.cost import WorkloadModel
 from wlb.packing import place, refine
-from wlb.plan import IntArray, MicroBatch, PlannerState, StepPlan, offsets_of, ranges
+from wlb.parallel.rows import TokenReader
+from wlb.plan import IGNORE, IntArray, MicroBatch, PlannerState, StepPlan, offsets_of, ranges
 from wlb.planner import LLAMA2_7B, Planner
 
 Shape = tuple[int, int, int]

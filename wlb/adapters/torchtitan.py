@@ -31,14 +31,15 @@ import torch
 from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 
-from wlb.collate import FlatBatch, FlatOptions, TokenReader, flatten_micro_batch
-from wlb.collate.loader import PlannedLoader
-from wlb.corpus import GlobalBatches, TokenStore
+from wlb.adapters.collate import FlatBatch, FlatOptions, flatten_micro_batch
+from wlb.adapters.collate.loader import PlannedLoader
 from wlb.cost import WorkloadModel
+from wlb.data import GlobalBatches, TokenStore
+from wlb.data.reader import StoreReader
 from wlb.packing import BoundedPacker, PackerOptions
+from wlb.parallel.rows import TokenReader
 from wlb.plan import MicroBatch
 from wlb.planner import LLAMA2_7B, Planner
-from wlb.train.reader import StoreReader
 
 Batch = tuple[dict[str, Tensor], Tensor]
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.cli import sources
-from wlb.corpus import TokenStore
 from wlb.cost import workload_for
+from wlb.data import TokenStore
 from wlb.packing import Packs
 from wlb.plan import offsets_of, segment_lengths
 from wlb.planner import packs_of

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from wlb import __version__
 from wlb.cli import sources
-from wlb.corpus import LengthSource, ListedBatches
 from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns, workload_for
+from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure, with_s_max
-from wlb.packing.compare import compare, solver_packers, variants_of
+from wlb.packing.study.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
 from wlb.report import facts_of, packing_page, packing_table, remarks, weight_remark

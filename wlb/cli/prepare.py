@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from wlb.corpus import (
+from wlb.data import TokenStore, verify_store
+from wlb.prepare import (
     ChatChoice,
     DocumentPolicy,
     OnError,
@@ -16,11 +17,9 @@ from wlb.corpus import (
     Status,
     StoreReport,
     TextUnit,
-    TokenStore,
     TooLong,
     Turns,
     prepare_store,
-    verify_store,
 )
 
 DEFAULTS = PrepareOptions(inputs=("-",), out="-")

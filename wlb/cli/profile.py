@@ -172,7 +172,7 @@ def _visible_gpus(device: str) -> int | None:
 
 
 def _page(built: Any, settings: Any) -> str:
-    from wlb.report.profile_page import HeldPoint, profile_page
+    from wlb.report.profile.page import HeldPoint, profile_page
 
     return profile_page(
         built.profile,

@@ -43,7 +43,7 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> 
 
 def show(options: argparse.Namespace) -> int:
     try:
-        from wlb.train.recorded import simulate_recorded
+        from wlb.validation.recorded import simulate_recorded
     except ModuleNotFoundError as error:
         raise ValueError(
             f"--run needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"

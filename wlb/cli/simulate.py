@@ -272,7 +272,7 @@ def _replay(
     options: argparse.Namespace, batches: Sequence[GlobalBatch], runs: list[RunSimulation]
 ) -> int:
     try:
-        from wlb.train.replay_step import compare, waits_of
+        from wlb.validation.replay_step import compare, waits_of
     except ModuleNotFoundError as error:
         raise ValueError(
             f"--replay needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.corpus import (
+from wlb.data import (
     FAMILIES,
     BlendedBatches,
     BlendedStore,

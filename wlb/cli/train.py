@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb.planner.service import PlanningError
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets, system_choice
-from wlb.train.stop import Signals
+from wlb.train.faults.stop import Signals
 
 
 def add_parser(commands: Any) -> None:
@@ -75,17 +75,17 @@ def run(options: argparse.Namespace) -> int:
 def _dry_run(spec: RunSpec) -> int:
     with _needs_torch():
         from wlb.train import dry_run
-        from wlb.train.display import console
+        from wlb.train.telemetry.display import console
     dry_run.show(spec, console())
     return 0
 
 
 def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
     with _needs_torch():
-        from wlb.parallel.launch import RankFailure
+        from wlb.launch.local import RankFailure
         from wlb.train import start
-        from wlb.train.display import console
-        from wlb.train.saver import CheckpointError
+        from wlb.train.checkpoint.saver import CheckpointError
+        from wlb.train.telemetry.display import console
     screen = console()
     try:
         start.train(

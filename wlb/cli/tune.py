@@ -17,7 +17,7 @@ from rich.progress import track
 from wlb.cli import sources, tune_layout
 from wlb.cost import workload_for
 from wlb.packing import with_s_max
-from wlb.packing.tune import (
+from wlb.packing.study.tune import (
     PRICES,
     S_MAX,
     STEP_TOKENS,

@@ -21,7 +21,7 @@ from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
 from wlb.packing import with_s_max
 from wlb.report import facts_of, worth_line, worth_of
-from wlb.report.layout_tables import (
+from wlb.report.layout.tables import (
     LayoutReport,
     effort_line,
     fits_own_devices,
@@ -303,7 +303,7 @@ def _write(
     if options.out:
         Path(options.out).write_text(toml, "utf-8")
     if options.html:
-        from wlb.report.layout_page import layout_page
+        from wlb.report.layout.page import layout_page
 
         provenance = [
             ("command", _command(options)),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb.collate import IGNORE
+from wlb.plan import IGNORE
 
 
 class Vocabulary:

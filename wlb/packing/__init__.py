@@ -6,7 +6,8 @@ from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
 from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker, StepGrouping
-from wlb.packing.ilp import (
+from wlb.packing.ilp.model import Objective
+from wlb.packing.ilp.packers import (
     IlpFixedPacker,
     IlpOptions,
     IlpReport,
@@ -14,13 +15,12 @@ from wlb.packing.ilp import (
     solve_fixed,
     solve_var_len,
 )
-from wlb.packing.ilp_model import Objective
-from wlb.packing.ilp_solvers import Solver
-from wlb.packing.measure import PackingRun, PackingSummary, label_weights, measure
+from wlb.packing.ilp.solvers import Solver
 from wlb.packing.original import OriginalPacker, WindowCut
 from wlb.packing.policies import baseline_for, caps_of, options_for, packer_for, with_s_max
 from wlb.packing.refine import refine
 from wlb.packing.saved import PackedBatches, Packs, SavedPacker
+from wlb.packing.study.measure import PackingRun, PackingSummary, label_weights, measure
 from wlb.packing.var_len import VarLenPacker, place
 
 __all__ = [

@@ -19,7 +19,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from wlb.corpus import Source, SourceBatches
+from wlb.data import Source, SourceBatches
 from wlb.packing.base import PackerOptions, PolicyPacker, build_plan
 from wlb.plan import (
     Carry,

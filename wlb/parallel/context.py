@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.collate import AttentionRows, attention_rows
 from wlb.kernels import BACKENDS, Segments, attend, select_backend
 from wlb.parallel.agreement import agree
 from wlb.parallel.collectives import wait
 from wlb.parallel.context_op import context_attend, gather_kv
+from wlb.parallel.rows import AttentionRows, attention_rows
 from wlb.plan import ShardingPlan, local_tokens
 from wlb.spec import AttentionBackend
 

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wlb.collate import TokenReader, attention_rows, rank_labels, rank_tokens
 from wlb.kernels import select_backend
 from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype
-from wlb.parallel.clock import Part, Pass, StepClock, watch_ends
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.mesh import Mesh
+from wlb.parallel.observe import NoProgress, Part, Pass, Progress, Timer, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
-from wlb.parallel.position import Position
+from wlb.parallel.rows import TokenReader, attention_rows, rank_labels, rank_tokens
 from wlb.plan import PipelinePlan
 from wlb.spec import RunSpec
 
@@ -37,22 +36,28 @@ class StepInputs:
 
 
 class Executor:
-    """The stages of one rank and how to run a step on them. position: is told what is at work.
+    """The stages of one rank and how to run a step on them.
 
-    stages: modules by stage index. backend: attention kernel in use. clock: times of the last
-    training step (`wlb.parallel.clock`), None with telemetry off. Gradients add up in the stages'
+    progress: is told which chunk is at work. timer: times the chunks of training steps. stages:
+    modules by stage index. backend: attention kernel in use. Gradients add up in the stages'
     parameters; the caller owns the optimiser.
     """
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        *,
+        progress: Progress | None = None,
+        timer: Timer | None = None,
+    ) -> None:
         self.spec, self.mesh = spec, mesh
-        self.position = position or Position()
+        self._progress = progress or NoProgress()
+        self._timer = timer
         self.stages: dict[int, Llama] = build_stages(spec, mesh)
-        self.clock: StepClock | None = None
-        if spec.telemetry.enabled:
-            self.clock = StepClock.of(mesh.device)
+        if timer is not None:
             for stage in self.stages.values():
-                watch_ends(stage, self.clock)
+                watch_ends(stage, timer)
         dtype = compute_dtype(spec)
         self.backend = select_backend(
             spec.kernels.attention,
@@ -80,8 +85,8 @@ class Executor:
                         group=mesh.pp_group,
                         dtype=dtype,
                         queue=getattr(module.ops, "queue", None),
-                        clock=self.clock,
-                        position=self.position,
+                        timer=timer,
+                        progress=self._progress,
                     )
                     for index, module in self.stages.items()
                 ],
@@ -129,7 +134,7 @@ class Executor:
         """
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
         tokens, rows = made.tokens, made.rows
-        with nullcontext() if self.clock is None else self.clock.step():
+        with nullcontext() if self._timer is None else self._timer.step():
             if self.pipeline is not None:
                 losses = self.pipeline.run(tokens, rows, self._rows_exchanged(plan), train=True)
             else:
@@ -149,7 +154,7 @@ class Executor:
             (module,) = self.stages.values()
             losses: list[Tensor] = []
             for i, (t, r) in enumerate(zip(tokens, rows, strict=True)):
-                self.position.chunk(Pass.FORWARD, 0, i)
+                self._progress.chunk(Pass.FORWARD, 0, i)
                 losses.append(module(t, rows=r))
         return self._sum(losses)
 
@@ -173,10 +178,10 @@ class Executor:
         return losses
 
     def _timed(self, kind: Pass, i: int, first: Part) -> AbstractContextManager[None]:
-        self.position.chunk(kind, 0, i)
-        if self.clock is None:
+        self._progress.chunk(kind, 0, i)
+        if self._timer is None:
             return nullcontext()
-        return self.clock.chunk(kind, stage=0, micro_batch=i, first=first)
+        return self._timer.chunk(kind, stage=0, micro_batch=i, first=first)
 
     def _rows_exchanged(self, plan: PipelinePlan) -> list[int]:
         return [rows // self.mesh.tp_size for rows in plan.local_tokens]

@@ -25,10 +25,9 @@ from torch.distributed.pipelining.schedules import (
     _Action,  # pyright: ignore[reportPrivateUsage]
 )
 
-from wlb.parallel.clock import Part, Pass, StepClock
 from wlb.parallel.data import widen_gradients
 from wlb.parallel.deferred import WeightQueue
-from wlb.parallel.position import Position
+from wlb.parallel.observe import Part, Pass, Progress, Timer
 from wlb.spec import Schedule
 
 
@@ -37,7 +36,7 @@ class VarLenStage(PipelineStage):
 
     module: called like `wlb.model.Llama`, with tokens or rows and the micro-batch's record.
     queue: where its layers leave weight gradients, for schedules that split the backward pass.
-    clock: what times its chunks, or None. position: is told of each chunk.
+    timer: what times its chunks, or None. progress: is told of each chunk.
     """
 
     rows: list[int]
@@ -53,11 +52,11 @@ class VarLenStage(PipelineStage):
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         queue: WeightQueue | None,
-        clock: StepClock | None,
-        position: Position,
+        timer: Timer | None,
+        progress: Progress,
     ) -> None:
         self.width, self.dtype = width, dtype
-        self._queue, self._clock, self._position = queue, clock, position
+        self._queue, self._timer, self._progress = queue, timer, progress
         self._rows_record: dict[str, Any] = {}
         # Only the rank and dtype of these matter: given statically, no inference run is made.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
@@ -128,16 +127,16 @@ class VarLenStage(PipelineStage):
             widen_gradients(self.submod)
 
     def _timed(self, kind: Pass, micro_batch: int, first: Part) -> AbstractContextManager[None]:
-        self._position.chunk(kind, self.stage_index, micro_batch)
-        if self._clock is None:
+        self._progress.chunk(kind, self.stage_index, micro_batch)
+        if self._timer is None:
             return nullcontext()
-        return self._clock.chunk(kind, stage=self.stage_index, micro_batch=micro_batch, first=first)
+        return self._timer.chunk(kind, stage=self.stage_index, micro_batch=micro_batch, first=first)
 
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
-        if self._clock is not None:
+        if self._timer is not None:
             # The first stage's backward pass ends in the embedding; these are linear layers.
-            self._clock.switch(Part.LAYERS)
+            self._timer.switch(Part.LAYERS)
         return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

@@ -11,7 +11,7 @@ from wlb.plan.arrays import (
     int_array,
     offsets_of,
 )
-from wlb.plan.documents import Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
+from wlb.plan.documents import IGNORE, Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
 from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
 from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
 from wlb.plan.ranks import (
@@ -29,6 +29,7 @@ from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry, Work
 
 __all__ = [
     "DIGEST_BITS",
+    "IGNORE",
     "TERMS",
     "BoolArray",
     "Carry",

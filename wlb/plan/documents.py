@@ -14,6 +14,9 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray, IntLike, check_minimum, int_array
 
+IGNORE = -100
+"""Label of a token that is not trained."""
+
 
 class _Columns:
     """A struct of arrays: equal-length int64 columns, selected and joined together.

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wlb.corpus import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
+from wlb.data import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
 from wlb.packing import (
     BoundedPacker,
     OriginalPacker,
@@ -56,7 +56,7 @@ LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
 
 
 class Source(Protocol):
-    """Global batches with explicit state (`wlb.corpus.GlobalBatches`)."""
+    """Global batches with explicit state (`wlb.data.GlobalBatches`)."""
 
     def start(self) -> dict[str, Any]: ...
 

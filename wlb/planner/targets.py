@@ -17,7 +17,7 @@ from wlb.plan import GlobalBatch, IntArray, PackingPlan, Pieces
 
 @runtime_checkable
 class TargetCounter(Protocol):
-    """A source of global batches that can count labels (`wlb.corpus.GlobalBatches`)."""
+    """A source of global batches that can count labels (`wlb.data.GlobalBatches`)."""
 
     @property
     def has_targets(self) -> bool: ...

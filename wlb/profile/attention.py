@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wlb.corpus import LengthFamily
 from wlb.cost import FlopsWorkload
+from wlb.data import LengthFamily
 from wlb.kernels import Segments
 from wlb.kernels.op import backward, forward
 from wlb.kernels.sdpa import PADDED_LENGTHS

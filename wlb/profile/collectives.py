@@ -25,8 +25,8 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from wlb.cost.profile import Collective, Scope
+from wlb.launch.local import run_local
 from wlb.parallel import collectives, mesh
-from wlb.parallel.launch import run_local
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import spin
 

@@ -2,10 +2,10 @@
 
 from wlb.report.page import packing_page
 from wlb.report.plots import require_matplotlib
-from wlb.report.run_page import run_page
-from wlb.report.run_records import RunRecords, read_run
-from wlb.report.simulation_page import simulated, simulation_page
-from wlb.report.simulation_tables import layout_text, simulation_table, worth_line, worth_of
+from wlb.report.run.page import run_page
+from wlb.report.run.records import RunRecords, read_run
+from wlb.report.simulation.page import simulated, simulation_page
+from wlb.report.simulation.tables import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.source import SourceFacts, facts_of
 from wlb.report.tables import packing_table, remarks, tuning_table, weight_remark
 

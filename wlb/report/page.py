@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from wlb.packing.measure import PackingRun, PackingSummary
+from wlb.packing.study.measure import PackingRun, PackingSummary
 from wlb.plan import IntArray
 from wlb.report.plots import delay_figure, imbalance_figure, length_figure, trade_figure
 from wlb.report.source import SourceFacts

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb.packing.measure import PackingRun, PackingSummary
-from wlb.packing.tune import Tuning
+from wlb.packing.study.measure import PackingRun, PackingSummary
+from wlb.packing.study.tune import Tuning
 from wlb.plan import IntArray
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from wlb.packing.measure import PackingSummary
-from wlb.packing.tune import TunePoint, Tuning
+from wlb.packing.study.measure import PackingSummary
+from wlb.packing.study.tune import TunePoint, Tuning
 from wlb.spec import LossNormalizer
 
 Cell = Callable[[PackingSummary], str]

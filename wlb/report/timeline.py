@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb.report.simulation_plots import INK, WIDTH, FloatArray, stacked_figure
+from wlb.report.simulation.plots import INK, WIDTH, FloatArray, stacked_figure
 from wlb.simulate import Kind, Node, NodeKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb.corpus import ListedBatches
 from wlb.cost import ProfiledWorkload, document_flops
+from wlb.data import ListedBatches
 from wlb.plan import GlobalBatch, IntArray, StepMetrics, StepPlan
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined

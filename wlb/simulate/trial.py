@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb.corpus import ListedBatches
 from wlb.cost import ProfiledWorkload, TokenCaps, workload_for
+from wlb.data import ListedBatches
 from wlb.packing.policies import caps_of
 from wlb.plan import GlobalBatch, IntArray, StepPlan, local_tokens, offsets_of
 from wlb.planner import Planner

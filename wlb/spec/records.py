@@ -36,7 +36,7 @@ class TelemetrySection:
     ledger: bool = key(
         False,
         "write which tokens every step trained to ledger.jsonl, some 20 bytes a piece of a "
-        "document: wlb.train.ledger proves from it that none was lost or repeated",
+        "document: wlb.train.telemetry.ledger proves from it that none was lost or repeated",
     )
     enabled: bool = key(
         True, "time every micro-batch and compare with what the planner's profile predicts"

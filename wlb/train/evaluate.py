@@ -10,11 +10,11 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from wlb.data.reader import StoreReader
 from wlb.parallel.execute import Executor
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.planner import open_heldout_planner
 from wlb.spec import RunSpec
-from wlb.train.reader import StoreReader
 
 
 class Evaluator:

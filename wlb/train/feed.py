@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from wlb.corpus import StoreName
+from wlb.data import StoreName
 from wlb.parallel.mesh import Mesh, World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner import open_planner

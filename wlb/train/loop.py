@@ -4,75 +4,46 @@ import math
 import time
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from wlb.corpus import StoreName
 from wlb.cost import workload_for
+from wlb.data.reader import StoreReader
+from wlb.launch.position import Position
 from wlb.parallel.agreement import agree
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, World, build_mesh, limit_collectives
-from wlb.parallel.position import Position
 from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite, RunSpec
-from wlb.train import checkpoint, saver
-from wlb.train.calibrate import Calibration
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.checkpoint import saver
+from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
+from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.evaluate import Evaluator
+from wlb.train.faults.nonfinite import NonfiniteSteps
+from wlb.train.faults.stop import Stop, StopRequest
+from wlb.train.faults.watched import watched
 from wlb.train.feed import PlanFeed
-from wlb.train.ledger import Ledger
+from wlb.train.job import Job
 from wlb.train.memory import budget_of, hold_against
-from wlb.train.nonfinite import NonfiniteSteps
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
-from wlb.train.ranks import RankMeter
-from wlb.train.reader import StoreReader
 from wlb.train.reduce import StepReducer, StepSums
 from wlb.train.refuse import with_backend
-from wlb.train.report_log import Report
-from wlb.train.saver import CheckpointError, CheckpointSaver, Saved
-from wlb.train.shared_folder import refuse_unshared
-from wlb.train.stop import Stop, StopRequest
-from wlb.train.tally import Tally
-from wlb.train.telemetry import Exposed, TelemetryMeter
-from wlb.train.watched import watched
-from wlb.train.work import WorkMeter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What a rank is started with. spec has dp and vocabulary size filled in.
-
-    resume: the checkpoint to go on from; init_from: the one whose weights a new run begins with.
-    calibrate: the kernel profile to write when training has ended, or None.
-    """
-
-    spec: RunSpec
-    train_store: StoreName
-    heldout_store: str
-    resume: Path | None
-    title: str
-    started_s: float
-    calibrate: Path | None = None
-    init_from: Path | None = None
-
-    @property
-    def directory(self) -> Path:
-        return directory_of(self.spec)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
-
-
-def directory_of(spec: RunSpec) -> Path:
-    """A run's folder."""
-    return Path(spec.run.output_dir) / spec.run.name
+from wlb.train.telemetry.calibrate import Calibration
+from wlb.train.telemetry.clock import StepClock
+from wlb.train.telemetry.ledger import Ledger
+from wlb.train.telemetry.meter import Exposed, TelemetryMeter
+from wlb.train.telemetry.ranks import RankMeter
+from wlb.train.telemetry.report import Report
+from wlb.train.telemetry.tally import Tally
+from wlb.train.telemetry.work import WorkMeter
 
 
 class Trainer:
@@ -93,8 +64,9 @@ class Trainer:
         priced, profile = _agree_on_kernel(spec, world, mesh)
         self._priced = priced
         self._graphs_before = num_graphs()
-        self.executor = Executor(spec, mesh, position)
-        self.position = self.executor.position
+        self.position = position or Position()
+        self.clock = StepClock.of(mesh.device) if spec.telemetry.enabled else None
+        self.executor = Executor(spec, mesh, progress=self.position, timer=self.clock)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         state: PlannerState | None = None
@@ -326,7 +298,7 @@ class Trainer:
 
     def _measure(self, plan: StepPlan, pipeline: PipelinePlan, *, begin: float) -> Telemetry | None:
         """The record of the steps since the last one, if it is due; the device was waited for."""
-        clock, meter = self.executor.clock, self.meter
+        clock, meter = self.clock, self.meter
         if clock is None or meter is None:
             return None
         if plan.num_targets:
@@ -362,7 +334,7 @@ class Trainer:
 
     def _record_ranks(self, plan: StepPlan, report: Report) -> None:
         """The table of ranks and the timeline, where they are due."""
-        clock, ranks = self.executor.clock, self.ranks
+        clock, ranks = self.clock, self.ranks
         if clock is None or ranks is None or not plan.num_targets:
             return
         is_last = self._is_last()

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from wlb.collate import TokenReader
 from wlb.parallel.execute import Executor, StepInputs
+from wlb.parallel.rows import TokenReader
 from wlb.plan import PipelinePlan
 
 Loaded = tuple[StepInputs, torch.cuda.Event | None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PipelinePlan, StepPlan
-from wlb.train.stop import Stop
+from wlb.train.faults.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
 _STOPS = (Stop.FILE, Stop.SIGNAL)

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from wlb.corpus import BlendedStore, StoreName, TokenStore, open_store
 from wlb.cost import KernelProfile, ProfiledWorkload
+from wlb.data import BlendedStore, StoreName, TokenStore, open_store
 from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
 from wlb.parallel.compiled import refuse_uncompilable
 from wlb.parallel.products import refuse_overlap
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
-from wlb.train import checkpoint
-from wlb.train.sinks import refuse_missing
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.telemetry.sinks import refuse_missing
 
 _SHAPES = (
     "vocab_size",

@@ -15,26 +15,20 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from wlb.corpus import (
-    BlendedStore,
-    StoreName,
-    docstring_prefix,
-    open_store,
-    prepare,
-    prepare_docstrings,
-    text_documents,
-)
+from wlb.data import BlendedStore, StoreName, open_store
+from wlb.launch.local import run_local
 from wlb.packing import with_s_max
 from wlb.parallel import mesh as meshes
-from wlb.parallel.launch import run_local
 from wlb.parallel.mesh import DeviceChoice, World
 from wlb.plan import digest
+from wlb.prepare import docstring_prefix, prepare, prepare_docstrings, text_documents
 from wlb.spec import Recompute, RunSpec, apply, check, resolve_dp
 from wlb.spec.blend import parse_blend
-from wlb.train import checkpoint
-from wlb.train.calibrate import profile_path
-from wlb.train.lock import RunLock
-from wlb.train.loop import Job, directory_of, run_rank
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.faults.lock import RunLock
+from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
+from wlb.train.job import Job, directory_of
+from wlb.train.loop import run_rank
 from wlb.train.memory import budget_of, hold_against, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
@@ -45,7 +39,7 @@ from wlb.train.refuse import (
     profile_of,
     refuse_early,
 )
-from wlb.train.stop import Signals, StoppedEarly, StopRequest
+from wlb.train.telemetry.calibrate import profile_path
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """How long given ranks wait for rank 0 to make the token store."""

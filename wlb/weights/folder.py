@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from wlb.corpus.store import temporary_name
+from wlb.data.store import temporary_name
 
 
 def refuse_existing(out: Path) -> None:

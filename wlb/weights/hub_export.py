@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from wlb.spec import Dtype
-from wlb.train import checkpoint
+from wlb.train.checkpoint import files as checkpoint
 from wlb.weights.config import config_json, one_or_many
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import INDEX, SINGLE

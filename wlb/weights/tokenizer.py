@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb.corpus import BlendedStore, load_tokenizer, open_store
-from wlb.corpus.store import store_path
+from wlb.data import BlendedStore, open_store
+from wlb.data.store import store_path
+from wlb.prepare import load_tokenizer
 from wlb.spec import RunSpec, apply
 from wlb.train.start import train_store
 

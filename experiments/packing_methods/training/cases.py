@@ -18,8 +18,9 @@ from typing import Any
 
 from experiments.packing_methods.counting import Method
 from experiments.results import commit
-from wlb.corpus import PrepareOptions, TokenStore, prepare_docstrings, prepare_store
+from wlb.data import TokenStore
 from wlb.planner import open_planner
+from wlb.prepare import PrepareOptions, prepare_docstrings, prepare_store
 from wlb.spec import RunSpec, load
 
 MSL = 1024

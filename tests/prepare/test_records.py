@@ -1,0 +1,249 @@
+"""Reading inputs: every record once for any shards, positions in messages, what is refused."""
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.prepare import BadRecord, TextChoice, TextUnit
+from wlb.prepare.records import check_columns, list_inputs, list_shards, read_shard
+
+LINES = st.lists(
+    st.binary(max_size=12).filter(lambda line: b"\n" not in line and b"\r" not in line), min_size=1
+)
+
+
+COLUMNS = TextChoice().columns
+
+
+def read(*paths, shard_bytes=1 << 20, columns=COLUMNS, **options):
+    files, skipped = list_inputs([str(path) for path in paths], **options)
+    shards = list_shards(files, shard_bytes=shard_bytes)
+    out = [r for s in shards for r in read_shard(s, text_key="text", columns=columns)]
+    return out, dict(skipped), shards
+
+
+def texts(items):
+    return [str(item.reason) if isinstance(item, BadRecord) else item["text"] for _, item in items]
+
+
+def write_lines(path, *values):
+    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    return path
+
+
+@settings(max_examples=50, deadline=None)
+@given(lines=LINES, shard_bytes=st.integers(1, 40), ends=st.booleans())
+def test_every_line_is_in_one_shard(tmp_path_factory, lines, shard_bytes, ends):
+    path = tmp_path_factory.mktemp("lines") / "a.txt"
+    data = b"\n".join(lines) + (b"\n" if ends else b"")
+    path.write_bytes(data)
+    if not data:
+        return
+    files, _ = list_inputs([str(path)], text_unit=TextUnit.LINE)
+    shards = list_shards(files, shard_bytes=shard_bytes)
+    assert sum(shard.size for shard in shards) == len(data)
+    found = [r for s in shards for r in read_shard(s, text_key="t", columns=COLUMNS)]
+    reference = data.decode("latin-1").split("\n")
+    if reference[-1] == "":
+        reference.pop()
+    offsets, at = [], 0
+    for line in reference:
+        offsets.append(at)
+        at += len(line) + 1
+    assert [position.offset for position, _ in found] == offsets
+    for (_, item), line in zip(found, reference, strict=True):
+        raw = line.encode("latin-1")
+        if offsets[0] == 0 and raw.startswith(b"\xef\xbb\xbf"):
+            continue
+        if isinstance(item, BadRecord):
+            assert str(item.reason) in ("blank_line", "not_utf8")
+            assert not raw.strip() or raw.decode("utf-8", "ignore").encode() != raw
+        else:
+            assert item["t"].encode() == raw
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    """As in lines and JSONL."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello\xef\xbb\xbf")
+    found, _, _ = read(path)
+    assert texts(found) == ["hello\ufeff"]
+
+
+def test_jsonl_positions_and_reasons(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\r\n'
+        b"\n"
+        b'{"text": "two"\n'
+        b'["text"]\n'
+        b'{"text": "\xff"}\n'
+        b'{"text": ' + b"[" * 100000 + b"\n"
+        b'{"text": "three"}'
+    )
+    found, skipped, _ = read(path, shard_bytes=7)
+    assert texts(found) == [
+        "one",
+        "blank_line",
+        "not_json",
+        "not_an_object",
+        "not_utf8",
+        "not_json",
+        "three",
+    ]
+    assert skipped == {}
+    where = [position.spoken() for position, _ in found]
+    assert where == [f"{path}, line {number}" for number in range(1, 8)]
+    assert "not JSON: Expecting ',' delimiter at character 14" in str(found[2][1])
+    assert "0xff" in str(found[4][1])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_compressed_files(tmp_path, suffix, pack):
+    plain = write_lines(tmp_path / "a.jsonl", *(f"text {i}" * 50 for i in range(100)))
+    packed = tmp_path / f"b.jsonl{suffix}"
+    packed.write_bytes(pack(plain.read_bytes()))
+    found, _, shards = read(packed, shard_bytes=10)
+    assert len(shards) == 1
+    assert texts(found) == texts(read(plain)[0])
+    assert found[7][0].spoken() == f"{packed}, line 8"
+    (tmp_path / f"one.txt{suffix}").write_bytes(pack(b"whole\ntext"))
+    assert texts(read(tmp_path / f"one.txt{suffix}")[0]) == ["whole\ntext"]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"b\.jsonl.* cannot be read to its end .*truncated"):
+        read(packed)
+
+
+def write_table(path, *, values, row_group_size=10, name="text", kind=None):
+    table = pa.table({"other": list(range(len(values))), name: pa.array(values, kind)})
+    pq.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_parquet_rows_by_row_group(tmp_path, kind):
+    values = [f"row {i}" for i in range(95)]
+    path = write_table(tmp_path / "a.parquet", values=values, kind=kind)
+    for shard_bytes, num in ((1, 10), (1 << 20, 1)):
+        found, _, shards = read(path, shard_bytes=shard_bytes)
+        assert len(shards) == num
+        assert [item["text"].decode() for _, item in found] == values
+        assert [position.offset for position, _ in found] == list(range(95))
+        assert set(found[0][1]) == {"text"}  # other columns are not read
+    assert found[40][0].spoken() == f"{path}, row 40"
+    assert found[40][0].name == "a.parquet:40"
+
+
+def test_parquet_strings_that_are_not_utf8_come_as_bytes(tmp_path):
+    broken = pa.array([b"good", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
+    found, _, _ = read(tmp_path / "a.parquet")
+    assert [item["text"] for _, item in found] == [b"good", b"\xff"]
+
+
+def test_parquet_strings_inside_lists_and_structs_come_as_bytes_too(tmp_path):
+    message = pa.struct([("role", pa.string()), ("weight", pa.int64())])
+    rows = [[{"role": "é", "weight": None}], None, [None, {"role": None, "weight": 0}]]
+    expected = [[{"role": "é".encode(), "weight": None}], None, [None, {"role": None, "weight": 0}]]
+    for kind in (pa.list_(message), pa.large_list(message)):
+        pq.write_table(pa.table({"m": pa.array(rows, kind)}), tmp_path / "a.parquet")
+        found, _, _ = read(tmp_path / "a.parquet", columns=lambda names: ("m",))
+        assert [item["m"] for _, item in found] == expected
+    bad = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    nested = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), bad)
+    pq.write_table(pa.table({"m": nested}), tmp_path / "a.parquet")
+    found, _, _ = read(tmp_path / "a.parquet", columns=lambda names: ("m",))
+    assert found[0][1] == {"m": [b"\xff"]}
+
+
+def test_parquet_refusals(tmp_path):
+    path = write_table(tmp_path / "a.parquet", values=["x"], name="body")
+    files, _ = list_inputs([str(path)])
+    with pytest.raises(ValueError, match=r"no column 'text'; its columns are other, body"):
+        check_columns(files, COLUMNS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"a\.parquet is not a Parquet file or is corrupt"):
+        read(path)
+
+
+def test_a_folder_is_read_recursively_with_every_kind(tmp_path):
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "sub" / "deep" / "b.txt").write_text("text b")
+    (tmp_path / "a.md").write_text("text a")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").write_text("x")
+    write_lines(tmp_path / "sub" / "c.jsonl", "line 1", "line 2")
+    write_table(tmp_path / "z.parquet", values=["row"])
+    found, skipped, _ = read(tmp_path)
+    assert [text if isinstance(text, str) else text.decode() for text in texts(found)] == [
+        "text a",
+        "line 1",
+        "line 2",
+        "text b",
+        "row",
+    ]
+    assert [p.name for p, _ in found][:2] == ["a.md", "sub/c.jsonl:0"]
+    assert skipped == {"empty": 1, "hidden": 1}
+
+
+def test_patterns_and_order(tmp_path):
+    for name in ("b.jsonl", "a.jsonl"):
+        write_lines(tmp_path / name, name)
+    assert texts(read(tmp_path / "*.jsonl")[0]) == ["a.jsonl", "b.jsonl"]
+    in_order = read(tmp_path / "b.jsonl", tmp_path / "a.jsonl")[0]
+    assert texts(in_order) == ["b.jsonl", "a.jsonl"]
+    (tmp_path / "[odd].txt").write_text("odd")  # a file that is there is no pattern
+    assert texts(read(tmp_path / "[odd].txt")[0]) == ["odd"]
+
+
+def test_text_files_are_grouped(tmp_path):
+    for i in range(10):
+        (tmp_path / f"{i}").write_text("12345")
+    _, _, shards = read(tmp_path, shard_bytes=12)
+    assert [len(shard.files) for shard in shards] == [3, 3, 3, 1]
+    assert [shard.size for shard in shards] == [15, 15, 15, 5]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["missing.txt"], r"the input .*missing\.txt cannot be read: No such file"),
+        (["*.nothing"], r"no file matches '.*\*\.nothing'"),
+        (["a.txt", "a.txt"], r"a\.txt is in the inputs twice.*data\.blend"),
+        (["a.txt", "*.txt"], r"a\.txt is in the inputs twice"),
+        (["b.zst"], r"b\.zst: \.zst is not read; unpack it, or use \.gz, \.bz2, \.xz"),
+        (["c.parquet.gz"], "a Parquet file is compressed inside; unpack it"),
+    ],
+)
+def test_refuses(tmp_path, names, message):
+    for name in ("a.txt", "b.zst", "c.parquet.gz"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ValueError, match=message):
+        list_inputs([str(tmp_path / name) for name in names])
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    path = write_table(tmp_path / "a.parquet", values=["x"])
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'wlb-llm\[data\]'"):
+        read(path)
+
+
+def test_a_file_that_is_gone_is_a_bad_record(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    files, _ = list_inputs([str(tmp_path)])
+    Path(tmp_path / "a.txt").unlink()
+    (shard,) = list_shards(files, shard_bytes=9)
+    ((_, item),) = read_shard(shard, text_key="text", columns=COLUMNS)
+    assert isinstance(item, BadRecord)
+    assert str(item.reason) == "unreadable"

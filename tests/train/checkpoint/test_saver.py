@@ -1,0 +1,425 @@
+"""Checkpoints: what they hold, saving behind training, damage, failed saves, where runs go on."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
+from wlb.parallel import mesh
+from wlb.parallel.mesh import World, build_mesh
+from wlb.plan import PlannerState
+from wlb.spec import RunSpec
+from wlb.train import loop, refuse
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.checkpoint import saver
+from wlb.train.loop import Trainer
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """6 steps on one rank with a checkpoint after each of 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(spec_of(folder, corpus))[0]
+
+
+def spec_of(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
+    saved = {"interval": 2, "keep": 9, **sections.pop("checkpoint", {})}
+    # A constant rate: runs of different lengths have the same steps.
+    training = {"min_learning_rate": 0.02, **sections.pop("training", {})}
+    return small_spec(folder, corpus, checkpoint=saved, training=training, **sections)
+
+
+def copied(run: Run, folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
+    """The spec of a run whose folder is a copy of `run`'s."""
+    spec = spec_of(folder, corpus, **sections)
+    shutil.copytree(run.folder, folder / "runs" / "small")
+    return spec
+
+
+def at(folder: Path, step: int) -> Path:
+    return folder / "runs" / "small" / "checkpoints" / f"step-{step:08d}"
+
+
+def test_nothing_in_it_is_pickled(whole: Run) -> None:
+    saved = whole.folder / "checkpoints" / "step-00000004"
+    names = {path.name for path in saved.iterdir()}
+    shard = "shard-00001-model-00001-of-00001.safetensors"
+    assert names == {shard, "manifest.json", "planner.json", "run.json"}
+    with safe_open(saved / shard, framework="pt") as file:
+        kept = set(file.keys())
+    weights = {name.removeprefix("model.") for name in kept if name.startswith("model.")}
+    assert "layers.0.mlp.gate.weight" in weights or any("layers.0" in name for name in weights)
+    moments = {f"optimizer.state.{n}.{m}" for n in weights for m in ("exp_avg", "exp_avg_sq")}
+    assert moments <= kept
+    assert "rng.0.cpu" in kept
+    about = checkpoint.run_of(saved)
+    assert about["step"] == 4
+    assert about["profile"]
+    assert about["spec"]["training"]["steps"] == 6
+    # As sha256sum has it.
+    found = json.loads((saved / "manifest.json").read_text())["files"]
+    assert set(found) == names - {"manifest.json"}
+    said = subprocess.run(["sha256sum", saved / shard], capture_output=True, text=True, check=True)
+    assert said.stdout.split()[0] == found[shard]["sha256"]
+
+
+def test_loading_unpickles_nothing(
+    whole: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.pickle.load", refuse)
+    run, _ = train(spec, resume=True)
+    assert len(run.steps) == 7
+
+
+def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
+    """A trainer in this process that has not begun."""
+    job = job_of(spec)
+    device = torch.device("cpu")
+    mesh.init(World(), device, timeout_s=60.0)
+    return Trainer(job, World(), build_mesh(job.spec.parallel, device)), job
+
+
+def test_training_goes_on_while_a_copy_is_written(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, job = one_rank(spec_of(tmp_path, corpus))
+    may_write, write = threading.Event(), saver.state_dict_saver.save
+
+    def later(*arguments: Any, **named: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(saver.state_dict_saver, "save", later)
+    try:
+        before = {n: p.detach().clone() for n, p in trainer.executor.named_parameters().items()}
+        torch.manual_seed(5)
+        state = PlannerState.from_json(
+            json.loads(json.dumps(trainer.feed.peek(1)[0][0].state.to_json()))
+        )
+        assert trainer.saver.save(3, state) == []
+        assert trainer.saver.poll() == []
+        drawn = torch.rand(3)
+        with torch.no_grad():
+            for parameter in trainer.executor.named_parameters().values():
+                parameter.add_(1.0)  # a step, while the copy waits to be written
+        may_write.set()
+        (saved,) = trainer.saver.wait()
+        assert saved.error == ""
+        assert saved.step == 3
+        assert 0 < saved.stall_s < saved.write_s
+        assert saved.num_bytes > 1000
+        load = saver.load(
+            checkpoint.folder_of(job.checkpoints, 3),
+            trainer.mesh,
+            stages=trainer.executor.stages,
+            optimizers=trainer.optimizers,
+        )
+        assert load == 3
+        for name, parameter in trainer.executor.named_parameters().items():
+            assert torch.equal(parameter, before[name])
+        assert torch.equal(torch.rand(3), drawn)  # the generator went back as well
+    finally:
+        trainer.inputs.close()
+        trainer.feed.close()
+        trainer.saver.close()
+        mesh.shutdown()
+
+
+def damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "a bit":
+        data[len(data) // 2] ^= 4
+    elif how == "the end":
+        del data[-10:]
+    if how == "all":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "said"),
+    [
+        ("shard-00001-model-00001-of-00001.safetensors", "a bit", "is corrupt: its SHA-256"),
+        ("shard-00001-model-00001-of-00001.safetensors", "the end", "bytes, it was saved with"),
+        ("shard-00001-model-00001-of-00001.safetensors", "all", "is missing"),
+        ("planner.json", "a bit", "is corrupt: its SHA-256"),
+        ("run.json", "a bit", "is corrupt: its SHA-256"),
+        ("manifest.json", "the end", "cannot be read"),
+        ("manifest.json", "all", "cannot be read"),
+    ],
+)
+def test_damage_is_refused_and_the_one_before_is_offered(
+    whole: Run, corpus: Path, tmp_path: Path, name: str, how: str, said: str
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    damaged(at(tmp_path, 6) / name, how)
+    with pytest.raises(ValueError, match=f"step-00000006/{name} .*{said}.*--resume 4"):
+        train(spec, resume=True)
+    # What was offered works, and what was damaged is out of the way.
+    run, shown = train(spec, resume="4")
+    assert f"going on from {at(tmp_path, 4)}" in shown
+    assert "a later checkpoint is now" in shown
+    assert [line["steps_done"] for line in run.steps][-3:] == [5, 6, 7]
+    assert run.losses[-3:-1] == whole.losses[4:]
+    aside = at(tmp_path, 6).parent / "aside-1-step-00000006"
+    assert aside.is_dir()
+    checkpoint.check_files(at(tmp_path, 6))
+
+
+def test_the_first_checkpoint_has_none_before_it(whole: Run, corpus: Path, tmp_path: Path) -> None:
+    spec = copied(whole, tmp_path, corpus)
+    damaged(at(tmp_path, 2) / "run.json", "the end")
+    with pytest.raises(ValueError, match="there is no checkpoint before it"):
+        train(spec, resume="2")
+
+
+def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 6})
+    folder = at(tmp_path, 6).parent
+    partial = folder / "partial-00000007"
+    partial.mkdir()  # of a crash
+    run, shown = train(spec, resume=str(at(tmp_path, 4)))
+    assert f"going on from {at(tmp_path, 4)}" in shown
+    assert run.losses[-2:] == whole.losses[-2:]
+    assert not partial.exists()
+    with pytest.raises(ValueError, match=r"--resume 5: .* is no checkpoint of this run; .*step-0"):
+        train(spec, resume="5")
+    with pytest.raises(ValueError, match=r"To begin a new run with its weights, set checkpoint.in"):
+        train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
+
+
+def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, corpus, training={"steps": 2})
+    first, shown = train(spec, resume="auto")
+    assert "going on" not in shown
+    assert first.lines[0]["resumed_from"] is None
+    longer = spec_of(tmp_path, corpus, training={"steps": 3})
+    second, shown = train(longer, resume="auto")
+    assert f"going on from {at(tmp_path, 2)}" in shown
+    assert [line["steps_done"] for line in second.steps] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_training_waits_for_is_counted(
+    asynchronous: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for the save before, and for all of one that is not written behind training."""
+    waiting, hours = threading.Event(), [0.0]
+    write, wait = saver.state_dict_saver.save, saver.CheckpointSaver.wait
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        assert waiting.wait(30)  # training has come to wait for it
+        waiting.clear()
+        hours[0] += 3600.0
+        return write(*arguments, **named)
+
+    def noted(self: saver.CheckpointSaver) -> list[saver.Saved]:
+        if self._pending is not None:
+            waiting.set()
+        return wait(self)
+
+    clock = SimpleNamespace(**vars(time))
+    clock.perf_counter = lambda: time.perf_counter() + hours[0]
+    monkeypatch.setattr(saver.state_dict_saver, "save", slow)
+    monkeypatch.setattr(saver.CheckpointSaver, "wait", noted)
+    for module in (saver, loop):
+        monkeypatch.setattr(module, "time", clock)
+    options = {"asynchronous": asynchronous, "interval": 1}
+    run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
+    lines = [line for line in run.lines if line["kind"] == "checkpoint"]
+    waited = [line["stall_s"] for line in lines]
+    assert [round(s / 3600) for s in waited] == ([0, 1, 1] if asynchronous else [1, 1, 1])
+    assert all(line["write_s"] >= line["stall_s"] for line in lines)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is half removed is no checkpoint."""
+    remove = shutil.rmtree
+
+    def busy(path: Path, **options: Any) -> None:
+        if "old" in Path(path).name:
+            (Path(path) / checkpoint.MANIFEST).unlink()
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(saver.shutil, "rmtree", busy)
+    options = {"keep": 1, "interval": 1}
+    run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
+    found = checkpoint.complete(run.folder / "checkpoints")
+    assert [path.name for path in found] == ["step-00000003"]
+    assert all(not line["error"] for line in run.lines if line["kind"] == "checkpoint")
+
+
+def test_a_save_that_fails_leaves_those_before_it(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hash_file, calls = checkpoint.file_digest, []
+
+    def full(path: Path) -> str:
+        if path.suffix == ".safetensors":
+            calls.append(path)
+            if "00000004" in path.parent.name:
+                raise OSError(28, "No space left on device", str(path))
+        return hash_file(path)
+
+    monkeypatch.setattr(checkpoint, "file_digest", full)
+    run, _ = train(spec_of(tmp_path, corpus, checkpoint={"asynchronous": False}))
+    assert len(calls) == 3
+    assert len(run.steps) == 6  # training went on
+    assert run.checkpoints == ["step-00000002", "step-00000006"]  # nothing half-written
+    said = capsys.readouterr().out
+    assert "the checkpoint after step 4 could not be written: rank 0: [Errno 28] No space" in said
+    saves = [line for line in run.lines if line["kind"] == "checkpoint"]
+    assert ["No space" in line["error"] for line in saves] == [False, True, False]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}], ids=["one", "dp2"])
+def test_a_disk_that_is_full_at_the_end_is_an_error(
+    corpus: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """Files may have 20 KiB, as on a disk without room: a real error of the system."""
+    from wlb.spec import to_toml
+
+    spec = spec_of(tmp_path, corpus, parallel=layout, training={"steps": 3})
+    toml = tmp_path / "full.toml"
+    toml.write_text(to_toml(spec))
+    train(spec_of(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))  # makes the store
+    shutil.rmtree(tmp_path / "runs" / "small")
+    command = f"ulimit -f 20; exec {sys.executable} -m wlb train {toml}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the checkpoint after step 2 could not be written" in done.stdout
+    assert "the last checkpoint, after step 3, could not be written" in done.stderr
+    assert "File too large" in done.stderr
+    assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
+    assert len(Run(spec).steps) == 3
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "tp2-pp2-v2"])
+def test_a_run_begins_with_the_weights_of_another(
+    corpus: Path, tmp_path: Path, layout: str
+) -> None:
+    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 3}))
+    spec = small_spec(
+        tmp_path,
+        corpus,
+        run={"name": "second"},
+        training={"steps": 2},
+        checkpoint={"init_from": str(first.folder)},
+    )
+    second, said = train(relaid(spec, layout))
+    assert f"weights of {first.folder / 'checkpoints' / 'step-00000003'}" in said
+    assert second.evaluations[0][0] == 0
+    assert second.evaluations[0][1] == pytest.approx(first.evaluations[-1][1], rel=1e-6)
+    assert [line["measured"]["step"] for line in second.steps] == [0, 1]  # data begin anew
+    # A resumed run goes on from its own.
+    longer = replace(spec, training=replace(spec.training, steps=3))
+    third, said = train(relaid(longer, layout), resume=True)
+    assert "weights of" not in said
+    assert len(third.steps) == 3
+
+
+def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path: Path) -> None:
+    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
+    saved = first.folder / "checkpoints" / "step-00000001"
+    imported = {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_ids": [2]}
+    checkpoint.write_json(saved / "run.json", {**checkpoint.run_of(saved), "imported": imported})
+    (saved / "manifest.json").unlink()
+    checkpoint.write_manifest(saved)
+    spec = small_spec(
+        tmp_path,
+        corpus,
+        run={"name": "second"},
+        training={"steps": 1},
+        eval={"steps": 0},
+        checkpoint={"init_from": str(saved)},
+    )
+    for steps in (1, 2):  # also of a run that goes on
+        longer = replace(spec, training=replace(spec.training, steps=steps))
+        second, _ = train(longer, resume="auto")
+        made = second.folder / "checkpoints" / f"step-{steps:08d}"
+        assert checkpoint.run_of(made)["imported"] == imported
+
+
+def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+        checkpoint.await_files(folder, within_s=0.1)
+    files = {"run.json": checkpoint.about(folder / "run.json")}
+    (folder / checkpoint.MANIFEST).write_text('{"files": {')  # as much as has arrived
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+        checkpoint.await_files(folder, within_s=0.1)
+    threading.Timer(0.3, checkpoint.write_manifest, [folder, files]).start()
+    checkpoint.await_files(folder, within_s=30.0)
+    (folder / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"run\.json is missing, as this node sees it"):
+        checkpoint.await_files(folder, within_s=0.1)
+
+
+def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) -> None:
+    first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}))
+    saved = first.folder / "checkpoints" / "step-00000001"
+
+    def spec(given: Path, **sections: Any) -> RunSpec:
+        init = {"init_from": str(given)}
+        name = {"name": "second"}
+        return small_spec(tmp_path, corpus, **{"run": name, "checkpoint": init, **sections})
+
+    with pytest.raises(ValueError, match=r"init_from: .*has model.num_layers = 4, this run 2"):
+        train(spec(saved, model={"num_layers": 2}))
+    with pytest.raises(ValueError, match="is neither a checkpoint"):
+        train(spec(tmp_path / "nothing"))
+    scaling = {"factor": 2.0}
+    rotated = spec(saved, model={"num_layers": 2, "rope_theta": 5e5, "rope_scaling": scaling})
+    assert refuse.model_change(rotated.model, saved) == (
+        f"weights of {saved} go on with model.rope_theta = 500000.0 in the place of 10000.0, "
+        f"model.rope_scaling.factor = 2.0 in the place of 1.0"
+    )
+    assert refuse.model_change(spec(saved).model, saved) == ""
+    with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
+        train(spec(saved, run={"name": "small"}))
+    assert not (tmp_path / "runs" / "second").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(
+    corpus: Path, tmp_path: Path
+) -> None:
+    spec = small_spec(tmp_path, corpus)
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ValueError, match=r"run.output_dir = .*runs: nothing can be .* with room"):
+        train(spec)
+    full = replace(spec, run=replace(spec.run, output_dir="/dev/full"))
+    with pytest.raises(ValueError, match=r"run.output_dir = /dev/full: nothing can be written to"):
+        train(full)

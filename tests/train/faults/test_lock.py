@@ -1,0 +1,119 @@
+"""One process at a time trains a run; one that is gone keeps nobody out."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.train.case import small_spec, train, write_corpus
+from wlb.train.faults import lock
+from wlb.train.faults.lock import RunLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from rich.console import Console
+from wlb.train.faults.lock import RunLock
+lock = RunLock(Path(sys.argv[1]), Console())
+lock.take()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def said_by(directory: Path) -> tuple[RunLock, StringIO]:
+    text = StringIO()
+    return RunLock(directory, Console(file=text, width=300)), text
+
+
+def test_a_second_process_is_told_who_trains_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SAME_MACHINE_S", 0.1)
+    first, second = said_by(tmp_path / "runs" / "mine")[0], said_by(tmp_path / "runs" / "mine")[0]
+    first.take()
+    first.take()
+    owner = rf"runs/mine is being trained by process {os.getpid()} on {socket.gethostname()}, since"
+    with pytest.raises(ValueError, match=rf"{owner} .*; end that one or set run\.name"):
+        second.take()
+    other = said_by(tmp_path / "runs" / "other")[0]
+    other.take()
+    other.close()
+    first.close()
+    second.take()
+    second.close()
+
+
+def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "mine")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        process.kill()
+    taken, said = said_by(tmp_path / "mine")
+    taken.take()
+    assert json.loads(taken.path.read_text())["pid"] == os.getpid()
+    assert said.getvalue() == ""
+    taken.close()
+
+
+def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "OTHER_MACHINE_S", 0.3)
+    gone, second = said_by(tmp_path / "mine")[0], said_by(tmp_path / "mine")
+    gone.take()
+    assert gone._file is not None
+    gone.path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
+    remedy = rf"process 7 on n12, since 2026-11-01; .*that machine is gone, remove {gone.path}\)"
+    with pytest.raises(ValueError, match=remedy):
+        second[0].take()
+    assert second[1].getvalue().count("waiting for") == 1
+    gone.path.unlink()
+    second[0].take()
+    second[0].close()
+    gone._file.close()
+
+
+def test_a_file_system_without_locks_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    taken, said = said_by(tmp_path / "mine")
+    taken.take()
+    taken.take()
+    assert said.getvalue().count("is on a file system without locks (No locks available)") == 1
+    taken.close()
+
+
+def test_a_run_that_is_trained_is_neither_moved_aside_nor_tidied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SAME_MACHINE_S", 0.1)
+    spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"steps": 1})
+    run, _ = train(spec)
+    partial = run.folder / "checkpoints" / "partial-00000002"
+    partial.mkdir()
+    other = said_by(run.folder)[0]
+    other.take()
+    for resume in (False, True, "auto"):
+        with pytest.raises(ValueError, match="small is being trained by process"):
+            train(spec, resume=resume)
+    assert partial.exists()
+    assert not run.folder.with_name("small.1").exists()
+    other.close()
+    train(spec, resume=True)
+    train(spec)  # it was let go of
+    assert not other.path.exists()
+    assert run.folder.with_name("small.1").exists()

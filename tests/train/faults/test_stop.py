@@ -1,0 +1,170 @@
+"""Runs that are asked to stop finish their step, save, leave with status 0 and go on exactly."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.train.case import Run, relaid, small_spec, train, write_corpus
+from wlb.spec import RunSpec, to_toml
+from wlb.train import start
+from wlb.train.faults.stop import Signals, Stop, StoppedEarly, StopRequest
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: Path) -> None:
+    file, told = tmp_path / "stop", tmp_path / "told"
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        first = StopRequest(str(file), rank=0, told=told)
+        second = StopRequest(str(file), rank=1, told=told, signals=signals)
+        assert first.now() == second.now() == Stop.NO
+        file.touch()
+        assert (first.now(), second.now()) == (Stop.FILE, Stop.NO)
+        assert first.signalled == Stop.NO
+        signals.pass_on(told)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert second.now() == second.signalled == Stop.SIGNAL
+        assert first.now() == first.signalled == Stop.SIGNAL  # by the file that was made for it
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert str(file) in first.words[Stop.FILE]
+
+
+def test_a_signal_before_there_are_ranks_is_passed_on_and_a_second_one_ends_them(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "told"
+    with Signals() as signals:
+        for _ in range(2):  # none of these is passed on yet
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert not told.exists()
+        with pytest.raises(StoppedEarly):
+            signals.check()
+        signals.pass_on(told)
+        assert told.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert end.value.code == 128 + signal.SIGTERM
+        told.unlink()
+        tmp_path.rmdir()
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the ranks have ended
+
+
+def test_a_stop_file_ends_a_run_after_its_step(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight, _ = train(small_spec(tmp_path / "straight", corpus))
+    file = tmp_path / "stop"
+    file.touch()
+    spec = small_spec(tmp_path, corpus, run={"stop_file": str(file)})
+    for step in (1, 2):
+        run, _ = train(spec, resume="auto")
+        assert len(run.steps) == step
+        assert f"step-{step:08d}" in run.checkpoints
+        said = capsys.readouterr().out
+        assert f"stopped after step {step} by the stop file {file}; saved" in said
+        (stop,) = [line for line in run.lines if line["kind"] == "stop"][-1:]
+        assert stop["steps_done"] == step
+    # Nothing is evaluated on the way out: there may be seconds left.
+    assert [step for step, _ in run.evaluations] == [0]
+    file.unlink()
+    run, _ = train(spec, resume="auto")
+    assert run.losses == straight.losses
+    assert run.evaluations[-1] == straight.evaluations[-1]
+
+
+@contextmanager
+def started(spec: RunSpec, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Gone at the end, with its pipe: a test that fails and runs again must leave nothing."""
+    toml = folder / "run.toml"
+    toml.write_text(to_toml(spec), "utf-8")
+    command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def has_steps(run: Path, num: int) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and path.read_text().count('"kind": "step"') >= num
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_run_after_its_step(
+    corpus: Path, tmp_path: Path, kind: signal.Signals, layout: str
+) -> None:
+    steps = 400  # more than there is time for
+    data = {"epochs": 0}
+    spec = relaid(small_spec(tmp_path, corpus, training={"steps": steps}, data=data), layout)
+    folder = tmp_path / "runs" / "small"
+    with started(spec, tmp_path) as process:
+        end = time.monotonic() + 90
+        while not has_steps(folder, 3) and time.monotonic() < end:
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            time.sleep(0.05)
+        process.send_signal(kind)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    run = Run(spec)
+    done = len(run.steps)
+    assert 3 <= done < steps
+    assert f"stopped after step {done} by a signal (SIGTERM or SIGUSR1); saved" in said
+    assert f"step-{done:08d}" in run.checkpoints
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
+def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
+    corpus: Path, tmp_path: Path, layout: str
+) -> None:
+    """Sent when the run's folder appears: ranks start, or the model is being built."""
+    train(small_spec(tmp_path / "first", corpus, training={"steps": 1}))  # makes the store
+    spec = relaid(small_spec(tmp_path, corpus, training={"steps": 400}), layout)
+    folder = tmp_path / "runs" / "small"
+    with started(spec, tmp_path) as process:
+        end = time.monotonic() + 60
+        while not folder.exists() and time.monotonic() < end:
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            time.sleep(0.002)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert not has_steps(folder, 1)
+    assert "stopped after step 0 by a signal (SIGTERM or SIGUSR1); nothing is to save" in said
+    assert "Summary" not in said
+
+
+def test_a_signal_before_training_began_leaves_everything_as_it_was(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec(tmp_path, corpus)
+    older = tmp_path / "runs" / "small"
+    older.mkdir(parents=True)
+    (older / "metrics.jsonl").touch()
+    opened = start.open_stores
+
+    def slowly(*given: object) -> start.Stores:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return opened(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(start, "open_stores", slowly)
+    _, said = train(spec)
+    assert "stopped by a signal before training began" in said
+    assert [path.name for path in older.iterdir()] == ["metrics.jsonl"]
+    assert not older.with_name("small.1").exists()

@@ -1,0 +1,40 @@
+"""What the summary adds up."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from wlb.train.loop import Trainer
+from wlb.train.telemetry.tally import Share, Tally
+
+
+def test_filler_is_on_top_of_the_tokens() -> None:
+    assert Tally(filler=50, ours=Share(tokens=200)).filler_share == 0.25
+    assert Tally().filler_share == 0.0
+
+
+def test_steps_that_were_undone_leave_the_tally_and_what_happened_stays() -> None:
+    saved = Tally(losses=[3.0], filler=1)
+    saved.saves.add(1, 0.5, "")
+    now = Tally(losses=[3.0, 2.0], filler=3)
+    now.saves.add(2, 0.1, "full")
+    now.refused["rollback"] += 1
+    back = now.of_steps(saved)
+    assert (back.losses, back.filler) == ([3.0], 1)
+    assert (back.saves.failed, back.refused) == ({2}, {"rollback": 1})
+    back.losses.append(1.0)
+    assert saved.losses == [3.0]  # it may be gone back to again
+
+
+def test_a_step_holds_the_waits_before_it_and_its_own_once() -> None:
+    """2 s before a step that took 5 s, of which it waited 3 s for plans."""
+    trainer: Any = object.__new__(Trainer)
+    trainer.inputs = SimpleNamespace(exposed_ns=0)
+    trainer.feed = SimpleNamespace(waited_ns=5_000_000_000)
+    trainer._waited_before_ns, trainer._records_ns = 2_000_000_000, 0
+    exposed = trainer._exposed(time.perf_counter() - 5, 0)
+    assert exposed.step_ns * 1e-9 == pytest.approx(7.0, abs=0.5)
+    assert exposed.planning_ns == 5_000_000_000
+    assert trainer.feed.waited_ns == 0

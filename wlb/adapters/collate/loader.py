@@ -1,0 +1,123 @@
+"""A loader for other training loops: planned, collated steps of one data-parallel rank.
+
+Every rank plans the same global steps and takes its own pipeline's micro-batches, so that shards
+are disjoint and complete over any number of ranks. The state is the planner's, a few KB of JSON and
+the same on all ranks: it resumes exactly, with what waits in the packer, also on another number of
+ranks. Worker processes open planner and store themselves (only the functions that open them are
+pickled) and collate every `num_workers`-th step.
+
+(wlb's own trainer has a planner process a node instead and loads ahead in a thread: `wlb.train`.)
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from wlb.parallel.rows import TokenReader
+from wlb.plan import MicroBatch, PlannerState, StepPlan
+from wlb.planner import Planner
+
+Collate = Callable[[MicroBatch, TokenReader], Any]
+
+
+class LoadedStep(NamedTuple):
+    """One global step on one rank. num_targets: labels of all ranks, what the loss is divided by.
+    micro_batches: what `collate` made of this rank's, in execution order."""
+
+    step: int
+    num_targets: int
+    micro_batches: list[Any]
+
+
+class PlannedSteps(IterableDataset[LoadedStep]):
+    """The rank's steps from a state on; in a worker process, every num_workers-th of them."""
+
+    def __init__(
+        self,
+        open_planner: Callable[[], Planner],
+        open_reader: Callable[[], TokenReader],
+        *,
+        dp_rank: int,
+        collate: Collate,
+        state: PlannerState | None,
+    ) -> None:
+        self.open_planner, self.open_reader = open_planner, open_reader
+        self.dp_rank, self.collate, self.state = dp_rank, collate, state
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        worker = get_worker_info()
+        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
+        planner, reader = self.open_planner(), self.open_reader()
+        for i, plan in enumerate(planner.steps(self.state)):
+            if i % every == first:
+                yield self._loaded(plan, reader)
+
+    def _loaded(self, plan: StepPlan, reader: TokenReader) -> LoadedStep:
+        members = plan.pipelines[self.dp_rank].tolist()
+        made = [self.collate(plan.packing.micro_batch(i), reader) for i in members]
+        return LoadedStep(plan.step, plan.num_targets, made)
+
+
+def _as_it_is(step: Any) -> Any:
+    """In the place of torch's conversion, which would make tensors of every array."""
+    return step
+
+
+class PlannedLoader:
+    """Iterates over steps to the end of data; a second iteration goes on where one was left.
+
+    open_planner, open_reader: functions without arguments that open them, picklable if num_workers
+    is above 0 (`functools.partial` of a module's function). dp_rank: below the planner's dp.
+    num_workers, pin_memory, prefetch_factor: as in torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        open_planner: Callable[[], Planner],
+        open_reader: Callable[[], TokenReader],
+        *,
+        dp_rank: int,
+        collate: Collate,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        self._planner = open_planner()
+        if not 0 <= dp_rank < self._planner.dp:
+            raise ValueError(
+                f"dp_rank = {dp_rank} is not one of the planner's {self._planner.dp} pipelines; "
+                f"open it with dp = the number of data-parallel ranks"
+            )
+        self._open = (open_planner, open_reader)
+        self.dp_rank, self.collate = dp_rank, collate
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+        }
+        self._state = self._planner.start()
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        steps = PlannedSteps(
+            *self._open, dp_rank=self.dp_rank, collate=self.collate, state=self._state
+        )
+        for loaded in DataLoader(steps, batch_size=None, collate_fn=_as_it_is, **self._options):
+            plan = self._planner.next(self._state)
+            if plan is None or plan.step != loaded.step:
+                raise RuntimeError(
+                    f"step {loaded.step} came from a worker, this process planned "
+                    f"{None if plan is None else plan.step}: the planners differ"
+                )
+            # Before the step is given out: a checkpoint is made after it was trained.
+            self._state = plan.state
+            yield loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the step that was given last. JSON, the same on every rank."""
+        return self._state.to_json()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after that step, on any number of ranks and with more epochs or not; takes effect
+        with the next iteration."""
+        self._state = PlannerState.from_json(state).reopened()

@@ -1,0 +1,131 @@
+"""Padded batches: a row for each document, filled up to a common width.
+
+What loops without a kernel for variable lengths take. A row is one document: an attention mask
+[rows, width] cannot say where a second one begins; packed rows are in `wlb.adapters.collate.flat`.
+Labels are unshifted as there; the first of each document is IGNORE, or with padding on the left the
+model would learn to predict a first token from padding. Nothing is cut: a document longer than
+`max_length` is an error. Cost: rows x width tokens, whatever the documents hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from wlb.adapters.collate.flat import TokenArray, flatten
+from wlb.parallel.rows import IGNORE
+from wlb.plan import IntArray, IntLike, check_at_least
+
+
+class Side(StrEnum):
+    """Where padding goes."""
+
+    RIGHT = "right"
+    LEFT = "left"
+
+
+class PadTo(StrEnum):
+    """How wide a batch is."""
+
+    LONGEST = "longest"
+    """As its longest document."""
+    MAX_LENGTH = "max_length"
+    """`max_length` always, for compiled models and fixed buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadOptions:
+    """How a padded batch is laid out.
+
+    max_length: documents above it are refused; None for any. pad_to_multiple_of: the width is
+    rounded up to it, and `max_length` must be such a multiple. The enums may be given as strings.
+    """
+
+    pad_token_id: int
+    side: Side = Side.RIGHT
+    pad_to: PadTo = PadTo.LONGEST
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "side", Side(self.side))
+        object.__setattr__(self, "pad_to", PadTo(self.pad_to))
+        check_at_least("pad_token_id", self.pad_token_id, 0)
+        if self.max_length is not None:
+            check_at_least("max_length", self.max_length, 1)
+        elif self.pad_to is PadTo.MAX_LENGTH:
+            raise ValueError("pad_to = max_length needs max_length, which is None")
+        if self.pad_to_multiple_of is not None:
+            check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, 1)
+            if (self.max_length or 0) % self.pad_to_multiple_of:
+                raise ValueError(
+                    f"max_length = {self.max_length} is not a multiple of pad_to_multiple_of = "
+                    f"{self.pad_to_multiple_of}, so the widest batch would exceed it; round it"
+                )
+
+    def width(self, lengths: IntArray) -> int:
+        """Of a batch of documents of `lengths` (shape [rows])."""
+        longest = int(lengths.max())
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"example {int(lengths.argmax())} has {longest} tokens, max_length = "
+                f"{self.max_length}; nothing is cut here: split it, leave it out, or raise "
+                f"max_length"
+            )
+        if self.pad_to is PadTo.MAX_LENGTH:
+            return self.max_length or longest
+        multiple = self.pad_to_multiple_of or 1
+        return -(-longest // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaddedBatch:
+    """Documents as rows; all int64 of shape [rows, width].
+
+    labels: IGNORE on padding and on a document's first token. attention_mask: 1 on tokens, 0 on
+    padding. position_ids: from 0 in each document, 0 on padding.
+    """
+
+    input_ids: IntArray
+    labels: IntArray
+    attention_mask: IntArray
+    position_ids: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each document, shape [rows]."""
+        return self.attention_mask.sum(1)
+
+
+def pad(
+    examples: Sequence[IntLike],
+    *,
+    labels: Sequence[IntLike] | None = None,
+    options: PadOptions,
+) -> PaddedBatch:
+    """A row for each example: token ids (lists or arrays) of one document.
+
+    labels: of each example, as long as it; else its tokens. ValueError names an example that does
+    not fit.
+    """
+    flat = flatten(examples, labels=labels)
+    lengths = flat.lengths
+    width = options.width(lengths)
+    columns = np.arange(width)
+    if options.side is Side.RIGHT:
+        is_token = columns < lengths[:, None]
+    else:
+        is_token = columns >= width - lengths[:, None]
+
+    def rows(values: TokenArray, padding: int) -> IntArray:
+        out = np.full(is_token.shape, padding, np.int64)
+        out[is_token] = values
+        return out
+
+    return PaddedBatch(
+        input_ids=rows(flat.input_ids, options.pad_token_id),
+        labels=rows(flat.labels, IGNORE),
+        attention_mask=is_token.astype(np.int64),
+        position_ids=rows(flat.position_ids, 0),
+    )

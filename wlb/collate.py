@@ -1,0 +1,14 @@
+"""Alias of `wlb.adapters.collate`, where the collators are now; kept for one release."""
+
+import warnings
+
+from wlb.adapters import collate as _collate
+
+__all__ = _collate.__all__  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'wlb.collate' has no attribute {name!r}")
+    warnings.warn("wlb.collate is now wlb.adapters.collate", FutureWarning, stacklevel=2)
+    return getattr(_collate, name)

@@ -1,0 +1,367 @@
+"""Several stores mixed by weights of tokens, as one corpus.
+
+Documents of store s come in that store's own shuffled order, epoch after epoch. One that s gives
+after t of its tokens has the tag t / w_s, and the blend is all documents in the order of their tags
+(of equal ones in the order of stores): start-time fair queueing (Goyal et al., SIGCOMM'96), where
+tokens are the packets' lengths. So at any point of the stream t_s / w_s differs between two stores
+by at most their longest documents over their weights, and shares converge to the weights as 1 / t,
+for any sizes of batches. A store that is too small for its weight is repeated.
+
+Rows of a blend are those of its stores one after the other, and `Documents.id` is the store's own
+epoch * the blend's documents + row: unique in the run, and `id % num_documents` is the row, as for
+a single store. `Documents.source` is the store's number.
+
+Guarantees: deterministic; the state is a JSON-able dict with two counts a store, and `next` with
+equal states returns equal batches. A blend of one store is that store's `GlobalBatches`.
+Cost: that of `GlobalBatches`, plus sorting; documents that are looked at and not yet due are looked
+up again for the next batch, at least 64 a store. 16 bytes a document are kept.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.data.batches import (
+    BLOCK,
+    BatchStream,
+    GlobalBatches,
+    Source,
+    State,
+    TargetSource,
+    check_lengths,
+    stream_rows,
+)
+from wlb.data.store import TokenArray, TokenStore
+from wlb.plan import Documents, GlobalBatch, IntArray, Pieces, digest, int_array
+from wlb.spec.blend import parse_blend
+
+StoreName = str | tuple[str, ...]
+"""Prefix of a token store, or the entries of `data.blend`."""
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+_COUNTS = ("batch", "surplus")
+_COLUMNS = ("documents_read", "tokens_read")
+
+
+class BlendedStore:
+    """Token stores read as one: rows of the first, then of the second, and so on.
+
+    stores: at least one. weights: of tokens, above 0, one a store.
+    """
+
+    def __init__(self, stores: Sequence[TokenStore], weights: Sequence[float]) -> None:
+        _check_weights(len(stores), weights)
+        _check_tokenizers(stores)
+        self.stores = tuple(stores)
+        self.weights = tuple(weights)
+        self._first = _offsets([store.lengths for store in stores])
+
+    @property
+    def prefix(self) -> str:
+        return ", ".join(store.prefix for store in self.stores)
+
+    @property
+    def num_documents(self) -> int:
+        return int(self._first[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(store.num_tokens for store in self.stores)
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each document, shape [num_documents]; made anew each time."""
+        return np.concatenate([store.lengths for store in self.stores])
+
+    @property
+    def vocab_size(self) -> int | None:
+        sizes = [store.vocab_size for store in self.stores]
+        return max((size for size in sizes if size), default=None)
+
+    @property
+    def has_targets(self) -> bool:
+        return any(store.has_targets for store in self.stores)
+
+    @property
+    def num_targets(self) -> IntArray:
+        return np.concatenate([store.num_targets for store in self.stores])
+
+    def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
+        """Tokens [start, stop) of a document, as `TokenStore.read`."""
+        store, row = self._find(document)
+        return store.read(row, start, stop)
+
+    def trained(
+        self, document: int, start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Which of these tokens are trained, as `TokenStore.trained`."""
+        store, row = self._find(document)
+        return store.trained(row, start, stop)
+
+    def _find(self, document: int) -> tuple[TokenStore, int]:
+        if not 0 <= document < self.num_documents:
+            raise ValueError(
+                f"document {document} is not in {self.prefix}, which have {self.num_documents}"
+            )
+        at = int(np.searchsorted(self._first, document, side="right")) - 1
+        return self.stores[at], document - int(self._first[at])
+
+
+class BlendedBatches(BatchStream):
+    """Global batches of several sources; epochs = 0 never ends.
+
+    epochs > 0 ends where every source has been passed that often, most of them more often.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        *,
+        tokens_per_batch: int,
+        seed: int,
+        epochs: int = 0,
+    ) -> None:
+        _check_weights(len(sources), weights)
+        if tokens_per_batch < 1:
+            raise ValueError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
+        if epochs < 0:
+            raise ValueError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+        self.sources = tuple(sources)
+        self.tokens_per_batch = tokens_per_batch
+        self.epochs = epochs
+        self._weights = np.array(weights, np.float64)
+        self._lengths = [int_array("lengths", source.lengths) for source in sources]
+        for lengths in self._lengths:
+            check_lengths(lengths)
+        self._tokens = [int(lengths.sum()) for lengths in self._lengths]
+        self._first = _offsets(self._lengths)
+        self._seed = seed
+        self._targets = [
+            source if isinstance(source, TargetSource) and source.has_targets else None
+            for source in sources
+        ]
+        self._identity: State = {
+            "num_documents": [lengths.size for lengths in self._lengths],
+            "num_tokens": self._tokens,
+            "lengths": [digest(lengths) for lengths in self._lengths],
+            "weights": [float(weight) for weight in weights],
+            "seed": seed,
+        }
+        if self.has_targets:
+            self._identity["targets"] = [
+                None if t is None else digest(t.num_targets) for t in self._targets
+            ]
+
+    @property
+    def has_targets(self) -> bool:
+        return any(targets is not None for targets in self._targets)
+
+    def count_targets(self, pieces: Pieces) -> IntArray:
+        """Trained labels of pieces of these sources' documents, shape [num_pieces]."""
+        out = pieces.num_targets.copy()
+        for number, source in enumerate(self._targets):
+            here = np.flatnonzero(pieces.source == number)
+            rows = pieces.document[here] % int(self._first[-1]) - self._first[number]
+            if source is not None:
+                out[here] = source.count_targets(rows, pieces.start[here], pieces.stop[here])
+        return out
+
+    def start(self) -> State:
+        """The state before the first document."""
+        counts: State = dict.fromkeys(_COUNTS, 0)
+        columns = {name: [0] * len(self.sources) for name in _COLUMNS}
+        return {**counts, **columns, **self._identity}
+
+    def epochs_read(self, state: State) -> list[float]:
+        """Passes over each source until `state`."""
+        read = zip(state["documents_read"], self._lengths, strict=True)
+        return [count / lengths.size for count, lengths in read]
+
+    def next(self, state: State) -> tuple[GlobalBatch, State] | None:
+        """The batch after `state` and the state after the batch; None after the last epoch."""
+        self._check(state)
+        read = [np.array(state[name], np.int64) for name in _COLUMNS]
+        missing = self.tokens_per_batch - state["surplus"]
+        has_ended = not self._has_next(read[1])
+        source, ids, lengths = self._take(read[0], read[1], missing)
+        if not ids.size and (missing > 0 or has_ended):
+            return None
+        documents = Documents(
+            id=ids,
+            length=lengths,
+            num_targets=self._num_targets(source, ids, lengths),
+            source=source,
+            arrival=np.full(ids.size, state["batch"], np.int64),
+        )
+        after = {
+            "batch": state["batch"] + 1,
+            "surplus": max(0, int(lengths.sum()) - missing),
+            **{name: counts.tolist() for name, counts in zip(_COLUMNS, read, strict=True)},
+        }
+        return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
+
+    @property
+    def _end(self) -> float:
+        """The tag at which every source has been passed `epochs` times."""
+        if not self.epochs:
+            return np.inf
+        return float((np.array(self._tokens, np.int64) * self.epochs / self._weights).max())
+
+    def _has_next(self, tokens_read: IntArray) -> bool:
+        return bool((tokens_read / self._weights).min() < self._end)
+
+    def _take(
+        self, documents_read: IntArray, tokens_read: IntArray, missing: int
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Source, id and length of the next documents until `missing` tokens; counts them."""
+        out: list[tuple[IntArray, IntArray, IntArray]] = []
+        while missing > 0 and self._has_next(tokens_read):
+            source, ids, lengths = self._ordered(documents_read, tokens_read, missing)
+            used = min(lengths.size, int(np.searchsorted(np.cumsum(lengths), missing)) + 1)
+            source, ids, lengths = source[:used], ids[:used], lengths[:used]
+            documents_read += np.bincount(source, minlength=len(self.sources))
+            np.add.at(tokens_read, source, lengths)
+            missing -= int(lengths.sum())
+            out.append((source, ids, lengths))
+        if not out:
+            nothing = np.zeros(0, np.int64)
+            return nothing, nothing, nothing
+        source, ids, lengths = (np.concatenate(column) for column in zip(*out, strict=True))
+        return source, ids, lengths
+
+    def _ordered(
+        self, documents_read: IntArray, tokens_read: IntArray, missing: int
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """At least one document of the stream in its order: source, id and length of each."""
+        shares = self._weights / self._weights.sum()
+        ids: list[IntArray] = []
+        lengths: list[IntArray] = []
+        tags: list[npt.NDArray[np.float64]] = []
+        first_unseen: list[tuple[float, int]] = []
+        for number, weight in enumerate(self._weights):
+            mean = self._tokens[number] / self._lengths[number].size
+            size = min(BLOCK, int(1.125 * missing * shares[number] / mean) + 64)
+            block_ids, block = self._block(number, int(documents_read[number]), size)
+            before = tokens_read[number] + np.cumsum(block) - block
+            ids.append(block_ids)
+            lengths.append(block)
+            tags.append(before / weight)
+            first_unseen.append((float((before[-1] + block[-1]) / weight), number))
+        source = np.repeat(np.arange(len(ids)), [block.size for block in ids])
+        tag = np.concatenate(tags)
+        # What a source has beyond its block might come before later documents of the others.
+        limit, of = min(first_unseen)
+        known = (tag < limit) | ((tag == limit) & (source < of))
+        rows = np.flatnonzero(known & (tag < self._end))
+        rows = rows[np.lexsort((source[rows], tag[rows]))]
+        return source[rows], np.concatenate(ids)[rows], np.concatenate(lengths)[rows]
+
+    def _block(self, number: int, first: int, size: int) -> tuple[IntArray, IntArray]:
+        """Ids and lengths of `size` documents of a source's own stream, shape [size] each."""
+        lengths = self._lengths[number]
+        seed = self._seed + number * _SEED_STEP
+        epoch, rows = stream_rows(first, size, lengths.size, seed=seed)
+        return epoch * int(self._first[-1]) + int(self._first[number]) + rows, lengths[rows]
+
+    def _num_targets(self, source: IntArray, ids: IntArray, lengths: IntArray) -> IntArray:
+        out = lengths - 1
+        for number, targets in enumerate(self._targets):
+            if targets is not None:
+                here = np.flatnonzero(source == number)
+                rows = ids[here] % int(self._first[-1]) - self._first[number]
+                out[here] = targets.num_targets[rows]
+        return out
+
+    def _check(self, state: State) -> None:
+        expected = {*_COUNTS, *_COLUMNS, *self._identity}
+        if state.keys() != expected:
+            raise ValueError(
+                f"the state of a blend has {sorted(expected)}, this one {sorted(state)}; resume "
+                f"with the data.blend of the checkpoint, or start a new run"
+            )
+        for name, value in self._identity.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state to resume from has {name} = {state[name]}, this run has {value}; "
+                    f"resume with the data.blend and seed of the checkpoint, or start a new run"
+                )
+        counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
+        sizes = {len(state[name]) for name in _COLUMNS}
+        if sizes != {len(self.sources)} or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise ValueError(f"the state of a blend has counts {counts}; it is damaged")
+
+
+def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedStore:
+    """The store at a prefix, or the stores of a blend as one."""
+    if isinstance(name, str):
+        return TokenStore(name, source_id=source_id)
+    entries = parse_blend(name)
+    stores = [TokenStore(prefix, source_id=i) for i, (prefix, _) in enumerate(entries)]
+    return BlendedStore(stores, [weight for _, weight in entries])
+
+
+def open_batches(
+    name: StoreName, *, tokens_per_batch: int, seed: int, epochs: int = 0, shuffle: bool = True
+) -> GlobalBatches | BlendedBatches:
+    """Global batches of a store or a blend; shuffle = False is for a single store."""
+    store = open_store(name)
+    if isinstance(store, TokenStore):
+        return GlobalBatches(
+            store, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs, shuffle=shuffle
+        )
+    if not shuffle:
+        raise ValueError(f"the blend of {store.prefix} has no order of its own; shuffle it")
+    return BlendedBatches(
+        store.stores, store.weights, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs
+    )
+
+
+def _offsets(lengths: Sequence[IntArray]) -> IntArray:
+    """First row of each source in the blend, and the number of rows; shape [sources + 1]."""
+    return np.concatenate([[0], np.cumsum([x.size for x in lengths])]).astype(np.int64)
+
+
+def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
+    if not num_sources or len(weights) != num_sources:
+        raise ValueError(f"{num_sources} sources with {len(weights)} weights; one each is needed")
+    if not all(0 < weight < np.inf for weight in weights):
+        raise ValueError(f"weights {list(weights)} must all be above 0; leave out the others")
+
+
+def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
+    """ValueError for stores whose tokens do not mean the same, as far as their sidecars say.
+
+    A store whose documents end without eos_id has none; a blend may mix it with others.
+    """
+    first: dict[str, tuple[TokenStore, object]] = {}
+    for store in stores:
+        if store.info is None:
+            continue
+        said = {
+            "vocab_size": store.info.vocab_size,
+            "eos_id": store.info.eos_id,
+            "tokenizer": store.info.preparation.get("tokenizer_checksum"),
+        }
+        for what, theirs in said.items():
+            if theirs is None:
+                continue
+            other, ours = first.setdefault(what, (store, theirs))
+            if ours != theirs:
+                raise ValueError(
+                    f"the stores {other.prefix} and {store.prefix} of data.blend have "
+                    f"different tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare "
+                    f"both with the same one: wlb prepare --tokenizer {_tokenizer_of(other)}"
+                )
+
+
+def _tokenizer_of(store: TokenStore) -> Path:
+    named = store.info.tokenizer if store.info else None
+    return Path(store.prefix).parent / (named or "tokenizer.json")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:16]}..." if len(text) > 16 else text

@@ -1,0 +1,429 @@
+"""Token stores: documents as token ids in a `.bin` + `.idx` pair, Megatron's IndexedDataset.
+
+`.bin` is the tokens, concatenated, and `.idx` says where documents lie (`index.py`). Beside them
+`<prefix>.json` (`StoreInfo`), which Megatron ignores, holds what a token file cannot say itself:
+vocabulary, EOS id, tokenizer, checksum, origin. A store for fine-tuning also has `<prefix>.targets`
+(`targets.py`), which says what tokens are trained.
+
+Guarantees: a store is seen whole or not at all. The writer works under temporary names and renames
+the index last, after taking an old one away. A store that does not fit its index is refused when it
+is opened. Documents that hold no token (Megatron permits them) are left out and counted, so a row
+of `TokenStore.lengths` is never 0; without such documents rows are Megatron's document numbers.
+A document of several sequences reads as one.
+
+Cost: writing keeps 8 bytes a document in memory, and 16 a span of trained tokens. Opening reads the
+index once; tokens are mapped and a read copies nothing. A pickled store is only its prefix.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from array import array
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.data.index import read_index, write_index
+from wlb.data.targets import Targets, TargetSpans
+from wlb.plan import BoolArray, IntArray, IntLike
+
+TokenArray = npt.NDArray[Any]
+
+_LONGEST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreInfo:
+    """The sidecar `<prefix>.json` of a store.
+
+    eos_id: the token that ends every document, None if there is none. tokenizer: file name beside
+    the store. checksum: blake2b of `.bin`. preparation: how `wlb.prepare.prepare` made it.
+    targets: blake2b of `.targets`, None for a store without it.
+    """
+
+    vocab_size: int
+    num_documents: int
+    num_tokens: int
+    checksum: str
+    eos_id: int | None = None
+    tokenizer: str | None = None
+    source: str = ""
+    preparation: dict[str, Any] = field(default_factory=dict[str, Any])
+    targets: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "StoreInfo | None":
+        """The sidecar at `path`; None if there is none, ValueError if it cannot be used."""
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            data = json.loads(text)
+            data.setdefault("targets", None)
+            info = cls(**{f.name: data[f.name] for f in fields(cls)})
+            if not all(type(n) is int for n in (info.vocab_size, info.num_tokens)):
+                raise TypeError("vocab_size and num_tokens must be integers")
+            return info
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is not the description of a token store ({error!r}); prepare the store "
+                f"again, or remove this file and set model.vocab_size"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        temporary = temporary_name(path)
+        data = asdict(self)
+        if self.targets is None:
+            del data["targets"]
+        temporary.write_text(json.dumps(data, indent=1) + "\n")
+        os.replace(temporary, path)
+
+
+def store_path(prefix: str | Path, suffix: str) -> Path:
+    """`prefix` + `suffix`, for prefixes that contain dots as well."""
+    return Path(f"{prefix}{suffix}")
+
+
+def temporary_name(path: Path) -> Path:
+    """A name in the folder of `path` that nobody else uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest dtype that Megatron and we write for ids below `vocab_size`."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
+
+
+class TokenStoreWriter:
+    """Writes a store document by document; a context manager.
+
+    Leaving the block normally makes the store visible; leaving it by an exception leaves no trace
+    and an older store of the same name untouched. `preparation` goes to the sidecar and may be
+    added to until then.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int,
+        eos_id: int | None = None,
+        tokenizer: str | None = None,
+        source: str = "",
+        preparation: dict[str, Any] | None = None,
+    ) -> None:
+        if not 1 <= vocab_size <= 1 << 31:
+            raise ValueError(f"vocab_size = {vocab_size} must be in [1, 2**31]")
+        self.prefix = str(prefix)
+        self.preparation = dict(preparation or {})
+        self._info = StoreInfo(
+            vocab_size=vocab_size,
+            num_documents=0,
+            num_tokens=0,
+            checksum="",
+            eos_id=eos_id,
+            tokenizer=tokenizer,
+            source=source,
+        )
+        self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._lengths = array("q")
+        self._num_tokens = 0
+        self._targets: TargetSpans | None = None
+        self._hash = hashlib.blake2b(digest_size=32)
+        self._done = False
+        bin_path = store_path(prefix, ".bin")
+        bin_path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = temporary_name(bin_path)
+        self._file = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def add(self, tokens: IntLike, trained: IntLike | None = None) -> None:
+        """Appends one document (shape [num_tokens]); ValueError naming a document it cannot be.
+
+        trained: int64 [k, 2], half-open spans of the tokens that are trained, for all documents of
+        a store or for none (then every token but the first is). A token is trained as the label of
+        the one before it, so the first one never is, in a span or not.
+        """
+        ids = np.asarray(tokens)
+        number = len(self._lengths)
+        if ids.ndim != 1 or not 1 <= ids.size <= _LONGEST:
+            raise ValueError(
+                f"document {number} of {self.prefix} has shape {ids.shape}; a document is one axis "
+                f"of 1 to {_LONGEST} tokens, so leave empty ones out"
+            )
+        if ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"document {number} of {self.prefix} has dtype {ids.dtype}; tokens are integers"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
+            at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            raise ValueError(
+                f"document {number} of {self.prefix}: token {at} is {ids[at]}, outside the "
+                f"vocabulary [0, {self._vocab_size}); use the tokenizer's whole vocab_size, with "
+                f"added tokens"
+            )
+        self._add_targets(trained, ids.size)
+        data = ids.astype(self._dtype).tobytes()
+        self._hash.update(data)
+        self._file.write(data)
+        self._lengths.append(ids.size)
+        self._num_tokens += ids.size
+
+    def _add_targets(self, trained: IntLike | None, length: int) -> None:
+        number = len(self._lengths)
+        name = f"document {number} of {self.prefix}"
+        if trained is not None and number == 0:
+            self._targets = TargetSpans()
+        if (trained is None) != (self._targets is None):
+            raise ValueError(
+                f"{name} {'lacks' if trained is None else 'has'} trained spans, the documents "
+                f"before it do not; give them for all documents of a store (an empty list for none "
+                f"trained) or for none"
+            )
+        if self._targets is not None and trained is not None:
+            self._targets.add(trained, first=self._num_tokens, length=length, name=name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.discard()
+        elif not self._done:
+            self.finish()
+
+    def discard(self) -> None:
+        """Removes what was written; nothing happens after `finish`."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def finish(self) -> StoreInfo:
+        """Makes the store visible: old index away, tokens, targets, sidecar and, last, index."""
+        info = replace(
+            self._info,
+            num_documents=self.num_documents,
+            num_tokens=self._num_tokens,
+            checksum=self._hash.hexdigest(),
+            preparation=self.preparation,
+        )
+        _sync_and_close(self._file)
+        index_path, targets_path = (store_path(self.prefix, end) for end in (".idx", ".targets"))
+        index, targets = temporary_name(index_path), temporary_name(targets_path)
+        try:
+            with open(index, "wb") as file:
+                write_index(file, self._lengths, self._dtype)
+                _sync_and_close(file)
+            if self._targets is not None:
+                with open(targets, "wb") as file:
+                    self._targets.write(
+                        file,
+                        num_documents=info.num_documents,
+                        num_tokens=info.num_tokens,
+                        checksum=info.checksum,
+                    )
+                    _sync_and_close(file)
+                info = replace(info, targets=file_checksum(targets))
+            index_path.unlink(missing_ok=True)
+            os.replace(self._temporary, store_path(self.prefix, ".bin"))
+            targets_path.unlink(missing_ok=True)
+            if info.targets is not None:
+                os.replace(targets, targets_path)
+            info.write(store_path(self.prefix, ".json"))
+            os.replace(index, index_path)
+        except BaseException:
+            index.unlink(missing_ok=True)
+            targets.unlink(missing_ok=True)
+            self.discard()
+            raise
+        self._done = True
+        return info
+
+
+def _sync_and_close(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+class TokenStore:
+    """A store opened for reading; `source_id` is what `Documents.source` will say.
+
+    lengths: int64 tokens of each document, read-only, shape [num_documents]. num_targets: how many
+    of them are trained, likewise; all but the first one, where no `.targets` file says otherwise
+    (`has_targets`). Token ranges of a `Piece` read as
+    `store.read(piece.document % store.num_documents, piece.start, piece.stop)`.
+    """
+
+    def __init__(self, prefix: str | Path, *, source_id: int = 0) -> None:
+        self.prefix = str(prefix)
+        self.source_id = source_id
+        bin_path, index_path = store_path(prefix, ".bin"), store_path(prefix, ".idx")
+        for path in (bin_path, index_path):
+            if not path.is_file():
+                raise ValueError(
+                    f"no token store at {self.prefix}: {path} is missing; give the prefix without "
+                    f".bin, or make the store with `wlb prepare`"
+                )
+        index = read_index(index_path, num_bytes=bin_path.stat().st_size)
+        self.info = StoreInfo.read(store_path(prefix, ".json"))
+        self.dtype = index.dtype
+        self.lengths = index.length
+        self.num_empty_documents = index.num_empty
+        self._start = index.start
+        if self.info and self.info.num_tokens != index.num_tokens:
+            raise ValueError(
+                f"{self.prefix}.json describes {self.info.num_tokens} tokens, {index_path} has "
+                f"{index.num_tokens}; prepare the store again, or remove the .json if it belongs "
+                f"to another store"
+            )
+        largest = np.iinfo(self.dtype).max if self.dtype.kind in "iu" else None
+        if self.info and largest is not None and self.info.vocab_size > largest + 1:
+            raise ValueError(
+                f"{self.prefix}.json says {self.info.vocab_size} tokens of vocabulary, {bin_path} "
+                f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
+            )
+        self._targets = self._open_targets()
+        self.num_targets = _all_but_first(index.length)
+        if self._targets is not None:
+            self.num_targets = self._targets.num_targets
+        tokens: TokenArray = np.zeros(0, index.dtype)
+        if index.num_tokens:  # an empty file cannot be mapped
+            tokens = np.asarray(np.memmap(bin_path, index.dtype, mode="r"))
+        self._tokens = tokens
+
+    def _open_targets(self) -> Targets | None:
+        path = store_path(self.prefix, ".targets")
+        expected = self.info.targets if self.info else None
+        if path.is_file() != (expected is not None):
+            says = "is missing, without which other tokens would be trained"
+            if expected is None:
+                says = f"is not of this store: {self.prefix}.json does not have its checksum"
+            raise ValueError(f"{path} {says}; copy or prepare the store again")
+        if self.info is None or expected is None:
+            return None
+        return Targets(path, first=self._start, length=self.lengths, checksum=self.info.checksum)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of the store."""
+        return self.lengths.size
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the store says which tokens are trained (`.targets`)."""
+        return self._targets is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the store."""
+        return self._tokens.size
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the sidecar; None without one, and then model.vocab_size has to say it."""
+        return self.info.vocab_size if self.info else None
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a document, or None where the store does not say."""
+        return self.info.eos_id if self.info else None
+
+    def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
+        """Tokens [start, stop) of a document as a read-only view of the mapped file."""
+        if not 0 <= document < self.lengths.size:
+            raise ValueError(
+                f"document {document} is not in {self.prefix}, which has {self.lengths.size}"
+            )
+        length = int(self.lengths[document])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise ValueError(
+                f"tokens [{start}, {stop}) are not in document {document} of {self.prefix}, which "
+                f"has {length} tokens"
+            )
+        first = int(self._start[document])
+        return self._tokens[first + start : first + stop]
+
+    def trained(self, document: int, start: int = 0, stop: int | None = None) -> BoolArray:
+        """Whether each of the tokens [start, stop) of a document is trained, shape [stop - start].
+
+        As labels: each from the token before it, so token 0 never is.
+        """
+        size = self.read(document, start, stop).size  # refuses what is not there
+        if self._targets is not None:
+            return self._targets.trained(document, start, start + size)
+        out = np.ones(size, bool)
+        out[: max(0, 1 - start)] = False
+        return out
+
+    def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
+        """Labels of the pieces [start, stop) of `document`, each of shape [num_pieces].
+
+        The label of a piece's last token is the document's token `stop`, if it has one.
+        """
+        if self._targets is not None:
+            return self._targets.count(document, start, stop)
+        rows = np.asarray(document, np.int64)
+        last = np.minimum(np.asarray(stop, np.int64), self.lengths[rows] - 1)
+        return last - np.asarray(start, np.int64)
+
+    def verify(self) -> None:
+        """ValueError unless the files have the checksums of the sidecar; reads them whole."""
+        path = store_path(self.prefix, ".bin")
+        if self.info is None:
+            raise ValueError(f"{path} has no checksum: {self.prefix}.json is missing")
+        expected = [(path, self.info.checksum, "tokens")]
+        if self.info.targets is not None:
+            targets = store_path(self.prefix, ".targets")
+            expected.append((targets, self.info.targets, "trained tokens"))
+        for path, checksum, what in expected:
+            found = file_checksum(path)
+            if found != checksum:
+                raise ValueError(
+                    f"{path} has checksum {found[:16]}..., {self.prefix}.json says "
+                    f"{checksum[:16]}...; the {what} changed, so prepare the store again"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.prefix, self.source_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenStore({self.prefix!r}, {self.num_documents} documents, "
+            f"{self.num_tokens} tokens, {self.dtype})"
+        )
+
+
+def _all_but_first(lengths: IntArray) -> IntArray:
+    out = lengths - 1
+    out.flags.writeable = False
+    return out
+
+
+def _reopen(prefix: str, source_id: int) -> TokenStore:
+    return TokenStore(prefix, source_id=source_id)
+
+
+def file_checksum(path: Path) -> str:
+    """blake2b of a file, 32 bytes in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

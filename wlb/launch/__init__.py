@@ -1,0 +1,1 @@
+"""Start the ranks of one machine, and watch over ranks while they work."""

@@ -1,0 +1,422 @@
+"""Start the ranks of one machine and bring back their results, or the first failure.
+
+A forkserver that has torch imported forks one process a rank (8 ranks start in about a third of a
+second, where fresh interpreters need ten). Guarantees:
+
+- The first rank that fails stops all others at once; its traceback is the error.
+- A rank that dies (signal, out of memory) is reported with its exit code.
+- `timeout_s` bounds the whole run; past it every rank's stack is reported.
+- No process outlives the call, nor the launching process, however that ends. A rank is the leader
+  of a process group of its own, so processes that it started go with it.
+
+Ranks meet through a file in a temporary directory: there is no port to race for. Ranks inherit
+stdout and stderr, see this process's environment as it is now, and import `fn` by its name.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from wlb.parallel import mesh
+
+PRELOAD = (
+    "__main__",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "wlb.launch.local",
+)
+
+# Slow imports of test modules: once in the server instead of once a rank.
+PRELOAD_IF_LOADED = ("pytest", "hypothesis")
+
+DUMP_SIGNAL = signal.SIGUSR2
+_STACK_WAIT_S = 2.0
+_PEER_WAIT_S = 0.2
+_REPORT_WAIT_S = 10.0
+_LAST_WORD_S = 0.5
+"""For a rank that its peers report: it may have died, and its exit code says how."""
+_JOIN_S = 10.0
+
+
+class RankFailure(RuntimeError):
+    """A rank failed, died or hung. `rank` failed first (-1: the run was out of time)."""
+
+    def __init__(self, message: str, *, rank: int, error: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What a rank is told. task: pickled (fn, args)."""
+
+    world: mesh.World
+    task: bytes
+    device: str
+    start_group: bool
+    group_timeout_s: float
+    num_threads: int
+    environment: dict[str, str]
+    stack_file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """at_s: the machine's monotonic clock; 0 for a rank that died without a word. is_report: one
+    of all ranks, by whoever watched over them."""
+
+    rank: int
+    error: str
+    details: str
+    at_s: float = 0.0
+    is_report: bool = False
+
+
+def run_local(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float | None = None,
+    device: str = "cpu",
+    start_group: bool = False,
+    preload: Sequence[str] = (),
+    awaits_report: bool = False,
+) -> list[Any]:
+    """Results of fn(world, *args) on `world_size` ranks of this machine, in rank order.
+
+    device: "cpu" or "cuda", already chosen. start_group: the process group is started before `fn`
+    and ended after it; otherwise `fn` calls `mesh.init`. preload: more modules for the forkserver
+    to import once; it starts at the first call of a process and later additions come too late.
+    awaits_report: ranks watch over each other (`wlb.launch.watch`), so that when one fails a
+    report of all comes a moment later. SIGTERM and SIGHUP end this process and the ranks, unless
+    the caller has handlers of its own.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size = {world_size} must be at least 1")
+    task = _pickled_task(fn, args)
+    ranks = _Ranks()
+    with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
+        jobs = [
+            _Job(
+                world=_world_of(rank, world_size, folder),
+                task=task,
+                device=device,
+                start_group=start_group,
+                # Later than the launcher's own limit, which reports more.
+                group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
+                num_threads=mesh.threads_per_rank(world_size),
+                environment=mesh.environment(
+                    OMP_NUM_THREADS=str(mesh.threads_per_rank(world_size))
+                ),
+                stack_file=str(Path(folder, f"stack-{rank}")),
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            ranks.start(jobs, preload)
+            return ranks.collect(timeout_s, awaits_report=awaits_report)
+        except BaseException:
+            ranks.kill()
+            raise
+        finally:
+            ranks.join()
+
+
+def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Plain pickle: torch's own reducers would share memory with a process that may be gone."""
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to ranks: "
+            f"{error}; use a function at the top of a module and plain arguments"
+        ) from error
+
+
+def _world_of(rank: int, world_size: int, folder: str) -> mesh.World:
+    return mesh.World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        origin=mesh.Origin.SPAWNED,
+        rendezvous_file=str(Path(folder, "rendezvous")),
+    )
+
+
+@contextlib.contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process, so that ranks and temporary files go at once."""
+    is_main = threading.current_thread() is threading.main_thread()
+    kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
+
+    def leave(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    for kind in kinds if is_main else ():
+        signal.signal(kind, leave)
+    try:
+        yield
+    finally:
+        for kind in kinds if is_main else ():
+            signal.signal(kind, signal.SIG_DFL)
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """The processes of a run, in rank order, and the pipes that bring their results."""
+
+    jobs: list[_Job] = field(default_factory=list)
+    processes: list[ForkServerProcess] = field(default_factory=list)
+    pending: dict[Connection, int] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+
+    def start(self, jobs: list[_Job], preload: Sequence[str]) -> None:
+        self.jobs = jobs
+        context = multiprocessing.get_context("forkserver")
+        loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
+        context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
+        with mesh.temporary_environment(OMP_NUM_THREADS="1"):
+            forkserver.ensure_running()
+        for job in jobs:
+            receiver, sender = context.Pipe(duplex=False)
+            self.pending[receiver] = job.world.rank
+            # Not a daemon: a rank may start processes of its own.
+            process = context.Process(target=_rank_main, args=(job, sender), daemon=False)
+            process.start()
+            self.processes.append(process)
+            sender.close()
+
+    def collect(self, timeout_s: float | None, *, awaits_report: bool = False) -> list[Any]:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.pending:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = wait(list(self.pending), timeout=left)
+            if not ready:
+                raise self._out_of_time(timeout_s)
+            failures = self._take(ready)
+            if failures:
+                raise self._failed(failures + self._peers(failures, awaits_report))
+        return [self.results[rank] for rank in range(len(self.jobs))]
+
+    def _peers(self, first: list[_Failure], awaits_report: bool) -> list[_Failure]:
+        """Failures a moment after the one seen first, which may be their consequence, or until a
+        report of all."""
+        failures: list[_Failure] = []
+        end = time.monotonic() + (_REPORT_WAIT_S if awaits_report else _PEER_WAIT_S)
+        while self.pending and (left := end - time.monotonic()) > 0:
+            if any(failure.is_report for failure in first + failures):
+                break
+            failures += self._take(wait(list(self.pending), timeout=left))
+        reported = {failure.rank for failure in first + failures if failure.is_report}
+        # Peers may have told of a rank's death before its own line, which ends with it, was read.
+        lines = [line for line, rank in self.pending.items() if rank in reported]
+        return failures + self._take(wait(lines, timeout=_LAST_WORD_S) if lines else [])
+
+    def _take(self, ready: Sequence[Any]) -> list[_Failure]:
+        failures: list[_Failure] = []
+        for receiver in ready:
+            rank = self.pending.pop(receiver)
+            try:
+                message = pickle.loads(receiver.recv_bytes())
+            except (EOFError, OSError):
+                message = self._died(rank)
+            finally:
+                receiver.close()
+            if isinstance(message, _Failure):
+                failures.append(message)
+            else:
+                (self.results[rank],) = message
+        return failures
+
+    def _died(self, rank: int) -> _Failure:
+        process = self.processes[rank]
+        process.join(_JOIN_S)
+        code = process.exitcode
+        error = f"died with exit code {code}"
+        if code is not None and code < 0:
+            error = f"died from {signal.Signals(-code).name} (exit code {code})"
+        return _Failure(rank=rank, error=error, details=self._stack(rank))
+
+    def _failed(self, failures: list[_Failure]) -> RankFailure:
+        """The first failure in full; a rank that died goes before those that complained. With the
+        report of all ranks instead, if there is one."""
+        for report in failures:
+            if report.is_report:
+                died = [
+                    f for f in failures if f.rank == report.rank and not (f.at_s or f.is_report)
+                ]
+                lines = [f"rank {f.rank} {f.error}\n{f.details}".rstrip() for f in died]
+                message = "\n".join([*lines, report.details])
+                error = died[0].error if died else report.error
+                return RankFailure(message, rank=report.rank, error=error)
+        first, *others = sorted(failures, key=lambda failure: failure.at_s)
+        lines = [f"rank {first.rank} of {len(self.jobs)} failed: {first.error}", first.details]
+        alike = [str(other.rank) for other in others if other.error == first.error]
+        if alike:
+            lines.append(f"the same on rank {', '.join(alike)}")
+        lines += [f"then rank {o.rank}: {o.error}" for o in others if o.error != first.error]
+        message = "\n".join(line.rstrip() for line in lines if line)
+        return RankFailure(message, rank=first.rank, error=first.error)
+
+    def _out_of_time(self, timeout_s: float | None) -> RankFailure:
+        running = sorted(self.pending.values())
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
+        end = time.monotonic() + _STACK_WAIT_S
+        while time.monotonic() < end and not all(self._stack(rank) for rank in running):
+            time.sleep(0.02)
+        time.sleep(0.05)  # the last stack may still be growing
+        error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
+        stacks = [f"--- rank {rank}\n{self._stack(rank) or 'no stack'}" for rank in running]
+        return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
+
+    def _stack(self, rank: int) -> str:
+        """What faulthandler wrote, without the thread that watches the launcher."""
+        path = Path(self.jobs[rank].stack_file)
+        text = path.read_text(errors="replace") if path.exists() else ""
+        threads = text.strip().split("\n\n")
+        return "\n\n".join(thread for thread in threads if _end_with_parent.__name__ not in thread)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(_pid(process), signal.SIGKILL)
+            process.kill()  # a rank that had no time to lead its own group
+
+    def join(self) -> None:
+        for receiver in self.pending:
+            receiver.close()
+        for process in self.processes:
+            process.join(_JOIN_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            process.close()
+
+
+def _pid(process: ForkServerProcess) -> int:
+    assert process.pid is not None  # and never 0, which would mean this process's own group
+    return process.pid
+
+
+class _Line:
+    """A rank's line to its launcher, which reads one message from it."""
+
+    def __init__(self, sender: Connection) -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+        self._is_used = False
+
+    def send(self, message: bytes) -> None:
+        """The first message; what comes later is not sent."""
+        with self._lock:
+            if not self._is_used:
+                self._is_used = True
+                self._sender.send_bytes(message)
+
+
+_line: _Line | None = None
+
+
+def report_failure(rank: int, error: str, text: str) -> bool:
+    """Has `run_local` fail with a report of all ranks, for `rank`; False, and nothing is done, in a
+    process that it did not start. Any thread may call it; the launcher ends all ranks then."""
+    if _line is None:
+        return False
+    _line.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
+    return True
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that `run_local` started."""
+    return _line is not None
+
+
+def _rank_main(job: _Job, sender: Connection) -> None:
+    """A rank's life: everything that goes wrong in it becomes one message."""
+    global _line
+    _line = _Line(sender)
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    mesh.adopt_environment(job.environment)
+    with open(job.stack_file, "w") as stack:
+        faulthandler.enable(file=stack)
+        faulthandler.register(DUMP_SIGNAL, file=stack, all_threads=True)
+        try:
+            message = pickle.dumps((_run_task(job),))
+        except BaseException as error:
+            message = pickle.dumps(_failure_of(job.world.rank, error))
+            _line.send(message)
+            _await_end()
+        else:
+            _line.send(message)
+        finally:
+            faulthandler.unregister(DUMP_SIGNAL)
+            faulthandler.disable()
+
+
+def _run_task(job: _Job) -> Any:
+    import torch
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    torch.set_num_threads(job.num_threads)
+    fn, args = pickle.loads(job.task)
+    if job.start_group:
+        device = mesh.rank_device(job.world, job.device)
+        mesh.init(job.world, device, timeout_s=job.group_timeout_s)
+    result = fn(job.world, *args)
+    if job.start_group and torch.distributed.is_initialized():
+        # On CPU tensors, so by Gloo: a rank that leaves early would break its peers' connections.
+        torch.distributed.all_reduce(torch.zeros(1))
+    mesh.shutdown()
+    return result
+
+
+def _failure_of(rank: int, error: BaseException) -> _Failure:
+    summary = traceback.format_exception_only(error)[0].strip()  # without notes
+    details = "".join(traceback.format_exception(error))
+    return _Failure(rank=rank, error=summary, details=details, at_s=time.monotonic())
+
+
+def _await_end() -> None:
+    """Stay until the launcher kills: leaving first would make the peers fail in their collectives.
+
+    Bounded, for a launcher that is gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_JOIN_S)
+
+
+def _end_with_parent() -> None:
+    """Kill this rank's process group when the launching process ends, however it ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)

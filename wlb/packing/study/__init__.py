@@ -1,0 +1,1 @@
+"""Policies beside each other: measured on a stream, compared, tuned."""

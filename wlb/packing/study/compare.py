@@ -1,0 +1,148 @@
+"""All policies on the same global batches: the rows of `wlb plan`.
+
+The variants are derived from a run's own [packing] section, so that its S_max, T, thresholds and
+maximum delay are what everyone is held to; the run's own policy is marked. Policies whose
+micro-batches are windows make N of them, and those that balance keep documents apart, whatever
+number and layout the run has: a run with such a policy could have no other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from wlb.cost import WorkloadModel
+from wlb.packing.base import Packer
+from wlb.packing.ilp.packers import IlpFixedPacker, IlpOptions
+from wlb.packing.policies import has_room, options_for, packer_for
+from wlb.packing.study.measure import PackingRun, measure
+from wlb.plan import GlobalBatch, Layout
+from wlb.spec import BinMethod, PackingSection, Policy, RunSpec, WindowCut
+
+CONSTANT_TOKENS = 1.1
+"""T of the variant that keeps tokens per step nearly constant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A policy with its options, and its name in a table. is_own: what the run would train with."""
+
+    label: str
+    section: PackingSection
+    is_own: bool = False
+
+
+def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
+    """The comparison's rows; the run's own policy comes first and is not repeated."""
+    base = spec.packing
+    if base.num_micro_batches == spec.num_windows:
+        base = replace(base, num_micro_batches=0)  # says the same, as the other rows do
+    own = Variant(label=f"{_own(base)} (run)", section=base, is_own=True)
+    windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
+    others = [
+        ("original", replace(windows, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
+        ("original, long whole", _original_whole(windows)),
+        *[(f"fixed, W = {w}", _fixed(_in_windows(apart), w)) for w in (1, 2, 4, 8)],
+        *[
+            (f"var_len {_listed(levels)}", _var_len(apart, levels))
+            for levels in _queue_levels(base.queue_thresholds)
+        ],
+        *_bounded(apart),
+        ("capacity, BFD", _capacity(windows)),
+    ]
+    rest = [Variant(label=label, section=section) for label, section in others]
+    return (own, *(v for v in rest if v.section != base and has_room(spec, v.section)))
+
+
+def compare(
+    spec: RunSpec,
+    batches: Sequence[GlobalBatch],
+    cost: WorkloadModel,
+    variants: Sequence[Variant] | None = None,
+) -> Iterator[PackingRun]:
+    """What each variant does with `batches`, one after the other."""
+    for variant in variants_of(spec) if variants is None else variants:
+        packer = packer_for(replace(spec, packing=variant.section), cost)
+        yield measure(packer, batches, cost=cost, label=variant.label)
+
+
+def solver_packers(
+    spec: RunSpec, cost: WorkloadModel, *, windows: Sequence[int] = (1, 2), time_limit_s: float
+) -> tuple[tuple[str, Packer], ...]:
+    """The fixed-length solver (Eq. 1) over W batches, for rows beside the greedy ones."""
+    section = replace(_in_windows(spec.packing), layout=Layout.SEPARATE)
+    options = options_for(replace(spec, packing=section), cost)
+    return tuple(
+        (
+            f"solver, W = {w}",
+            IlpFixedPacker(
+                options=options, window_batches=w, ilp=IlpOptions(time_limit_s=time_limit_s)
+            ),
+        )
+        for w in windows
+    )
+
+
+def _in_windows(base: PackingSection) -> PackingSection:
+    """For policies that fill windows: as many micro-batches as a global batch has of them."""
+    return replace(base, num_micro_batches=0)
+
+
+def _fixed(base: PackingSection, window_batches: int) -> PackingSection:
+    return replace(base, policy=Policy.FIXED, window_batches=window_batches)
+
+
+def _original_whole(base: PackingSection) -> PackingSection:
+    return replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
+
+
+def _var_len(base: PackingSection, levels: tuple[float, ...]) -> PackingSection:
+    return replace(base, policy=Policy.VAR_LEN, queue_thresholds=levels)
+
+
+def _capacity(base: PackingSection) -> PackingSection:
+    return replace(
+        base,
+        policy=Policy.CAPACITY,
+        bin_method=BinMethod.BEST_FIT_DECREASING,
+        window_batches=1,
+    )
+
+
+def _bounded(base: PackingSection) -> list[tuple[str, PackingSection]]:
+    """As configured, and with nearly constant tokens per step."""
+    section = replace(base, policy=Policy.BOUNDED)
+    cap = f"T {section.step_tokens:g}" if section.step_tokens else f"S_max {section.s_max:g}"
+    out = [(f"bounded {cap} D {section.max_delay}", section)]
+    if min(section.step_tokens or section.s_max, section.s_max) > CONSTANT_TOKENS:
+        label = f"bounded T {CONSTANT_TOKENS:g} D {section.max_delay}"
+        out.append((label, replace(section, step_tokens=CONSTANT_TOKENS)))
+    return out
+
+
+def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """One queue, the configured ones, and one more between the first two."""
+    if not levels:
+        return [()]
+    out = [levels[:1], levels]
+    if len(levels) > 1 and levels[1] - levels[0] >= 0.02:
+        middle = round((levels[0] + levels[1]) / 2, 3)
+        out.append((levels[0], middle, *levels[1:]))
+    return list(dict.fromkeys(out))
+
+
+def _own(section: PackingSection) -> str:
+    """The run's policy, with the options that the other rows vary."""
+    match section.policy:
+        case Policy.FIXED:
+            return f"fixed, W = {section.window_batches}"
+        case Policy.VAR_LEN:
+            return f"var_len {_listed(section.queue_thresholds)}"
+        case Policy.BOUNDED:
+            return _bounded(section)[0][0]
+        case Policy.ORIGINAL if section.window_cut == WindowCut.SHORT:
+            return "original, long whole"
+        case policy:
+            return str(policy)
+
+
+def _listed(levels: tuple[float, ...]) -> str:
+    return "L " + " ".join(f"{t:g}" for t in levels) if levels else "no queue"

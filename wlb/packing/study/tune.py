@@ -1,0 +1,215 @@
+"""Tuning of packing on a sample of documents: Section 4.2's procedure, automatic.
+
+"We sample a small subset of training documents and evaluate the packing algorithm on this subset by
+measuring both the achieved workload balance across micro-batches and the resulting per-token delay.
+We then choose the optimal L_i values that maximize workload balance while maintaining a low
+per-token delay." Here the same is done for the number and values of queue thresholds, S_max and T
+of Algorithm 1, and for the delay price of `bounded` under the same caps.
+
+A point is on the front if no other is at least as good in all of: time-weighted imbalance (forward
+and backward, what a step takes), mean, p99 and maximum delay, variation of tokens per step. The
+recommended one has the least imbalance among those whose mean delay is within a budget (0.5
+iterations, the paper's figure); if none is, the one with the least delay, and `is_within_budget`
+says so.
+
+Settings whose steps could not hold a global batch (packing.num_micro_batches below N, with a small
+S_max) are left out. `packing.hold` is not tuned but set to 0: it takes the place of counting.
+
+Cost: one run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from wlb.cost import WorkloadModel
+from wlb.packing.bounded import DELAY_PRICE
+from wlb.packing.policies import has_room, packer_for
+from wlb.packing.study.measure import PackingSummary, measure
+from wlb.plan import GlobalBatch
+from wlb.spec import PackingSection, Policy, RunSpec
+
+THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
+"""Candidates for L_i, in context windows."""
+S_MAX = (1.1, 1.5, 2.0)
+STEP_TOKENS = (0.0, 1.1, 1.5)
+"""Candidates for T, in global batches; 0 = no cap."""
+PRICES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Candidates for `bounded`'s delay price, relative to its default."""
+OBJECTIVES = ("step_time_weighted", "mean_delay", "p99_delay", "max_delay", "tokens_cv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is tried. max_queues: most outlier queues of Algorithm 1."""
+
+    policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)
+    thresholds: tuple[float, ...] = THRESHOLDS
+    max_queues: int = 2
+    s_max: tuple[float, ...] = S_MAX
+    step_tokens: tuple[float, ...] = STEP_TOKENS
+    prices: tuple[float, ...] = PRICES
+
+    def __post_init__(self) -> None:
+        for name in ("policies", "s_max", "step_tokens"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one value to try")
+        unknown = [p for p in self.policies if p not in (Policy.VAR_LEN, Policy.BOUNDED)]
+        if unknown:
+            raise ValueError(
+                f"policy {unknown[0]} has nothing to tune; use {Policy.VAR_LEN}, {Policy.BOUNDED}"
+            )
+        none = [p for p in self.prices if not 0 < p < float("inf")]
+        if none:
+            raise ValueError(f"price {none[0]} must be above 0, relative to the default")
+        bad = [t for t in self.thresholds if not 0 < t <= 1]
+        if bad:
+            raise ValueError(f"threshold {bad[0]} must be above 0 and at most 1 context window")
+        if self.max_queues < 0:
+            raise ValueError(f"max_queues = {self.max_queues} must be at least 0")
+
+    def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
+        """Every setting, on the rest of the run's own; those that mean the same are left out."""
+        num_micro_batches = spec.num_micro_batches
+        base = spec.packing.ungrouped
+        for s_max in self.s_max:
+            for step_tokens in self.step_tokens:
+                if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:
+                    continue  # S_max alone keeps a step below that
+                capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
+                if Policy.VAR_LEN in self.policies:
+                    yield from self._queues(replace(capped, policy=Policy.VAR_LEN))
+                if Policy.BOUNDED in self.policies and s_max > 1:
+                    for price in self.prices:
+                        price_of_n = price * DELAY_PRICE / num_micro_batches**0.5
+                        yield replace(capped, policy=Policy.BOUNDED, delay_price=price_of_n)
+
+    def _queues(self, section: PackingSection) -> Iterator[PackingSection]:
+        values = tuple(sorted(set(self.thresholds)))
+        for num in range(self.max_queues + 1):
+            for thresholds in combinations(values, num):
+                yield replace(section, queue_thresholds=thresholds)
+
+    def size(self, spec: RunSpec) -> int:
+        """Settings, those included that `tune_points` leaves out for want of room."""
+        return sum(1 for _ in self.sections(spec))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunePoint:
+    """A setting and what it did on the sample. own: the run's own, of which some must go."""
+
+    section: PackingSection
+    summary: PackingSummary
+    own: PackingSection = PackingSection()
+
+    @property
+    def objectives(self) -> tuple[float, ...]:
+        return tuple(float(getattr(self.summary, name)) for name in OBJECTIVES)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The setting as `--set` takes it."""
+        s = self.section
+        out = ["packing.method="] if self.own.method else []
+        out += ["packing.packs="] if self.own.packs else []
+        out += [f"packing.layout={s.layout}"] if self.own.layout != s.layout else []
+        out += [f"packing.policy={s.policy}", f"packing.s_max={s.s_max:g}"]
+        out.append(f"packing.step_tokens={s.step_tokens:g}")
+        if s.policy == Policy.VAR_LEN:
+            listed = ",".join(f"{t:g}" for t in s.queue_thresholds)
+            out.append(f"packing.queue_thresholds=[{listed}]")
+            out += ["packing.hold=0"] if self.own.hold else []
+        else:
+            out.append(f"packing.delay_price={s.delay_price:.4g}")
+        return tuple(out)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"set": list(self.overrides), **self.summary.to_json()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """All points, those on the front (by imbalance), and the recommended one."""
+
+    points: tuple[TunePoint, ...]
+    front: tuple[TunePoint, ...]
+    recommended: TunePoint
+    delay_budget: float
+
+    @property
+    def is_within_budget(self) -> bool:
+        return self.recommended.summary.mean_delay <= self.delay_budget
+
+
+def tune(
+    spec: RunSpec,
+    batches: Sequence[GlobalBatch],
+    cost: WorkloadModel,
+    *,
+    grid: Grid | None = None,
+    delay_budget: float = 0.5,
+) -> Tuning:
+    """Every setting of `grid` on the same `batches`."""
+    return finish(tune_points(spec, batches, cost, grid=grid or Grid()), delay_budget=delay_budget)
+
+
+def tune_points(
+    spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel, *, grid: Grid
+) -> Iterator[TunePoint]:
+    """The points one after the other, so that a caller can show progress."""
+    for section in grid.sections(spec):
+        if not has_room(spec, section):
+            continue
+        section.check(spec.data.context_window)
+        packer = packer_for(replace(spec, packing=section), cost)
+        run = measure(packer, batches, cost=cost, label=_label(section))
+        yield TunePoint(section=section, summary=run.summary, own=spec.packing)
+
+
+def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
+    """Front and recommendation of `points`."""
+    if not delay_budget >= 0:
+        raise ValueError(f"delay_budget = {delay_budget} iterations must be at least 0")
+    tried = tuple(points)
+    trained = [p for p in tried if p.summary.num_steps]
+    if tried and not trained:
+        raise ValueError(
+            "no setting made a step before the data ended: everything waited for the flush; give "
+            "more global batches or lower thresholds"
+        )
+    if not tried:
+        raise ValueError(
+            "no setting is left to try: every T is at least S_max, or no S_max leaves room for a "
+            "global batch; give smaller T, or larger S_max"
+        )
+    good = [p for p in trained if p.summary.mean_delay <= delay_budget]
+    if good:
+        best = min(good, key=lambda p: p.objectives)
+    else:
+        best = min(trained, key=lambda p: (p.summary.mean_delay, p.objectives))
+    return Tuning(
+        points=tried,
+        front=pareto_front(trained),
+        recommended=best,
+        delay_budget=delay_budget,
+    )
+
+
+def pareto_front(points: Sequence[TunePoint]) -> tuple[TunePoint, ...]:
+    """Points that no other dominates, by imbalance; of equal ones the first."""
+    front: list[TunePoint] = []
+    for point in sorted(points, key=lambda p: p.objectives):
+        mine = point.objectives
+        if not any(all(a <= b for a, b in zip(f.objectives, mine, strict=True)) for f in front):
+            front.append(point)
+    return tuple(front)
+
+
+def _label(section: PackingSection) -> str:
+    caps = f"S {section.s_max:g}" + (f" T {section.step_tokens:g}" if section.step_tokens else "")
+    if section.policy == Policy.VAR_LEN:
+        queues = " ".join(f"{t:g}" for t in section.queue_thresholds) or "-"
+        return f"var_len {caps} L {queues}"
+    return f"bounded {caps} price {section.delay_price:.2g}"

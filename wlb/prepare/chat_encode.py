@@ -1,0 +1,235 @@
+"""Conversations as records of `prepare_store`: which template, what is trained, what is too long.
+
+A record is a JSON object or a row of Parquet in one of `conversation.py`'s shapes. Its documents
+are those of `ChatEncoder.documents`. What that leaves out or cuts away is counted:
+- left out by reason (`Skip`) are records that are no conversation, that the template cannot render,
+  that contain a special token, have no trained token (also after truncation) or are too long;
+- `counts` of the rest: conversations that were `split`, and the `split_documents` of them that were
+  kept; parts without a trained token that were not (`untrained_parts`, `untrained_part_tokens`);
+  conversations that were `truncated`, with `truncated_tokens` and `truncated_targets`, the trained
+  ones of them.
+
+Like every record, a conversation is held out by its name: file and offset. One that comes twice may
+be on both sides. Cost: as `chat.py`, one conversation at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from wlb.data.store import file_checksum
+from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit
+from wlb.prepare.chat_template import BUILT_IN, BuiltInTemplate, Turns
+from wlb.prepare.conversation import (
+    Conversation,
+    Message,
+    Role,
+    conversation_columns,
+    conversation_of,
+)
+from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, open_tokenizer
+from wlb.prepare.jinja_template import load_template
+from wlb.prepare.records import BadRecord, OnError, Record
+from wlb.prepare.text import Skip
+
+_PROBE = Conversation(
+    messages=(Message(role=Role.USER, content="x"), Message(role=Role.ASSISTANT, content="x"))
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatChoice(EncoderChoice):
+    """Conversations, for `prepare_store(options, encoder=ChatChoice(...))`.
+
+    template: chatml, llama3, a file with a Jinja template or a tokenizer_config.json. limit: most
+    tokens of a document, None for any length. on_untrained: of conversations without a trained
+    token. add_tokens: gives a tokenizer.json the special tokens of a built-in template that it
+    lacks (for a model that is trained from the start, or whose embedding is enlarged); a BPE that
+    is trained here has them.
+    """
+
+    template: str = "chatml"
+    turns: Turns = Turns.ALL
+    limit: int | None = None
+    too_long: TooLong = TooLong.SPLIT
+    on_untrained: OnError = OnError.SKIP
+    add_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 2:
+            raise ValueError(
+                f"--limit = {self.limit} must be at least 2 tokens: one to predict from"
+            )
+        chosen = load_template(self.template)
+        if self.add_tokens and not isinstance(chosen, BuiltInTemplate):
+            raise ValueError(
+                f"--add-tokens is for built-in templates ({', '.join(BUILT_IN)}), not "
+                f"{self.template}; add the tokens that it needs to the tokenizer.json"
+            )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Files by their checksums: an edited template is another one."""
+        given: dict[str, Any] = {
+            "chat": self.template,
+            "turns": self.turns,
+            "limit": self.limit,
+            "too_long": self.too_long,
+            "on_untrained": self.on_untrained,
+            "add_tokens": self.add_tokens,
+        }
+        if self.template not in BUILT_IN:
+            path = Path(self.template)
+            for file in {path, path.with_name("tokenizer_config.json")}:
+                if file.is_file():
+                    given[f"checksum of {file.name}"] = file_checksum(file)
+        return given
+
+    @property
+    def actions(self) -> Mapping[Skip, OnError]:
+        return {Skip.UNTRAINED: self.on_untrained}
+
+    def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        return conversation_columns(names)
+
+    def texts(self, record: Record) -> Sequence[str]:
+        return [message.content for message in _conversation(record).messages]
+
+    def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
+        if tokenizer != BPE and not self.add_tokens:
+            return ()
+        template = load_template(self.template)
+        if not isinstance(template, BuiltInTemplate):
+            raise ValueError(
+                f"--tokenizer {BPE} knows the special tokens of built-in templates "
+                f"({', '.join(BUILT_IN)}), not those of {self.template}; give the tokenizer.json "
+                f"that belongs to it"
+            )
+        return template.special_tokens
+
+    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatEncoderSpec":
+        """Opens an encoder, so that a tokenizer without the template's tokens is refused here."""
+        if not tokenizer:
+            raise ValueError(
+                f"--tokenizer bytes has no special tokens for --chat {self.template}; use a "
+                f"tokenizer.json, or --tokenizer {BPE}"
+            )
+        spec = ChatEncoderSpec(tokenizer=tokenizer, vocabulary=vocabulary, choice=self)
+        try:
+            spec.open().encoder.encode(_PROBE)
+        except ValueError as error:
+            raise ValueError(f"--chat {self.template}: {error}") from None
+        return spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatEncoderSpec:
+    """What a worker makes its encoder from. tokenizer: a path."""
+
+    tokenizer: str
+    vocabulary: Vocabulary
+    choice: ChatChoice
+
+    def open(self) -> "ChatRecordEncoder":
+        return ChatRecordEncoder(self)
+
+
+class ChatRecordEncoder:
+    """Documents of a record that is a conversation."""
+
+    def __init__(self, spec: ChatEncoderSpec) -> None:
+        self._choice = spec.choice
+        self._unknown = spec.vocabulary.unknown_id
+        self.encoder = ChatEncoder(
+            open_tokenizer(spec.tokenizer),
+            load_template(spec.choice.template),
+            turns=spec.choice.turns,
+        )
+
+    def encode(self, record: Record) -> Sequence[Encoded]:
+        made = self._tokens(_conversation(record))
+        if not made.num_targets:
+            raise BadRecord(
+                Skip.UNTRAINED,
+                f"no token of it is trained ({made.tokens.size} tokens, no assistant's content)",
+            )
+        try:
+            parts = fit(made, self._choice.limit, self._choice.too_long)
+        except ValueError as error:
+            raise BadRecord(Skip.TOO_LONG, str(error)) from None
+        kept = [part for part in parts if part.num_targets]
+        if not kept:
+            raise BadRecord(
+                Skip.UNTRAINED,
+                f"no trained token is left of its {made.tokens.size} tokens when truncated",
+            )
+        documents = [self._encoded(part) for part in kept]
+        if parts[0] is not made:
+            counts = _counts(made, parts, self._choice.too_long)
+            documents[0] = replace(documents[0], counts=counts)
+        return documents
+
+    def _tokens(self, conversation: Conversation) -> ChatTokens:
+        try:
+            return self.encoder.encode(conversation)
+        except InjectedToken as error:
+            raise BadRecord(Skip.SPECIAL_TOKEN, str(error)) from None
+        except ValueError as error:
+            raise BadRecord(Skip.NOT_RENDERED, str(error)) from None
+
+    def _encoded(self, part: ChatTokens) -> Encoded:
+        unknown = 0 if self._unknown is None else int((part.tokens == self._unknown).sum())
+        return Encoded(tokens=part.tokens, trained=part.trained, num_unknown=unknown)
+
+
+def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) -> dict[str, int]:
+    """What was done to a conversation that did not fit."""
+    kept = [part for part in parts if part.num_targets]
+    if too_long == TooLong.TRUNCATE_LEFT:
+        return {
+            "truncated": 1,
+            "truncated_tokens": made.tokens.size - kept[0].tokens.size,
+            "truncated_targets": made.num_targets - kept[0].num_targets,
+        }
+    counts = {"split": 1, "split_documents": len(kept)}
+    if len(kept) < len(parts):
+        empty = [part.tokens.size for part in parts if not part.num_targets]
+        counts |= {"untrained_parts": len(empty), "untrained_part_tokens": sum(empty)}
+    return counts
+
+
+def _conversation(record: Record) -> Conversation:
+    """BadRecord for a record that is no conversation."""
+    if set(record) == {"text"}:
+        raise BadRecord(
+            Skip.NOT_A_CONVERSATION,
+            "text, not a conversation; conversations are read from JSONL (.jsonl, .ndjson) and "
+            "Parquet, so write a JSON list's items a line each (jq -c '.[]')",
+        )
+    decoded = _decoded(record)
+    try:
+        return conversation_of(decoded)
+    except ValueError as error:
+        raise BadRecord(Skip.NOT_A_CONVERSATION, str(error)) from None
+
+
+def _decoded(value: object) -> object:
+    """The value with text for bytes, at any depth; BadRecord for bytes that are not UTF-8."""
+    match value:
+        case bytes():
+            try:
+                return value.decode("utf-8")
+            except UnicodeDecodeError as error:
+                start = max(0, error.start - 10)
+                raise BadRecord(
+                    Skip.NOT_UTF8,
+                    f"not UTF-8: byte {value[error.start]:#04x} in {value[start : start + 20]!r}",
+                ) from None
+        case list():
+            return [_decoded(item) for item in cast("list[object]", value)]
+        case Mapping():
+            given = cast("Mapping[str, object]", value)
+            return {key: _decoded(item) for key, item in given.items()}
+        case _:
+            return value

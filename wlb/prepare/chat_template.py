@@ -1,0 +1,144 @@
+"""Chat templates: a conversation as text, in parts that say whose they are and what is trained.
+
+The parts are what keeps users apart from the template: special tokens are looked for in the text of
+the template and nowhere else (`chat.py`). ChatML and Llama-3 are built in; `jinja_template.py` does
+the same for any Jinja template.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from wlb.prepare.conversation import Conversation, Role
+
+
+class Train(StrEnum):
+    """What is trained of a part."""
+
+    NO = "no"
+    ALL = "all"
+    END = "end"
+    """Up to and with its first special token, which ends the turn."""
+
+
+class Turns(StrEnum):
+    """Which of the assistant's messages are trained."""
+
+    ALL = "all"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stretch of the rendered text: of the template, or (is_content) of a message."""
+
+    text: str
+    is_content: bool = False
+    train: Train = Train.NO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A rendered conversation.
+
+    turns: the parts with which a turn after the first one begins, where that is known. prefix: how
+    many parts precede the first turn (what starts a text, the system message); None where the
+    system message is inside the first turn.
+    """
+
+    parts: tuple[Part, ...]
+    turns: tuple[int, ...]
+    prefix: int | None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+class ChatTemplate(Protocol):
+    """name: for messages and the store's description."""
+
+    @property
+    def name(self) -> str: ...
+
+    def render(self, conversation: Conversation, turns: Turns) -> Rendered:
+        """ValueError for a conversation that the template cannot render in exact parts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInTemplate:
+    """Every message is begin + role + after_role + content + end + after_end.
+
+    start: of the whole text. roles: names that differ from ours. is_stripped: white space around
+    contents is removed.
+    """
+
+    name: str
+    start: str
+    begin: str
+    after_role: str
+    end: str
+    after_end: str
+    roles: tuple[tuple[Role, str], ...] = ()
+    is_stripped: bool = False
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Each of them must be one token."""
+        names = [self.start, self.begin, self.after_role.strip(), self.end]
+        return tuple(dict.fromkeys(name for name in names if name.strip()))
+
+    def render(self, conversation: Conversation, turns: Turns) -> Rendered:
+        names, trained = dict(self.roles), trained_messages(conversation, turns)
+        parts = [Part(text=self.start)] if self.start else []
+        starts: list[int] = []
+        prefix = len(parts)
+        for i, message in enumerate(conversation.messages):
+            if message.role == Role.USER:
+                starts.append(len(parts))
+            header = f"{self.begin}{names.get(message.role, message.role)}{self.after_role}"
+            content = message.content.strip() if self.is_stripped else message.content
+            is_trained = i in trained
+            parts += [
+                Part(text=header),
+                Part(text=content, is_content=True, train=Train.ALL if is_trained else Train.NO),
+                Part(text=self.end + self.after_end, train=Train.END if is_trained else Train.NO),
+            ]
+            if message.role == Role.SYSTEM:
+                prefix = len(parts)
+        return Rendered(parts=tuple(parts), turns=tuple(starts[1:]), prefix=prefix)
+
+
+CHATML = BuiltInTemplate(
+    name="chatml",
+    start="",
+    begin="<|im_start|>",
+    after_role="\n",
+    end="<|im_end|>",
+    after_end="\n",
+)
+"""No system message of its own; a newline after every message, which is not trained."""
+
+LLAMA3 = BuiltInTemplate(
+    name="llama3",
+    start="<|begin_of_text|>",
+    begin="<|start_header_id|>",
+    after_role="<|end_header_id|>\n\n",
+    end="<|eot_id|>",
+    after_end="",
+    roles=((Role.TOOL, "ipython"),),
+    is_stripped=True,
+)
+"""Llama 3's own, without the date that 3.1 and later put into the system message."""
+
+BUILT_IN = {template.name: template for template in (CHATML, LLAMA3)}
+
+
+def trained_messages(conversation: Conversation, turns: Turns) -> Sequence[int]:
+    """Indices of the assistant's messages that are trained."""
+    found = [i for i, m in enumerate(conversation.messages) if m.role == Role.ASSISTANT]
+    if turns == Turns.LAST:
+        found = found[-1:]
+    return [i for i in found if conversation.messages[i].is_trained]

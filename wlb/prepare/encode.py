@@ -1,0 +1,386 @@
+"""Records to tokens: which tokenizer, which special tokens around a document.
+
+Tokenizers: any `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. Special tokens come
+from the policy alone: they are matched nowhere in text, and a tokenizer that makes one out of text
+all the same (a vocabulary entry that is an ordinary piece too) has that document refused.
+
+An encoder turns a record into one or more `Encoded`. All that a preparation knows of a kind of
+records (text here, conversations in `chat_encode.py`) is its `EncoderChoice`. Encoders travel to
+worker processes as an `EncoderSpec`, which is plain data.
+Cost: 2 to 3 MB/s a process for BPE and some 100 bytes a token of the longest document.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from wlb.data.store import TokenArray
+from wlb.plan import IntArray
+from wlb.prepare.prepare import encode_texts
+from wlb.prepare.records import BadRecord, OnError, Record
+from wlb.prepare.text import Skip
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTES = "bytes"
+BPE = "bpe"
+BYTES_BOS, BYTES_EOS, BYTES_VOCAB = 256, 257, 258
+
+_KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofsentence|>")
+_KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
+
+
+class DocumentPolicy(StrEnum):
+    """Special tokens of a document: BOS before and EOS after it, only EOS, or none."""
+
+    EOS_BOS = "eos_bos"
+    SEPARATOR = "separator"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One document. tokens: shape [n], n >= 1. trained: half-open ranges of trained tokens, shape
+    [m, 2]; None for all. num_unknown: characters that the tokenizer has no token for. counts: what
+    was done to make it, by name; what is of a whole record is in one of its documents."""
+
+    tokens: TokenArray
+    trained: IntArray | None = None
+    num_unknown: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class RecordEncoder(Protocol):
+    """Makes documents of records; `BadRecord` for one that is none, with the reason."""
+
+    def encode(self, record: Record) -> Sequence[Encoded]:
+        """The documents of a record, at least one; they go to the same side of the split."""
+        ...
+
+
+class EncoderSpec(Protocol):
+    """Plain, picklable data that a worker opens an encoder from."""
+
+    def open(self) -> RecordEncoder: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer's size and special tokens, by id; None where it has none.
+
+    special: ids that text must not give.
+    """
+
+    size: int
+    bos_id: int | None = None
+    eos_id: int | None = None
+    unknown_id: int | None = None
+    special: tuple[int, ...] = ()
+
+
+class EncoderChoice(Protocol):
+    """A kind of records, for `prepare_store`: plain, picklable data; derive from it.
+
+    arguments: JSON-able; an interrupted preparation goes on only with equal ones. actions: what
+    becomes of records that are left out for a reason with an option of its own, `--on-<reason>`.
+    """
+
+    @property
+    def arguments(self) -> dict[str, Any]: ...
+
+    @property
+    def actions(self) -> Mapping[Skip, OnError]:
+        return {}
+
+    def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Of a Parquet file's columns, those to read; ValueError where it lacks some."""
+        ...
+
+    def texts(self, record: Record) -> Sequence[str]:
+        """What a BPE may be trained on; `BadRecord` for a record that is left out."""
+        raise ValueError(
+            f"--tokenizer {BPE}: these records have no text to train one on; give a tokenizer.json"
+        )
+
+    def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
+        """Those that are added to the tokenizer if it lacks them. tokenizer: "bpe" or a path."""
+        del tokenizer
+        return ()
+
+    def eos_id(self, vocabulary: Vocabulary) -> int | None:
+        """The token that ends every document; None if there is none."""
+        del vocabulary
+        return None
+
+    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> EncoderSpec:
+        """tokenizer: path of the tokenizer's file, "" for raw bytes.
+
+        ValueError for one that these records cannot be encoded with.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextChoice(EncoderChoice):
+    """Records with a text under `text_key`. in_parts: see `TextEncoderSpec`."""
+
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
+    text_key: str = "text"
+    in_parts: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"policy": self.policy, "text_key": self.text_key}
+
+    def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        if self.text_key not in names:
+            raise ValueError(
+                f"has no column {self.text_key!r}; its columns are {', '.join(names)}: choose one "
+                f"with --text-key"
+            )
+        return (self.text_key,)
+
+    def texts(self, record: Record) -> Sequence[str]:
+        return (text_of(record, self.text_key),)
+
+    def eos_id(self, vocabulary: Vocabulary) -> int | None:
+        return vocabulary.eos_id if self.policy != DocumentPolicy.NONE else None
+
+    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoderSpec":
+        around(self.policy, vocabulary)  # refuses what tokens it lacks
+        return TextEncoderSpec(
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            policy=self.policy,
+            text_key=self.text_key,
+            in_parts=self.in_parts,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEncoderSpec:
+    """What a worker makes its encoder from. tokenizer: a path, or "" for raw bytes.
+
+    in_parts: whether long text may be cut at line ends before encoding, as for our own BPE: it
+    decodes to the same text, but may get other tokens at a cut before an indented line.
+    """
+
+    tokenizer: str
+    vocabulary: Vocabulary
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
+    text_key: str = "text"
+    in_parts: bool = False
+
+    def open(self) -> "TextEncoder":
+        return TextEncoder(self)
+
+
+class TextEncoder:
+    """Encodes `record[text_key]` and puts the policy's tokens around it."""
+
+    def __init__(self, spec: TextEncoderSpec) -> None:
+        vocabulary = spec.vocabulary
+        self._key = spec.text_key
+        self._special = np.array(vocabulary.special, np.int64)
+        self._unknown = vocabulary.unknown_id
+        self._before, self._after = around(spec.policy, vocabulary)
+        self._ids: Callable[[str], TokenArray] = byte_ids
+        if spec.tokenizer:
+            tokenizer = open_tokenizer(spec.tokenizer)
+            whole = _in_parts if spec.in_parts else _whole
+            self._ids = lambda text: whole(tokenizer, text)
+
+    def encode(self, record: Record) -> Sequence[Encoded]:
+        text = text_of(record, self._key)
+        ids = self._ids(text)
+        if not ids.size:
+            raise BadRecord(Skip.EMPTY, "the tokenizer makes no token of it")
+        unknown = 0
+        if self._special.size and (found := np.isin(ids, self._special)).any():
+            raise BadRecord(
+                Skip.SPECIAL_TOKEN,
+                f"its text encodes to the special token {ids[found][0]}, which only the policy may "
+                f"set; use a tokenizer without that piece, or take it out of the text",
+            )
+        if self._unknown is not None:
+            unknown = int((ids == self._unknown).sum())
+        tokens = np.concatenate([self._before, ids, self._after])
+        return [Encoded(tokens=tokens, num_unknown=unknown)]
+
+
+def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
+    """Tokens before and after a document; ValueError where the vocabulary lacks one."""
+    bos, eos = vocabulary.bos_id, vocabulary.eos_id
+    for option, token, wanted in (
+        ("--eos", eos, policy != DocumentPolicy.NONE),
+        ("--bos", bos, policy == DocumentPolicy.EOS_BOS),
+    ):
+        if wanted and token is None:
+            raise ValueError(
+                f"--documents {policy} needs a token that the tokenizer does not name; say which "
+                f"with {option} TOKEN, or use --documents none"
+            )
+    before = [bos] if policy == DocumentPolicy.EOS_BOS else []
+    after = [eos] if policy != DocumentPolicy.NONE else []
+    return np.array(before, np.int64), np.array(after, np.int64)
+
+
+def text_of(record: Record, key: str) -> str:
+    """`record[key]`, a string with UTF-8; BadRecord with the reason otherwise."""
+    if key not in record or (value := record[key]) is None:
+        known = ", ".join(map(repr, list(record)[:8]))
+        raise BadRecord(
+            Skip.NO_TEXT, f"no text under {key!r} (keys: {known}); choose one with --text-key"
+        )
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRecord(Skip.NOT_UTF8, f"{key!r} is not UTF-8 at byte {error.start}") from None
+    if not isinstance(value, str):
+        raise BadRecord(Skip.NOT_TEXT, f"{key!r} is {type(value).__name__}, not a string")
+    if not value:
+        raise BadRecord(Skip.EMPTY, f"{key!r} is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRecord(
+            Skip.NOT_UTF8, f"{key!r} has half a surrogate pair at character {error.start}"
+        ) from None
+    return value
+
+
+def byte_ids(text: str) -> TokenArray:
+    """The UTF-8 bytes of `text` as tokens 0 to 255."""
+    return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
+
+
+def open_tokenizer(path: str | Path) -> "Tokenizer":
+    """A tokenizer that takes all of a text as text: no special tokens, nothing cut or padded.
+
+    ValueError without the tokenizers library, or for a file that it cannot read.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise ValueError(
+            "tokenizers is not installed; pip install 'wlb-llm[data]', or use --tokenizer bytes"
+        ) from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
+    # A batch of one: on one thread, and without the offsets that encode() computes.
+    encoded: Any = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return np.array(encoded[0].ids, np.int64)
+
+
+def _in_parts(tokenizer: "Tokenizer", text: str) -> TokenArray:
+    return next(encode_texts(tokenizer, [text]))
+
+
+def byte_vocabulary() -> Vocabulary:
+    return Vocabulary(size=BYTES_VOCAB, bos_id=BYTES_BOS, eos_id=BYTES_EOS)
+
+
+def add_special_tokens(tokenizer: "Tokenizer", names: Sequence[str]) -> int:
+    """Adds those of `names` that the tokenizer lacks; how many those were."""
+    from tokenizers import AddedToken
+
+    tokens = [AddedToken(name, special=True, normalized=False) for name in names]
+    added: int = cast(Any, tokenizer).add_special_tokens(tokens)
+    return added
+
+
+def read_vocabulary(
+    path: str | Path, *, bos: str = "", eos: str = "", folder: str | Path | None = None
+) -> Vocabulary:
+    """Size and special tokens of a tokenizer file.
+
+    bos, eos: tokens by name; "" for what the tokenizer_config.json in `folder` (that of the file)
+    says, or else the one special token with a usual name. size: the largest id, added tokens
+    included, plus one.
+    """
+    tokenizer = open_tokenizer(path)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    special = {index: token.content for index, token in added.items() if token.special}
+    unknown = unknown_id(tokenizer)
+    config = _config(Path(folder or Path(path).parent) / "tokenizer_config.json")
+    ids = [
+        _special_id(path, option, given or config.get(key, ""), usual, vocabulary, special)
+        for option, given, key, usual in (
+            ("--bos", bos, "bos_token", _KNOWN_BOS),
+            ("--eos", eos, "eos_token", _KNOWN_EOS),
+        )
+    ]
+    named = {index for index in ids if index is not None}
+    return Vocabulary(
+        size=max(vocabulary.values(), default=-1) + 1,
+        bos_id=ids[0],
+        eos_id=ids[1],
+        unknown_id=unknown,
+        special=tuple(sorted((set(special) | named) - {unknown})),
+    )
+
+
+def _special_id(
+    path: str | Path,
+    option: str,
+    name: str,
+    usual: tuple[str, ...],
+    vocabulary: dict[str, int],
+    special: dict[int, str],
+) -> int | None:
+    if name:
+        if name not in vocabulary:
+            some = ", ".join(list(special.values())[:12]) or "none"
+            raise ValueError(
+                f"{path} has no token {name!r} for {option}; its special tokens are {some}"
+            )
+        return vocabulary[name]
+    found = [index for index, content in special.items() if content in usual]
+    return found[0] if len(found) == 1 else None
+
+
+def unknown_id(tokenizer: "Tokenizer") -> int | None:
+    """The token for what the tokenizer does not know; None if it has none."""
+    model = cast("dict[str, Any]", json.loads(tokenizer.to_str())["model"])
+    if isinstance(index := model.get("unk_id"), int):
+        return index
+    name = model.get("unk_token")
+    return tokenizer.token_to_id(name) if isinstance(name, str) else None
+
+
+def _config(path: Path) -> dict[str, str]:
+    """bos_token and eos_token of a tokenizer_config.json; empty where there is none."""
+    try:
+        data: Any = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); repair or remove it") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is not a JSON object; repair or remove it")
+    found: dict[str, str] = {}
+    for key in ("bos_token", "eos_token"):
+        token = cast("dict[str, Any]", data).get(key)
+        content: Any = token
+        if isinstance(token, dict):
+            content = cast("dict[str, Any]", token).get("content")
+        if isinstance(content, str):
+            found[key] = content
+    return found

@@ -1,0 +1,335 @@
+"""Jinja chat templates, in exact parts.
+
+A template is a program, so where its contents and turns lie is found by running it:
+1. It is rendered once for a sequence of roles with a marker in place of each content. Every marker
+   must come out once and in order. What lies between them is the template's own text.
+2. Where it marks what the assistant generates ({% generation %} ... {% endgeneration %}), exactly
+   that is trained. Otherwise a turn ends where the text of the conversation up to there ends, which
+   must be how the longer text begins; trained are the content and what follows it up to the first
+   special token.
+3. A conversation is rendered with its contents as well. The markers, replaced by the contents (with
+   or without white space around them, role by role), must give the same text.
+
+Refused is what cannot be exact: a template that changes, repeats or leaves out contents, or that
+writes a turn differently when more follow and has no generation blocks. Templates run in jinja2's
+sandbox. Cost: one rendering a conversation, and a few for every new sequence of roles.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from wlb.prepare.chat_template import (
+    BUILT_IN,
+    ChatTemplate,
+    Part,
+    Rendered,
+    Train,
+    Turns,
+    trained_messages,
+)
+from wlb.prepare.conversation import Conversation, Role
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_MARK = "\U000f5eed"  # a private-use character
+_BEGIN, _END = f"{_MARK}[", f"{_MARK}]"
+_MARKS = re.compile(f"({_MARK}\\[|{_MARK}\\]|{_MARK}[0-9]+{_MARK})")
+_MOST_SHAPES = 4096
+"""Sequences of roles that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A stretch of a rendering with markers: text, or the content of message `owner`.
+
+    owner: the message whose turn the text belongs to. is_end: it follows the owner's content.
+    """
+
+    text: str
+    owner: int
+    is_content: bool = False
+    is_generated: bool = False
+    is_end: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """A sequence of roles, rendered with markers.
+
+    is_end_known: of each message, whether the text of the messages up to and with it is how the
+    whole text begins.
+    """
+
+    pieces: tuple[_Piece, ...]
+    is_end_known: tuple[bool, ...]
+
+
+class JinjaTemplate:
+    """A template's source and its variables (bos_token, date_string, ...)."""
+
+    def __init__(self, source: str, *, name: str, variables: Mapping[str, Any]) -> None:
+        self.name = name
+        self._variables = dict(variables)
+        self._template, self.has_generation, wanted = _compile(source, name)
+        missing = sorted(w for w in wanted - self._variables.keys() if w.endswith("_token"))
+        if missing:
+            raise ValueError(
+                f"chat template {name} uses {', '.join(missing)}, which nothing gives; put it into "
+                f"the tokenizer_config.json beside it, or give it as a variable"
+            )
+        self._shapes: dict[tuple[Role, ...], _Shape] = {}
+
+    def render(self, conversation: Conversation, turns: Turns) -> Rendered:
+        """ValueError for a conversation whose parts are not exactly known."""
+        contents = [message.content for message in conversation.messages]
+        for i, content in enumerate(contents):
+            if _MARK in content:
+                raise ValueError(f"message {i} contains {_MARK!a}, which marks contents here")
+        roles = conversation.roles
+        shape = self._shape(roles)
+        contents = self._as_rendered(shape, contents, roles)
+        trained = set(trained_messages(conversation, turns))
+        parts = tuple(
+            Part(
+                text=contents[piece.owner] if piece.is_content else piece.text,
+                is_content=piece.is_content,
+                train=self._train(piece, shape) if piece.owner in trained else Train.NO,
+            )
+            for piece in shape.pieces
+        )
+        first = [piece.owner for piece in shape.pieces]
+        starts = [
+            first.index(i)
+            for i, role in enumerate(roles)
+            if role == Role.USER and i and shape.is_end_known[i - 1]
+        ]
+        has_system = conversation.messages[0].role == Role.SYSTEM
+        prefix = int(shape.pieces[0].text == self._variables.get("bos_token"))
+        if has_system:
+            prefix = sum(owner == 0 for owner in first)
+        is_apart = not has_system or shape.is_end_known[0]
+        return Rendered(
+            parts=parts,
+            turns=tuple(start for start in starts if start > prefix),
+            prefix=prefix if is_apart else None,
+        )
+
+    def _train(self, piece: _Piece, shape: _Shape) -> Train:
+        """What is trained of a piece of a message that is to be trained."""
+        if self.has_generation:
+            return Train.ALL if piece.is_generated else Train.NO
+        if piece.is_content:
+            return Train.ALL
+        if not shape.is_end_known[piece.owner]:
+            raise ValueError(
+                f"chat template {self.name} writes message {piece.owner} differently when more "
+                f"messages follow, so where its turn ends is not known; put what the assistant "
+                f"generates into {{% generation %}} blocks, or train only the last turn"
+            )
+        return Train.END if piece.is_end else Train.NO
+
+    def _as_rendered(self, shape: _Shape, contents: list[str], roles: Sequence[Role]) -> list[str]:
+        """The contents as the template writes them: as they are, or stripped for some roles."""
+        real = _MARKS.sub("", self._text(roles, contents))
+        padded = sorted({r for r, c in zip(roles, contents, strict=True) if c != c.strip()})
+        kinds: list[Callable[[str], str]] = [str, str.strip, str.lstrip, str.rstrip]
+        for choice in itertools.product(kinds, repeat=len(padded)):
+            change = dict(zip(padded, choice, strict=True))
+            made = [change.get(r, str)(c) for r, c in zip(roles, contents, strict=True)]
+            text = "".join(made[p.owner] if p.is_content else p.text for p in shape.pieces)
+            if text == real:
+                return made
+        raise ValueError(
+            f"chat template {self.name} changes the contents of this conversation (it does more "
+            f"than remove white space around them), so what is trained is not exactly known; use "
+            f"a template that writes contents as they are"
+        )
+
+    def _shape(self, roles: tuple[Role, ...]) -> _Shape:
+        shape = self._shapes.get(roles)
+        if shape is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[roles] = self._measure(roles)
+        return shape
+
+    def _measure(self, roles: tuple[Role, ...]) -> _Shape:
+        """Steps 1 and 2: the rendering with markers, and where turns end in it."""
+        markers = [f"{_MARK}{i}{_MARK}" for i in range(len(roles))]
+        marked = self._text(roles, markers)
+        plain = marked.replace(_BEGIN, "").replace(_END, "")
+        ends: list[int | None] = [None] * len(roles)
+        for i, role in enumerate(roles):
+            if role == Role.ASSISTANT or i == 0 or i + 1 == len(roles):
+                ends[i] = self._end(roles[: i + 1], markers, plain)
+        found = [int(t.strip(_MARK)) for t in _MARKS.split(marked)[1::2] if t not in (_BEGIN, _END)]
+        if found != list(range(len(roles))):
+            raise ValueError(
+                f"chat template {self.name} writes the contents of messages {found} of "
+                f"{len(roles)} ({', '.join(roles)}): it repeats, leaves out or changes some, so "
+                f"what is trained is not exactly known"
+            )
+        pieces = _pieces(marked, ends, start=str(self._variables.get("bos_token", "")))
+        for piece in pieces:
+            if piece.is_content and piece.is_generated and roles[piece.owner] != Role.ASSISTANT:
+                raise ValueError(
+                    f"chat template {self.name} has the {roles[piece.owner]}'s message "
+                    f"{piece.owner} in a {{% generation %}} block, which would train it"
+                )
+        return _Shape(pieces=tuple(pieces), is_end_known=tuple(end is not None for end in ends))
+
+    def _end(self, roles: tuple[Role, ...], markers: list[str], plain: str) -> int | None:
+        """Characters of the rendering of the first messages, if `plain` begins with it."""
+        try:
+            text = self._text(roles, markers[: len(roles)])
+        except ValueError:  # templates may refuse a conversation that is not complete
+            return None
+        text = text.replace(_BEGIN, "").replace(_END, "")
+        is_whole = markers[len(roles) - 1] in text  # a system message may wait for the user's
+        return len(text) if is_whole and plain.startswith(text) else None
+
+    def _text(self, roles: Sequence[Role], contents: Sequence[str]) -> str:
+        from jinja2 import TemplateError
+
+        messages = [
+            {"role": str(role), "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        ]
+        try:
+            return self._template.render(
+                {**self._variables, "messages": messages, "add_generation_prompt": False}
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"chat template {self.name} refuses it: {error}") from error
+
+
+def _pieces(marked: str, ends: Sequence[int | None], *, start: str) -> list[_Piece]:
+    """The rendering in pieces; its text is cut at the ends of turns that are known."""
+    out: list[_Piece] = []
+    content, depth, at = -1, 0, 0
+    is_direct = False  # still in the block that wrote the content before
+
+    def add(text: str, owner: int, is_end: bool) -> None:
+        if text or is_end:
+            out.append(_Piece(text=text, owner=owner, is_generated=depth > 0, is_end=is_end))
+
+    for token in _MARKS.split(marked):
+        if token in (_BEGIN, _END):
+            depth += 1 if token == _BEGIN else -1
+            is_direct = is_direct and depth > 0
+        elif token.startswith(_MARK):
+            content += 1
+            is_direct = depth > 0
+            out.append(_Piece(text=token, owner=content, is_content=True, is_generated=depth > 0))
+            at += len(token)
+        elif content < 0:
+            head = start if start and token.startswith(start) else ""
+            add(head, 0, False)
+            add(token[len(head) :], 0, False)
+            at += len(token)
+        else:
+            end, following = ends[content], min(content + 1, len(ends) - 1)
+            if end is None:
+                add(token, content if is_direct else following, False)
+            else:
+                cut = min(max(end - at, 0), len(token))
+                add(token[:cut], content, is_end=at <= end)
+                add(token[cut:], following, False)
+            at += len(token)
+    return out
+
+
+def _compile(source: str, name: str) -> tuple["Template", bool, set[str]]:
+    """The template, whether it has generation blocks, and the variables it uses."""
+    try:
+        from jinja2 import TemplateError, meta, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError(
+            f"chat template {name} needs jinja2; install wlb-llm[data], or use one of "
+            f"{', '.join(BUILT_IN)}"
+        ) from error
+    blocks: list[int] = []
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            blocks.append(next(parser.stream).lineno)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+            return [begin, nodes.Scope(body), end]
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: object, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    open_environment: Any = environment  # its dictionaries are not typed
+    open_environment.filters["tojson"] = to_json
+    open_environment.globals["raise_exception"] = refuse
+    try:
+        wanted = meta.find_undeclared_variables(environment.parse(source))
+        blocks.clear()
+        return environment.from_string(source), bool(blocks), wanted
+    except TemplateError as error:
+        raise ValueError(f"{name} is not a Jinja template: {error}") from error
+
+
+def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """A built-in template by name, or the Jinja template of a file.
+
+    A `.json` file is a tokenizer_config.json with a chat_template; any other file is the template
+    itself, whose bos_token and the like come from a tokenizer_config.json beside it. variables: of
+    the template, in addition (a date_string, say).
+    """
+    given = dict(variables or {})
+    if str(name) in BUILT_IN:
+        if given:
+            raise ValueError(f"chat template {name} has no variables, got {sorted(given)}")
+        return BUILT_IN[str(name)]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"no chat template {name}: give one of {', '.join(BUILT_IN)}, a tokenizer_config.json "
+            f"or a file with a Jinja template"
+        )
+    config_path = path if path.suffix == ".json" else path.with_name("tokenizer_config.json")
+    config: dict[str, Any] = {}
+    if config_path.is_file():
+        try:
+            config = cast(dict[str, Any], json.loads(config_path.read_bytes()))
+        except ValueError as error:
+            raise ValueError(f"{config_path} is not JSON: {error}") from error
+    source = _source_of(config, path) if path.suffix == ".json" else path.read_text("utf-8")
+    tokens = {key: _token(value) for key, value in config.items() if key.endswith("_token")}
+    known = {key: value for key, value in tokens.items() if value is not None}
+    return JinjaTemplate(source, name=str(name), variables={**known, **given})
+
+
+def _source_of(config: dict[str, Any], path: Path) -> str:
+    found: Any = config.get("chat_template")
+    if isinstance(found, list):
+        named = {t["name"]: t["template"] for t in cast(list[dict[str, str]], found)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise ValueError(f"{path} has no chat_template; give the file that has it")
+    return found
+
+
+def _token(value: Any) -> str | None:
+    """A token as configurations write it: its text, or an object with its content."""
+    content = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None

@@ -1,0 +1,94 @@
+"""What a preparation was asked for, kept beside its parts and in its store.
+
+An interrupted preparation goes on only with equal arguments and unchanged inputs (path, size,
+modification time); a difference is named, so that nothing is mixed silently.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wlb.prepare.prepare import write_text
+from wlb.prepare.records import InputFile
+
+Manifest = dict[str, Any]
+
+_FORMAT = 1
+_MOST_NAMED = 5
+
+
+def manifest_of(arguments: dict[str, Any], files: Sequence[InputFile]) -> Manifest:
+    """JSON-able; equal for equal arguments and inputs."""
+    made = {"format": _FORMAT, "arguments": arguments, "inputs": [asdict(file) for file in files]}
+    return json.loads(json.dumps(made))
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    text = json.dumps(manifest, sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def differences(old: Manifest, new: Manifest) -> list[str]:
+    """What changed between two manifests, in words; empty if they are equal."""
+    found: list[str] = []
+    if old.get("format") != new["format"]:
+        return [f"it was made by another version of this program (format {old.get('format')})"]
+    for name in sorted({*old["arguments"], *new["arguments"]}):
+        then, now = (side["arguments"].get(name) for side in (old, new))
+        if then != now:
+            found.append(f"{name} was {then!r}, is {now!r}")
+    files = [{file["path"]: file for file in side["inputs"]} for side in (old, new)]
+    changed: list[str] = []
+    for path in {**files[0], **files[1]}:
+        then, now = (side.get(path) for side in files)
+        if then is None:
+            changed.append(f"{path} is new")
+        elif now is None:
+            changed.append(f"{path} is gone")
+        else:
+            names = [name for name in now if then.get(name) != now[name]]
+            changed += [f"{path}: {name} was {then.get(name)}, is {now[name]}" for name in names]
+    if not changed and old["inputs"] != new["inputs"]:
+        changed.append("the inputs are in another order")
+    if len(changed) > _MOST_NAMED:
+        changed[_MOST_NAMED:] = [f"and {len(changed) - _MOST_NAMED} more changes of inputs"]
+    return found + changed
+
+
+def open_manifest(path: Path, manifest: Manifest) -> bool:
+    """Writes the manifest, or finds it there (True); ValueError where another one is there."""
+    try:
+        old: Any = json.loads(path.read_bytes())
+        found = differences(old, manifest)
+    except FileNotFoundError:
+        write_text(path, json.dumps(manifest))
+        return False
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not the manifest of a preparation ({error!r}); remove its folder, or use "
+            f"--overwrite"
+        ) from None
+    if found:
+        raise ValueError(
+            f"an interrupted preparation in {path.parent} was asked for something else: "
+            f"{'; '.join(found)}. Go on with what it was asked for, or start anew with --overwrite"
+        )
+    return True
+
+
+def check_unchanged(files: Sequence[InputFile]) -> None:
+    """ValueError for the first input that is not as it was listed."""
+    for file in files:
+        try:
+            status = Path(file.path).stat()
+            now = (status.st_size, status.st_mtime_ns)
+        except OSError:
+            now = None
+        if now != (file.size, file.mtime_ns):
+            raise ValueError(
+                f"{file.path} changed while it was prepared; prepare again with --overwrite when "
+                f"nothing writes to it"
+            )

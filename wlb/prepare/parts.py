@@ -1,0 +1,282 @@
+"""Parts: the stores that shards become, one pair (train, held-out) a shard, and their merging.
+
+A part is complete when its summary is there, which is written after both of its stores. Merging
+goes through parts in order and reads a document at a time, so the result does not depend on who
+made which part, nor on when. Cost: memory of one document, and 8 bytes a document of the writer.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.data.store import TokenStore, TokenStoreWriter
+from wlb.plan import IntArray
+from wlb.prepare.encode import Encoded, EncoderSpec, RecordEncoder
+from wlb.prepare.parquet import Columns
+from wlb.prepare.prepare import draw, write_text
+from wlb.prepare.records import BadRecord, OnError, Position, Shard, read_shard
+from wlb.prepare.text import Skip
+
+SIDES = ("train", "heldout")
+NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
+"""Left out and counted, whatever --on-error says: there is nothing in them to lose."""
+MOST_EXAMPLES = 3
+_STOP_EVERY = 64
+
+
+class Stopped(Exception):
+    """A shard was given up because the preparation is being stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartJob:
+    """What all shards of a preparation have in common.
+
+    folder: where parts are written. columns: of a Parquet file's, those to read. actions: for
+    reasons that --on-error does not decide.
+    """
+
+    folder: str
+    encoder: EncoderSpec
+    vocab_size: int
+    text_key: str
+    columns: Columns
+    heldout_fraction: float
+    seed: int
+    on_error: OnError
+    actions: Mapping[Skip, OnError] = field(default_factory=dict[Skip, OnError])
+
+    def prefix(self, shard: int, side: int) -> Path:
+        return Path(self.folder, f"{shard:06}-{SIDES[side]}")
+
+    def summary_path(self, shard: int) -> Path:
+        return Path(self.folder, f"{shard:06}.json")
+
+
+_Nearest = tuple[float, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """What became of a shard.
+
+    num_documents, num_tokens: of train and held-out. counts: of `Encoded`, summed. examples: the
+    first records left out, by reason. nearest: of each side (draw, first row, number of rows) of
+    the record nearest to the held-out limit.
+    """
+
+    shard: int
+    size: int
+    num_documents: tuple[int, int]
+    num_tokens: tuple[int, int]
+    num_unknown: int
+    counts: dict[str, int]
+    skipped: dict[str, int]
+    examples: dict[str, list[str]]
+    nearest: tuple[_Nearest | None, _Nearest | None]
+
+    @classmethod
+    def read(cls, path: Path) -> "PartSummary":
+        data = json.loads(path.read_bytes())
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts of one shard while it is encoded."""
+
+    job: PartJob
+    counts: Counter[str] = field(default_factory=Counter[str])
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    num_unknown: int = 0
+
+    def leave_out(self, position: Position, bad: BadRecord) -> None:
+        """Counts a record that is no document, or raises ValueError with where it is."""
+        action, option = self.job.on_error, "--on-error"
+        if bad.reason in self.job.actions:
+            action, option = self.job.actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
+        if bad.reason not in NO_ERROR and action == OnError.FAIL:
+            raise ValueError(
+                f"{position.spoken()}: {bad}. Correct it, or leave out and count such records "
+                f"with {option} skip"
+            )
+        self.skipped[str(bad.reason)] += 1
+        shown = self.examples.setdefault(str(bad.reason), [])
+        if len(shown) < MOST_EXAMPLES:
+            shown.append(f"{position.spoken()}: {bad}")
+
+    def add(self, encoded: Encoded) -> None:
+        self.num_unknown += encoded.num_unknown
+        self.counts.update(encoded.counts)
+
+
+def encode_shard(
+    job: PartJob,
+    encoder: RecordEncoder,
+    number: int,
+    shard: Shard,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> PartSummary:
+    """Writes the part of shard `number`; ValueError for a bad record unless those are skipped."""
+    tally = _Tally(job)
+    nearest: list[_Nearest | None] = [None, None]
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                TokenStoreWriter(job.prefix(number, side), vocab_size=job.vocab_size)
+            )
+            for side in range(2)
+        ]
+        for position, documents in _records(job, encoder, shard, tally, is_stopped):
+            drawn = draw(job.seed, position.name)
+            side = int(drawn < job.heldout_fraction)
+            at = nearest[side]
+            if at is None or (drawn > at[0] if side else drawn < at[0]):
+                nearest[side] = (drawn, writers[side].num_documents, len(documents))
+            for encoded in documents:
+                tally.add(encoded)
+                add(writers[side], encoded, position)
+        sizes = [(writer.num_documents, writer.num_tokens) for writer in writers]
+    summary = PartSummary(
+        shard=number,
+        size=shard.size,
+        num_documents=(sizes[0][0], sizes[1][0]),
+        num_tokens=(sizes[0][1], sizes[1][1]),
+        num_unknown=tally.num_unknown,
+        counts=dict(tally.counts),
+        skipped=dict(tally.skipped),
+        examples=tally.examples,
+        nearest=(nearest[0], nearest[1]),
+    )
+    write_text(job.summary_path(number), json.dumps(asdict(summary)))
+    return summary
+
+
+def _records(
+    job: PartJob,
+    encoder: RecordEncoder,
+    shard: Shard,
+    tally: _Tally,
+    is_stopped: Callable[[], bool],
+) -> Iterator[tuple[Position, Sequence[Encoded]]]:
+    """(position, its documents) of the records that are not left out."""
+    records = read_shard(shard, text_key=job.text_key, columns=job.columns)
+    for number, (position, record) in enumerate(records):
+        if number % _STOP_EVERY == 0 and is_stopped():
+            raise Stopped
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            made = encoder.encode(record)
+        except BadRecord as bad:
+            tally.leave_out(position, bad)
+            continue
+        if not made:
+            raise ValueError(f"{position.spoken()}: the encoder gave neither document nor reason")
+        yield position, made
+
+
+def add(writer: TokenStoreWriter, encoded: Encoded, position: Position) -> None:
+    """Appends a document; a ValueError of the store says where the document came from."""
+    try:
+        writer.add(encoded.tokens, encoded.trained)
+    except ValueError as error:
+        raise ValueError(f"{position.spoken()}: {error}") from None
+
+
+def find_part(job: PartJob, shard: int) -> PartSummary | None:
+    """The part of a shard if it is complete and has its checksums; None if it has to be made."""
+    try:
+        summary = PartSummary.read(job.summary_path(shard))
+        for side in range(2):
+            store = TokenStore(job.prefix(shard, side))
+            store.verify()
+            if store.num_documents != summary.num_documents[side]:
+                return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return summary
+
+
+def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
+    """Removes what killed processes left of files `prefix`... under temporary names."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
+            os.unlink(entry.path)
+
+
+def moved_record(
+    summaries: Sequence[PartSummary], *, fraction: float
+) -> tuple[int, int, range] | None:
+    """(shard, side, rows) of the record that changes sides so that neither side is empty.
+
+    As `prepare` does: the one nearest to the limit, with all its documents; None where both sides
+    have documents, or where there is one record, which is trained.
+    """
+    totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
+    if all(totals) or not any(totals) or fraction == 0:
+        return None
+    side = int(totals[1] > 0)
+    found = [(n[0], s.shard, n[1], n[2]) for s in summaries if (n := s.nearest[side]) is not None]
+    _, shard, first, num = max(found) if side else min(found)
+    if side == 0 and totals[0] == num:
+        return None
+    return shard, side, range(first, first + num)
+
+
+def merge_parts(
+    job: PartJob,
+    summaries: Sequence[PartSummary],
+    writers: Sequence[TokenStoreWriter],
+    *,
+    progress: Callable[[int], None],
+) -> None:
+    """Adds all parts, in order of shards, to the stores of the two sides.
+
+    writers: of train and of held-out, or of train alone where nothing is held out. progress: called
+    with each shard that is done.
+    """
+    moved = moved_record(summaries, fraction=job.heldout_fraction)
+    for summary in summaries:
+        for side in range(2):
+            store = TokenStore(job.prefix(summary.shard, side))
+            for row in range(store.num_documents):
+                is_moved = moved is not None and moved[:2] == (summary.shard, side)
+                target = 1 - side if is_moved and row in moved[2] else side
+                trained = trained_spans(store.trained(row)) if store.has_targets else None
+                writers[target].add(store.read(row), trained)
+        progress(summary.shard)
+
+
+def trained_spans(mask: npt.NDArray[np.bool_]) -> IntArray:
+    """Half-open runs of True in `mask` (shape [n]), shape [k, 2]."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return edges.reshape(-1, 2)
+
+
+def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:
+    """Of all shards: counts, unknown tokens, what was left out with first examples by reason."""
+    skipped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    examples: dict[str, list[str]] = {}
+    for summary in summaries:
+        skipped.update(summary.skipped)
+        counts.update(summary.counts)
+        for reason, shown in summary.examples.items():
+            examples[reason] = (examples.get(reason, []) + shown)[:MOST_EXAMPLES]
+    return {
+        "skipped": dict(sorted(skipped.items())),
+        "examples": dict(sorted(examples.items())),
+        "num_unknown": sum(summary.num_unknown for summary in summaries),
+        "counts": dict(sorted(counts.items())),
+    }

@@ -1,0 +1,341 @@
+"""Files to one token store, by several processes: `wlb prepare`.
+
+1. List the inputs and divide them into shards (`wlb.prepare.records`).
+2. Tokenizer: copy it, or train a BPE on a sample of training documents, into `<out>.parts`
+   (`wlb.prepare.tokenizer`).
+3. Encode every shard into a part (`wlb.prepare.parts`); parts that an interrupted call completed
+   are kept, after their checksums were compared.
+4. Merge parts in order into `<out>`, and what is held out into `<out>-heldout`.
+
+Guarantees: stores are complete or absent, and byte for byte the same for any number of processes
+and after any interruption. Every record is a document or is counted by reason. A second call with
+the same inputs finds the store; other arguments never overwrite it unless told to.
+Cost: memory of one document a process (100 bytes a token for a `tokenizer.json`), 16 bytes a
+document at the end, some 300 bytes an input file; on disk the tokens twice until parts are removed.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb.data.store import TokenStore, TokenStoreWriter, store_path
+from wlb.prepare.encode import BPE, EncoderChoice, TextChoice
+from wlb.prepare.manifest import (
+    Manifest,
+    check_unchanged,
+    manifest_digest,
+    manifest_of,
+    open_manifest,
+)
+from wlb.prepare.parts import (
+    PartJob,
+    PartSummary,
+    find_part,
+    merge_parts,
+    remove_unfinished,
+    totals,
+)
+from wlb.prepare.prepare import locked, write_text
+from wlb.prepare.records import (
+    InputFile,
+    OnError,
+    Shard,
+    check_columns,
+    list_inputs,
+    list_shards,
+)
+from wlb.prepare.request import PrepareOptions, Status, StoreReport, arguments_of
+from wlb.prepare.text import Skip
+from wlb.prepare.tokenizer import PreparedTokenizer, prepare_tokenizer
+from wlb.prepare.workers import encode_shards
+
+_SHARD_BYTES = (1 << 20, 1 << 26)
+_NUM_SHARDS = 256
+
+
+Progress = Callable[[Status], None]
+
+
+def prepare_store(
+    options: PrepareOptions,
+    *,
+    encoder: EncoderChoice | None = None,
+    progress: Progress | None = None,
+) -> StoreReport:
+    """Writes, goes on with, or finds the store `options.out`; see the module.
+
+    encoder: for records that are not text, such as `ChatChoice`; options of documents that are text
+    (policy, text_key, text_unit) are not for them.
+    ValueError for bad input, for an interrupted call with other arguments, for a store of other
+    arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
+    """
+    began = time.perf_counter()
+    report = progress or _unseen
+    for folder in filter(Path.is_dir, map(Path, options.inputs)):
+        if folder.resolve() in Path(options.out).resolve().parents:
+            raise ValueError(
+                f"--out {options.out} lies in the input folder {folder}: the store would be read "
+                f"as input the next time; write it elsewhere"
+            )
+    files, skipped = list_inputs(options.inputs, text_unit=options.text_unit)
+    _refuse_own_outputs(options.out, files)
+    if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
+        raise ValueError(
+            f"{count} files or folders of {', '.join(options.inputs)} cannot be read; change their "
+            f"permissions, or leave them out and count them with --on-error skip"
+        )
+    if not files:
+        raise ValueError(f"all files of {', '.join(options.inputs)} are empty")
+    arguments = arguments_of(options)
+    if encoder is not None:
+        arguments["encoder"] = encoder.arguments
+    choice = encoder or TextChoice(
+        policy=options.policy, text_key=options.text_key, in_parts=options.tokenizer == BPE
+    )
+    check_columns(files, choice.columns)
+    manifest = manifest_of(arguments, files)
+    with locked(store_path(options.out, ".lock")):
+        found = _finished(options, manifest, files)
+        if found is None:
+            _check_heldout(options, manifest)
+            listed = {str(reason): count for reason, count in skipped.items()}
+            num_shards, num_kept = _prepare(options, choice, files, manifest, listed, report)
+            found = _finished(options, manifest, files)
+            if found is None:
+                raise RuntimeError(f"{options.out} was replaced while it was prepared")
+            found = replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
+    return replace(found, time_s=time.perf_counter() - began)
+
+
+def _unseen(status: Status) -> None:
+    del status
+
+
+def _check_heldout(options: PrepareOptions, manifest: Manifest) -> None:
+    """ValueError where OUT-heldout is a store of its own, which would be replaced or removed: one
+    that neither this call, interrupted, nor the one that made OUT has left."""
+    heldout = f"{options.out}-heldout"
+    if not store_path(heldout, ".idx").exists():
+        return
+    ours = {_mark_of(options.out)} - {None}
+    if options.heldout_fraction:
+        ours.add(manifest_digest(manifest))
+    if _mark_of(heldout) not in ours:
+        raise ValueError(
+            f"{heldout} is a store that was not made together with {options.out}, whose held-out "
+            f"documents go there; write to another --out, or move it away"
+        )
+
+
+def _mark_of(prefix: str) -> str | None:
+    """Digest of the manifest that made a store; None where there is none, or none that says."""
+    try:
+        info = TokenStore(prefix).info
+    except ValueError:
+        return None
+    return None if info is None else info.preparation.get("manifest")
+
+
+def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
+    """ValueError where a pattern finds what an earlier call wrote."""
+    parts = (".bin", ".idx", ".json", ".targets")
+    ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
+    own = {store_path(out, end).resolve() for end in ends}
+    for file in files:
+        if Path(file.path).resolve() in own:
+            raise ValueError(
+                f"the inputs hold {file.path}, which --out {out} writes: it would be read as text; "
+                f"write it elsewhere"
+            )
+
+
+def _finished(
+    options: PrepareOptions, manifest: Manifest, files: Sequence[InputFile]
+) -> StoreReport | None:
+    """The report of a store that this manifest made; None if there is none, ValueError if another
+    store is there and may not be overwritten."""
+    prefix = options.out
+    if not store_path(prefix, ".idx").exists():
+        return None
+    heldout_prefix = f"{prefix}-heldout" if options.heldout_fraction else ""
+    damage = ""
+    try:
+        stores = [TokenStore(p) for p in (prefix, heldout_prefix) if p]
+    except ValueError as error:
+        stores, damage = [], str(error)
+    mark = manifest_digest(manifest)
+    infos = [store.info for store in stores if store.info is not None]
+    if not infos or any(i.preparation.get("manifest") != mark for i in infos):
+        if options.overwrite:
+            return None
+        what = f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
+        raise ValueError(
+            f"{prefix} is there already and {what}; write to another --out, or replace it with "
+            f"--overwrite"
+        )
+    info, lengths = infos[0], stores[0].lengths
+    held = stores[1] if len(stores) > 1 else None
+    p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
+    return StoreReport(
+        prefix=prefix,
+        heldout=heldout_prefix,
+        tokenizer=str(Path(prefix).parent / info.tokenizer) if info.tokenizer else "",
+        vocab_size=info.vocab_size,
+        num_documents=stores[0].num_documents,
+        num_tokens=stores[0].num_tokens,
+        num_targets=int(stores[0].num_targets.sum()),
+        num_heldout_documents=held.num_documents if held else 0,
+        num_heldout_tokens=held.num_tokens if held else 0,
+        num_heldout_targets=int(held.num_targets.sum()) if held else 0,
+        lengths_p50=p50,
+        lengths_p99=p99,
+        longest=int(lengths.max()),
+        counts=info.preparation.get("counts", {}),  # stores of text were made without
+        skipped=info.preparation["skipped"],
+        examples=info.preparation["examples"],
+        num_unknown=info.preparation["num_unknown"],
+        checksum=info.checksum,
+        num_files=len(files),
+        num_bytes=sum(file.size for file in files),
+        num_shards=0,
+        num_kept=0,
+        reused=True,
+        time_s=0.0,
+    )
+
+
+def _prepare(
+    options: PrepareOptions,
+    choice: EncoderChoice,
+    files: Sequence[InputFile],
+    manifest: Manifest,
+    listed: dict[str, int],
+    report: Progress,
+) -> tuple[int, int]:
+    """Parts, then stores; returns the number of shards, and how many of them were there already."""
+    folder = store_path(options.out, ".parts")
+    if options.overwrite and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_begun = open_manifest(folder / "manifest.json", manifest)
+    remove_unfinished(folder)
+    for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
+        remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
+    size = sum(file.size for file in files)
+    shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
+    shards = list_shards(files, shard_bytes=shard_bytes)
+    report(Status(stage="tokenizer", size=size, done=0))
+    try:
+        tokenizer = prepare_tokenizer(options, choice, folder, shards)
+        spec = choice.spec(tokenizer.path, tokenizer.vocabulary)
+    except ValueError:  # nothing was made yet that another tokenizer could not go on from
+        if not is_begun:
+            shutil.rmtree(folder)
+        raise
+    job = PartJob(
+        folder=str(folder),
+        encoder=spec,
+        vocab_size=tokenizer.vocabulary.size,
+        text_key=options.text_key,
+        columns=choice.columns,
+        heldout_fraction=options.heldout_fraction,
+        seed=options.seed,
+        on_error=options.on_error,
+        actions=choice.actions,
+    )
+    summaries = _encode(job, shards, processes=options.processes, report=report)
+    num_kept = sum(kept for _, kept in summaries)
+    check_unchanged(files)
+    parts = [summary for summary, _ in summaries]
+    eos_id = choice.eos_id(tokenizer.vocabulary)
+    _publish(options, job, parts, tokenizer, eos_id, manifest, listed, report)
+    shutil.rmtree(folder)
+    return len(shards), num_kept
+
+
+def _encode(
+    job: PartJob, shards: Sequence[Shard], *, processes: int, report: Progress
+) -> list[tuple[PartSummary, bool]]:
+    """(summary, was there already) of every shard, in order."""
+    made: dict[int, tuple[PartSummary, bool]] = {}
+    at = Status(stage="encode", size=sum(shard.size for shard in shards), done=0)
+
+    def done(summary: PartSummary, kept: bool) -> None:
+        nonlocal at
+        made[summary.shard] = (summary, kept)
+        at = replace(
+            at,
+            done=at.done + summary.size,
+            num_documents=at.num_documents + sum(summary.num_documents),
+            skipped=at.skipped + sum(summary.skipped.values()),
+        )
+        report(at)
+
+    for number in range(len(shards)):
+        if (summary := find_part(job, number)) is not None:
+            done(summary, True)
+    missing = [number for number in range(len(shards)) if number not in made]
+    with closing(encode_shards(job, shards, missing, processes=processes)) as summaries:
+        for summary in summaries:
+            done(summary, False)
+    return [made[number] for number in range(len(shards))]
+
+
+def _publish(
+    options: PrepareOptions,
+    job: PartJob,
+    parts: Sequence[PartSummary],
+    tokenizer: PreparedTokenizer,
+    eos_id: int | None,
+    manifest: Manifest,
+    listed: dict[str, int],
+    report: Progress,
+) -> None:
+    """Merges parts into the stores; the tokenizer is there before them."""
+    left_out = totals(parts)
+    for reason, count in listed.items():
+        left_out["skipped"][reason] = left_out["skipped"].get(reason, 0) + count
+    if not sum(sum(part.num_documents) for part in parts):
+        raise ValueError(
+            f"no document is left of {', '.join(options.inputs)} (left out: "
+            f"{left_out['skipped']}, such as {left_out['examples']})"
+        )
+    name = None
+    if tokenizer.path:
+        path = store_path(options.out, "-tokenizer.json")
+        write_text(path, Path(tokenizer.path).read_text("utf-8"))
+        name = path.name
+    about: dict[str, Any] = {
+        "vocab_size": job.vocab_size,
+        "eos_id": eos_id,
+        "tokenizer": name,
+        "source": ", ".join(options.inputs),
+        "preparation": {
+            "manifest": manifest_digest(manifest),
+            "tokenizer_checksum": tokenizer.checksum,
+            "arguments": manifest["arguments"],
+            "num_files": len(manifest["inputs"]),
+            **left_out,
+        },
+    }
+    heldout = f"{options.out}-heldout"
+    if not options.heldout_fraction:  # what a store that is overwritten held out
+        for suffix in (".idx", ".bin", ".json", ".targets"):
+            store_path(heldout, suffix).unlink(missing_ok=True)
+    total, done = sum(part.size for part in parts), 0
+
+    def merged(shard: int) -> None:
+        nonlocal done
+        done += parts[shard].size
+        report(Status(stage="merge", size=total, done=done))
+
+    with ExitStack() as stack:  # leaves the held-out store first, so that the store comes last
+        prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
+        writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
+        merge_parts(job, parts, writers, progress=merged)

@@ -1,0 +1,339 @@
+"""Records to tokenize: text files, JSONL and Parquet, in shards that any process can read.
+
+`list_inputs` lists files (of folders, recursively, and of glob patterns), sorted, and `list_shards`
+divides them: JSONL and files of a document a line at line ends, Parquet by row groups, text files
+in groups, each shard of about `shard_bytes`. A compressed file is one shard. What a shard holds
+depends on its bytes alone, never on who reads it.
+
+A record is the mapping that a line or row holds; a text file is {text_key: its text}. What cannot
+be one raises `BadRecord` where it is read, and reading can go on after it.
+
+Guarantees: shards in order give every line, row and file once, in the order of the inputs.
+Cost: listing stats each file and opens each Parquet file; reading holds one line, one file, or
+`_PARQUET_ROWS` rows.
+"""
+
+import bz2
+import glob
+import gzip
+import json
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any, cast
+
+from wlb.prepare.parquet import Columns, open_parquet, parquet_records, row_groups
+from wlb.prepare.text import Skip, folder_documents
+
+Record = Mapping[str, Any]
+
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_UNKNOWN_PACKING = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
+_CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_MOST_FILES = 4096
+_BOM = b"\xef\xbb\xbf"
+
+
+class Kind(StrEnum):
+    """How a file is read."""
+
+    TEXT = "text"
+    LINES = "lines"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class TextUnit(StrEnum):
+    """What a document of a text file is."""
+
+    FILE = "file"
+    LINE = "line"
+
+
+class OnError(StrEnum):
+    """What becomes of a record that is no document: the preparation stops, or it is counted."""
+
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+class BadRecord(ValueError):
+    """A line, row or file that is no document; `reason` is what it is counted under."""
+
+    def __init__(self, reason: Skip, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """A file to read. name: what documents are called by, relative to the input it was found in."""
+
+    path: str
+    name: str
+    kind: Kind
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Part of one file, or several whole text files.
+
+    start, stop: bytes of a JSONL or line file (lines that start in [start, stop) belong to it),
+    row groups of a Parquet file, not used for whole files. size: bytes, for progress.
+    """
+
+    files: tuple[InputFile, ...]
+    start: int = 0
+    stop: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a record is. offset: bytes before a line, rows before a row; None for a whole file.
+
+    name: what the held-out rule hashes; it does not depend on where the corpus lies.
+    """
+
+    file: InputFile
+    offset: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.file.name if self.offset is None else f"{self.file.name}:{self.offset}"
+
+    def spoken(self) -> str:
+        """For messages: the path, with the line (from 1) or the row (from 0)."""
+        if self.offset is None:
+            return self.file.path
+        if self.file.kind == Kind.PARQUET:
+            return f"{self.file.path}, row {self.offset}"
+        return f"{self.file.path}, line {_line_number(self.file.path, self.offset)}"
+
+
+Read = tuple[Position, Record | BadRecord]
+
+
+def list_inputs(
+    inputs: Sequence[str], *, text_unit: TextUnit = TextUnit.FILE
+) -> tuple[list[InputFile], Counter[Skip]]:
+    """Files of paths, folders and glob patterns, in the order given; and what was left out.
+
+    ValueError for an input that is not there, a file that is named twice, packing that is not read.
+    """
+    found: dict[str, InputFile] = {}
+    skipped: Counter[Skip] = Counter()
+    for text in inputs:
+        for path, name in _expand(text, skipped):
+            resolved = str(path.resolve())
+            if resolved in found:
+                raise ValueError(
+                    f"{path} is in the inputs twice; to repeat data give its store a larger weight "
+                    f"in data.blend"
+                )
+            found[resolved] = _input_file(path, name, text_unit)
+    if not found:
+        counts = {str(reason): count for reason, count in skipped.items() if count}
+        raise ValueError(f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts})")
+    filled = [file for file in found.values() if file.size]
+    skipped[Skip.EMPTY] += len(found) - len(filled)
+    return filled, +skipped
+
+
+def _expand(text: str, skipped: Counter[Skip]) -> Iterator[tuple[Path, str]]:
+    """(path, name) of the files that an input means."""
+    path = Path(text)
+    if path.is_dir():
+        listing = folder_documents(path)
+        skipped.update(listing.skipped)
+        yield from ((path / name, name) for name in listing.names)
+    elif path.exists() or not glob.has_magic(text):
+        yield path, path.name
+    else:
+        matches = sorted(glob.glob(text, recursive=True))
+        files = [Path(match) for match in matches if Path(match).is_file()]
+        if not files:
+            raise ValueError(f"no file matches {text!r}; give files, folders or patterns that do")
+        yield from ((file, file.name) for file in files)
+
+
+def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ValueError(f"the input {path} cannot be read: {error.strerror or error}") from None
+    if not path.is_file():
+        raise ValueError(f"the input {path} is not a file or folder; pipes cannot be read again")
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _UNKNOWN_PACKING:
+        raise ValueError(
+            f"{path}: {suffixes[-1]} is not read; unpack it, or use {', '.join(_OPENERS)}"
+        )
+    inner = suffixes[:-1] if suffixes and suffixes[-1] in _OPENERS else suffixes
+    kind = Kind.TEXT if text_unit == TextUnit.FILE else Kind.LINES
+    if inner and inner[-1] in (".jsonl", ".ndjson"):
+        kind = Kind.JSONL
+    elif inner and inner[-1] == ".parquet":
+        kind = Kind.PARQUET
+        if inner is not suffixes:
+            raise ValueError(f"{path}: a Parquet file is compressed inside; unpack it")
+    return InputFile(
+        path=str(path), name=name, kind=kind, size=status.st_size, mtime_ns=status.st_mtime_ns
+    )
+
+
+def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
+    """`files` in order as shards of about `shard_bytes` each."""
+    shards: list[Shard] = []
+    group: list[InputFile] = []
+    size = 0
+
+    def close_group() -> None:
+        nonlocal size
+        if group:
+            shards.append(Shard(files=tuple(group), size=size))
+            group.clear()
+            size = 0
+
+    for file in files:
+        if file.kind == Kind.TEXT:
+            group.append(file)
+            size += file.size
+            if size >= shard_bytes or len(group) >= _MOST_FILES:
+                close_group()
+            continue
+        close_group()
+        shards += _divided(file, shard_bytes)
+    close_group()
+    return shards
+
+
+def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
+    if file.kind == Kind.PARQUET:
+        for start, stop, size in row_groups(file.path, shard_bytes=shard_bytes):
+            yield Shard(files=(file,), start=start, stop=stop, size=size)
+    elif Path(file.path).suffix.lower() in _OPENERS:
+        yield Shard(files=(file,), start=0, stop=1 << 62, size=file.size)
+    else:
+        for start in range(0, file.size, shard_bytes):
+            stop = min(file.size, start + shard_bytes)
+            yield Shard(files=(file,), start=start, stop=stop, size=stop - start)
+
+
+def read_shard(shard: Shard, *, text_key: str, columns: Columns) -> Iterator[Read]:
+    """(position, record or BadRecord) of everything in a shard.
+
+    text_key: the key that a text file's or line's text gets. columns: of those of a Parquet file,
+    the ones that are read.
+    ValueError for a file that is corrupt as a whole, with its path.
+    """
+    if shard.files[0].kind == Kind.TEXT:
+        for file in shard.files:
+            yield Position(file=file), _text_record(file, text_key)
+        return
+    file = shard.files[0]
+    if file.kind == Kind.PARQUET:
+        for row, record in parquet_records(
+            file.path, groups=range(shard.start, shard.stop), columns=columns
+        ):
+            yield Position(file=file, offset=row), record
+        return
+    parse = _json_record if file.kind == Kind.JSONL else _line_record
+    for offset, line in _lines(file.path, shard.start, shard.stop):
+        yield Position(file=file, offset=offset), parse(line, text_key)
+
+
+def _open(path: str) -> IO[bytes]:
+    return _OPENERS.get(Path(path).suffix.lower(), open)(path, "rb")
+
+
+def _text_record(file: InputFile, text_key: str) -> Record | BadRecord:
+    try:
+        with _open(file.path) as source:
+            data = source.read()
+    except _CORRUPT as error:
+        return BadRecord(Skip.UNREADABLE, f"cannot be read to its end ({error})")
+    return _text(data.removeprefix(_BOM), text_key)
+
+
+def _text(data: bytes, text_key: str) -> Record | BadRecord:
+    try:
+        return {text_key: data.decode("utf-8")}
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
+    return BadRecord(
+        Skip.NOT_UTF8,
+        f"not UTF-8: byte {error.object[error.start]:#04x} at byte {error.start}; convert it",
+    )
+
+
+def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, line without its end) of the lines that start in [start, stop)."""
+    try:
+        with _open(path) as file:
+            offset = start
+            if start:
+                file.seek(start - 1)
+                offset += len(file.readline()) - 1
+            while offset < stop and (line := file.readline()):
+                text = line if offset else line.removeprefix(_BOM)
+                yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
+                offset += len(line)
+    except _CORRUPT as error:
+        raise ValueError(
+            f"{path} cannot be read to its end ({error}); if it is truncated or corrupt, get it "
+            f"again"
+        ) from None
+
+
+def _line_record(line: bytes, text_key: str) -> Record | BadRecord:
+    if not line.strip():
+        return BadRecord(Skip.BLANK_LINE, "blank")
+    return _text(line, text_key)
+
+
+def _json_record(line: bytes, text_key: str) -> Record | BadRecord:
+    del text_key
+    if not line.strip():
+        return BadRecord(Skip.BLANK_LINE, "blank")
+    try:
+        value: object = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+    except json.JSONDecodeError as error:
+        return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
+    except (RecursionError, ValueError) as error:  # nested too deep, a number of too many digits
+        return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
+    if not isinstance(value, dict):
+        return BadRecord(Skip.NOT_AN_OBJECT, f"not a JSON object but {type(value).__name__}")
+    return cast("Record", value)
+
+
+def _line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line at a byte offset; reads the file up to it."""
+    number, at = 1, 0
+    with _open(path) as file:
+        while at < offset and (block := file.read(min(1 << 20, offset - at))):
+            number += block.count(b"\n")
+            at += len(block)
+    return number
+
+
+def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
+    """ValueError for the first Parquet file that lacks what `columns` looks for."""
+    for file in files:
+        if file.kind == Kind.PARQUET:
+            names = open_parquet(file.path).schema_arrow.names
+            try:
+                columns(names)
+            except ValueError as error:
+                raise ValueError(f"{file.path} {error}") from None

@@ -1,0 +1,143 @@
+"""What `prepare_store` is asked for, and what it reports."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from wlb.data.store import file_checksum
+from wlb.prepare.encode import BPE, BYTES, DocumentPolicy
+from wlb.prepare.prepare import END_OF_TEXT
+from wlb.prepare.records import OnError, TextUnit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareOptions:
+    """What `prepare_store` is asked for.
+
+    inputs: paths, folders, glob patterns. out: prefix of the store. tokenizer: "bpe", "bytes", or a
+    tokenizer.json or its folder. vocab_size, sample_bytes: of the BPE, refused with another
+    tokenizer. bos, eos: names of tokens; "" for what the tokenizer says. shard_bytes: 0 for 1/256
+    of the input, 1 to 64 MiB. ValueError for what cannot be, in the words of `wlb prepare`.
+    """
+
+    inputs: tuple[str, ...]
+    out: str
+    tokenizer: str = BPE
+    vocab_size: int = 32768
+    sample_bytes: int = 10_000_000
+    bos: str = ""
+    eos: str = ""
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
+    text_key: str = "text"
+    text_unit: TextUnit = TextUnit.FILE
+    heldout_fraction: float = 0.0
+    seed: int = 0
+    on_error: OnError = OnError.FAIL
+    processes: int = 1
+    shard_bytes: int = 0
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise ValueError("there is no input; give files, folders or glob patterns")
+        if self.tokenizer == BPE and self.vocab_size <= 256:
+            raise ValueError(
+                f"--vocab-size = {self.vocab_size} must be above 256: 256 bytes and {END_OF_TEXT}"
+            )
+        if not 0 <= self.heldout_fraction < 1:
+            raise ValueError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
+        if self.tokenizer == BYTES and (self.bos or self.eos):
+            raise ValueError("--bos and --eos are for a tokenizer.json; bytes have their own")
+        if self.tokenizer != BPE:
+            self._refuse_options_of_the_bpe()
+        if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
+            raise ValueError(
+                f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
+                f"'{END_OF_TEXT}' to use it on both sides"
+            )
+        minimum = {"sample_bytes": 1, "processes": 1, "shard_bytes": 0, "seed": 0}
+        for name, least in minimum.items():
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} = {getattr(self, name)} must be at least {least}")
+
+    def _refuse_options_of_the_bpe(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("vocab_size", "sample_bytes") and value != field.default:
+                raise ValueError(
+                    f"--{field.name.replace('_', '-')} {value} is for training a BPE; --tokenizer "
+                    f"{self.tokenizer} has its vocabulary: leave it out, or say --tokenizer {BPE}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """How far a preparation is. size, done: bytes of input; skipped: records left out so far."""
+
+    stage: str
+    size: int
+    done: int
+    num_documents: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReport:
+    """What was made. heldout: prefix of the held-out store, "" where there is none.
+
+    num_targets: trained tokens. lengths_p50, lengths_p99, longest: tokens of training documents.
+    counts: what was done to records to encode them, of both stores. skipped: left out, by reason,
+    with the first `examples`. num_unknown: tokens that stand for characters the tokenizer does not
+    know. num_kept: parts that an interrupted call had made. time_s: of this call.
+    """
+
+    prefix: str
+    heldout: str
+    tokenizer: str
+    vocab_size: int
+    num_documents: int
+    num_tokens: int
+    num_targets: int
+    num_heldout_documents: int
+    num_heldout_tokens: int
+    num_heldout_targets: int
+    lengths_p50: int
+    lengths_p99: int
+    longest: int
+    counts: dict[str, int]
+    skipped: dict[str, int]
+    examples: dict[str, list[str]]
+    num_unknown: int
+    checksum: str
+    num_files: int
+    num_bytes: int
+    num_shards: int
+    num_kept: int
+    reused: bool
+    time_s: float
+
+
+def arguments_of(options: PrepareOptions) -> dict[str, Any]:
+    """What the result depends on; not where it goes nor who makes it."""
+    names = {f: v for f, v in asdict(options).items() if f not in ("out", "processes", "overwrite")}
+    names["inputs"] = list(options.inputs)
+    if options.tokenizer not in (BPE, BYTES):
+        path = tokenizer_path(options.tokenizer)
+        names["tokenizer_checksum"] = file_checksum(path)
+        config = path.parent / "tokenizer_config.json"
+        names["tokenizer_config"] = file_checksum(config) if config.is_file() else ""
+    if options.tokenizer != BPE:  # vocab_size and sample_bytes are of a BPE to be trained
+        del names["vocab_size"], names["sample_bytes"]
+    return names
+
+
+def tokenizer_path(text: str) -> Path:
+    """The tokenizer.json that `text` (a file, or a folder with one) names; ValueError if none."""
+    path = Path(text, "tokenizer.json") if Path(text).is_dir() else Path(text)
+    if not path.is_file():
+        raise ValueError(
+            f"--tokenizer {text}: there is no file {path}; give a tokenizer.json, {BPE!r} or "
+            f"{BYTES!r}"
+        )
+    return path

@@ -1,0 +1,125 @@
+"""The tokenizer of a preparation: a copy of a file, or a BPE trained on a sample of its records.
+
+A BPE is trained on training records alone: from all shards in seeded order, so that the sample
+depends neither on their order nor on processes. Cost: reads each shard until it has its share.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from wlb.data.shuffle import permute
+from wlb.data.store import file_checksum
+from wlb.prepare.encode import (
+    BPE,
+    BYTES,
+    EncoderChoice,
+    Vocabulary,
+    add_special_tokens,
+    byte_vocabulary,
+    open_tokenizer,
+    read_vocabulary,
+)
+from wlb.prepare.prepare import END_OF_TEXT, draw, train_bpe, write_text
+from wlb.prepare.records import BadRecord, Shard, read_shard
+from wlb.prepare.request import PrepareOptions, tokenizer_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTokenizer:
+    """path: of its file, "" for raw bytes."""
+
+    path: str
+    vocabulary: Vocabulary
+    checksum: str
+
+
+def prepare_tokenizer(
+    options: PrepareOptions, choice: EncoderChoice, folder: Path, shards: Sequence[Shard]
+) -> PreparedTokenizer:
+    """Writes `folder`/tokenizer.json, with the special tokens that `choice` needs.
+
+    A BPE that an interrupted call trained is found there. ValueError for a tokenizer that cannot be
+    read, lacks a token of the options, or cannot get those of `choice`.
+    """
+    if options.tokenizer == BYTES:
+        return PreparedTokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
+    path, eos = folder / "tokenizer.json", options.eos
+    names = choice.special_tokens(options.tokenizer)
+    if options.tokenizer == BPE:
+        if not path.exists():
+            write_text(path, _trained(options, choice, shards, names))
+        vocabulary = read_vocabulary(path, bos=options.bos, eos=eos or END_OF_TEXT)
+    else:
+        source = tokenizer_path(options.tokenizer)
+        write_text(path, _copied(source, names))
+        vocabulary = read_vocabulary(
+            path if names else source,  # messages name the user's file where they can
+            bos=options.bos,
+            eos=eos,
+            folder=source.parent,  # which says what token is EOS
+        )
+    return PreparedTokenizer(path=str(path), vocabulary=vocabulary, checksum=file_checksum(path))
+
+
+def _copied(source: Path, names: Sequence[str]) -> str:
+    """The file as it is, unless it lacks one of the special tokens `names`."""
+    if names:
+        from tokenizers import Tokenizer
+
+        open_tokenizer(source)  # refuses what is no tokenizer
+        tokenizer = Tokenizer.from_file(str(source))
+        if add_special_tokens(tokenizer, names):
+            return tokenizer.to_str(pretty=True)
+    return source.read_text("utf-8")
+
+
+def _trained(
+    options: PrepareOptions, choice: EncoderChoice, shards: Sequence[Shard], names: Sequence[str]
+) -> str:
+    """A BPE of `options.vocab_size` tokens, `names` among them."""
+    size = options.vocab_size - len(names)
+    if size <= 256:
+        raise ValueError(
+            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes, "
+            f"{', '.join([END_OF_TEXT, *names])}"
+        )
+    if not shards:  # Parquet files without a row group have none
+        raise ValueError(
+            f"--tokenizer {BPE}: {', '.join(options.inputs)} holds no record to train one on"
+        )
+    made = train_bpe(_sample(options, choice, shards), vocab_size=size)
+    add_special_tokens(made, names)
+    return made.to_str(pretty=True)
+
+
+def _sample(
+    options: PrepareOptions, choice: EncoderChoice, shards: Sequence[Shard]
+) -> Iterator[str]:
+    """Texts of training records of about sample_bytes, from all shards in seeded order."""
+    missing = options.sample_bytes
+    of_shard = max(1 << 16, -(-missing // len(shards)))
+    for number in permute(np.arange(len(shards)), len(shards), options.seed):
+        left = min(of_shard, missing)
+        for text in _texts(options, choice, shards[int(number)]):
+            part = text[:left]
+            left -= len(part.encode())
+            missing -= len(part.encode())
+            yield part
+            if left <= 0:
+                break
+        if missing <= 0:
+            return
+
+
+def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iterator[str]:
+    for position, record in read_shard(shard, text_key=options.text_key, columns=choice.columns):
+        if draw(options.seed, position.name) < options.heldout_fraction:
+            continue
+        try:
+            if not isinstance(record, BadRecord):
+                yield from choice.texts(record)
+        except BadRecord:
+            continue  # refused or counted when it is encoded

@@ -1,0 +1,453 @@
+"""Figures of a kernel profile: the paper's Figures 7 and 10, and how well fits fit.
+
+Made as those of `wlb.report.plots`.
+
+In every figure points are measured and lines are fitted. No axis is limited to less than its
+points, so nothing that was measured is out of sight.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from wlb.cost import AttentionTable, Collective, Elementwise, KernelProfile, Scope
+from wlb.cost.flops import FloatArray
+from wlb.plan import IntArray
+from wlb.report.plots import (
+    COLOURS,
+    _figure,  # pyright: ignore[reportPrivateUsage]
+    _svg,  # pyright: ignore[reportPrivateUsage]
+)
+from wlb.report.profile.points import (
+    PASSES,
+    HeldPoint,
+    Sample,
+    Terms,
+    attention_rate,
+    gemm_rate,
+    segment_ns,
+    worst,
+)
+
+MARKERS = "osD^vPX"
+DENSE_ROWS = 512
+"""Query rows up to which the steps of tiles are drawn row by row (Figure 10 goes to 256)."""
+MOST_SERIES = 4
+
+
+def terms_figure(terms: Terms, *, name: str) -> str:
+    """Latency over document length, relative to attention at `normal_length`, and absolute."""
+    figure, (axes,) = _figure(ncols=1, height=4.4)
+    styles = {
+        "attention": (COLOURS[0], "-", 2.4),
+        "total linear": ("#000000", "-", 2.0),
+        "GEMM": (COLOURS[1], "--", 1.4),
+        "collective communication": (COLOURS[3], "-.", 1.4),
+        "element-wise": (COLOURS[2], ":", 1.8),
+    }
+    for part, (colour, line, wide) in styles.items():
+        values = terms.parts[part] / terms.normal_ns
+        if values.any():
+            axes.plot(terms.lengths, values, line, color=colour, linewidth=wide, label=part)
+    if terms.measured:
+        tokens, took = np.array(terms.measured).T
+        axes.plot(
+            *(tokens, took / terms.normal_ns), "o", color=COLOURS[0], label="attention, measured"
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="document length (tokens)",
+        ylabel=f"latency / attention at {terms.normal_length}",
+    )
+    unit = terms.normal_ns * 1e-9
+
+    def seconds(relative: FloatArray) -> FloatArray:
+        return relative * unit
+
+    def relative(seconds: FloatArray) -> FloatArray:
+        return seconds / unit
+
+    right = axes.secondary_yaxis("right", functions=(seconds, relative))
+    right.set_ylabel("forward and backward, all layers")
+    _engineering(right.yaxis, "s", axes.get_ylim())
+    axes.yaxis.set_major_formatter("{x:g}")
+    _powers_of_two(axes)
+    axes.legend(frameon=False)
+    return _svg(figure, name)
+
+
+# Figure 10.
+
+
+def shown_keys(samples: Sequence[Sample]) -> list[int]:
+    """A few key counts at which several counts of query rows were measured."""
+    rows: dict[int, set[int]] = {}
+    for s in samples:
+        if s.at["q"] < s.at["kv"]:
+            rows.setdefault(s.at["kv"], set()).add(s.at["q"])
+    many = [kv for kv, of in rows.items() if len(of) >= 3]
+    return _few([kv for kv in many if kv >= DENSE_ROWS] or many)
+
+
+def kernel_figure(
+    table: AttentionTable, samples: Sequence[Sample], *, which: int, name: str
+) -> str:
+    """One pass of a kernel: latency of a segment over few query rows; throughput over all.
+
+    Whole documents (as many keys as rows) are a line of their own.
+    """
+    figure, (left, right) = _figure(ncols=2, height=4.0)
+    scale, unit = rate_unit(
+        [attention_rate(table, s, s.measured_ns[which], which) for s in samples]
+    )
+    for i, kv in enumerate(shown_keys(samples)):
+        mine = [s for s in samples if s.at["kv"] == kv and s.at["q"] < kv]
+        style = {"color": COLOURS[i], "marker": MARKERS[i], "markersize": 4, "linestyle": "none"}
+        dense = [s for s in mine if s.at["q"] <= DENSE_ROWS]
+        left.plot(
+            [s.at["q"] for s in dense],
+            [s.measured_ns[which] * 1e-9 for s in dense],
+            label=f"{tokens_text(kv)} keys",
+            **style,
+        )
+        rows, fitted = _fitted(table, mine)
+        few = rows <= DENSE_ROWS
+        left.plot(rows[few], fitted[which][few] * 1e-9, color=COLOURS[i], linewidth=1.2)
+        _rates(right, table, mine, which, scale, {**style, "label": f"{tokens_text(kv)} keys"})
+    whole = [s for s in samples if s.at["q"] == s.at["kv"]]
+    style = {"color": "#000000", "marker": "x", "markersize": 4, "linestyle": "none"}
+    _rates(right, table, whole, which, scale, {**style, "label": "keys = rows"})
+    left.set(
+        xlabel="query rows", ylabel=f"{PASSES[which]}, one segment", yscale="log", xlim=(0, None)
+    )
+    right.set(xscale="log", xlabel="query rows", ylabel=f"{PASSES[which]}, {unit}")
+    _from_zero(right)
+    left.xaxis.set_major_locator(_locator([0, 64, 128, 192, 256, 320, 384, 448, 512]))
+    _engineering(left.yaxis, "s")
+    _powers_of_two(right)
+    figure.legend(
+        *right.get_legend_handles_labels(),
+        frameon=False,
+        loc="outside upper center",
+        ncols=MOST_SERIES + 1,
+    )
+    return _svg(figure, name)
+
+
+def _fitted(
+    table: AttentionTable, samples: Sequence[Sample]
+) -> tuple[IntArray, tuple[FloatArray, FloatArray]]:
+    """Row by row up to DENSE_ROWS, then at measured points; samples: of one kv, rows rising.
+
+    Rows share a call with as many segments as the next measured point has.
+    """
+    at = np.array([[s.at["q"], s.at["count"]] for s in samples], np.int64)
+    first, last = int(at[0, 0]), int(at[-1, 0])
+    rows = np.append(np.arange(first, min(DENSE_ROWS, last) + 1), at[at[:, 0] > DENSE_ROWS, 0])
+    count = at[np.searchsorted(at[:, 0], rows), 1]
+    return rows, segment_ns(table, rows, np.full(rows.size, samples[0].at["kv"]), count)
+
+
+def _rates(
+    axes: Any,
+    table: AttentionTable,
+    samples: Sequence[Sample],
+    which: int,
+    scale: float,
+    style: dict[str, Any],
+) -> None:
+    if not samples:
+        return
+    rows = [s.at["q"] for s in samples]
+    measured = [attention_rate(table, s, s.measured_ns[which], which) * scale for s in samples]
+    fitted = [attention_rate(table, s, s.fitted_ns[which], which) * scale for s in samples]
+    axes.plot(rows, measured, **style)
+    axes.plot(rows, fitted, color=style["color"], linewidth=1.2)
+
+
+# Predicted against measured.
+
+
+def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
+    """Predicted over measured time of every held-out call, with a band of 10% each way."""
+    figure, panels = _figure(ncols=2, height=4.6)
+    for which, axes in enumerate(panels):
+        for kind, label, colour, mark in (
+            ("held_pair", "equal segments", COLOURS[0], "o"),
+            ("held_batch", "varlen batches", COLOURS[1], "s"),
+        ):
+            mine = [p for p in points if p.kind == kind]
+            axes.plot(
+                [p.measured_ns[which] * 1e-9 for p in mine],
+                [p.predicted_ns[which] * 1e-9 for p in mine],
+                *mark,
+                color=colour,
+                markersize=4,
+                alpha=0.75,
+                markeredgewidth=0,
+                label=label if mine else None,
+            )
+        both = [ns * 1e-9 for p in points for ns in (p.measured_ns[which], p.predicted_ns[which])]
+        ends = np.array([min(both) / 1.6, max(both) * 1.6])
+        axes.plot(ends, ends, color="#000000", linewidth=0.8)
+        axes.fill_between(ends, ends * 0.9, ends * 1.1, color="#888888", alpha=0.25, linewidth=0)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+        axes.set(xlabel=f"measured {PASSES[which]}", ylabel=f"predicted {PASSES[which]}")
+        for axis in (axes.xaxis, axes.yaxis):
+            _engineering(axis, "s")
+        axes.legend(frameon=False, loc="upper left")
+    figure.draw_without_rendering()  # the layout is known only now
+    for which, axes in enumerate(panels):
+        _number(
+            axes, [(p.measured_ns[which], p.predicted_ns[which]) for _, p in worst(points, which)]
+        )
+    return _svg(figure, name)
+
+
+def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
+    """Rings around points, numbered from 1, on the side that is away from the diagonal."""
+    taken: list[tuple[float, float]] = []
+    for i, (measured, predicted) in enumerate(points_ns):
+        at = (measured * 1e-9, predicted * 1e-9)
+        side = 1 if predicted > measured else -1
+        x, y = axes.transData.transform(at) * 72 / axes.figure.dpi
+        up, along = 10.0 * side, 0.0
+        while any(abs(x - up + along - a) + abs(y + up + along - b) < 12 for a, b in taken):
+            along = 6.0 - along if along <= 0 else -along
+        taken.append((x - up + along, y + up + along))
+        axes.plot(
+            *at, "o", markersize=9, markerfacecolor="none", color="#000000", markeredgewidth=0.7
+        )
+        axes.annotate(
+            str(i + 1),
+            at,
+            xytext=(along - up, along + up),
+            textcoords="offset points",
+            fontsize=9,
+            ha="center",
+            va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 4, "shrinkB": 4},
+        )
+
+
+# The linear part.
+
+
+def gemm_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
+    """Throughput of matrix products over tokens, of a few matrices."""
+    figure, panels = _figure(ncols=2, height=3.8)
+    sizes = _few(sorted({s.at["weights"] for s in samples}))
+    rates = [gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)]
+    scale, unit = rate_unit(rates)
+    tokens = _between(np.array([s.at["tokens"] for s in samples], np.float64))
+    for which, axes in enumerate(panels):
+        surface = (profile.gemm.forward, profile.gemm.backward)[which]
+        for i, weights in enumerate(sizes):
+            mine = [s for s in samples if s.at["weights"] == weights]
+            axes.plot(
+                [s.at["tokens"] for s in mine],
+                [gemm_rate(s, s.measured_ns[which], which) * scale for s in mine],
+                *MARKERS[i],
+                color=COLOURS[i],
+                markersize=4,
+                label=f"{weights:,.0f} weights",
+            )
+            fitted = surface.at(tokens, np.full(tokens.size, weights)) * scale
+            axes.plot(tokens, fitted, color=COLOURS[i], linewidth=1.2)
+        axes.set(xscale="log", xlabel="tokens", ylabel=f"{PASSES[which]}, {unit}")
+        _from_zero(axes)
+        _powers_of_two(axes)
+    _shared_legend(figure, panels)
+    return _svg(figure, name)
+
+
+def elementwise_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
+    """Bytes a second of each element-wise operator over the bytes of its call."""
+    figure, panels = _figure(ncols=2, height=3.8)
+    for which, axes in enumerate(panels):
+        for i, op in enumerate(Elementwise):
+            mine = sorted((s.at["bytes"][which], s.measured_ns[which])
+                          for s in samples if s.at["op"] == op)  # fmt: skip
+            mine = [(size, ns) for size, ns in mine if ns > 0]
+            if not mine:
+                continue
+            sizes, took = np.array(mine).T
+            style = {"color": COLOURS[i], "markersize": 4, "label": str(op)}
+            axes.plot(sizes, sizes / took * 1e9, MARKERS[i], **style)
+            cost = profile.elementwise_of(op)
+            call = (cost.forward_call_ns, cost.backward_call_ns)[which]
+            rate = (cost.forward_bytes_per_s, cost.backward_bytes_per_s)[which]
+            line = _between(sizes)
+            axes.plot(line, line / (call * 1e-9 + line / rate), color=COLOURS[i], linewidth=1.2)
+        axes.set(
+            xscale="log", yscale="log", xlabel="bytes of a call", ylabel=f"{PASSES[which]}, B/s"
+        )
+        _bytes_axis(axes)
+        _engineering(axes.yaxis, "B/s")
+    _shared_legend(figure, panels)
+    return _svg(figure, name)
+
+
+def layer_figure(
+    fitted: Sequence[Sample], held: Sequence[Sample], operators: Sequence[Sample], *, name: str
+) -> str:
+    """Time of whole layers without attention over tokens: full marks are held out, empty ones fit.
+
+    operators: the same points, priced as the sum of their operators (dotted).
+    """
+    figure, panels = _figure(ncols=2, height=3.8)
+    both = sorted([*fitted, *held], key=lambda s: s.at["tokens"])
+    for which, axes in enumerate(panels):
+        for i, tp in enumerate(sorted({s.at["tp"] for s in both})):
+            style = {"color": COLOURS[i % len(COLOURS)], "markersize": 5}
+            for samples, line, width, label in (
+                (both, "-", 1.2, f"TP {tp}"),
+                (operators, ":", 1.2, f"TP {tp}, sum of operators"),
+            ):
+                mine = [s for s in samples if s.at["tp"] == tp]
+                axes.plot(
+                    *_times(mine, [s.fitted_ns[which] for s in mine]),
+                    linestyle=line,
+                    linewidth=width,
+                    color=style["color"],
+                    label=label,
+                )
+            for samples, filling in ((fitted, "none"), (held, style["color"])):
+                mine = [s for s in samples if s.at["tp"] == tp]
+                axes.plot(
+                    *_times(mine, [s.measured_ns[which] for s in mine]),
+                    MARKERS[i % len(MARKERS)],
+                    markerfacecolor=filling,
+                    **style,
+                )
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=f"{PASSES[which]}, one layer")
+        _powers_of_two(axes)
+        _engineering(axes.yaxis, "s")
+    _shared_legend(figure, panels)
+    return _svg(figure, name)
+
+
+def _times(samples: Sequence[Sample], ns: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Tokens and seconds."""
+    return [s.at["tokens"] for s in samples], [t * 1e-9 for t in ns]
+
+
+def collective_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
+    """Time of collectives over bytes of the whole buffer, a panel for each measured scope."""
+    scopes = [scope for scope in Scope if any(s.at["scope"] == scope for s in samples)]
+    figure, panels = _figure(ncols=len(scopes), height=3.8)
+    for scope, axes in zip(scopes, panels, strict=True):
+        for i, op in enumerate(Collective):
+            mine = [s for s in samples if (s.at["op"], s.at["scope"]) == (op, scope)]
+            if not mine:
+                continue
+            sizes = np.array([s.at["bytes"] for s in mine], np.float64)
+            axes.plot(
+                sizes,
+                [s.measured_ns[0] * 1e-9 for s in mine],
+                *MARKERS[i],
+                color=COLOURS[i],
+                markersize=4,
+                label=op.replace("_", "-"),
+            )
+            cost = next(c for c in profile.collectives if (c.op, c.scope) == (op, scope))
+            line = _between(sizes)
+            fitted = [
+                cost.time_ns(n, num_ranks=mine[0].at["ranks"]) * 1e-9 for n in map(float, line)
+            ]
+            axes.plot(line, fitted, color=COLOURS[i], linewidth=1.2)
+        ranks = " or ".join(
+            str(n) for n in sorted({s.at["ranks"] for s in samples if s.at["scope"] == scope})
+        )
+        title = f"{scope.replace('_', '-')}, {ranks} ranks"
+        axes.set(xscale="log", yscale="log", xlabel="bytes of the whole buffer", ylabel=title)
+        _bytes_axis(axes)
+        _engineering(axes.yaxis, "s")
+    _shared_legend(figure, panels)
+    return _svg(figure, name)
+
+
+# Axes.
+
+
+def rate_unit(tflops: Sequence[float]) -> tuple[float, str]:
+    """Factor and unit in which these TFLOP/s are legible."""
+    return (1.0, "TFLOP/s") if max(tflops, default=1.0) >= 1 else (1e3, "GFLOP/s")
+
+
+def tokens_text(count: int) -> str:
+    """4096 as 4K, 131072 as 128K, 384 as it is."""
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
+
+
+def _few(values: Sequence[Any]) -> list[Any]:
+    """At most MOST_SERIES, the first and the last among them, evenly spread."""
+    some = np.linspace(0, len(values) - 1, min(MOST_SERIES, len(values))).round()
+    return [values[int(i)] for i in some]
+
+
+def _between(sizes: FloatArray) -> FloatArray:
+    first, last = float(sizes.min()), float(sizes.max())
+    return first * (last / first) ** np.linspace(0.0, 1.0, 60)
+
+
+def _locator(ticks: Sequence[float]) -> Any:
+    from matplotlib.ticker import FixedLocator
+
+    return FixedLocator(ticks)
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(0, 1.07 * axes.dataLim.y1)
+
+
+def _powers_of_two(axes: Any) -> None:
+    """Ticks of a logarithmic x axis of tokens."""
+
+    def text(x: float, _: int) -> str:
+        return tokens_text(round(x))
+
+    _fixed_ticks(axes, 1, text)
+
+
+def _bytes_axis(axes: Any) -> None:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+
+    def text(x: float, _: int) -> str:
+        i = min(len(units) - 1, max(0, int(np.log2(x)) // 10))
+        return f"{x / 1024**i:g} {units[i]}"
+
+    _fixed_ticks(axes, 2, text)
+
+
+def _fixed_ticks(axes: Any, least_step: int, text: Any) -> None:
+    low, high = (float(np.log2(x)) for x in axes.get_xlim())
+    step = max(least_step, int(np.ceil((high - low) / 7)))
+    first = int(np.ceil(low / step)) * step
+    axes.xaxis.set_major_locator(_locator([2.0**i for i in range(first, int(high) + 1, step)]))
+    axes.xaxis.set_major_formatter(text)
+    axes.xaxis.set_minor_locator(_locator([]))
+
+
+def _engineering(axis: Any, unit: str, span: tuple[float, float] | None = None) -> None:
+    """Ticks of a logarithmic axis as 100 µs, 1 ms; also between decades where there are few."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    low, high = span or axis.get_view_interval()
+    subs = (1.0,) if high / low > 50 else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(base=10, subs=subs))
+    axis.set_major_formatter(EngFormatter(unit=unit))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _shared_legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Above all panels, each label once."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        found.values(), found.keys(), frameon=False, loc="outside upper center", ncols=len(found)
+    )

@@ -1,0 +1,230 @@
+"""Figures of a run that trained; needs matplotlib. As `wlb.report.simulation.plots` draws them.
+
+Points are steps and lines their running means. Of more than `MOST_POINTS` steps, every k-th point
+is drawn, so that a page of a long run stays small; lines are means of all.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb.plan import TERMS, RankTable
+from wlb.report.run.records import RunRecords
+from wlb.report.simulation.plots import (
+    DASHES,
+    RUNS,
+    FloatArray,
+    heat_map_figure,
+    keep_far_points_at_the_edge,
+    running_mean,
+    stacked_figure,
+)
+from wlb.spec import ParallelSpec
+
+MOST_POINTS = 800
+MOST_RANK_LABELS = 32
+MOST_ROWS = 256
+
+
+class Series(NamedTuple):
+    """Values of steps; weights: of the running mean."""
+
+    label: str
+    values: FloatArray
+    weights: FloatArray | None = None
+
+
+def loss_figure(records: RunRecords) -> Any:
+    """Training and held-out loss; below, the gradient's norm."""
+    figure, (above, below) = stacked_figure(height=5.0, nrows=2, sharex=True)
+    loss = records.column(lambda s: s.measured.loss)
+    tokens = records.column(lambda s: s.measured.num_targets)
+    _draw(above, records, [Series("training", loss, tokens)])
+    if records.evaluations:
+        xs, ys = zip(*records.evaluations, strict=True)
+        label = f"held out: {ys[0]:.3f}" + (f" to {ys[-1]:.3f}" if len(ys) > 1 else "")
+        above.plot(xs, ys, "D", color=RUNS[1], markersize=6, ls="--", lw=1, label=label)
+    above.set_ylabel("loss (nats a token)")
+    norm = records.column(lambda s: s.measured.grad_norm)
+    _draw(below, records, [Series("gradient norm", norm)])
+    below.set_ylabel("gradient norm")
+    _finish(figure, [above, below], records)
+    return figure
+
+
+def rate_figure(records: RunRecords) -> Any:
+    """Tokens a second, and what a step takes."""
+    figure, (above, below) = stacked_figure(height=4.6, nrows=2, sharex=True)
+    time_s = records.column(lambda s: s.measured.step_time_s)
+    tokens = records.column(lambda s: s.measured.num_tokens)
+    rate = tokens / np.where(time_s > 0, time_s, np.nan)
+    _draw(above, records, [Series("tokens/s", rate, time_s)])
+    above.set_ylabel("tokens/s")
+    _draw(below, records, [Series("step time", time_s)])
+    below.set_ylabel("step time (s)")
+    for axes in (above, below):
+        axes.set_ylim(bottom=0)
+    _finish(figure, [above, below], records, legend=False)
+    return figure
+
+
+def ratio_figure(records: RunRecords) -> Any:
+    """Measured over predicted time of each term, by record of telemetry."""
+    figure, (axes,) = stacked_figure(height=3.4)
+    found = records.telemetry
+    steps = np.array([done for done, _ in found], np.float64)
+    for k, name in enumerate(TERMS):
+        moments = [dict(record.terms)[name] for _, record in found]
+        ratio = np.array([np.nan if m.ratio is None else m.ratio for m in moments], np.float64)
+        weights = np.array([m.predicted_s for m in moments], np.float64)
+        keep = ~np.isnan(ratio)
+        colour, dash = RUNS[k + 1], DASHES[k]
+        every = _stride(int(keep.sum()))
+        x, y = steps[keep], ratio[keep]
+        axes.plot(x[::every], y[::every], "o", color=colour, ms=2.5, alpha=0.4, mew=0)
+        line = running_mean(y, weights[keep])
+        axes.plot(
+            x[::every], line[::every], color=colour, ls=dash, lw=1.8, label=name.replace("_", " ")
+        )
+    axes.axhline(1.0, color="grey", lw=0.8)
+    axes.set(ylabel="measured / predicted time", xlabel="step")
+    axes.set_ylim(bottom=0)
+    _finish(figure, [axes], records)
+    return figure
+
+
+def balance_figure(records: RunRecords) -> Any:
+    """Imbalance of micro-batches: Plain-4D and ours as predicted, ours as measured."""
+    figure, (axes,) = stacked_figure(height=3.8)
+    series = [
+        Series(
+            "ours, predicted",
+            records.column(lambda s: s.predicted.imbalance),
+            records.column(lambda s: s.predicted.mean_workload_ns),
+        )
+    ]
+    if any(s.plain is not None for s in records.steps):
+        plain = Series(
+            "Plain-4D, predicted, same documents",
+            records.column(lambda s: None if s.plain is None else s.plain.imbalance),
+            records.column(lambda s: 0.0 if s.plain is None else s.plain.mean_workload_ns),
+        )
+        series.append(plain)
+    if any(s.measured.imbalance is not None for s in records.steps):
+        measured = Series(
+            "ours, measured",
+            records.column(lambda s: s.measured.imbalance),
+            records.column(lambda s: s.measured.mean_workload_ns),
+        )
+        series.append(measured)
+    _draw(axes, records, series)
+    axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
+    points = [
+        (records.steps_done[known], s.values[known], _colour(series, k))
+        for k, s in enumerate(series)
+        for known in [~np.isnan(s.values)]
+    ]
+    keep_far_points_at_the_edge(axes, points)
+    _finish(figure, [axes], records)
+    return figure
+
+
+def delay_figure(records: RunRecords) -> Any:
+    """How long tokens waited, and how many wait."""
+    figure, (above, below) = stacked_figure(height=4.6, nrows=2, sharex=True)
+    tokens = records.column(lambda s: s.measured.num_tokens)
+    mean = records.column(lambda s: s.measured.mean_delay)
+    _draw(above, records, [Series("mean of a step's tokens", mean, tokens)])
+    most = records.column(lambda s: s.measured.max_delay)
+    every = _stride(most.size)
+    x = records.steps_done
+    above.plot(x[::every], most[::every], "_", color=RUNS[1], ms=5, label="longest of a step")
+    above.set_ylabel("delay (steps)")
+    held = records.column(lambda s: s.measured.num_held_tokens)
+    below.fill_between(x[::every], held[::every], step="mid", color=RUNS[2], alpha=0.5, lw=0)
+    below.set(ylabel="tokens held back")
+    below.set_ylim(bottom=0)
+    _finish(figure, [above, below], records)
+    return figure
+
+
+def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> Any:
+    """values [ranks], shown relative to their mean: rows are DP, CP and TP ranks, columns PP."""
+    p = parallel
+    grid = values.reshape(max(1, p.dp), p.pp, p.cp, p.tp)
+    inner = [f"cp {c}, tp {t}" for c in range(p.cp) for t in range(p.tp)] if p.tp > 1 else ()
+    if max(1, p.dp) * p.cp * p.tp > MOST_ROWS:  # the slowest TP rank stands for all
+        return heat_map_figure(grid.max(3), what=what, tp=p.tp, devices="ranks")
+    cells = grid.reshape(grid.shape[0], p.pp, p.cp * p.tp)
+    return heat_map_figure(cells, what=what, inner=inner, devices="ranks")
+
+
+def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> Any:
+    """Measured over predicted time of each rank over the median rank's, table by table."""
+    values = np.stack([t.over_median for t in tables], axis=1)  # [ranks, tables]
+    # Of many ranks those that were slowest.
+    order = np.argsort(-values.max(1), kind="stable").tolist()
+    kept: list[int] = sorted(order[:MOST_ROWS])
+    every = _stride(values.shape[1], MOST_ROWS)
+    values = values[kept][:, ::every]
+    rows = len(kept)
+    figure, (axes,) = stacked_figure(height=1.4 + min(5.0, max(1.2, 0.22 * rows)))
+    spread = max(threshold, float(np.abs(values - 1).max()))
+    mesh = axes.pcolormesh(values, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    if rows <= MOST_RANK_LABELS:
+        axes.set(yticks=np.arange(rows) + 0.5, yticklabels=kept)
+    shown = [t.steps_done for t in tables[::every]]
+    at = np.unique(np.linspace(0, len(shown) - 1, min(10, len(shown))).astype(int))
+    axes.set(xticks=at + 0.5, xticklabels=[shown[i] for i in at])
+    axes.tick_params(length=0)
+    axes.set(xlabel="step at which the table ends", ylabel="rank")
+    figure.colorbar(mesh, ax=axes, label="over the median rank")
+    return figure
+
+
+def _draw(axes: Any, records: RunRecords, series: Sequence[Series]) -> None:
+    """Faint points and running means; nothing where a value is missing."""
+    for k, (label, values, weights) in enumerate(series):
+        keep = ~np.isnan(values)
+        x, y = records.steps_done[keep], values[keep]
+        if not y.size:
+            continue
+        colour, dash = _colour(series, k), DASHES[k]
+        every = _stride(y.size)
+        faint = 0.25 if y.size > 40 else 0.5
+        axes.plot(x[::every], y[::every], "o", color=colour, ms=2.5, alpha=faint, mew=0)
+        weighted = np.ones_like(y) if weights is None else np.nan_to_num(weights[keep])
+        line = running_mean(y, weighted)
+        known = line > 0
+        every = _stride(int(known.sum()))
+        axes.plot(
+            x[known][::every], line[known][::every], color=colour, ls=dash, lw=1.8, label=label
+        )
+
+
+def _colour(series: Sequence[Series], k: int) -> str:
+    return RUNS[0 if len(series) == 1 else k + 1]
+
+
+def _stride(count: int, most: int = MOST_POINTS) -> int:
+    return max(1, -(-count // most))
+
+
+def _finish(
+    figure: Any, panels: Sequence[Any], records: RunRecords, *, legend: bool = True
+) -> None:
+    """Axis label, where the run went on after a break, and a legend above."""
+    for axes in panels:
+        for at in records.restarts:
+            axes.axvline(at + 0.5, color="grey", ls=":", lw=1)
+        axes.margins(x=0.02)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    if legend:
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9
+        )

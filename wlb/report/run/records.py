@@ -1,0 +1,222 @@
+"""What a run left in its folder, read back: the lines of metrics.jsonl and the configuration.
+
+A resumed run appends to the same file. Where it trained steps again, only the later lines count;
+steps that an earlier start made after the checkpoint that was gone on from are dropped with them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.plan import (
+    MeasuredTimeline,
+    Place,
+    RankTable,
+    StepMetrics,
+    Telemetry,
+    places_from_json,
+)
+from wlb.report.run.events import KINDS
+from wlb.spec import RunSpec, apply
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class StepRecord(NamedTuple):
+    """A line of a step. plain: of Plain-4D, None where planner.baseline is off."""
+
+    step: int
+    steps_done: int
+    learning_rate: float
+    measured: StepMetrics
+    predicted: StepMetrics
+    plain: StepMetrics | None
+
+
+@dataclass(kw_only=True)
+class RunRecords:
+    """In the order of steps. starts: the lines of every start. evaluations: held-out loss by
+    steps_done. events: lines of `run_events.KINDS`, all that happened. num_replaced: steps that
+    were trained again. num_unreadable: lines."""
+
+    folder: Path
+    spec: RunSpec
+    starts: list[dict[str, Any]]
+    steps: list[StepRecord]
+    evaluations: list[tuple[int, float]]
+    tables: list[RankTable]
+    timelines: list[MeasuredTimeline]
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    num_replaced: int = 0
+    num_unreadable: int = 0
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, len(self.starts) - 1)
+
+    @property
+    def restarts(self) -> list[int]:
+        """Steps that were done when the run went on."""
+        found = [resumed_at(start) for start in self.starts[1:]]
+        return [at for at in found if at is not None]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        data = self.starts[-1].get("places") if self.starts else None
+        return places_from_json(data) if data else ()
+
+    @cached_property
+    def steps_done(self) -> FloatArray:
+        return self.column(lambda s: s.steps_done)
+
+    def column(self, of: Callable[[StepRecord], float | None]) -> FloatArray:
+        """A value of every step; NaN for None."""
+        values = (of(step) for step in self.steps)
+        return np.array([np.nan if v is None else v for v in values], np.float64)
+
+    @property
+    def telemetry(self) -> list[tuple[int, Telemetry]]:
+        """Records by steps_done, the warm-up of the first start left out where more are there."""
+        found = [
+            (s.steps_done, s.measured.telemetry)
+            for s in self.steps
+            if s.measured.telemetry is not None
+        ]
+        warm = [item for item in found if item[0] > self.spec.telemetry.warmup_steps]
+        return warm or found
+
+    def at(self, steps_done: int) -> StepRecord:
+        """The step after which so many were done; ValueError if it is not there."""
+        for step in self.steps:
+            if step.steps_done == steps_done and step.measured.num_targets:
+                return step
+        shown = [s.steps_done for s in self.steps]
+        raise ValueError(
+            f"--step {steps_done}: {self.folder / 'metrics.jsonl'} has steps {min(shown)} to "
+            f"{max(shown)}"
+        )
+
+
+def read_run(folder: Path) -> RunRecords:
+    """The run in `folder` (run.output_dir/run.name); ValueError where there is nothing to show."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the folder of a run that trained")
+    read = _Reading()
+    with path.open(encoding="utf-8") as file:
+        read.take(file)
+    if not read.steps:
+        raise ValueError(f"{path} has no step yet; wait until the run has trained one")
+    steps = [read.steps[i] for i in sorted(read.steps)]
+    return RunRecords(
+        folder=folder,
+        spec=_spec(folder, read.starts),
+        starts=read.starts,
+        steps=[_step(line) for line in steps],
+        evaluations=sorted(read.evaluations.items()),
+        tables=[RankTable.from_json(read.tables[i]) for i in sorted(read.tables)],
+        timelines=[MeasuredTimeline.from_json(read.timelines[i]) for i in sorted(read.timelines)],
+        events=read.events,
+        num_replaced=read.num_replaced,
+        num_unreadable=read.num_unreadable,
+    )
+
+
+def resumed_at(start: dict[str, Any]) -> int | None:
+    """Steps that were done when a start went on; None where its line does not say."""
+    if "steps_done" in start:
+        return int(start["steps_done"])
+    named = re.search(r"step-(\d+)$", start.get("resumed_from") or "")
+    return int(named[1]) if named else None
+
+
+@dataclass
+class _Reading:
+    """Lines by step, as they come."""
+
+    starts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    evaluations: dict[int, float] = field(default_factory=dict[int, float])
+    tables: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    timelines: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    num_replaced: int = 0
+    num_unreadable: int = 0
+
+    def take(self, lines: Iterable[str]) -> None:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:  # the last one of a run that was killed
+                self.num_unreadable += bool(text.strip())
+                continue
+            self._add(line)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        match line["kind"]:
+            case "start":
+                if self.starts and _layout(line) != _layout(self.starts[-1]):
+                    # Ranks of another layout are no rows of the same table.
+                    self.tables, self.timelines = {}, {}
+                self.starts.append(line)
+                self._go_back(resumed_at(line))
+            case "step":
+                self.num_replaced += line["step"] in self.steps
+                self.steps[line["step"]] = line
+            case "evaluation":
+                self.evaluations[line["steps_done"]] = line["heldout_loss"]
+            case "ranks":
+                self.tables[line["step"]] = line
+            case "timeline":
+                self.timelines[line["step"]] = line
+            case kind if kind in KINDS:
+                self.events.append(line)
+            case _:  # of a later version
+                pass
+
+    def _go_back(self, steps_done: int | None) -> None:
+        if steps_done is None:
+            return
+        for lines in (self.steps, self.tables, self.timelines):
+            late = [step for step, line in lines.items() if line["steps_done"] > steps_done]
+            self.num_replaced += len(late) if lines is self.steps else 0
+            for step in late:
+                del lines[step]
+        for done in [d for d in self.evaluations if d > steps_done]:
+            del self.evaluations[done]
+
+
+def _layout(start: dict[str, Any]) -> Any:
+    return start.get("spec", {}).get("parallel")
+
+
+def _step(line: dict[str, Any]) -> StepRecord:
+    plain = line["plain_4d"]
+    return StepRecord(
+        step=line["step"],
+        steps_done=line["steps_done"],
+        learning_rate=line["learning_rate"],
+        measured=StepMetrics.from_json(line["measured"]),
+        predicted=StepMetrics.from_json(line["predicted"]),
+        plain=None if plain is None else StepMetrics.from_json(plain),
+    )
+
+
+def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
+    """Of the last start; of the newest checkpoint where that does not say."""
+    if starts and "spec" in starts[-1]:
+        return apply(RunSpec(), starts[-1]["spec"], source=str(folder / "metrics.jsonl"))
+    saved = sorted((folder / "checkpoints").glob("step-*/run.json"))
+    if not saved:
+        raise ValueError(
+            f"neither {folder / 'metrics.jsonl'} nor a checkpoint in {folder / 'checkpoints'} says "
+            f"how the run was configured"
+        )
+    return apply(RunSpec(), json.loads(saved[-1].read_text("utf-8"))["spec"], source=str(saved[-1]))

@@ -1,0 +1,110 @@
+"""The timeline of a step as ranks measured it; needs matplotlib."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from wlb.plan import MeasuredTimeline, TimedPass
+from wlb.report.simulation.plots import stacked_figure
+from wlb.report.timeline import (
+    BAR,
+    CHUNK_SHIFT,
+    Box,
+    colour_handles,
+    draw_passes,
+    legend_below,
+    row_inches,
+    shade_handles,
+)
+from wlb.simulate import Kind
+from wlb.spec import ParallelSpec
+
+MOST_ROWS = 16
+_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "weight": Kind.BACKWARD_WEIGHT}
+
+
+class Row(NamedTuple):
+    """A rank of the pipeline that is drawn."""
+
+    rank: int
+    pp: int
+    cp: int
+    wall_us: int
+    passes: tuple[TimedPass, ...]
+
+    @property
+    def idle(self) -> float:
+        """Share of the step that it is in no pass."""
+        return 1 - sum(p.time_us for p in self.passes) / max(1, self.wall_us)
+
+
+def measured_timeline_figure(
+    timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int
+) -> Any:
+    """A row a rank: passes coloured by micro-batch, forward light and backward dark, idle blank."""
+    rows = rows_of(timeline, parallel, pipeline)
+    end_us = max(row.wall_us for row in rows)
+    unit, scale = ("ms", 1e-3) if end_us < 2e6 else ("s", 1e-6)
+    inches = row_inches(len(rows))
+    figure, (axes,) = stacked_figure(height=1.5 + inches * len(rows))
+    axes.set(xlim=(0, end_us * scale), ylim=(len(rows) - 0.5, -0.5))
+    labels = [f"pp {r.pp}, cp {r.cp}" if parallel.cp > 1 else f"pp {r.pp}" for r in rows]
+    axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel=f"time ({unit})")
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0)
+    chunks = 1 + max((p.stage // parallel.pp for row in rows for p in row.passes), default=0)
+    if chunks > 1:
+        axes.set_title(f"lower in a row: later of {chunks} chunks", fontsize=8, loc="left")
+    for (micro_batch, kind), boxes in _boxes(rows, parallel.pp, chunks, scale).items():
+        draw_passes(axes, micro_batch, _KINDS[kind], boxes, inches=inches)
+    for i, row in enumerate(rows):
+        where = axes.get_yaxis_transform()
+        axes.text(1.006, i, f"{row.idle:.0%}", transform=where, va="center", fontsize=8)
+    axes.text(1.006, -0.62, "idle", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
+    _legend(figure, rows)
+    return figure
+
+
+def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
+    """Of those that were recorded, the one whose passes ended last."""
+    ends: dict[int, int] = {}
+    for rank, of_rank in zip(timeline.ranks, timeline.passes, strict=True):
+        pipeline = rank // parallel.model_ranks
+        end = max((p.begin_us + p.time_us for p in of_rank), default=0)
+        ends[pipeline] = max(end, ends.get(pipeline, 0))
+    return max(ends, key=lambda pipeline: (ends[pipeline], -pipeline))
+
+
+def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[Row]:
+    """The ranks of a pipeline, by pipeline and CP rank; of fewer CP ranks where they are many."""
+    rows: list[Row] = []
+    for rank, wall_us, passes in zip(
+        timeline.ranks, timeline.wall_us, timeline.passes, strict=True
+    ):
+        of_pipeline, rest = divmod(rank, parallel.model_ranks)
+        pp, cp = divmod(rest // parallel.tp, parallel.cp)
+        if of_pipeline == pipeline and cp < max(1, MOST_ROWS // parallel.pp):
+            rows.append(Row(rank, pp, cp, wall_us, passes))
+    return sorted(rows, key=lambda row: (row.pp, row.cp))
+
+
+def _boxes(
+    rows: Sequence[Row], pp: int, chunks: int, scale: float
+) -> dict[tuple[int, str], list[Box]]:
+    """By micro-batch and kind of pass."""
+    boxes: dict[tuple[int, str], list[Box]] = {}
+    height = BAR if chunks == 1 else BAR * (1 - CHUNK_SHIFT)
+    for i, row in enumerate(rows):
+        for timed in row.passes:
+            top = i - BAR / 2
+            top += BAR * CHUNK_SHIFT * (timed.stage // pp) / max(1, chunks - 1)
+            left, right = timed.begin_us * scale, (timed.begin_us + timed.time_us) * scale
+            key = (timed.micro_batch, timed.kind)
+            boxes.setdefault(key, []).append((left, right, top, top + height))
+    return boxes
+
+
+def _legend(figure: Any, rows: Sequence[Row]) -> None:
+    passes = [p for row in rows for p in row.passes]
+    splits = any(p.kind == "weight" for p in passes)
+    count = 1 + max((p.micro_batch for p in passes), default=0)
+    legend_below(figure, shade_handles(splits=splits) + colour_handles(count))

@@ -1,0 +1,1 @@
+"""Checkpoints: their folders (`files`) and how ranks write and load them (`saver`)."""

@@ -1,0 +1,386 @@
+"""Saving without stopping: a copy of the state is written by a thread while training goes on.
+
+`save` copies weights, optimiser and RNG state to host memory, which is all that training waits for;
+the thread then writes them with torch.distributed.checkpoint, hashes its files, and rank 0 writes
+the manifest and renames the folder. Ranks talk through a Gloo group of their own, so that their
+messages do not mix with training's. One save is under way at a time: the next waits for it.
+
+A save that fails (disk full, folder gone) leaves the checkpoints before it as they were, and the
+state in memory; every rank learns of it.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from wlb.model import Llama
+from wlb.parallel.agreement import agree
+from wlb.parallel.host_memory import give_back_freed
+from wlb.parallel.mesh import Mesh
+from wlb.plan import PlannerState
+from wlb.spec import RunSpec
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.optimizer import Optimizers
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_STATE = "state."
+_TIMEOUT = timedelta(hours=2)
+"""Of messages about a save: a rank may write its share much later than others."""
+
+Stages = dict[int, Llama]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A save that ended. stall_s: what training waited, also for the save before. write_s: from the
+    beginning of that wait to its end. num_bytes: of all ranks, on rank 0.
+
+    error: "" for a checkpoint that is complete.
+    """
+
+    step: int
+    stall_s: float
+    write_s: float
+    num_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What the thread is given: `tensors` are a copy. began_s: by time.perf_counter."""
+
+    step: int
+    tensors: dict[str, Any]
+    planner: dict[str, Any]
+    began_s: float
+    stall_s: float
+
+
+class CheckpointSaver:
+    """Of one rank; all ranks construct it and call the same methods in the same order.
+
+    directory: of the run's checkpoints. profile: name of the kernel profile in use. origin: the
+    checkpoint that the run began with, whose word about a model that was imported is handed on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: RunSpec,
+        mesh: Mesh,
+        *,
+        stages: Stages,
+        optimizers: Optimizers,
+        profile: str,
+        origin: Path | None = None,
+    ) -> None:
+        self.directory, self.spec, self.mesh = directory, spec, mesh
+        self.stages, self.optimizers = stages, optimizers
+        self._about = {"spec": spec.to_dict(), "profile": profile}
+        if origin is not None and "imported" in (run := checkpoint.run_of(origin)):
+            self._about["imported"] = run["imported"]
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
+        self._group = group
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Saved] | None = None
+
+    def save(self, step: int, state: PlannerState, *, began_s: float | None = None) -> list[Saved]:
+        """Save after `step` executed steps; what ended meanwhile, this save too unless it goes on
+        behind training (`checkpoint.asynchronous`). began_s: when training began to wait, by
+        time.perf_counter; now unless given."""
+        began_s = time.perf_counter() if began_s is None else began_s
+        ended = self.wait()
+        tensors = _tensors(self.stages, self.optimizers) | _rng(self.mesh.rank)
+        copies = {name: _copy(tensor) for name, tensor in tensors.items()}
+        task = _Task(
+            step=step,
+            tensors=copies,
+            planner=state.to_json(),
+            began_s=began_s,
+            stall_s=time.perf_counter() - began_s,
+        )
+        self._pending = self._pool.submit(self._write, task)
+        return ended if self.spec.checkpoint.asynchronous else ended + self.wait()
+
+    def poll(self) -> list[Saved]:
+        """The last save if it has ended, without waiting; `wait` returns it again."""
+        pending = self._pending
+        return [pending.result()] if pending is not None and pending.done() else []
+
+    def wait(self) -> list[Saved]:
+        """The save under way, when it has ended."""
+        pending, self._pending = self._pending, None
+        return [] if pending is None else [pending.result()]
+
+    def finish_for_reading(self) -> None:
+        """Waits until the save under way can be read on every rank; `wait` still returns it."""
+        if self._pending is not None:
+            self._pending.result()
+        dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._pool.shutdown(wait=True)
+
+    def _write(self, task: _Task) -> Saved:
+        num_bytes, error = 0, ""
+        try:
+            num_bytes = self._write_all(task)
+        # Of any kind: training goes on without this checkpoint. Theirs is a BaseException.
+        except (Exception, CheckpointException) as failure:
+            error = _words(failure)
+            if self.mesh.rank == 0:
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(self._partial(task.step), ignore_errors=True)
+        write_s = time.perf_counter() - task.began_s
+        give_back_freed()  # copies of older saves, and what steps left
+        stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
+        return Saved(
+            step=task.step, stall_s=stall_s, write_s=write_s, num_bytes=num_bytes, error=error
+        )
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f"partial-{step:08d}"
+
+    def _write_all(self, task: _Task) -> int:
+        partial = self._partial(task.step)
+        self._on_rank_0(lambda: self._make_room(partial))
+        state_dict_saver.save(
+            task.tensors,
+            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            process_group=self._group,
+        )
+        files = self._all_files(partial)
+        self._on_rank_0(lambda: self._complete(task, partial, files))
+        return sum(about["bytes"] for about in files.values())
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Runs `action` on rank 0; CheckpointError on all ranks if it fails there."""
+        said: list[str] = [""]
+        if self.mesh.rank == 0:
+            try:
+                action()
+            except Exception as failure:
+                said = [_words(failure)]
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        if said[0]:
+            raise CheckpointError(said[0])
+
+    def _make_room(self, partial: Path) -> None:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+
+    def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
+        """Of all ranks; CheckpointError on all of them if one cannot read its own again."""
+        own: dict[str, dict[str, Any]] | str
+        try:
+            own = self._own_files(partial)
+        except OSError as error:
+            own = f"rank {self.mesh.rank}: {error}"
+        written: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(written, own, group=self._group)
+        if problems := [found for found in written if isinstance(found, str)]:
+            raise CheckpointError(problems[0])
+        return {name: about for found in written for name, about in found.items()}
+
+    def _own_files(self, partial: Path) -> dict[str, dict[str, Any]]:
+        """Size and checksum of what this rank wrote."""
+        paths = partial.glob(f"shard-{self.mesh.rank + 1:05d}-*")
+        return {path.name: checkpoint.about(path) for path in sorted(paths)}
+
+    def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
+        for name, data in (
+            (checkpoint.PLANNER, task.planner),
+            (checkpoint.RUN, {"step": task.step, **self._about}),
+        ):
+            checkpoint.write_json(partial / name, data)
+            files[name] = checkpoint.about(partial / name)
+        # Each rank has hashed what it sees itself, which need not be what rank 0 sees.
+        if problem := checkpoint.unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
+            raise CheckpointError(
+                f"rank 0 on {socket.gethostname()} does not see what other ranks wrote: {problem}; "
+                f"set run.output_dir to a folder that all nodes share"
+            )
+        checkpoint.write_manifest(partial, files)
+        _sync_folder(partial)
+        final = checkpoint.folder_of(self.directory, task.step)
+        replaced = self.directory / f"partial-replaced-{task.step:08d}"
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _sync_folder(self.directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+        for old in checkpoint.complete(self.directory)[: -self.spec.checkpoint.keep]:
+            _remove(old)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Opens the headers of all files once, however often it is asked what there is."""
+
+    _known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known
+
+
+def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
+    """Load weights, optimiser and RNG state in place, from any layout; the executed steps.
+
+    All ranks call it. ValueError on all of them for a file whose checksum is wrong.
+    """
+    _verify(saved_in, mesh)
+    tensors = _tensors(stages, optimizers)
+    rng = _rng(mesh.rank)
+    reader = _Reader(str(saved_in))
+    known = reader.read_metadata().state_dict_metadata
+    # A rank that the saved run did not have keeps the state of its seed.
+    rng = {name: value for name, value in rng.items() if name in known}
+    state_dict_loader.load(tensors | rng, storage_reader=reader)
+    _set_weights(stages, tensors)
+    _set_optimizers(stages, optimizers, tensors)
+    _set_rng(rng, mesh.rank)
+    optimizers.configure()  # not the checkpoint's: --set on resume counts
+    return int(checkpoint.run_of(saved_in)["step"])
+
+
+def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
+    """Load weights alone, in place, from any layout; all ranks call it. mesh: None in one process
+    without process groups."""
+    if mesh is None:
+        checkpoint.check_share(saved_in, index=0, num=1)
+    else:
+        _verify(saved_in, mesh)
+    tensors = _weights(stages)
+    state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(saved_in)))
+    _set_weights(stages, tensors)
+
+
+def _verify(saved_in: Path, mesh: Mesh) -> None:
+    problem = None
+    try:
+        if mesh.world_size > 1:  # rank 0 may have renamed the folder just now
+            checkpoint.await_files(saved_in)
+        checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
+    except ValueError as error:
+        problem = error
+    group = dist.group.WORLD if mesh.world_size > 1 else None
+    agree({"checkpoint": saved_in.name}, problem, group=group)
+
+
+def _weights(stages: Stages) -> dict[str, Any]:
+    """`model.<name>` of all stages of this rank, shards as DTensors."""
+    return {
+        f"model.{name}": tensor
+        for stage in stages.values()
+        for name, tensor in get_model_state_dict(stage).items()
+    }
+
+
+def _tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
+    """Weights and `optimizer.state.<name>.<moment>`; hyper-parameters are the configuration's."""
+    out = _weights(stages)
+    for index, stage in stages.items():
+        state = get_optimizer_state_dict(stage, optimizers.by_stage[index], options=_FLAT)
+        out |= {f"optimizer.{n}": t for n, t in state.items() if n.startswith(_STATE)}
+    return out
+
+
+def _set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
+    for stage in stages.values():
+        names = [name for name, _ in stage.named_parameters()]
+        set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
+
+
+def _set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
+    for index, stage in stages.items():
+        optimizer = optimizers.by_stage[index]
+        state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+        state |= {n: tensors[f"optimizer.{n}"] for n in state if n.startswith(_STATE)}
+        set_optimizer_state_dict(stage, optimizer, state, options=_FLAT)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host. Not by torch's stagers, which deepcopy: FSDP's parameters cannot be. Of a
+    DTensor's local part, as the first `to` of each kind of DTensor takes 2 ms to be worked out."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    local = tensor._local_tensor.detach().to("cpu", copy=True)
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def _rng(rank: int) -> dict[str, torch.Tensor]:
+    """States of this rank's generators, uint8."""
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
+    if (cpu := states.get(f"rng.{rank}.cpu")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := states.get(f"rng.{rank}.cuda")) is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+def _words(failure: BaseException) -> str:
+    """The cause inside of torch's CheckpointException, which lists failures by rank."""
+    failures = getattr(failure, "failures", None)
+    if failures:
+        rank, (cause, _) = next(iter(sorted(failures.items())))
+        return f"rank {rank}: {cause}"
+    return str(failure) or repr(failure)
+
+
+def _remove(checkpoint_folder: Path) -> None:
+    """Under another name first: a crash halfway would leave what looks like a checkpoint.
+
+    What cannot be removed, as on NFS while somebody reads it, costs room and fails nothing.
+    """
+    partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
+    with contextlib.suppress(OSError):
+        checkpoint_folder.rename(partial)
+        shutil.rmtree(partial)
+
+
+def _sync_folder(path: Path) -> None:
+    """Names in it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,38 @@
+"""What a run is: its spec, stores and folders, as every rank is told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wlb.data import StoreName
+from wlb.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank is started with. spec has dp and vocabulary size filled in.
+
+    resume: the checkpoint to go on from; init_from: the one whose weights a new run begins with.
+    calibrate: the kernel profile to write when training has ended, or None.
+    """
+
+    spec: RunSpec
+    train_store: StoreName
+    heldout_store: str
+    resume: Path | None
+    title: str
+    started_s: float
+    calibrate: Path | None = None
+    init_from: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        return directory_of(self.spec)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+
+def directory_of(spec: RunSpec) -> Path:
+    """A run's folder."""
+    return Path(spec.run.output_dir) / spec.run.name

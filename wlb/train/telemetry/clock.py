@@ -1,0 +1,266 @@
+"""How long a rank computed, for each pass, stage and micro-batch of a step, without a host sync.
+
+The clock of a rank is a list of marks: from each mark on, time belongs to a part of a cell (or to
+none, between chunks), so the parts of a chunk add up to it and nothing is counted twice. The marks
+are CUDA events, whose distances are read once the device has been waited for anyway, or readings of
+the launching thread's CPU time (of the clock, where operators run on several threads).
+
+What a mark's time holds:
+- **CUDA**: everything on the compute stream, TP and CP collectives included, and so a rank's wait
+  for the slower ranks of its groups in them. Receives end before a chunk begins.
+- **CPU**: the thread's own CPU time, since ranks share cores: being preempted is left out, and so
+  is waiting for collectives and what Gloo's threads do for them. Ranks with several threads each
+  have wall time instead, which holds all of that.
+- FSDP gathers a stage's parameters in its first micro-batch, and, without a pipeline, reduces
+  gradients in the last one's backward; both are counted there, partly with the embedding, so
+  telemetry does not compare those cells with predictions.
+
+Where each chunk lies in the step (`StepClock.spans`, for timelines) is wall time on CPU as well,
+and so holds what thread time leaves out.
+
+Cost: a mark at each end of a chunk, of an attention call, of the embedding and the head; 3 us each
+with thread time (0.1-1 % of steps of 100 to 500 ms), not measured with CUDA events.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from wlb.kernels import observing
+from wlb.parallel.observe import Cell, Part, Pass
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimes:
+    """A rank's step. parts_ns: computing time by cell and part. wall_ns: of the whole step."""
+
+    parts_ns: dict[tuple[Cell, Part], int]
+    wall_ns: int
+
+    def part_ns(self, cell: Cell, *parts: Part) -> int:
+        return sum(self.parts_ns.get((cell, part), 0) for part in parts)
+
+    def total_ns(self, part: Part) -> int:
+        return sum(ns for (_, at), ns in self.parts_ns.items() if at == part)
+
+    @cached_property
+    def compute_ns(self) -> int:
+        return sum(self.parts_ns.values())
+
+    @property
+    def bubble_ns(self) -> int:
+        """Step less computing: pipeline bubbles, waiting for transfers (and, on CPU, for cores)."""
+        return max(0, self.wall_ns - self.compute_ns)
+
+
+class StepSpans(NamedTuple):
+    """Wall times of a rank's step. began_ns: when the host began it, Unix time. spans: each chunk's
+    cell, its begin since the step's, and what it took, in ns."""
+
+    began_ns: int
+    wall_ns: int
+    spans: tuple[tuple[Cell, int, int], ...]
+
+
+class Marks(Protocol):
+    """Points in time that can be told apart later. Wall points are for the step as a whole."""
+
+    def reset(self) -> None:
+        """A step begins; points of the one before are not read any more."""
+        ...
+
+    def now(self) -> Any: ...
+
+    def wall_now(self) -> Any: ...
+
+    def wall_of(self, point: Any) -> Any:
+        """The wall point of a point that was made just now."""
+        ...
+
+    def between_ns(self, start: Any, stop: Any) -> int: ...
+
+
+class ThreadMarks:
+    """CPU time of the thread that runs the step; wall time for the step as a whole."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def reset(self) -> None:
+        self._thread = threading.get_ident()
+
+    def now(self) -> int:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "part of a step ran on another thread than the step itself, so its CPU time cannot "
+                "be told; set telemetry.enabled = false"
+            )
+        return time.thread_time_ns()
+
+    def wall_now(self) -> int:
+        return time.perf_counter_ns()
+
+    def wall_of(self, point: int) -> int:
+        return time.perf_counter_ns()
+
+    def between_ns(self, start: int, stop: int) -> int:
+        return stop - start
+
+
+class WallMarks(ThreadMarks):
+    """Wall time throughout, for operators that run on several threads."""
+
+    def now(self) -> int:
+        super().now()
+        return time.perf_counter_ns()
+
+    def wall_of(self, point: int) -> int:
+        return point
+
+
+class EventMarks:
+    """CUDA events on the current stream, from a pool that grows to what a step needs."""
+
+    def __init__(self) -> None:
+        self._pool: list[torch.cuda.Event] = []
+        self._num_used = 0
+
+    def reset(self) -> None:
+        self._num_used = 0
+
+    def now(self) -> torch.cuda.Event:
+        if self._num_used == len(self._pool):
+            self._pool.append(torch.cuda.Event(enable_timing=True))
+        event = self._pool[self._num_used]
+        self._num_used += 1
+        event.record()
+        return event
+
+    wall_now = now
+
+    def wall_of(self, point: torch.cuda.Event) -> torch.cuda.Event:
+        return point
+
+    def between_ns(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> int:
+        return round(start.elapsed_time(stop) * 1e6)
+
+
+_TRIED = 100
+"""Marks that are made to learn what one costs."""
+
+
+class StepClock:
+    """Times the steps of one rank. Outside `step` it is off: an evaluation leaves no record."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._points: list[tuple[tuple[Cell, Part] | None, Any]] = []
+        self._seen: set[Cell] = set()
+        self._spans: list[tuple[Cell, Any, Any]] = []
+        self._began_ns = 0
+        self._cell: Cell | None = None
+        self._part = Part.LAYERS
+        self._wall: list[Any] = []
+        self._is_running = False
+        begin = time.perf_counter_ns()
+        for _ in range(_TRIED):
+            marks.now()
+        self._mark_ns = (time.perf_counter_ns() - begin) / _TRIED
+
+    @classmethod
+    def of(cls, device: torch.device) -> "StepClock":
+        if device.type == "cuda":
+            return cls(EventMarks())
+        # With more threads, one thread's CPU time is neither the work nor the time it took.
+        return cls(ThreadMarks() if torch.get_num_threads() == 1 else WallMarks())
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time what is inside; a step before it that nobody took is forgotten."""
+        self._marks.reset()
+        self._points, self._seen, self._spans = [], set(), []
+        with observing(self):
+            self._began_ns = time.time_ns()
+            self._wall = [self._marks.wall_now()]
+            self._is_running = True
+            try:
+                yield
+            finally:
+                self._is_running, self._cell = False, None
+            self._wall.append(self._marks.wall_now())
+
+    def chunk(
+        self, kind: Pass, *, stage: int, micro_batch: int, first: Part = Part.LAYERS
+    ) -> AbstractContextManager[None]:
+        """Time a chunk, whose time belongs to `first` until `switch` says otherwise.
+
+        RuntimeError if it ran already in this step: its time would be counted twice.
+        """
+        return self._chunk(Cell(kind, stage, micro_batch), first) if self._is_running else _OFF
+
+    @contextmanager
+    def _chunk(self, cell: Cell, first: Part) -> Iterator[None]:
+        if self._cell is not None or cell in self._seen:
+            problem = "ran twice" if cell in self._seen else f"began inside {self._cell}"
+            raise RuntimeError(f"{cell} {problem} in one step; its time would be counted twice")
+        self._seen.add(cell)
+        self._cell = cell
+        self.switch(first)
+        begin = self._marks.wall_of(self._points[-1][1])
+        try:
+            yield
+        finally:
+            self._points.append((None, self._marks.now()))
+            self._spans.append((cell, begin, self._marks.wall_of(self._points[-1][1])))
+            self._cell = None
+
+    def switch(self, part: Part) -> None:
+        """From now on time belongs to `part` of the chunk at work; nothing outside chunks."""
+        if self._cell is not None:
+            self._part = part
+            self._points.append(((self._cell, part), self._marks.now()))
+
+    @contextmanager
+    def attention(self, *, is_backward: bool) -> Iterator[None]:
+        """`wlb.kernels.AttentionObserver`."""
+        before = self._part
+        is_again = self._cell is not None and self._cell.kind != Pass.FORWARD and not is_backward
+        self.switch(Part.RECOMPUTE if is_again else Part.ATTENTION)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    @property
+    def marks_ns(self) -> int:
+        """What the last step's marks took of the launching thread, by the cost of one."""
+        return round(len(self._points) * self._mark_ns)
+
+    def take(self) -> StepTimes:
+        """The last step's times. On CUDA: once the host has waited for the step's end."""
+        times: dict[tuple[Cell, Part], int] = {}
+        for (key, start), (_, stop) in zip(self._points, self._points[1:], strict=False):
+            if key is not None:
+                times[key] = times.get(key, 0) + self._marks.between_ns(start, stop)
+        return StepTimes(times, self._marks.between_ns(*self._wall))
+
+    def spans(self) -> "StepSpans":
+        """Where the last step's chunks lie in it; when `take` may be called."""
+        origin = self._wall[0]
+        return StepSpans(
+            began_ns=self._began_ns,
+            wall_ns=self._marks.between_ns(*self._wall),
+            spans=tuple(
+                (cell, self._marks.between_ns(origin, begin), self._marks.between_ns(begin, end))
+                for cell, begin, end in self._spans
+            ),
+        )
+
+
+_OFF = nullcontext()

@@ -1,0 +1,264 @@
+"""What rank 0 shows: a live table on a terminal, a line a step elsewhere, and the summary."""
+
+from collections import deque
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from wlb.plan import TERMS, Moments, StepMetrics, Work
+from wlb.train.telemetry.tally import Measured, Saves, Stragglers, Tally
+
+_ROWS = 14
+_MOST_STRAGGLERS = 5
+_SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
+
+
+def console() -> Console:
+    """Standard output; 110 columns wide where it is not a terminal."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, soft_wrap=True, width=110)
+
+
+class Display:
+    """Shows steps as they end. Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, *, total_steps: int) -> None:
+        self.console, self.title, self.total_steps = console, title, total_steps
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
+        self._note = self._first_note = ""
+        self._live: Live | None = None
+        # On a dumb terminal a live table would appear when it is over.
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(console=console, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> "Display":
+        if self._live is not None:
+            self._live.start()
+            self._live.update(self._table())
+        else:
+            self.console.print(self.title, soft_wrap=True)
+            for line in zip(*_HEADINGS, strict=True):
+                self.console.print(_line(line), soft_wrap=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(
+        self,
+        steps_done: int,
+        measured: StepMetrics,
+        predicted: StepMetrics,
+        plain: StepMetrics | None,
+    ) -> None:
+        row = self._row(steps_done, measured, predicted, plain)
+        self._rows.append(row)
+        if self._live is not None:
+            self._live.update(self._table())
+        else:
+            self.console.print(_line(row), soft_wrap=True)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        note = f"held-out loss {loss:.3f} after {step} steps"
+        self._first_note = self._first_note or note
+        self._note = note if note == self._first_note else f"{self._first_note}   {note}"
+        if self._live is not None:
+            self._live.update(self._table())
+        else:
+            self.console.print(note)
+
+    def say(self, line: str) -> None:
+        """A line that stays: above a live table, or where it comes in the log."""
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def _row(
+        self, steps_done: int, m: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None
+    ) -> tuple[str, ...]:
+        seconds = m.step_time_s or 0.0
+        counts = dict(m.sharding_counts)
+        chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
+        return (
+            f"{steps_done}/{self.total_steps}",
+            "-" if m.loss is None else f"{m.loss:.3f}",
+            f"{m.num_tokens}",
+            f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
+            "-" if plain is None else f"{plain.imbalance:.2f}",
+            f"{predicted.imbalance:.2f}",
+            f"{m.mean_delay:.2f} ({m.max_delay})",
+            chosen or "-",
+        )
+
+    def _table(self) -> Group:
+        # Without vertical lines eight columns fit into 80 characters.
+        table = Table(
+            title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        for heading in _HEADINGS:
+            table.add_column("\n".join(heading).strip(), justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, Text(self._note))
+
+
+_HEADINGS = (
+    ("", "step"),
+    ("", "loss"),
+    ("", "tokens"),
+    ("", "tokens/s"),
+    ("imbalance", "Plain-4D"),
+    ("imbalance", "ours"),
+    ("delay, steps", "mean (max)"),
+    ("sharding", "chosen"),
+)
+_WIDTHS = (9, 7, 8, 9, 10, 10, 13, 14)
+
+
+def _line(row: tuple[str, ...]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(row, _WIDTHS, strict=True))
+
+
+def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: float) -> None:
+    """The end of a run: what was learnt, what balance was gained, where the files are."""
+    table = Table(title="Summary", title_justify="left", show_header=False, expand=False)
+    table.add_column(style="bold")
+    table.add_column()
+    losses = tally.losses
+    if losses:
+        last = losses[-5:]
+        table.add_row(
+            "training loss",
+            f"first step {losses[0]:.3f}, mean of the last {len(last)} steps "
+            f"{sum(last) / len(last):.3f} nats a token",
+        )
+    if tally.heldout:
+        first, last = tally.heldout[0], tally.heldout[-1]
+        best = min(tally.heldout, key=lambda item: item[1])
+        shown = {f"{loss:.3f} after {step} steps": None for step, loss in (first, best, last)}
+        table.add_row("held-out loss", ", ".join(shown))
+    _balance(table, tally)
+    chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
+    table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
+    tokens = tally.ours.tokens - tally.skipped_tokens
+    rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
+    table.add_row(
+        "tokens",
+        f"{tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
+        f"on top; {tally.held:,} still held back",
+    )
+    if tally.telemetry.steps:
+        _measured(table, tally.telemetry)
+    if tally.stragglers.num_tables:
+        table.add_row("stragglers", _stragglers(tally.stragglers))
+    if tally.refused:
+        told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
+        table.add_row("not finite", f"steps: {told}")
+    if tally.graphs:
+        table.add_row(
+            "compiled", f"{tally.graphs} graphs of a layer, {tally.most_graphs} at most on a rank"
+        )
+    if tally.saves.stall_s:
+        table.add_row("checkpoints", _saves(tally.saves))
+    table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
+    console.print(table)
+    for name, path in files.items():
+        # Not in the table, which would shorten a long path.
+        console.print(f"{name}: {path}", soft_wrap=True)
+
+
+_REFUSED = {"skip": "skipped", "rollback": "trained again from a checkpoint"}
+
+
+def _saves(saves: Saves) -> str:
+    stalls = saves.stall_s.values()
+    line = (
+        f"{len(stalls) - len(saves.failed)} written, for which training waited "
+        f"{sum(stalls) / len(stalls):.3f} s each, {max(stalls):.3f} s at most"
+    )
+    return line + (f"; {len(saves.failed)} could not be written" if saves.failed else "")
+
+
+def _stragglers(seen: Stragglers) -> str:
+    if not seen.named:
+        return f"none in {seen.num_tables} tables of ranks"
+    worst_first = sorted(seen.named.values(), key=lambda item: -item[0].over)
+    return "\n".join(
+        f"{s.text}, at most; named in {count} of {seen.num_tables} tables"
+        for s, count in worst_first[:_MOST_STRAGGLERS]
+    )
+
+
+def _balance(table: Table, tally: Tally) -> None:
+    if tally.plain.steps:
+        table.add_row(
+            "imbalance, Plain-4D",
+            f"{tally.plain.mean_imbalance:.3f} mean of steps, "
+            f"{tally.plain.weighted_imbalance:.3f} time-weighted (predicted, same documents)",
+        )
+    table.add_row(
+        "imbalance, ours",
+        f"{tally.ours.mean_imbalance:.3f} mean of steps, "
+        f"{tally.ours.weighted_imbalance:.3f} time-weighted (predicted)",
+    )
+    if tally.plain.steps:
+        table.add_row(
+            "balance gained",
+            f"{tally.balance_gain:.2f}x (time-weighted imbalance, Plain-4D over ours)",
+        )
+    table.add_row(
+        "token delay", f"{tally.mean_delay:.2f} steps on average, {tally.max_delay} at most"
+    )
+
+
+def _measured(table: Table, measured: Measured) -> None:
+    weighted = measured.slowest_ns / measured.mean_ns
+    predicted = measured.predicted_slowest_ns / measured.predicted_mean_ns
+    table.add_row(
+        "imbalance, measured",
+        f"{measured.degrees / measured.steps:.3f} mean of steps, "
+        f"{weighted:.3f} time-weighted (predicted for the same spans: {predicted:.3f})",
+    )
+    table.add_row("measured / predicted", "\n".join(_term(n, measured.terms[n]) for n in TERMS))
+    table.add_row("model FLOP/s", _work(measured.work))
+    table.add_row("computing a step", _spread(*measured.spread("compute")))
+    table.add_row(
+        "waiting a step", _spread(*measured.spread("bubble")) + f" ({measured.steps} steps)"
+    )
+    if measured.step_s:
+        table.add_row("overhead a step", _overhead(measured))
+
+
+def _overhead(measured: Measured) -> str:
+    """What a rank's step holds besides computing and waiting for other ranks."""
+    parts = (measured.loading_s, measured.planning_s, measured.records_s)
+    loading, planning, records = (part / measured.steps * 1e3 for part in parts)
+    return (
+        f"{sum(parts) / measured.step_s:.2%} of its time: {loading:.2f} ms for inputs, "
+        f"{planning:.2f} ms for plans, {records:.2f} ms for telemetry"
+    )
+
+
+def _term(name: str, total: Moments) -> str:
+    ratio, mape, correlation = total.ratio, total.mape, total.correlation
+    if ratio is None or mape is None:
+        return f"{name.replace('_', ' ')}: nothing to compare"
+    r = "-" if correlation is None else f"{correlation:.3f}"
+    return f"{ratio:.3f} {name.replace('_', ' ')} (MAPE {mape:.0%}, correlation {r})"
+
+
+def _work(work: Work) -> str:
+    def shown(tflops: float, mfu: float | None) -> str:
+        return f"{tflops:.3g} TFLOP/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
+
+    return (
+        f"{shown(work.tflops, work.mfu)} a rank, of the documents' own FLOPs; counted as full "
+        f"windows: {shown(work.window_tflops, work.window_mfu)}"
+    )
+
+
+def _spread(mean_s: float, largest_s: float, rank: int) -> str:
+    return f"{mean_s:.3f} s on the mean rank, {largest_s:.3f} s at most, mostly on rank {rank}"

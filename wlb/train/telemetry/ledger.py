@@ -1,0 +1,199 @@
+"""Which tokens every executed step trained (`telemetry.ledger`), and the proof that each was once.
+
+`ledger.jsonl` of a run's folder has a line a step, from rank 0: the pieces of documents in its
+plan, which all ranks have compared by digest. A training that goes on from a checkpoint writes the
+step that it begins with; what was recorded of that step and later ones before is not in the lineage
+of its weights any more. A process that is killed may leave half a line before such a beginning. A
+disk that was full leaves a hole: the next line that could be written says so, and the count is not
+exact.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb.plan import IntArray, Pieces, PlannerState, StepPlan
+from wlb.planner import Planner
+from wlb.train.telemetry.appended import AppendedFile
+
+FILE = "ledger.jsonl"
+_IN_STEPS = "step"
+
+
+class Ledger:
+    """Writes the file. Each line is with the operating system when the call returns, so that
+    killing the process loses none."""
+
+    def __init__(self, folder: Path, *, is_on: bool) -> None:
+        self._file: AppendedFile | None = None
+        self._num_told = 0
+        if is_on:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = AppendedFile(folder / FILE)
+
+    def begin(self, step: int) -> None:
+        """The next step to be executed is `step`, with the weights of a checkpoint or new ones."""
+        self._write({"begin": step}, before="\n")
+
+    def add(self, plan: StepPlan, *, updated: bool) -> None:
+        """A step was executed; updated: and moved the weights."""
+        if self._file is None:
+            return
+        pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
+        columns = {name: getattr(pieces, name).tolist() for name in ("document", "start", "stop")}
+        columns["source"] = pieces.source.tolist()
+        self._write({"step": plan.step, "updated": updated, **columns})
+
+    def _write(self, data: dict[str, Any], *, before: str = "") -> None:
+        file = self._file
+        if file is None:
+            return
+        lost = file.num_lost
+        if lost > self._num_told and file.write("\n" + json.dumps({"lost": lost}) + "\n"):
+            self._num_told = lost
+        file.write(before + json.dumps(data) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Tokens by how often the steps of a lineage trained them, of those that the loader gave.
+
+    waiting: held back, for later steps. skipped: in steps without an update. num_begun: trainings,
+    the first and each that went on. num_undone: recorded steps that are not in the lineage.
+    num_lost: steps of it whose lines could not be written.
+    """
+
+    once: int
+    never: int
+    repeated: int
+    waiting: int
+    skipped: int
+    num_steps: int
+    num_begun: int
+    num_undone: int
+    num_lost: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every token that was given is trained once, or waits."""
+        return not (self.never or self.repeated or self.skipped or self.num_lost)
+
+
+def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
+    """Lines by step of the run's present weights; trainings begun, steps undone. ValueError for a
+    line that is torn without a new beginning after it, or a step that is missing where the file
+    does not say that lines were lost."""
+    path = folder / FILE
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; train with telemetry.ledger = true")
+    steps: dict[int, dict[str, Any]] = {}
+    num_begun = num_undone = 0
+    has_lost = False
+    for data in _lines(path):
+        if "lost" in data:
+            has_lost = True
+        elif "begin" in data:
+            num_begun += 1
+            gone = [step for step in steps if step >= data["begin"]]
+            num_undone += len(gone)
+            for step in gone:
+                del steps[step]
+        elif data["step"] != len(steps) and not has_lost:
+            raise ValueError(f"{path}: step {data['step']} follows {len(steps)} steps")
+        else:
+            steps[data["step"]] = data
+    return steps, num_begun, num_undone
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    torn = ""
+    for line in path.read_text("utf-8").splitlines():
+        if not line:
+            continue  # before a beginning, whatever the line before it lacks
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            torn = line
+            continue
+        if torn and not {"begin", "lost"} & data.keys():
+            raise ValueError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
+        torn = ""
+        yield data
+
+
+def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
+    """Counts every token that `planner`'s source gave until `state`, the last checkpoint's."""
+    steps, num_begun, num_undone = lineage(folder)
+    done = {step: line for step, line in steps.items() if step < state.next_step}
+    given = _given(planner, state)
+    held = Pieces.concat(
+        state.carry.pieces, *(b.pieces for plan in state.ready for b in plan.micro_batches)
+    )
+    covered = {key: np.zeros(length, np.int64) for key, length in given.items()}
+    skipped = 0
+    for line in done.values():
+        columns = (line["source"], line["document"], line["start"], line["stop"])
+        for source, document, start, stop in zip(*columns, strict=True):
+            covered[source, document][start:stop] += 1
+            skipped += 0 if line["updated"] else stop - start
+    waiting = 0
+    for source, document, start, stop in zip(
+        held.source.tolist(),
+        held.document.tolist(),
+        held.start.tolist(),
+        held.stop.tolist(),
+        strict=True,
+    ):
+        covered[source, document][start:stop] += 1
+        waiting += stop - start
+    times: IntArray = np.concatenate([np.zeros(0, np.int64), *covered.values()])
+    return Count(
+        once=int((times == 1).sum()) - waiting,
+        never=int((times == 0).sum()),
+        repeated=int((times > 1).sum()),
+        waiting=waiting,
+        skipped=skipped,
+        num_steps=len(done),
+        num_begun=num_begun,
+        num_undone=num_undone + len(steps) - len(done),
+        num_lost=state.next_step - len(done),
+    )
+
+
+def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
+    """Length of each document, by (source, id), that the loader gave until `state`.
+
+    Batches are made again until that many documents were read: a resumed run may have made them of
+    another size, which changes where they end and not the order of documents.
+    """
+    found: dict[tuple[int, int], int] = {}
+    end = _place(state.corpus)
+    at = planner.source.start()
+    while (left := end - _place(at)) > 0:
+        item = planner.source.next(at)
+        assert item is not None
+        batch, at = item
+        d = batch.documents
+        used = slice(None) if _IN_STEPS in at else slice(left)
+        columns = (d.source.tolist()[used], d.id.tolist()[used], d.length.tolist()[used])
+        for source, i, length in zip(*columns, strict=True):
+            found[source, i] = length
+    return found
+
+
+def _place(corpus: dict[str, Any]) -> int:
+    """How far a source has been read: documents of `GlobalBatches` and `BlendedBatches`, steps of
+    `PackedBatches`, whose packs have one size."""
+    if _IN_STEPS in corpus:
+        return corpus[_IN_STEPS]
+    if "documents_read" in corpus:
+        return sum(corpus["documents_read"])
+    return corpus["epoch"] * corpus["num_documents"] + corpus["position"]

@@ -1,0 +1,155 @@
+"""Tables of all ranks' times and timelines of a few, gathered on rank 0.
+
+A table is a gather of five integers from each rank every `telemetry.ranks_interval` steps after the
+warm-up; in the file it takes about 35 bytes a rank. A timeline is a message from each of at most
+`MOST_DRAWN` ranks (TP rank 0 of the first pipelines), about 20 bytes a pass in the file. Neither
+is gathered in steps between. Timelines of ranks on CPU begin when each rank did, by its host's
+clock (unless clocks are further apart than the step is long); on CUDA all begin at 0, since a host
+may be ahead of its device.
+"""
+
+import platform
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from wlb.parallel.mesh import Mesh, World, rank_grid
+from wlb.parallel.observe import Pass
+from wlb.plan import MeasuredTimeline, Place, RankTable, TimedPass
+from wlb.spec import ParallelSpec, RunSpec
+from wlb.train.telemetry.clock import StepSpans
+from wlb.train.telemetry.stragglers import StragglerWatch
+
+MOST_DRAWN = 64
+_KINDS = tuple(Pass)
+_NONE = -1
+
+
+class RankMeter:
+    """Collects this rank's times; all ranks add the same steps and gather together."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, world: World) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.places = _places(mesh, world)
+        self._watch = StragglerWatch(spec, self.places)
+        self._drawn = drawn_ranks(spec.parallel)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._own_ns, self._num_steps = np.zeros(5, np.int64), 0
+
+    def add(self, own_ns: np.ndarray, num_steps: int) -> None:
+        """This rank's measured, predicted, compute, bubble and loading time of `num_steps` steps
+        (`TelemetryMeter.own_ns`)."""
+        self._own_ns = self._own_ns + own_ns
+        self._num_steps += num_steps
+
+    def is_table_due(self, *, is_last: bool) -> bool:
+        interval = self.spec.telemetry.ranks_interval
+        return bool(interval and self._num_steps) and (is_last or self._num_steps >= interval)
+
+    def table(self, step: int, steps_done: int) -> RankTable | None:
+        """On rank 0 the table of the steps since the last one; a collective call."""
+        own = torch.from_numpy(self._own_ns // 1000)
+        world, is_root = self.mesh.world_size, self.mesh.rank == 0
+        rows = [torch.empty_like(own) for _ in range(world)] if is_root else None
+        dist.gather(own, rows)
+        num_steps = self._num_steps
+        self._clear()
+        if rows is None:
+            return None
+        measured, predicted, compute, bubble, loading = torch.stack(rows).numpy().T.copy()
+        table = RankTable(
+            step=step,
+            steps_done=steps_done,
+            num_steps=num_steps,
+            measured_us=measured,
+            predicted_us=predicted,
+            compute_us=compute,
+            bubble_us=bubble,
+            loading_us=loading,
+        )
+        return table.named(self._watch.see(table))
+
+    def is_timeline_due(self, steps_done: int, *, is_last: bool) -> bool:
+        interval = self.spec.telemetry.timeline_interval
+        return bool(interval) and (is_last or steps_done % interval == 0)
+
+    def timeline(self, spans: StepSpans, step: int, steps_done: int) -> MeasuredTimeline | None:
+        """On rank 0 the passes of the ranks that are drawn; all ranks call it."""
+        rank, drawn = self.mesh.rank, self._drawn
+        if rank not in drawn:
+            return None
+        own = self._packed(spans)
+        if rank:
+            dist.send(own, dst=0)
+            return None
+        others = {r: torch.empty_like(own) for r in drawn if r}
+        for work in [dist.irecv(rows, src=r) for r, rows in others.items()]:
+            assert work is not None
+            work.wait()
+        return timeline_of(
+            {r: others.get(r, own).numpy() for r in drawn},
+            step=step,
+            steps_done=steps_done,
+            has_common_clock=self.mesh.device.type == "cpu",
+        )
+
+    def _packed(self, spans: StepSpans) -> torch.Tensor:
+        """Header (when it began, ns, and its wall time, us), then passes, as many rows on every
+        rank."""
+        spec = self.spec
+        most = len(_KINDS) * spec.pp.virtual_stages * spec.micro_batches_per_pipeline
+        packed = np.full((1 + most, 5), _NONE, np.int64)
+        packed[0, :2] = spans.began_ns, spans.wall_ns // 1000
+        for row, (cell, begin_ns, time_ns) in zip(packed[1:], spans.spans, strict=False):
+            row[:3] = _KINDS.index(cell.kind), cell.stage, cell.micro_batch
+            row[3:] = begin_ns // 1000, time_ns // 1000
+        return torch.from_numpy(packed)
+
+
+def drawn_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
+    """TP rank 0 of as many whole pipelines as `MOST_DRAWN` allows, of CP rank 0 alone if need be;
+    pipeline by pipeline."""
+    grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)  # [dp, cp, pp]
+    if grid[0].size > MOST_DRAWN:
+        grid = grid[:, :1]
+    pipelines = max(1, MOST_DRAWN // grid[0].size)
+    return tuple(grid[:pipelines].flatten().tolist()[: max(MOST_DRAWN, parallel.pp)])
+
+
+def timeline_of(
+    rows: dict[int, np.ndarray], *, step: int, steps_done: int, has_common_clock: bool
+) -> MeasuredTimeline:
+    """rows: by rank, as `RankMeter` packs them."""
+    began_us = np.array([r[0, 0] // 1000 for r in rows.values()])
+    walls_us = np.array([r[0, 1] for r in rows.values()])
+    offsets_us = began_us - began_us.min()
+    if not has_common_clock or offsets_us.max() > walls_us.max():
+        offsets_us = np.zeros_like(offsets_us)
+    passes: list[tuple[TimedPass, ...]] = []
+    for table, offset in zip(rows.values(), offsets_us.tolist(), strict=True):
+        found = table[1:][table[1:, 0] != _NONE].tolist()
+        passes.append(
+            tuple(
+                TimedPass(str(_KINDS[kind]), stage, micro_batch, begin + offset, time)
+                for kind, stage, micro_batch, begin, time in found
+            )
+        )
+    return MeasuredTimeline(
+        step=step,
+        steps_done=steps_done,
+        ranks=tuple(rows),
+        wall_us=tuple((walls_us + offsets_us).tolist()),
+        passes=tuple(passes),
+    )
+
+
+def _places(mesh: Mesh, world: World) -> tuple[Place, ...]:
+    """On rank 0 every rank's; elsewhere none."""
+    found: list[Any] = [None] * mesh.world_size
+    own = Place(platform.node(), world.node_rank)
+    dist.gather_object(own, found if mesh.rank == 0 else None)
+    return tuple(p for p in found if p is not None)

@@ -1,0 +1,158 @@
+"""Where a run's records go besides the screen: metrics.jsonl always, others if the run asks.
+
+A record is a line of metrics.jsonl: a dictionary with its `kind`. Every sink gets every record; the
+two that draw curves take the numbers in it under their own names (`scalars_of`), so a new field
+of a record appears everywhere. On rank 0 only.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from wlb.plan import Moments
+from wlb.spec import RunSpec
+from wlb.train.telemetry.appended import AppendedFile
+
+CURVES = ("step", "evaluation")
+"""Kinds of records that are points of curves."""
+MOST_TABLE_BYTES = 64 * 2**20
+"""Of tables of ranks and timelines that a start writes; what comes later is left out."""
+_TABLES = ("ranks", "timeline")
+_SUMS = frozenset(f.name for f in fields(Moments))
+_COUNTS = frozenset(("step", "steps_done"))
+
+
+class Sink(Protocol):
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
+    """metrics.jsonl first. steps_done: what a resumed run goes on from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    if spec.telemetry.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", steps_done=steps_done))
+    if spec.telemetry.wandb:
+        sinks.append(WeightsAndBiases(spec, folder))
+    return sinks
+
+
+def refuse_missing(spec: RunSpec) -> None:
+    """ValueError with the remedy for a sink whose package is not installed."""
+    for key, value, package in (
+        ("telemetry.tensorboard", spec.telemetry.tensorboard, "tensorboard"),
+        ("telemetry.wandb", spec.telemetry.wandb, "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            shown = json.dumps(value)
+            raise ValueError(
+                f"{key} = {shown} needs {package}, which is not installed; pip install "
+                f"'wlb-llm[{package}]', or leave it out (metrics.jsonl has the same numbers)"
+            )
+
+
+def scalars_of(record: dict[str, Any]) -> dict[str, float]:
+    """Every number of a record, by path ("measured/telemetry/imbalance"); without sums that are
+    only there to be added up, and without the step, which is the axis."""
+    return dict(_leaves(record, ""))
+
+
+def _leaves(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            is_sum = name in _SUMS and "/terms/" in prefix
+            if not is_sum and name not in _COUNTS:
+                yield f"{prefix}{name}", float(value)
+
+
+class JsonLines:
+    """A line a record, each written at once, so that a run that is killed leaves all but the last.
+
+    A line that an earlier start left unfinished is ended first. What a full disk does not take is
+    left out (`AppendedFile`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        is_cut = path.exists() and not _ends_a_line(path)
+        self._file = AppendedFile(path)
+        self._tables_left = MOST_TABLE_BYTES
+        if is_cut:
+            self._file.write("\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        text = json.dumps(record)
+        if record["kind"] in _TABLES:
+            if self._tables_left < len(text):
+                return
+            self._tables_left -= len(text)
+        self._file.write(text + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+class TensorBoard:
+    """Event files; a resumed run hides what an earlier start wrote of the same steps."""
+
+    def __init__(self, folder: Path, *, steps_done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] in CURVES:
+            for name, value in scalars_of(record).items():
+                self._writer.add_scalar(name, value, record["steps_done"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the project `telemetry.wandb`, the same one after a resume: its id lies in the run's
+    folder. Whether it is online (WANDB_MODE), and who it belongs to, is the library's to know."""
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=spec.telemetry.wandb,
+            name=spec.run.name,
+            id=_kept_id(folder / "wandb_id"),
+            resume="allow",
+            dir=str(folder),
+            config=spec.to_dict(),
+        )
+        # Steps that are trained again after a resume would go back on wandb's own axis.
+        self._run.define_metric("steps_done")
+        self._run.define_metric("*", step_metric="steps_done")
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] in CURVES:
+            self._run.log({"steps_done": record["steps_done"], **scalars_of(record)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept_id(path: Path) -> str:
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8], "utf-8")
+    return path.read_text("utf-8")

@@ -1,0 +1,1 @@
+"""Hold simulated and predicted times against measured ones."""

@@ -1,0 +1,145 @@
+"""A finished run beside its simulation: the very steps that it trained, simulated, and their times.
+
+The run's configuration is that of its last checkpoint, its measured times those of `metrics.jsonl`.
+The planner runs again from the start on the same store; where its plans are not those that were
+trained (another store, code or kernel profile), that is refused. Steps can be priced with another
+profile than the one that planned them, which is how a calibration is tested.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from wlb.cost import KernelProfile, workload_for
+from wlb.parallel.mesh import choose_device
+from wlb.plan import StepMetrics
+from wlb.planner import open_planner
+from wlb.report.run.simulated import refuse_other_plan
+from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
+from wlb.spec import RunSpec, apply
+from wlb.train.checkpoint import files as checkpoint
+from wlb.train.refuse import with_backend
+from wlb.train.start import open_stores, ready
+
+_CHUNK = 64
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedRun:
+    """Steps of a run, measured and simulated. simulations: of consecutive steps. left_out: steps
+    before them."""
+
+    spec: RunSpec
+    left_out: int
+    measured: tuple[StepMetrics, ...]
+    simulations: tuple[Simulation, ...]
+
+    @property
+    def profile(self) -> KernelProfile:
+        """What the steps were simulated with."""
+        return self.simulations[0].simulator.cost.profile
+
+    @property
+    def measured_s(self) -> FloatArray:
+        """Shape [steps], as simulated_s."""
+        return np.array([m.step_time_s for m in self.measured], np.float64)
+
+    @property
+    def simulated_s(self) -> FloatArray:
+        return np.concatenate([s.step_time_s for s in self.simulations])
+
+    @property
+    def mape(self) -> float:
+        """Mean of |simulated - measured| / measured."""
+        return float(np.mean(np.abs(self.simulated_s / self.measured_s - 1)))
+
+    @property
+    def ratio(self) -> float:
+        """Simulated over measured time of all steps."""
+        return float(self.simulated_s.sum() / self.measured_s.sum())
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's, over steps."""
+        return float(np.corrcoef(self.measured_s, self.simulated_s)[0, 1])
+
+
+def simulate_recorded(
+    folder: Path, *, profile: str = "", skip: int | None = None, console: Console | None = None
+) -> RecordedRun:
+    """The run in `folder` (run.output_dir/run.name), on the device that it would take here.
+
+    profile: name or path of the kernel profile to simulate with; "" for the run's own. skip: steps
+    at the start that are left out; None for telemetry.warmup_steps.
+    """
+    written = folder / "metrics.jsonl"
+    metrics = _metrics(written)
+    spec = _spec(folder)
+    left_out = spec.telemetry.warmup_steps if skip is None else skip
+    metrics = metrics[left_out:]
+    if not metrics:
+        raise ValueError(f"{written} has no step after the first {left_out}")
+    stores = open_stores(spec, console or Console(quiet=True))
+    device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
+    spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
+    spec = replace(spec, planner=replace(spec.planner, baseline=False))
+    planner = open_planner(spec, stores.train, device)
+    priced = replace(spec, cost=replace(spec.cost, profile=profile)) if profile else spec
+    simulator = Simulator(spec=priced, cost=workload_for(priced, device))
+    wanted = {m.step: m for m in metrics}
+    steps = sharded_steps(planner, dp=spec.parallel.dp, most=max(wanted) + 1)
+    simulations = [simulator.run(simulator.price(s)) for s in _chunks(steps, wanted, written)]
+    return RecordedRun(
+        spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)
+    )
+
+
+def _spec(folder: Path) -> RunSpec:
+    saved = checkpoint.complete(folder / "checkpoints")
+    if not saved:
+        raise ValueError(
+            f"{folder} has no checkpoint, which says how the run was configured; give the folder "
+            f"of a run that was saved (run.output_dir/run.name)"
+        )
+    path = saved[-1] / "run.json"
+    data = json.loads(path.read_text("utf-8"))
+    return apply(RunSpec(), data["spec"], source=str(path))
+
+
+def _metrics(path: Path) -> list[StepMetrics]:
+    """Measured steps in order, since the run was last started or resumed: the last checkpoint says
+    how those were configured."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give the folder of a run that trained")
+    lines = list(_lines(path))
+    starts = [i for i, line in enumerate(lines) if line["kind"] == "start"]
+    last = lines[max(starts, default=0) :]
+    found = [StepMetrics.from_json(x["measured"]) for x in last if x["kind"] == "step"]
+    return [m for m in found if m.num_targets]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text("utf-8", errors="replace").splitlines():
+        with suppress(ValueError):  # half a line, of a run that was killed
+            yield json.loads(text)
+
+
+def _chunks(
+    steps: Iterator[ShardedStep], wanted: dict[int, StepMetrics], written: Path
+) -> Iterator[tuple[ShardedStep, ...]]:
+    """The wanted ones; ValueError for a plan that is not the one that was trained."""
+    chosen = (step for step in steps if step.plan.step in wanted)
+    while chunk := tuple(islice(chosen, _CHUNK)):
+        for step in chunk:
+            refuse_other_plan(wanted[step.plan.step], step.plan.predicted, written=str(written))
+        yield chunk

@@ -1,0 +1,449 @@
+"""Replay a simulated step: real pipeline schedules and messages, computing replaced by waits.
+
+A simulator predicts how long a step takes from how long each compute takes. The replay runs the
+same computes as timed waits on one process a rank, through the pipeline of training
+(`wlb.parallel.pipeline`) over Gloo: the order of computes, the messages between stages, the waits
+for them and the weight gradients put off are real; the time of a compute is given and messages are
+small. So it tells whether a simulator's order and waits are right, not whether latencies are.
+
+What a rank does in a compute:
+- F, B, I begin with a collective of the CP group (the gather of keys and values): their wait
+  counts from when the group's last rank got there. They end with another one, so the stage takes
+  as long as its slowest CP rank. W (zero-bubble's weight gradients) is each rank's own.
+- B is I and W in one: it takes `backward` + `weight`.
+
+The step ends with an all-reduce over the stage's dp x cp ranks, in the place of the gradients'.
+
+Processes sleep while they wait, so 32 of them share two cores. A step takes longer than its waits
+say, never shorter: about 1 ms a compute on the critical path, 2 ms with CP ranks (8 to 32 processes
+on two cores), however long the waits are. Scale all waits up by the same factor until that is
+little: of 22 computes of 20 to 60 ms it is 3 %, at four times the length 0.8 %.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wlb.launch.local import run_local
+from wlb.parallel.deferred import WeightQueue
+from wlb.parallel.mesh import Mesh, World, build_mesh
+from wlb.parallel.observe import NoProgress
+from wlb.parallel.pipeline import Pipeline, VarLenStage
+from wlb.simulate import Kind, pipeline_order
+from wlb.spec import ParallelSpec, Schedule
+
+MIN_WAIT_S = 0.005
+"""Below, a wait is no more than the replay's own time (a message, a collective, being woken)."""
+
+_START_S = 0.02
+_START_PER_RANK_S = 0.001
+_LAUNCH_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepWaits:
+    """Seconds that each CP rank computes in one step; zero is no wait.
+
+    forward, backward, weight: [dp, n, num_stages, cp]. backward: without what `weight` holds, the
+    weight gradients that a zero-bubble schedule computes apart; other schedules add the two.
+    rows: [dp, n] rows that stages exchange, shrunk.
+    """
+
+    forward: npt.NDArray[np.float64]
+    backward: npt.NDArray[np.float64]
+    weight: npt.NDArray[np.float64]
+    rows: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        shape = self.forward.shape
+        if len(shape) != 4 or 0 in shape:
+            raise ValueError(f"forward has shape {shape}, not [dp, n, num_stages, cp]")
+        for name in ("forward", "backward", "weight"):
+            _check_waits(name, getattr(self, name), shape)
+        if self.rows.shape != shape[:2]:
+            raise ValueError(
+                f"rows has shape {self.rows.shape}, not [dp, n] = {shape[:2]} as forward has"
+            )
+        if self.rows.dtype.kind not in "iu" or self.rows.min() < 1:
+            raise ValueError(
+                f"rows holds {self.rows.min()} ({self.rows.dtype}); it must hold whole numbers of "
+                "at least 1"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """dp, n, num_stages, cp."""
+        return self.forward.shape  # pyright: ignore[reportReturnType]
+
+    @property
+    def by_kind(self) -> dict[Kind, npt.NDArray[np.float64]]:
+        """What each kind of pass waits."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward + self.weight,
+            Kind.BACKWARD_INPUT: self.backward,
+            Kind.BACKWARD_WEIGHT: self.weight,
+        }
+
+    @property
+    def bound_s(self) -> float:
+        """No order of computes takes longer: the slowest pipeline's computes one by one."""
+        total = (self.forward + self.backward + self.weight).max(axis=3)
+        return float(total.sum(axis=(1, 2)).max())
+
+
+def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    if waits.shape != shape:
+        raise ValueError(f"{name} has shape {waits.shape}, forward has {shape}; they must be equal")
+    bad = ~(np.isfinite(waits) & (waits >= 0))
+    short = (waits > 0) & (waits < MIN_WAIT_S)
+    for wrong, remedy in (
+        (bad, "a wait is a finite number of seconds, at least 0"),
+        (
+            short,
+            f"a wait below {MIN_WAIT_S} s drowns in the replay's own time; multiply all waits by "
+            "the same factor (20 ms and more are good)",
+        ),
+    ):
+        if wrong.any():
+            at = [int(i) for i in np.argwhere(wrong)[0]]
+            raise ValueError(f"{name}{at} = {waits[tuple(at)]}: {remedy}")
+
+
+class Span(NamedTuple):
+    """One compute of a rank, in seconds since the step began; its collectives are inside."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """One run of a step.
+
+    step_s: from the ranks' common start to the end of the slowest rank's last all-reduce.
+    spans: by (dp, pp, cp) rank its computes, in the order in which they ran.
+    """
+
+    step_s: float
+    spans: dict[tuple[int, int, int], list[Span]]
+
+
+def replay(
+    steps: Sequence[StepWaits],
+    *,
+    schedule: Schedule,
+    pp: int,
+    virtual_stages: int,
+    repeats: int = 3,
+    width: int = 16,
+    weight_delay: int = 1,
+) -> list[list[Replayed]]:
+    """Every step's `repeats` runs, on dp * pp * cp processes; TP is 1.
+
+    Each step runs once without waits first, which opens its connections. pp = 1 has no schedule:
+    F and B of each micro-batch in turn. width: of the messages' rows (float32).
+    """
+    if repeats < 1 or width < 1:
+        raise ValueError(f"repeats = {repeats} and width = {width} must be at least 1")
+    if not steps:
+        return []
+    for index, step in enumerate(steps):
+        _check_layout(step, steps[0], schedule=schedule, pp=pp, virtual_stages=virtual_stages)
+        try:
+            pipeline_order(
+                schedule,
+                pp=pp,
+                virtual_stages=virtual_stages,
+                num_micro_batches=step.shape[1],
+                weight_delay=weight_delay,
+            )
+        except ValueError as error:
+            raise ValueError(f"step {index}: {error}") from None
+    dp, _, _, cp = steps[0].shape
+    job = _Job(
+        parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        repeats=repeats,
+        width=width,
+        weight_delay=weight_delay,
+    )
+    ranks: list[list[list[_Seen]]] = run_local(
+        _run_rank,
+        dp * pp * cp,
+        job,
+        list(steps),
+        timeout_s=_LAUNCH_S + sum(step.bound_s + 2.0 for step in steps) * (repeats + 1),
+        start_group=True,
+        preload=[__name__],
+    )
+    return [
+        [
+            Replayed(
+                step_s=max(rank[index][repeat].stop_s for rank in ranks),
+                spans={rank[index][repeat].at: rank[index][repeat].spans for rank in ranks},
+            )
+            for repeat in range(repeats)
+        ]
+        for index in range(len(steps))
+    ]
+
+
+def _check_layout(
+    step: StepWaits, first: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int
+) -> None:
+    if pp < 1 or virtual_stages < 1:
+        raise ValueError(f"pp = {pp} and virtual_stages = {virtual_stages} must be at least 1")
+    dp, _, num_stages, cp = step.shape
+    if num_stages != pp * virtual_stages:
+        raise ValueError(
+            f"waits of {num_stages} stages do not fit pp = {pp} x virtual_stages = {virtual_stages}"
+        )
+    if (dp, cp) != (first.shape[0], first.shape[3]):
+        raise ValueError(
+            f"steps of dp = {dp}, cp = {cp} and of dp = {first.shape[0]}, cp = {first.shape[3]} "
+            "cannot be replayed together"
+        )
+    if virtual_stages > 1 and (pp == 1 or schedule == Schedule.ONE_F_ONE_B):
+        raise ValueError(
+            f"virtual_stages = {virtual_stages} with pp = {pp} and schedule = {schedule}: only the "
+            "interleaved schedules, with pp > 1, run several stages a rank"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What all ranks are told beside the steps."""
+
+    parallel: ParallelSpec
+    schedule: Schedule
+    virtual_stages: int
+    repeats: int
+    width: int
+    weight_delay: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.parallel.pp * self.virtual_stages
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.parallel.pp > 1 and self.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+
+
+class _Seen(NamedTuple):
+    """One run of a step as one rank saw it. at: (dp, pp, cp)."""
+
+    at: tuple[int, int, int]
+    stop_s: float
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    """In the place of a `Rows` record. seconds: [num_stages] of each action."""
+
+    index: int
+    seconds: dict[Kind, npt.NDArray[np.float64]]
+
+
+@dataclass(slots=True)
+class _Timer:
+    """Makes a rank's computes take their time, and notes when they ran."""
+
+    group: dist.ProcessGroup | None
+    origin_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def restart(self, origin_s: float) -> None:
+        self.origin_s, self.spans = origin_s, []
+
+    def compute(self, kind: Kind, stage: int, micro_batch: _MicroBatch) -> None:
+        start_s = time.perf_counter()
+        group = None if kind == Kind.BACKWARD_WEIGHT else self.group
+        # The collective's own time is part of the wait, as it is part of a predicted latency.
+        ready_s = start_s if group is None else _latest(start_s, group)
+        _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
+        if group is not None:
+            _latest(start_s, group)
+        self.spans.append(
+            Span(
+                stage,
+                kind,
+                micro_batch.index,
+                start_s - self.origin_s,
+                time.perf_counter() - self.origin_s,
+            )
+        )
+
+
+def _latest(instant_s: float, group: dist.ProcessGroup) -> float:
+    """The latest of the group's instants: one machine's processes have one perf_counter."""
+    latest = torch.tensor([instant_s], dtype=torch.float64)
+    dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+    return latest.item()
+
+
+def _sleep_until(instant_s: float) -> None:
+    while (left := instant_s - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class _StandIn(nn.Module):
+    """In the place of a stage's layers: waits, and gives rows that depend on its input."""
+
+    def __init__(
+        self, index: int, job: _Job, *, timer: _Timer, queue: WeightQueue | None = None
+    ) -> None:
+        super().__init__()
+        self.index, self.timer, self.queue = index, timer, queue
+        self.is_first, self.is_last = index == 0, index == job.num_stages - 1
+        self.scale = nn.Parameter(torch.ones(job.width))
+
+    def forward(self, x: Tensor, rows: _MicroBatch) -> Tensor:
+        out: Tensor = _Waiting.apply(x, self.scale, self, rows)  # pyright: ignore[reportAssignmentType]
+        return out
+
+
+class _Waiting(torch.autograd.Function):
+    """Rows (of tokens, on the first stage) times a weight; the last stage's sum is the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale_C: Tensor, stage: _StandIn, micro_batch: _MicroBatch
+    ) -> Tensor:
+        ctx.stage, ctx.micro_batch = stage, micro_batch
+        ctx.save_for_backward(scale_C)
+        ctx.num_rows = x.shape[0]
+        stage.timer.compute(Kind.FORWARD, stage.index, micro_batch)
+        out_TC = (x.unsqueeze(1) if stage.is_first else x) * scale_C
+        return out_TC.sum() if stage.is_last else out_TC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (scale_C,) = ctx.saved_tensors
+        stage: _StandIn = ctx.stage
+        timer, queue, micro_batch = stage.timer, stage.queue, ctx.micro_batch
+        no_grad_C = torch.zeros_like(scale_C)
+        if queue is None:
+            timer.compute(Kind.BACKWARD, stage.index, micro_batch)
+        else:
+            timer.compute(Kind.BACKWARD_INPUT, stage.index, micro_batch)
+
+            def later(_: Tensor | None) -> list[Tensor]:
+                timer.compute(Kind.BACKWARD_WEIGHT, stage.index, micro_batch)
+                return [no_grad_C]
+
+            queue.push([stage.scale], later)
+        grad_TC = (grads[0] * scale_C).expand(ctx.num_rows, -1)
+        own_C = no_grad_C if queue is None else None
+        return None if stage.is_first else grad_TC.contiguous(), own_C, None, None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """A rank's stages. pipeline: None with one pipeline rank, which has one stage."""
+
+    job: _Job
+    mesh: Mesh
+    timer: _Timer
+    stages: list[_StandIn]
+    pipeline: Pipeline | None
+
+    def run(self, step: StepWaits, *, factor: float) -> _Seen:
+        """One run of `step`, its waits multiplied."""
+        mesh = self.mesh
+        num_rows = [int(r) for r in step.rows[mesh.dp_rank]]
+        tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.pp_rank == 0 else None
+        micro_batches = self._micro_batches(step, factor)
+        self.timer.restart(self._common_start_s())
+        if self.pipeline is None:
+            assert tokens is not None
+            self._accumulate(tokens, micro_batches)
+        else:
+            self.pipeline.run(tokens, micro_batches, num_rows, train=True)
+        dist.all_reduce(torch.ones(1), group=mesh.fsdp_group)
+        stop_s = time.perf_counter() - self.timer.origin_s
+        at = (mesh.dp_rank, mesh.pp_rank, mesh.cp_rank)
+        return _Seen(at, stop_s, self.timer.spans)
+
+    def _micro_batches(self, step: StepWaits, factor: float) -> list[_MicroBatch]:
+        dp, cp = self.mesh.dp_rank, self.mesh.cp_rank
+        return [
+            _MicroBatch(i, {kind: s[dp, i, :, cp] * factor for kind, s in step.by_kind.items()})
+            for i in range(step.shape[1])
+        ]
+
+    def _common_start_s(self) -> float:
+        """An instant that no rank has reached yet, the same on all: ranks leave a barrier one after
+        another, as the cores let them."""
+        group = self.mesh.world_group
+        ahead_s = _START_S + _START_PER_RANK_S * self.mesh.world_size
+        start_s = _latest(time.perf_counter(), group) + ahead_s
+        _sleep_until(start_s)
+        return start_s
+
+    def _accumulate(self, tokens: list[Tensor], micro_batches: list[_MicroBatch]) -> None:
+        (stage,) = self.stages
+        for tokens_T, micro_batch in zip(tokens, micro_batches, strict=True):
+            stage(tokens_T, rows=micro_batch).backward()
+
+
+def _run_rank(world: World, job: _Job, steps: list[StepWaits]) -> list[list[_Seen]]:
+    """What a rank saw of each step's repeats."""
+    del world  # the mesh knows
+    rank = _build_rank(job)
+    # A full collection of what torch loads takes 140 ms of a core, and every rank would do it.
+    gc.freeze()
+    gc.disable()
+    seen: list[list[_Seen]] = []
+    for step in steps:
+        rank.run(step, factor=0.0)
+        seen.append([rank.run(step, factor=1.0) for _ in range(job.repeats)])
+        gc.collect()
+    return seen
+
+
+def _build_rank(job: _Job) -> _Rank:
+    device = torch.device("cpu")
+    mesh = build_mesh(job.parallel, device)
+    timer = _Timer(mesh.cp_group if mesh.cp_size > 1 else None)
+    indices = range(mesh.pp_rank, job.num_stages, mesh.pp_size)
+    stages = [
+        _StandIn(i, job, timer=timer, queue=WeightQueue() if job.splits_backward else None)
+        for i in indices
+    ]
+    pipeline = None
+    if mesh.pp_size > 1:
+        pipeline = Pipeline(
+            stages=[
+                VarLenStage(
+                    stage,
+                    stage.index,
+                    job.num_stages,
+                    width=job.width,
+                    device=device,
+                    group=mesh.pp_group,
+                    dtype=torch.float32,
+                    queue=stage.queue,
+                    timer=None,
+                    progress=NoProgress(),
+                )
+                for stage in stages
+            ],
+            schedule=job.schedule,
+            weight_delay=job.weight_delay,
+        )
+    return _Rank(job=job, mesh=mesh, timer=timer, stages=stages, pipeline=pipeline)

@@ -1,0 +1,128 @@
+"""Simulated steps replayed on real processes, and how far the two differ.
+
+A step's passes become waits of each CP rank, scaled so that the shortest is long enough to measure;
+the simulator walks the same waits, with messages and collectives that take no time, so what is
+compared is order, dependencies and who waits for whom.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb.simulate import Kind, NodeKind, Simulation, step_graph
+from wlb.spec import Schedule
+from wlb.validation.replay import StepWaits, replay
+
+ROWS_PER_TOKEN = 1 / 2048
+MOST_SPREAD = 20
+"""A wait is at least the mean over this: an empty micro-batch must not make a step of minutes."""
+MOST_PROCESSES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """One step, seconds. replayed_s: of every repeat."""
+
+    label: str
+    schedule: Schedule
+    simulated_s: float
+    replayed_s: tuple[float, ...]
+
+    @property
+    def difference(self) -> float:
+        """Median replayed / simulated - 1."""
+        return median(self.replayed_s) / self.simulated_s - 1
+
+
+def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWaits:
+    """The passes of a simulated step as waits, the shortest of them `shortest_s`."""
+    spec, prices = simulation.simulator.spec, simulation.prices
+    _, dp, n, cp = prices.shape
+    kinds = list(prices.linear)
+
+    def seconds(kind: Kind) -> npt.NDArray[np.float64]:
+        out = np.zeros((dp, n, spec.num_stages, cp))
+        if kind not in kinds:
+            return out
+        for stage in range(spec.num_stages):
+            linear = prices.linear_ns(kind, stage)[step]
+            out[:, :, stage] = (prices.attention_ns(kind, stage)[step] + linear[..., None]) * 1e-9
+        return out
+
+    backward = Kind.BACKWARD_INPUT if Kind.BACKWARD_INPUT in kinds else Kind.BACKWARD
+    parts = [seconds(kind) for kind in (Kind.FORWARD, backward, Kind.BACKWARD_WEIGHT)]
+    there = [part for part in parts if part.any()]
+    floor = min(float(part.mean()) for part in there) / MOST_SPREAD
+    parts = [np.maximum(part, floor) if part.any() else part for part in parts]
+    scale = shortest_s / min(float(part.min()) for part in parts if part.any())
+    forward, back, weight = (part * scale for part in parts)
+    rows = np.maximum(1, np.rint(prices.tokens[step] * ROWS_PER_TOKEN)).astype(np.int64)
+    return StepWaits(forward=forward, backward=back, weight=weight, rows=rows)
+
+
+def simulated_s(
+    waits: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int, weight_delay: int = 1
+) -> float:
+    """The step time that the simulator gives for these waits."""
+    dp, n, _, _ = waits.shape
+    _, graph = step_graph(
+        schedule,
+        pp=pp,
+        virtual_stages=virtual_stages,
+        num_micro_batches=n,
+        has_fsdp=False,
+        weight_delay=weight_delay,
+    )
+    of_kind = waits.by_kind
+    durations = np.zeros((len(graph.nodes), 1, dp), np.int64)
+    for i in graph.indices(NodeKind.PASS):
+        action = graph.nodes[i].action
+        assert action is not None
+        slowest = of_kind[action.kind][:, action.micro_batch, action.stage].max(axis=-1)
+        durations[i, 0] = np.rint(slowest * 1e9)
+    return float(graph.ends(durations).max()) * 1e-9
+
+
+def compare(
+    waits: Sequence[StepWaits],
+    labels: Sequence[str],
+    *,
+    schedule: Schedule,
+    pp: int,
+    virtual_stages: int,
+    weight_delay: int = 1,
+    repeats: int = 3,
+) -> list[Agreement]:
+    """Simulated and replayed times of each step; ValueError for too many processes."""
+    dp, _, _, cp = waits[0].shape
+    if dp * pp * cp > MOST_PROCESSES:
+        raise ValueError(
+            f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, more than "
+            f"{MOST_PROCESSES}; lower parallel.dp, cp or pp"
+        )
+    runs = replay(
+        waits,
+        schedule=schedule,
+        pp=pp,
+        virtual_stages=virtual_stages,
+        repeats=repeats,
+        weight_delay=weight_delay,
+    )
+    return [
+        Agreement(
+            label=label,
+            schedule=schedule,
+            simulated_s=simulated_s(
+                w,
+                schedule=schedule,
+                pp=pp,
+                virtual_stages=virtual_stages,
+                weight_delay=weight_delay,
+            ),
+            replayed_s=tuple(run.step_s for run in repeated),
+        )
+        for w, label, repeated in zip(waits, labels, runs, strict=True)
+    ]
