@@ -47,7 +47,7 @@ def batches_of(
 ) -> list[GlobalBatch]:
     """The first `num_batches` global batches of N x 128K tokens; a short source is repeated."""
     if name == "evaluation":
-        spec = configuration("7b_128k", f"data.num_micro_batches={num_micro_batches}")
+        spec = configuration("7b_128k", f"data.num_windows={num_micro_batches}")
         return evaluation.batches_of(spec, family=constants.FAMILY, steps=num_batches, seed=seed)
     per_batch = num_micro_batches * WINDOW
     source = source_of(name, num_tokens=per_batch * num_batches, seed=seed)

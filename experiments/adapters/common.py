@@ -121,7 +121,7 @@ def grouped(ranks: Sequence[Sequence[Sequence[Document]]]) -> list[Step]:
 
 
 def split_at_restarts(tokens: Tokens, labels: Tokens, positions: Sequence[int]) -> list[Document]:
-    """Documents of a packed row, by its position ids; filler, of which nothing is trained, left
+    """Documents of a packed row, by its position ids; padding, of which nothing is trained, left
     out."""
     starts = [i for i, p in enumerate(positions) if p == 0]
     parts = [(tokens[a:b], labels[a:b]) for a, b in pairwise([*starts, len(tokens)])]

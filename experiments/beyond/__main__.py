@@ -136,7 +136,7 @@ def more(steps: int, seed: int) -> list[Table]:
     """Parts 2 to 4."""
     options = {"steps": max(8, steps // 4), "seed": seed}
     pipelines = {
-        f"DP {dp}": ("7b_128k", (f"parallel.dp={dp}", f"data.num_micro_batches={4 * dp}"), options)
+        f"DP {dp}": ("7b_128k", (f"parallel.dp={dp}", f"data.num_windows={4 * dp}"), options)
         for dp in (1, 2, 4, 8)
     }
     scales: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {}
@@ -146,7 +146,7 @@ def more(steps: int, seed: int) -> list[Table]:
             f"parallel.cp={cp}",
             f"parallel.pp={pp}",
             f"parallel.dp={dp}",
-            f"data.num_micro_batches={pp * dp}",
+            f"data.num_windows={pp * dp}",
             "pp.virtual_stages=5",
             "training.recompute=selective",
         )

@@ -66,7 +66,7 @@ def tuned(batches: list[GlobalBatch], caps: Caps, n: int, *, max_queues: int) ->
     spec = RunSpec()
     spec = replace(
         spec,
-        data=replace(spec.data, context_window=WINDOW, num_micro_batches=n),
+        data=replace(spec.data, context_window=WINDOW, num_windows=n),
     )
     grid = Grid(
         policies=(Policy.VAR_LEN,),

@@ -111,7 +111,7 @@ SMALL = Scale(
         "model.head_dim": 64,
         "model.ffn_hidden_size": 832,
         "data.context_window": 2048,
-        "data.num_micro_batches": 4,
+        "data.num_windows": 4,
         "training.learning_rate": 4e-3,
         "training.min_learning_rate": 4e-4,
         "training.warmup_steps": 100,

@@ -33,6 +33,7 @@ from wlb.data.store import temporary_name
 from wlb.plan import digest
 from wlb.report.run.records import read_run
 from wlb.spec import RunSpec
+from wlb.spec.keys import RENAMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +231,9 @@ class Study:
         """Of all settings and of the corpus: a result of others is not this case's."""
         places = ("data.store", "data.heldout_store", "cost.profile", "run.output_dir")
         keys = {k: v for k, v in self.keys_of(case).items() if k not in places}
-        return digest(self.stores.checksum, *settings(dict(sorted(keys.items()))))
+        before = {new: old for old, new in RENAMED.items()}  # kept runs are marked with old names
+        named = {before.get(name, name): value for name, value in keys.items()}
+        return digest(self.stores.checksum, *settings(dict(sorted(named.items()))))
 
 
 def _write_whole(path: Path, found: Result | Bookkeeping) -> None:

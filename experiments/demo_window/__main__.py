@@ -31,7 +31,7 @@ def row(
         "demo",
         [
             f"data.context_window={window}",
-            f"data.num_micro_batches={n}",
+            f"data.num_windows={n}",
             f"packing.queue_thresholds={thresholds}",
             f"packing.s_max={s_max}",
             "model.vocab_size=4096",

@@ -211,7 +211,7 @@ def main() -> None:
         PRESET,
         *(f"parallel.{name}={getattr(options, name)}" for name in ("tp", "cp", "pp", "dp")),
         "pp.virtual_stages=2",
-        f"data.num_micro_batches={options.pp * options.dp}",
+        f"data.num_windows={options.pp * options.dp}",
         f"run.seed={options.seed}",
         "kernels.attention=flash_attention_3",
     )

@@ -63,7 +63,7 @@ def simulator_of(layout: Layout, pp: int, n: int) -> Simulator:
         f"pp.schedule={layout.schedule}",
         f"pp.virtual_stages={layout.v}",
         f"model.num_layers={pp * layout.v}",
-        f"data.num_micro_batches={n}",
+        f"data.num_windows={n}",
     )
     return Simulator(spec=spec, cost=workload_for(spec, "cuda"))
 

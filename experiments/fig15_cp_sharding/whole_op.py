@@ -55,7 +55,7 @@ class RankOp:
         self.inputs = [x.requires_grad_() for x in (self.q, self.k, self.v)]
 
     def mine(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of packed tensors; filler is zero."""
+        """This rank's rows of packed tensors; padding is zero."""
         rank, rows = dist.get_rank(), self.attention.num_rows
         return [take_rows(x, self.plan, rank=rank, num_rows=rows) for x in tensors]
 

@@ -77,7 +77,7 @@ def spec_of(folder: Path, store: str, name: str, layout: str) -> RunSpec:
             "data": {
                 "store": store,
                 "context_window": 128,
-                "num_micro_batches": 4,
+                "num_windows": 4,
                 "epochs": 1,
             },
             "packing": {"policy": "var_len", "queue_thresholds": [0.5, 0.9]},

@@ -40,7 +40,7 @@ LARGE = (
     "parallel.pp=16",
     "parallel.dp=8",
     "pp.virtual_stages=5",
-    "data.num_micro_batches=128",
+    "data.num_windows=128",
     "planner.baseline=false",
 )
 TARGETS_S = {"16K GPUs, one step": 1.0, "7B-128K, 1,000 steps": 60.0}

@@ -39,9 +39,9 @@ class Shuffled:
 
 
 def padded_sequence(lengths: IntArray, multiple: int) -> IntArray:
-    """`lengths`, and filler as one more piece where their sum is no multiple."""
-    filler = -int(lengths.sum()) % multiple
-    return np.append(lengths, filler) if filler else lengths
+    """`lengths`, and padding as one more piece where their sum is no multiple."""
+    padding = -int(lengths.sum()) % multiple
+    return np.append(lengths, padding) if padding else lengths
 
 
 def padded_documents(lengths: IntArray, multiple: int) -> IntArray:

@@ -66,7 +66,7 @@ class DrawnPlan:
             f"parallel.dp={self.dp}",
             f"pp.schedule={self.schedule}",
             f"pp.virtual_stages={self.virtual_stages}",
-            f"data.num_micro_batches={self.num_micro_batches * self.dp}",
+            f"data.num_windows={self.num_micro_batches * self.dp}",
             f"run.seed={self.seed}",
             "planner.baseline=false",
             "cost.profile=h100",

@@ -52,7 +52,7 @@ def _run(name: str, processes: int, differs: str, *overrides: str, calibrates: b
 
 
 PLAIN = ("packing.policy=original", "run.seed=1")
-SHORT = ("data.context_window=1536", "data.num_micro_batches=4")
+SHORT = ("data.context_window=1536", "data.num_windows=4")
 WIDER = (
     "model.hidden_size=384",
     "model.num_layers=6",
@@ -71,7 +71,7 @@ RUNS = (
         "packing.policy=fixed",
         "run.seed=2",
         "data.context_window=6144",
-        "data.num_micro_batches=1",
+        "data.num_windows=1",
     ),
     _run(
         "wider",
@@ -105,7 +105,7 @@ RUNS = (
         "DP 2, Plain-4D, 4 windows of 3,072",
         "parallel.dp=2",
         *PLAIN,
-        "data.num_micro_batches=4",
+        "data.num_windows=4",
     ),
     _run("tp", 2, "TP 2, Plain-4D", "parallel.tp=2", *PLAIN),
     _run(

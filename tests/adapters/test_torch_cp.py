@@ -35,7 +35,7 @@ STRATEGIES = ("per_document", "per_sequence", "hybrid", "balanced", "adaptive")
     strategy=st.sampled_from(STRATEGIES),
     extra=st.integers(0, 3),
 )
-def test_a_rank_has_its_spans_and_then_filler(
+def test_a_rank_has_its_spans_and_then_padding(
     lengths: list[int], cp: int, strategy: str, extra: int
 ) -> None:
     plan = shard(np.array(lengths), cp=cp, strategy=strategy, cost=COST)

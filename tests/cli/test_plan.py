@@ -13,7 +13,7 @@ import pytest
 from wlb.cli import main
 from wlb.data import TokenStoreWriter
 
-SMALL = ["--set", "data.context_window=2048", "data.num_micro_batches=4"]
+SMALL = ["--set", "data.context_window=2048", "data.num_windows=4"]
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_every_system_on_the_same_documents(capsys):
     "words",
     [
         ["7b_128k", "--set", "sharding.remainder=one_by_one"],
-        ["sft_demo", "--set", "data.num_micro_batches=4"],
+        ["sft_demo", "--set", "data.num_windows=4"],
         ["demo", "--set", "packing.policy=original", "packing.layout=joined"],
     ],
     ids=["remainder", "method", "layout"],
@@ -131,7 +131,7 @@ def test_unknown_systems_are_listed(capsys):
 @pytest.mark.dist
 def test_a_replay_is_beside_the_simulation(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    layout = ["parallel.cp=1", "parallel.pp=2", "pp.virtual_stages=2", "data.num_micro_batches=2"]
+    layout = ["parallel.cp=1", "parallel.pp=2", "pp.virtual_stages=2", "data.num_windows=2"]
     text = simulate(capsys, "--systems", "--replay", "1", "--over-memory", "--set", *layout)
     (row,) = [line for line in text.splitlines() if "run, step 0" in line]
     simulated, *replayed = [

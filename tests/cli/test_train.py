@@ -148,9 +148,9 @@ BAD_INPUT = [
     (["parallel.tp=4"], "parallel.tp = 4 is more than model.num_kv_heads = 2", "at most 2"),
     (["parallel.pp=3"], "model.num_layers = 4 is not a multiple of pp 3", "stages"),
     (
-        ["parallel.dp=2", "data.num_micro_batches=3"],
+        ["parallel.dp=2", "data.num_windows=3"],
         "3 micro-batches a step are not a multiple of parallel.dp = 2",
-        "set data.num_micro_batches to a multiple of 2",
+        "set data.num_windows to a multiple of 2",
     ),
     (["data.corpus={folder}/empty"], "no UTF-8 text in {folder}/empty", "give a folder with"),
     (["data.corpus={folder}/none"], '"{folder}/none" is not a folder', "give a folder of"),

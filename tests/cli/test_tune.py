@@ -14,7 +14,7 @@ from wlb.cli.tune_layout import winning_spec
 from wlb.spec import load
 
 SMALL = ["--device", "cpu", "--steps", "4", "--jobs", "1", "--top", "3"]
-SETTINGS = ["--set", "data.context_window=2048", "data.num_micro_batches=4"]
+SETTINGS = ["--set", "data.context_window=2048", "data.num_windows=4"]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_another_global_batch_keeps_tokens(
     assert main([*words, "--global-batch-tokens", "16384", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     for trial in data["best"]:
-        assert trial["spec"]["data"]["num_micro_batches"] == 8
+        assert trial["spec"]["data"]["num_windows"] == 8
         assert 8 % trial["spec"]["parallel"]["dp"] == 0
 
 

@@ -38,7 +38,7 @@ def with_schedule(schedule: Schedule, *, v: int, n: int, pp: int = 4) -> RunSpec
         SEVEN_B,
         parallel=replace(SEVEN_B.parallel, pp=pp),
         pp=replace(SEVEN_B.pp, schedule=schedule, virtual_stages=v),
-        data=replace(SEVEN_B.data, num_micro_batches=n),
+        data=replace(SEVEN_B.data, num_windows=n),
     )
 
 

@@ -50,7 +50,7 @@ def test_stages_add_up_to_a_pipeline_ranks_layers(profile: str) -> None:
 
 
 def test_embedding_and_head_of_all_rows() -> None:
-    """Filler too; the head's gradient is scaled once a micro-batch."""
+    """Padding too; the head's gradient is scaled once a micro-batch."""
     cost, plan = priced(), first_plan()
     rows = 2 * sum(plan.local_tokens)
     assert rows >= sum(s.num_tokens for s in plan.shardings)

@@ -257,7 +257,7 @@ def test_a_plan_of_a_blend_reads_the_documents_it_names(stores):
     names, documents = stores
     rows = documents[0] + documents[1]
     values = {
-        "data": {"blend": list(names), "context_window": 64, "num_micro_batches": 4},
+        "data": {"blend": list(names), "context_window": 64, "num_windows": 4},
         "model": {"vocab_size": 300},
     }
     spec = check(apply(RunSpec(), values, source="test"))

@@ -210,7 +210,7 @@ def test_weights_by_hand(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", [64, 64, 64, 64, 100, 28])
     spec = load(
         "demo_single",
-        ["data.context_window=128", "data.num_micro_batches=2", "packing.policy=original",
+        ["data.context_window=128", "data.num_windows=2", "packing.policy=original",
          "data.epochs=1", "cost.profile=cpu", "model.vocab_size=320"],
     )  # fmt: skip
     book = bookkeeping(spec, store)

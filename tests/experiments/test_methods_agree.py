@@ -62,7 +62,7 @@ def epoch(method: str, lengths: IntArray) -> list[PackingPlan]:
             "parallel.dp=1",
             "model.vocab_size=512",
             f"data.context_window={MSL}",
-            f"data.num_micro_batches={GAS}",
+            f"data.num_windows={GAS}",
             "planner.baseline=false",
         ],
     )

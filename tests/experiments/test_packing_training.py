@@ -160,9 +160,9 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_what_metrics_say(tmp_path: Path) -> None:
-    def step(tokens: int, filler: int, targets: int, loss: float | None) -> dict[str, Any]:
+    def step(tokens: int, padding: int, targets: int, loss: float | None) -> dict[str, Any]:
         compute = {"compute": {"mean_s": 0.5}} if loss else None
-        measured = {"num_tokens": tokens, "num_filler_tokens": filler, "num_targets": targets}
+        measured = {"num_tokens": tokens, "num_filler_tokens": padding, "num_targets": targets}
         return {"kind": "step", "measured": measured | {"loss": loss, "telemetry": compute}}
 
     lines = [

@@ -29,9 +29,9 @@ def web() -> dict[Strategy, Filled]:
         (Strategy.ROW_EACH, 4, 16, 40),
         (Strategy.BATCH_PADDING, 4, 16, 40),
         (Strategy.SORTED_BATCH_PADDING, 4, 16, 40),
-        (Strategy.NEXT_FIT, 3, 12, 20 + 1 + 0 + 1),  # 3 | 4 | 1, 2: filler of 1, 0, 1
+        (Strategy.NEXT_FIT, 3, 12, 20 + 1 + 0 + 1),  # 3 | 4 | 1, 2: padding of 1, 0, 1
         (Strategy.NEXT_FIT_SORTED, 3, 12, 20 + 1 + 1),  # 1, 2 | 3 | 4
-        (Strategy.FIRST_FIT_DECREASING, 3, 12, 20 + 3),  # 4 | 3, 1 | 2: filler of 2
+        (Strategy.FIRST_FIT_DECREASING, 3, 12, 20 + 3),  # 4 | 3, 1 | 2: padding of 2
         (Strategy.BEST_FIT_DECREASING, 3, 12, 20 + 3),
         (Strategy.VARIABLE, 3, 10, 20),
         (Strategy.STREAM, 3, 12, 6 + 1 + 10 + 3 + 3),  # 3, 1 | 4 | 2: the 5 is split 1, 4

@@ -62,7 +62,7 @@ def test_timelines_share_their_axis() -> None:
 def test_ranks_are_the_executors() -> None:
     layout = [f"parallel.{name}={size}" for name, size in (("tp", 2), ("cp", 2), ("dp", 2))]
     spec = configuration(
-        "7b_128k", *layout, "parallel.pp=2", "pp.virtual_stages=2", "data.num_micro_batches=4"
+        "7b_128k", *layout, "parallel.pp=2", "pp.virtual_stages=2", "data.num_windows=4"
     )
     assert layers_of(spec, 1) == [(1, 8, 16), (3, 24, 32)]
     step = planned(spec, workload_for(spec, "cuda"), step=0)

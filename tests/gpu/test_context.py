@@ -42,7 +42,7 @@ def all_ranks(
     Concatenation stands for the all-gather, a sum for the reduce-scatter.
     """
     plan = case.plan(cp)
-    num_rows = local_tokens(plan.num_tokens, cp=cp, quantum=case.quantum)
+    num_rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
     q, k, v, grad = (x.to(device) for x in case.qkvg(dtype))
 
     def taken(x: Tensor) -> list[Tensor]:
@@ -77,7 +77,9 @@ def test_the_kernels_of_all_ranks_are_one_process(
     cp: int, dtype: torch.dtype, backend: str
 ) -> None:
     """Also the same bits twice: torch's kernels are asked for a deterministic backward pass."""
-    case = Case(lengths=(300, 1, 17, 513, 64), strategy="per_document", heads=(4, 2), quantum=16)
+    case = Case(
+        lengths=(300, 1, 17, 513, 64), strategy="per_document", heads=(4, 2), row_multiple=16
+    )
     device = torch.device("cuda", 0)
     expected = one_process(case, torch.float64, "reference")
     limits = [1e-5] * 4

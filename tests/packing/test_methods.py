@@ -48,7 +48,7 @@ def spec_of(method: str, *overrides: str) -> RunSpec:
             "pp.virtual_stages=1",
             "parallel.dp=1",
             f"data.context_window={WINDOW}",
-            f"data.num_micro_batches={N}",
+            f"data.num_windows={N}",
             *overrides,
         ],
     )
@@ -263,7 +263,7 @@ def test_a_later_method_replaces_an_earlier_one() -> None:
 def test_multipack_is_balanced_over_dp_ranks_by_work_as_well_as_tokens(method: str) -> None:
     """Bins of equal tokens differ in attention; ranks that take them as they come would wait."""
     # Several bins a rank, and documents of a third of a bin beside many short ones.
-    spec = spec_of(method, "parallel.dp=4", "data.num_micro_batches=32", "packing.window_batches=4")
+    spec = spec_of(method, "parallel.dp=4", "data.num_windows=32", "packing.window_batches=4")
     source = GlobalBatches(
         LengthSource(name="examples", lengths=lengths_of(6000)),
         tokens_per_batch=spec.tokens_per_step,

@@ -173,7 +173,7 @@ def test_without_a_pipeline_only_the_micro_batch_is_limited() -> None:
     base = RunSpec(
         model=ModelSpec(vocab_size=32000, hidden_size=1024, num_layers=8, ffn_hidden_size=4096),
     )
-    data = replace(base.data, context_window=8192, num_micro_batches=8)
+    data = replace(base.data, context_window=8192, num_windows=8)
     run = replace(base, data=data, packing=replace(base.packing, s_max=3.0))
     full = memory_estimate(run).total_bytes
     assert token_caps(run, memory_bytes=full + GIB // 8).step_tokens is None
@@ -210,7 +210,7 @@ def test_more_memory_is_never_refused_where_less_will_do() -> None:
     keys = ["packing.policy=bounded", "packing.s_max=1.5", "model.vocab_size=32000"]
     spec = load("7b_64k", [*keys, "parallel.dp=4", "pp.virtual_stages=2"])
     n = 8 * spec.parallel.dp
-    spec = replace(spec, data=replace(spec.data, num_micro_batches=n))
+    spec = replace(spec, data=replace(spec.data, num_windows=n))
     is_known_to_fit = False
     for gib in [half / 2 for half in range(88, 160)]:
         made = replace(spec, packing=replace(spec.packing, memory_gib=gib))
@@ -225,7 +225,7 @@ def test_more_memory_is_never_refused_where_less_will_do() -> None:
 
 def test_s_max_is_what_fits_the_memory() -> None:
     keys = ["packing.policy=bounded", "packing.s_max=0", "model.vocab_size=32000"]
-    pipeline = ["pp.schedule=1f1b", "pp.virtual_stages=1", "data.num_micro_batches=16"]
+    pipeline = ["pp.schedule=1f1b", "pp.virtual_stages=1", "data.num_windows=16"]
     spec = load("7b_64k", [*keys, *pipeline])
     spec = replace(spec, parallel=replace(spec.parallel, dp=1))
     window, found = spec.data.context_window, dict[float, RunSpec]()

@@ -32,7 +32,7 @@ def spec_of(store: str, *overrides: str) -> RunSpec:
             "pp.virtual_stages=1",
             "parallel.dp=2",
             "data.context_window=256",
-            "data.num_micro_batches=4",
+            "data.num_windows=4",
             "data.epochs=1",
             "planner.baseline=false",
             *overrides,
@@ -50,7 +50,7 @@ def packs(store: str) -> str:
     path = Path(store).parent / "packs.npz"
     words = [f"data.store={store}", "packing.method=multipack_bfd_posid", "model.vocab_size=320"]
     words += ["parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "pp.virtual_stages=1"]
-    words += ["data.context_window=256", "data.num_micro_batches=4", "parallel.dp=2"]
+    words += ["data.context_window=256", "data.num_windows=4", "parallel.dp=2"]
     assert main(["pack", "demo", "--set", *words, "--out", str(path)]) == 0
     return str(path)
 
@@ -102,7 +102,7 @@ def test_padding_is_kept_too(store: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.num_micro_batches=8", "packing.packs have 4 micro-batches a step, the run 8; make"),
+        ("data.num_windows=8", "packing.packs have 4 micro-batches a step, the run 8; make"),
         ("data.context_window=512", "packing.packs have 256 tokens of a context window, the run"),
         ("packing.method=random_padding", "packing.packs have separate layout, the run padded"),
     ],

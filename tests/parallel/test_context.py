@@ -46,7 +46,7 @@ class Case:
     lengths: tuple[int, ...]
     strategy: str
     heads: tuple[int, int]
-    quantum: int = 1
+    row_multiple: int = 1
 
     @functools.cache  # noqa: B019 (a few dozen cases a process)
     def plan(self, cp: int) -> ShardingPlan:
@@ -73,7 +73,7 @@ def cases(cp: int) -> list[Case]:
     heads = itertools.cycle(HEADS)
     quanta = itertools.cycle([1, 4])
     return [
-        Case(lengths=some, strategy=name, heads=next(heads), quantum=next(quanta))
+        Case(lengths=some, strategy=name, heads=next(heads), row_multiple=next(quanta))
         for some, name in itertools.product(lengths, NAMES)
     ]
 
@@ -93,7 +93,7 @@ def made(
 ) -> ContextAttention:
     """As the executor makes it."""
     plan, cp = case.plan(world.world_size), world.world_size
-    rows = local_tokens(plan.num_tokens, cp=cp, quantum=case.quantum)
+    rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
     return ContextAttention.from_rows(
         attention_rows(plan, world.rank, rows),
         group=dist.group.WORLD if cp > 1 else None,
@@ -115,7 +115,7 @@ def local_inputs(case: Case, world: World, attention: ContextAttention) -> Tenso
 
 
 def run(case: Case, world: World, attention: ContextAttention) -> Tensors:
-    """Output and gradients of the rank's rows, without filler."""
+    """Output and gradients of the rank's rows, without padding."""
     q, k, v, grad = local_inputs(case, world, attention)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attention(*inputs, attention.begin(k, v))
@@ -328,12 +328,12 @@ def refusals(world: World) -> dict[str, str]:
     odd = world.rank == 1
     return {
         "plan": refusal(world, (20, 3) if not odd else (19, 4)),
-        "rows": refusal(world, quantum=5 if odd else 1),
+        "rows": refusal(world, row_multiple=5 if odd else 1),
         "dtype": refusal(world, dtype=torch.bfloat16 if odd else torch.float32),
         "heads": refusal(world, num_heads=8 if odd else 4),
         "keep": refusal(world, keep_gathered_kv=odd),
         "one rank's heads": refusal(world, num_kv_heads=3 if odd else 2),
-        "one rank's type": refusal(world, quantum="4" if odd else 1),
+        "one rank's type": refusal(world, row_multiple="4" if odd else 1),
         "one rank's device": refusal(world, device="gpu" if odd else "cpu"),
         "device": refusal(world, device="meta" if odd else "cpu"),
         "cp": refusal(world, cp=2),
@@ -390,10 +390,10 @@ def test_values_are_compared_to_their_end() -> None:
 
 def front_door(world: World) -> tuple[bool, list[str]]:
     """Whether rows go there and back with the right output; what bad tensors are told."""
-    case = Case(lengths=(20, 3, 18), strategy="per_document", heads=(4, 2), quantum=4)
+    case = Case(lengths=(20, 3, 18), strategy="per_document", heads=(4, 2), row_multiple=4)
     plan = case.plan(world.world_size)
     attention = ContextAttention.from_plan(
-        plan, group=dist.group.WORLD, quantum=case.quantum, **ARGUMENTS
+        plan, group=dist.group.WORLD, row_multiple=case.row_multiple, **ARGUMENTS
     )
     q, k, v, _ = local_inputs(case, world, attention)
     out = attention(q, k, v)

@@ -2,7 +2,7 @@
 
 The example throughout: two documents of 5 and 3 tokens, a0..a4 and b0..b2, per_document on two
 ranks with rows of a multiple of 3. The chunks of ranks 0, 1, 1, 0 are a0 a1 | a2 | a3 | a4 and b0 |
-b1 | b2 | nothing, so that rank 0 holds a0 a1 a4 b0 and rank 1 a2 a3 b1 b2, each followed by filler:
+b1 | b2 | nothing, so that rank 0 holds a0 a1 a4 b0 and rank 1 a2 a3 b1 b2, then padding:
 
     gathered row   0   1   2   3   4   5   6   7   8   9  10  11
     token         a0  a1  a4  b0   .   .  a2  a3  b1  b2   :   :
@@ -32,7 +32,7 @@ def segments(made: AttentionRows) -> list[tuple[int, list[str]]]:
 
 
 def test_the_spans_of_the_example() -> None:
-    assert local_tokens(8, cp=2, quantum=3) == ROWS
+    assert local_tokens(8, cp=2, row_multiple=3) == ROWS
     spans = [[tuple(s) for s in example().for_rank(r).spans] for r in range(2)]
     assert spans == [[(0, 0, 2), (0, 4, 5), (1, 0, 1)], [(0, 2, 4), (1, 1, 3)]]
 
@@ -43,7 +43,7 @@ def test_keys_of_a_span_are_its_piece_up_to_its_end() -> None:
         (2, ["a0", "a1"]),
         (1, ["a0", "a1", "a2", "a3", "a4"]),
         (1, ["b0"]),
-        (2, [".", "."]),  # filler sees the filler of its own rank
+        (2, [".", "."]),  # padding sees the padding of its own rank
     ]
     assert made.positions.tolist() == [0, 1, 4, 0, 0, 1]
     assert segments(attention_rows(example(), 1, ROWS)) == [
@@ -87,7 +87,7 @@ def test_gradients_of_keys_add_up_over_their_uses() -> None:
         10**5,  # a3
         0,  # b1
         0,  # b2
-        0,  # rank 1's filler
+        0,  # rank 1's padding
         0,
     ]
 
@@ -151,7 +151,7 @@ def test_labels_are_the_next_tokens() -> None:
     assert made == [
         # a4 ends its document; the labels of a1 and b0 lie on the other rank.
         ([0, 1, 4, 100, 0, 0], [1, 2, IGNORE, 101, IGNORE, IGNORE]),
-        # b2 ends its document; the last two rows are filler.
+        # b2 ends its document; the last two rows are padding.
         ([2, 3, 101, 102, 0, 0], [3, 4, 102, IGNORE, IGNORE, IGNORE]),
     ]
 

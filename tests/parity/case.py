@@ -43,7 +43,7 @@ class Case:
     schedule: Schedule = Schedule.INTERLEAVED_1F1B
     strategy: str = "per_document"
     num_micro_batches: int = 4
-    token_quantum: int = 1
+    row_multiple: int = 1
     layers: int = 4
     rope_factor: float = 1.0
     head_dim: int = 4
@@ -109,8 +109,8 @@ def spec_of(case: Case) -> RunSpec:
             data=replace(
                 spec.data,
                 context_window=WINDOW,
-                num_micro_batches=case.num_micro_batches,
-                token_quantum=case.token_quantum,
+                num_windows=case.num_micro_batches,
+                row_multiple=case.row_multiple,
             ),
             training=replace(
                 spec.training,
@@ -184,15 +184,15 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
         micro_batches=batches,
         shardings=tuple(STRATEGIES[strategy](b.lengths, cp=cp) for b in batches),
         local_tokens=tuple(
-            local_tokens(b.num_tokens, cp=cp, quantum=spec.quantum) for b in batches
+            local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),
     )
 
 
 def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: bool) -> float:
-    """Mean loss of the step in one process (one rank, no filler); gradients added to `model`."""
+    """Mean loss of the step in one process (one rank, no padding); gradients added to `model`."""
     frequencies = inverse_frequencies(spec.model)
-    one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, token_quantum=1))
+    one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, row_multiple=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")
     total = 0.0
     for batch, sharding in zip(pipeline.micro_batches, pipeline.shardings, strict=True):

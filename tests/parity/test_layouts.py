@@ -19,7 +19,7 @@ CASES = [
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
     Case(cp=2),
     Case(cp=3, strategy="per_sequence"),
-    Case(cp=4, token_quantum=4),
+    Case(cp=4, row_multiple=4),
     Case(dp=2),
     Case(pp=2, schedule=F1B),
     Case(pp=2, v=2),
@@ -39,7 +39,7 @@ CASES = [
     Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8),
     Case(pp=2, dp=2, v=2, num_micro_batches=8, strategy="per_sequence"),
     # Three and four.
-    Case(tp=2, cp=2, pp=2, v=2, token_quantum=3, keep_gathered_kv=True),
+    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, keep_gathered_kv=True),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, strategy="per_sequence"),
     Case(tp=2, cp=2, pp=2, schedule=F1B),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, num_micro_batches=8),

@@ -88,8 +88,8 @@ def body(world: World, case: Case, layout: Layout) -> dict[str, object]:
 
 def local_rows(plan: PackingPlan, spec: RunSpec, pipeline: int) -> tuple[int, ...]:
     rows = plan.rows[pipeline :: spec.parallel.dp]
-    size = spec.parallel.cp * spec.quantum
-    return tuple(-(-int(n) // size) * spec.quantum for n in rows)
+    size = spec.parallel.cp * spec.row_multiple
+    return tuple(-(-int(n) // size) * spec.row_multiple for n in rows)
 
 
 def laid_out(plan: PackingPlan, layout: Layout) -> PackingPlan:
@@ -110,7 +110,7 @@ def laid_out(plan: PackingPlan, layout: Layout) -> PackingPlan:
     [
         Case(num_micro_batches=8),
         Case(cp=2, num_micro_batches=8),
-        Case(cp=2, strategy="per_sequence", token_quantum=3),
+        Case(cp=2, strategy="per_sequence", row_multiple=3),
         Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
     ],
     ids=str,

@@ -23,8 +23,8 @@ from wlb.plan import (
     local_tokens,
     merge,
     predict,
-    quantum,
     ranges,
+    row_multiple,
     split_long,
 )
 
@@ -148,7 +148,7 @@ def test_a_record_that_lacks_a_value_is_refused_with_its_name() -> None:
 
 
 def test_predicted_metrics() -> None:
-    metrics = predict(plan(), num_filler_tokens=2)
+    metrics = predict(plan(), num_padding_tokens=2)
     assert metrics.imbalance == pytest.approx(90 * 3 / 120)
     assert (metrics.mean_delay, metrics.max_delay) == (3.0, 3)
     assert (metrics.num_documents, metrics.num_tokens, metrics.num_targets) == (3, 16, 13)
@@ -177,13 +177,13 @@ def test_digest_sees_bytes_order_and_kind() -> None:
     [(0, 4, 2, 2), (1, 1, 1, 1), (16, 2, 4, 8), (17, 2, 4, 12), (131072, 2, 128, 65536)],
 )
 def test_rows_of_a_rank(tokens: int, cp: int, q: int, rows: int) -> None:
-    assert local_tokens(tokens, cp=cp, quantum=q) == rows
+    assert local_tokens(tokens, cp=cp, row_multiple=q) == rows
 
 
 def test_quantum_is_the_least_common_multiple() -> None:
-    assert quantum(4, 6) == 12
+    assert row_multiple(4, 6) == 12
     with pytest.raises(ValueError, match="tp = 0"):
-        quantum(0, 1)
+        row_multiple(0, 1)
 
 
 def test_ranges() -> None:

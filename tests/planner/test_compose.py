@@ -64,7 +64,7 @@ def planner(
         cost=COST,
         dp=dp,
         cp=cp,
-        quantum=2,
+        row_multiple=2,
     )
 
 
@@ -300,7 +300,7 @@ def test_held_out_windows_are_the_same_whatever_is_trained(
             writer.add([1] * length)
     found = set[tuple[int, ...]]()
     for overrides in trained:
-        data = ["data.context_window=128", "data.num_micro_batches=2"]
+        data = ["data.context_window=128", "data.num_windows=2"]
         spec = load("demo_single", [*data, *(o for o in overrides if "memory_gib" not in o)])
         plans = open_heldout_planner(spec, store, "cpu").steps()
         found.add(tuple(digest(*p.packing.pieces.columns().values()) for p in plans))

@@ -59,7 +59,7 @@ def test_tokens_are_conserved_and_targets_add_up(
     assert found == documents
     assert offsets[-1] == len(ids)
     assert len(ids) % (multiple or 1) == 0
-    assert made.num_filler < (multiple or 1)
+    assert made.num_padding < (multiple or 1)
     assert made.max_seqlen == max(np.diff(offsets))
     targets = [token for d in documents for token in d[1:]]
     assert made.num_targets == len(targets)

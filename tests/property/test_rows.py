@@ -1,7 +1,7 @@
 """A rank's rows against brute force: which keys each row sees, gradients' way back, labels.
 
 The all-gather is simulated with numbers: the gathered K of a micro-batch is an array that holds, at
-each row, the packed position of the token that lies there, or a negative number for filler.
+each row, the packed position of the token that lies there, or a negative number for padding.
 """
 
 from dataclasses import dataclass
@@ -46,12 +46,12 @@ def cases(draw: st.DrawFn, min_cp: int = 1) -> Case:
     cp = draw(st.integers(min_cp, 4))
     strategy = draw(st.sampled_from(["per_sequence", "per_document", "adaptive"]))
     sharding = shard(lengths, cp=cp, strategy=strategy, cost=COST)
-    rows = local_tokens(sum(lengths), cp=cp, quantum=draw(st.integers(1, 5)))
+    rows = local_tokens(sum(lengths), cp=cp, row_multiple=draw(st.integers(1, 5)))
     return Case(sharding=sharding, rows=rows)
 
 
 def local_ids(case: Case, rank: int) -> list[int]:
-    """What lies in each of a rank's rows: packed position, or -(global row) - 1 for filler."""
+    """What lies in each of a rank's rows: packed position, or -(global row) - 1 for padding."""
     starts = offsets_of(case.sharding.lengths)
     ids = [
         int(starts[span.piece]) + token
@@ -160,14 +160,14 @@ def packed(draw: st.DrawFn) -> tuple[list[int], list[MicroBatch]]:
 )
 @QUICK
 def test_tokens_and_labels_of_all_ranks_are_the_documents(
-    made: tuple[list[int], list[MicroBatch]], cp: int, strategy: str, quantum: int
+    made: tuple[list[int], list[MicroBatch]], cp: int, strategy: str, row_multiple: int
 ) -> None:
     lengths, micro_batches = made
     reader = UniqueTokens(lengths=dict(enumerate(lengths)))
     trained: list[tuple[int, int]] = []
     for batch in micro_batches:
         sharding = shard(batch.lengths, cp=cp, strategy=strategy, cost=COST)
-        rows = local_tokens(batch.num_tokens, cp=cp, quantum=quantum)
+        rows = local_tokens(batch.num_tokens, cp=cp, row_multiple=row_multiple)
         num_labels = 0
         for rank in range(cp):
             tokens = rank_tokens(batch, sharding, rank, rows, reader).tolist()

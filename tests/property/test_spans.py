@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
 from wlb.cost.flops import causal_pairs
-from wlb.plan import IntArray, ShardingPlan, local_tokens, quantum
+from wlb.plan import IntArray, ShardingPlan, local_tokens, row_multiple
 from wlb.sharding import NAMES, shard
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=3)
@@ -68,15 +68,15 @@ def test_every_token_is_on_one_rank_and_ranks_are_equal(
 
 @given(lengths_of, cps, strategies, st.integers(1, 4), st.integers(1, 12))
 @QUICK
-def test_rows_of_ranks_are_equal_multiples_with_little_filler(
-    lengths: list[int], cp: int, strategy: str, tp: int, token_quantum: int
+def test_rows_of_ranks_are_equal_multiples_with_little_padding(
+    lengths: list[int], cp: int, strategy: str, tp: int, multiple: int
 ) -> None:
-    plan, q = made(lengths, cp, strategy), quantum(tp, token_quantum)
-    rows = local_tokens(plan.num_tokens, cp=cp, quantum=q)
-    assert rows % q == rows % tp == rows % token_quantum == 0
+    plan, q = made(lengths, cp, strategy), row_multiple(tp, multiple)
+    rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=q)
+    assert rows % q == rows % tp == rows % multiple == 0
     assert rows >= int(plan.tokens.max())
-    filler = cp * rows - sum(lengths)
-    assert (filler < cp * q) if lengths else (filler == cp * q)
+    padding = cp * rows - sum(lengths)
+    assert (padding < cp * q) if lengths else (padding == cp * q)
 
 
 @given(lengths_of, cps)

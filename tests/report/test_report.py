@@ -28,7 +28,7 @@ from wlb.spec import RunSpec
 
 C = 2048
 COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
-SPEC = replace(RunSpec(), data=replace(RunSpec().data, context_window=C, num_micro_batches=4))
+SPEC = replace(RunSpec(), data=replace(RunSpec().data, context_window=C, num_windows=4))
 SOURCE = lengths_of_family("wlb_paper", window=C, num_documents=6000, seed=1)
 STREAM = GlobalBatches(SOURCE, tokens_per_batch=4 * C, seed=1)
 BATCHES = [b for b, _ in zip((b for b, _ in STREAM.iterate()), range(12), strict=False)]

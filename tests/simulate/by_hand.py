@@ -21,7 +21,7 @@ def spec_of(*, pp: int, n: int, v: int = 1, dp: int = 1, cp: int = 1) -> RunSpec
         [
             *(f"parallel.{name}={size}" for name, size in layout.items()),
             f"pp.virtual_stages={v}",
-            f"data.num_micro_batches={n * dp}",
+            f"data.num_windows={n * dp}",
             f"model.num_layers={pp * v}",
             "model.vocab_size=512",
             "data.context_window=1024",

@@ -36,7 +36,7 @@ def spec_of(
         model=MODEL,
         parallel=ParallelSpec(tp=tp, cp=cp, pp=pp, dp=dp),
         pp=replace(DEFAULT.pp, schedule=schedule, virtual_stages=v),
-        data=replace(DEFAULT.data, context_window=WINDOW, num_micro_batches=n * dp),
+        data=replace(DEFAULT.data, context_window=WINDOW, num_windows=n * dp),
         packing=replace(DEFAULT.packing, policy=Policy.ORIGINAL),
         sharding=replace(DEFAULT.sharding, strategy=Strategy.PER_DOCUMENT),
         planner=replace(DEFAULT.planner, baseline=False),

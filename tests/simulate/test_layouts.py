@@ -70,7 +70,7 @@ def test_overlap_is_of_layouts_that_have_something_to_overlap() -> None:
 
 
 def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
-    found = layouts_of(spec_of("data.token_quantum=4096"), gpus=32, choices=Choices())
+    found = layouts_of(spec_of("data.row_multiple=4096"), gpus=32, choices=Choices())
     by_reason = {r.reason: r for r in found.refusals.values()}
     tp = by_reason["tp does not divide the model"]
     assert "parallel.tp = 16 is more than model.num_kv_heads = 8" in tp.message

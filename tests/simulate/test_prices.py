@@ -102,7 +102,7 @@ def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
 def test_filler_is_computed_too() -> None:
     """1 token on two CP ranks of 128 rows each: linear work of 256."""
     spec = spec_of(n=2, dp=1)
-    spec = replace(spec, data=replace(spec.data, token_quantum=128))
+    spec = replace(spec, data=replace(spec.data, row_multiple=128))
     simulator, steps = made(spec, [1])
     assert simulator.price(steps).tokens.tolist() == [[[256, 256]]]  # the other one is empty
 

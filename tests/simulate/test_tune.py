@@ -103,7 +103,7 @@ def test_more_micro_batches_and_later_weights_are_tried_on_the_best() -> None:
 
 
 def test_micro_batches_that_no_schedule_takes_are_not_tried() -> None:
-    spec = spec_of("parallel.pp=4", "pp.virtual_stages=1", "data.num_micro_batches=8")
+    spec = spec_of("parallel.pp=4", "pp.virtual_stages=1", "data.num_windows=8")
     bounded = replace(spec, packing=replace(spec.packing, policy=Policy.BOUNDED, s_max=2.0))
     settings = replace(FEW, micro_batches=(1.1, 1.25, 1.5))
     found = [s.packing.num_micro_batches for s in settings.more_micro_batches(bounded)]

@@ -82,8 +82,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         # Ranges.
         ({"run__seed": -1}, "run.seed = -1 must be at least 0"),
         ({"data__context_window": 1}, "data.context_window = 1 must be at least 2"),
-        ({"data__token_quantum": 0}, "data.token_quantum = 0 must be at least 1"),
-        ({"data__num_micro_batches": -1}, "data.num_micro_batches = -1 must be at least 0"),
+        ({"data__row_multiple": 0}, "data.row_multiple = 0 must be at least 1"),
+        ({"data__num_windows": -1}, "data.num_windows = -1 must be at least 0"),
         ({"data__epochs": -1}, "data.epochs = -1 must be at least 0"),
         ({"telemetry__interval": 0}, "telemetry.interval = 0 must be at least 1"),
         ({"telemetry__warmup_steps": -1}, "telemetry.warmup_steps = -1 must be at least 0"),
@@ -242,20 +242,20 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "that can: [5, 6, 7, 8, 10, 12] (packing.num_micro_batches = that x dp 1)",
         ),
         (
-            {"parallel__dp": 2, "data__num_micro_batches": 3},
+            {"parallel__dp": 2, "data__num_windows": 3},
             "3 micro-batches a step are not a multiple of parallel.dp = 2; set "
-            "data.num_micro_batches to a multiple of 2",
+            "data.num_windows to a multiple of 2",
         ),
         (
-            {"parallel__pp": 2, "parallel__dp": 2, "data__num_micro_batches": 10},
+            {"parallel__pp": 2, "parallel__dp": 2, "data__num_windows": 10},
             "5 micro-batches a pipeline cannot be scheduled in 2 equal rounds over pp = 2; numbers "
-            "that can: [3, 4, 6] (data.num_micro_batches = that x dp 2)",
+            "that can: [3, 4, 6] (data.num_windows = that x dp 2)",
         ),
         (
             {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
-            | {"data__num_micro_batches": 6},
+            | {"data__num_windows": 6},
             "3 micro-batches a pipeline are fewer than pp = 4, which pp.schedule = 1f1b cannot "
-            "order; set data.num_micro_batches to at least 8, or pp.schedule = interleaved_1f1b",
+            "order; set data.num_windows to at least 8, or pp.schedule = interleaved_1f1b",
         ),
         (
             {"parallel__pp": 2, "pp__weight_delay": 2},
@@ -323,12 +323,12 @@ def test_thresholds_must_be_finite(value: str) -> None:
 @pytest.mark.parametrize("each", range(1, 13))
 def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
     """N % max(1, N // pp) == 0 a pipeline, as interleaved schedules need."""
-    spec = changed(parallel__pp=4, parallel__dp=2, data__num_micro_batches=2 * each)
+    spec = changed(parallel__pp=4, parallel__dp=2, data__num_windows=2 * each)
     others = {9: "[5, 6, 7, 8, 10, 12]", 11: "[7, 8, 10, 12, 15]"}
     if each in others:
         message = refusal(spec)
         assert f"{each} micro-batches a pipeline cannot be scheduled in 2 equal rounds" in message
-        assert f"numbers that can: {others[each]} (data.num_micro_batches = that x dp 2)" in message
+        assert f"numbers that can: {others[each]} (data.num_windows = that x dp 2)" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
 
@@ -336,7 +336,7 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
 @pytest.mark.parametrize("each", [4, 5, 9, 11])
 def test_1f1b_takes_any_number_from_pp_on(each: int) -> None:
     keys: dict[str, Any] = {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
-    spec = changed(**keys, data__num_micro_batches=2 * each)
+    spec = changed(**keys, data__num_windows=2 * each)
     assert check(spec).micro_batches_per_pipeline == each
 
 
@@ -381,7 +381,7 @@ def test_ranks_that_do_not_fit_are_refused(dp: int, ranks: int, message: str) ->
 
 
 def test_a_dp_that_is_filled_in_is_checked_too() -> None:
-    spec = changed(data__num_micro_batches=4)
+    spec = changed(data__num_windows=4)
     assert resolve_dp(spec, 2).micro_batches_per_pipeline == 2
     with pytest.raises(ValueError, match=r"4 micro-batches a step are not a multiple of .*dp = 3"):
         resolve_dp(spec, 3)

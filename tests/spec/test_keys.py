@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
-from wlb.spec.keys import nest
+from wlb.spec.keys import RENAMED, nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
@@ -29,10 +29,10 @@ KEYS = [
     "data.heldout_fraction",
     "data.heldout_store",
     "data.long_documents",
-    "data.num_micro_batches",
+    "data.num_windows",
     "data.prefetch",
     "data.store",
-    "data.token_quantum",
+    "data.row_multiple",
     "eval.interval",
     "eval.interval_tokens",
     "eval.steps",
@@ -234,3 +234,19 @@ def test_apply_leaves_the_given_spec_and_other_keys_alone() -> None:
     after = apply(before, {"training": {"steps": 7}}, source="x")
     assert before == RunSpec()
     assert after == replace(before, training=replace(before.training, steps=7))
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_works_with_a_warning(old: str, new: str) -> None:
+    with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
+        spec = apply(RunSpec(), nest(old, 6), source="run.toml")
+    assert spec == apply(RunSpec(), nest(new, 6), source="run.toml")
+
+
+def test_a_key_given_by_both_names_is_refused() -> None:
+    both = {"data": {"num_windows": 4, "num_micro_batches": 4}}
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(ValueError, match=r"data\.num_windows is given twice, also by its old name"),
+    ):
+        apply(RunSpec(), both, source="run.toml")

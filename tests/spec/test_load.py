@@ -135,4 +135,4 @@ def test_tokens_and_counts_that_follow_from_what_is_set(tmp_path: Path) -> None:
     spec = load(path, ["data.context_window=1000", "packing.queue_thresholds=[0.3, 0.7005]"])
     assert (spec.s_max, spec.queue_thresholds) == (1500, (300, 701))
     assert (spec.num_stages, spec.num_micro_batches, spec.micro_batches_per_pipeline) == (8, 12, 4)
-    assert load(path, ["data.token_quantum=6"]).quantum == 12
+    assert load(path, ["data.row_multiple=6"]).row_multiple == 12

@@ -75,7 +75,7 @@ def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpe
                 "bpe_vocab_size": 320,
                 "heldout_fraction": 0.1,
                 "context_window": 128,
-                "num_micro_batches": 4,
+                "num_windows": 4,
             },
             "packing": {"queue_thresholds": [0.5, 0.9], "s_max": 8.0},
             "training": {

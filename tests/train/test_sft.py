@@ -58,9 +58,9 @@ def test_an_epoch_of_every_method(method: str, stores: tuple[Path, Path], tmp_pa
     measured = [line["measured"] for line in run.steps]
     assert sum(m["num_tokens"] for m in measured) == store.num_tokens
     assert sum(m["num_targets"] for m in measured) == store.num_targets.sum()
-    filler = sum(m["num_filler_tokens"] for m in measured)
+    padding = sum(m["num_filler_tokens"] for m in measured)
     # An empty micro-batch of the flush is a row.
-    assert (filler > 4) == method.endswith("padding")
+    assert (padding > 4) == method.endswith("padding")
     assert all(np.isfinite(run.losses))
     # The held-out loss of the same weights is the same, whatever trains.
     first, _ = run.evaluations[0], run.evaluations[-1]

@@ -30,9 +30,9 @@ def test_every_step_is_simulated_from_the_plan_that_was_trained(run: Run) -> Non
     assert [m.step for m in made.measured] == [s["measured"]["step"] for s in run.steps]
     assert made.measured_s.tolist() == [s["measured"]["step_time_s"] for s in run.steps]
     tokens = np.concatenate([s.prices.tokens.sum(axis=(1, 2)) for s in made.simulations])
-    filler = [s["measured"]["num_filler_tokens"] for s in run.steps]
+    padding = [s["measured"]["num_filler_tokens"] for s in run.steps]
     assert tokens.tolist() == [
-        s["measured"]["num_tokens"] + f for s, f in zip(run.steps, filler, strict=True)
+        s["measured"]["num_tokens"] + f for s, f in zip(run.steps, padding, strict=True)
     ]
     assert made.simulated_s.shape == (6,)
     errors = np.abs(made.simulated_s - made.measured_s) / made.measured_s

@@ -39,7 +39,7 @@ def simulation(
             "parallel.pp=2",
             f"pp.schedule={schedule}",
             f"pp.virtual_stages={v}",
-            f"data.num_micro_batches={n}",
+            f"data.num_windows={n}",
         ],
     )
     simulator = Simulator(spec=spec, cost=workload_for(spec, "cuda"))

@@ -210,7 +210,7 @@ class RankBatches(Sampler[list[int]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancedCollator:
-    """`PaddingFreeCollator`, and one token of filler for a micro-batch that got no row.
+    """`PaddingFreeCollator`, and one token of padding for a micro-batch that got no row.
 
     That happens when fewer rows than micro-batches are left. Its loss is no label's: divide by the
     labels of all ranks, as the Trainer does, not by this rank's.

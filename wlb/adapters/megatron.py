@@ -61,7 +61,7 @@ def thd_batch(
     int32 [1], padded. A micro-batch without documents is one padded document that trains nothing.
     """
     flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
-    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # filler of an empty one is a document
+    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # padding of an empty one is a document
     padded = padded_lengths(lengths, cp=cp, tp=tp)
     starts = offsets_of(padded)
     rows = ranges(starts[:-1], starts[:-1] + lengths)

@@ -28,7 +28,7 @@ class ShardedLoadBalancer(_LoadBalancer):
     """Rows of a batch as their shardings say.
 
     shardings: one for every row of the batch, or one for all (`wlb.shard(lengths, cp=...)`).
-    seq_length: T, rows with filler behind the documents, the same for all. ValueError unless T is a
+    seq_length: T, rows of documents and padding, the same for all. ValueError unless T is a
     multiple of the ranks and holds the documents.
     """
 
@@ -53,7 +53,7 @@ class ShardedLoadBalancer(_LoadBalancer):
 def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
     """All rows of a packed sequence in the order of ranks; shape [T].
 
-    Real tokens of ranks differ by at most one; filler (the rows behind the documents) fills every
+    Real tokens of ranks differ by at most one; padding (the rows behind the documents) fills every
     rank up to T / cp.
     """
     cp, num_tokens = sharding.cp, sharding.num_tokens
@@ -66,9 +66,9 @@ def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
     at, out = num_tokens, np.empty(seq_length, np.int64)
     for rank in range(cp):
         mine = sharding.for_rank(rank).token_index
-        num_filler = rows - mine.size
+        num_padding = rows - mine.size
         first = rank * rows
         out[first : first + mine.size] = mine
-        out[first + mine.size : first + rows] = np.arange(at, at + num_filler)
-        at += num_filler
+        out[first + mine.size : first + rows] = np.arange(at, at + num_padding)
+        at += num_padding
     return out

@@ -109,10 +109,10 @@ class BalancedDataLoader(BaseDataLoader):
         """Most steps that a document is held back."""
 
         pad_to_multiple: int = 1
-        """Filler up to a multiple of it: 2 x cp for SDPA, cp x 128 for flex attention."""
+        """Padding up to a multiple of it: 2 x cp for SDPA, cp x 128 for flex attention."""
 
         equal_lengths: bool = False
-        """Filler up to s_max in every micro-batch: torch's pipelines take one shape only."""
+        """Padding up to s_max in every micro-batch: torch's pipelines take one shape only."""
 
         epochs: int = 1
         """0 = without end."""

@@ -191,7 +191,7 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
         sources.with_vocabulary(given, options),
         pp=replace(given.pp, stage_layers=(), weight_delay=1),
         packing=replace(given.packing, num_micro_batches=0),
-        data=replace(given.data, num_micro_batches=tokens // window),
+        data=replace(given.data, num_windows=tokens // window),
         planner=replace(given.planner, baseline=False),
     )
 
@@ -287,7 +287,7 @@ def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
         pp=found.pp,
         packing=found.packing,
         sharding=found.sharding,
-        data=replace(given.data, num_micro_batches=found.data.num_micro_batches),
+        data=replace(given.data, num_windows=found.data.num_windows),
         training=replace(given.training, recompute=found.training.recompute),
     )
 

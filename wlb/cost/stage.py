@@ -53,7 +53,7 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> S
 
 def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
     """Embedding and head (with the loss), both passes, of all micro-batches: what a rank of the
-    first stage and one of the last have besides their layers. Filler is computed too."""
+    first stage and one of the last have besides their layers. Padding is computed too."""
     linear = cost.linear
     rows = sum(plan.local_tokens) * cost.parallel.cp
     head = rows * linear.head_ns_per_token + len(plan.micro_batches) * linear.head_backward_ns

@@ -3,7 +3,7 @@
 A workload is the time of one pipeline rank's layers, forward and backward, for a piece of d tokens
 that is spread evenly over the context-parallel (CP) group and whose matrices are split over tensor
 parallelism (TP, with sequence parallelism). It is additive over pieces, zero for length 0, monotone
-in length, and int64 nanoseconds, so that all ranks compare the same numbers. Filler is not priced.
+in length, and int64 nanoseconds, so that all ranks compare the same numbers. Padding is not priced.
 
 W_a, attention: tile-quantised FLOPs over achieved TFLOP/s (Section 5.3) of a balanced CP rank: the
 cheaper of the two ways to share a piece (forward and backward apart), roughly what adaptive

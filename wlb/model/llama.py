@@ -29,7 +29,7 @@ class Attend(Protocol):
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None: ...
 
     def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None
     ) -> Tensor:
         """Shape [T, H, D]."""
         ...
@@ -45,7 +45,7 @@ class LocalAttend:
         return None
 
     def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None = None
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None = None
     ) -> Tensor:
         return self.call(q_THD, k_TGD, v_TGD)
 
@@ -111,9 +111,9 @@ class Attention(nn.Module):
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
         v_TGD = self._heads(next(projected))
-        moving = rows.attend.begin(k_TGD, v_TGD)
+        kv_gather = rows.attend.begin(k_TGD, v_TGD)
         q_THD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
-        return q_THD, k_TGD, v_TGD, moving
+        return q_THD, k_TGD, v_TGD, kv_gather
 
     def _heads(self, x_TF: Tensor) -> Tensor:
         return x_TF.unflatten(-1, (-1, self.head_size))

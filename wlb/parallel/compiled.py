@@ -9,7 +9,7 @@ backward needs it. Compiled code is inside of FSDP's and the clock's hooks, whic
 the clock's marks around attention are made inside the custom ops.
 
 Lengths are symbols, and nothing else is. Graphs of a run are one for training and one for
-evaluation; one more of each if a rank can have a single row (not with a data.token_quantum of 128,
+evaluation; one more of each if a rank can have a single row (not with a data.row_multiple of 128,
 as on GPUs), since torch takes a size of 1 for a constant; and one more for training where FSDP's
 hooks hand a view from layer to layer but not to the first. A graph takes as long as tens of steps
 to compile on a CPU, so a run counts them (`num_graphs`). More than torch's own limit (8) for a

@@ -90,7 +90,7 @@ class ContextAttention:
         return gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
 
     def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None = None
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None = None
     ) -> Tensor:
         """Output [T, H, D]. ValueError for tensors of another shape, dtype or device.
 
@@ -100,18 +100,18 @@ class ContextAttention:
             self._check("q", q_THD, self.heads.num_heads)
             self._check_keys(k_TGD, v_TGD)
         except ValueError:
-            if moving is not None:
-                wait(moving)
+            if kv_gather is not None:
+                wait(kv_gather)
             raise
         if self.index is None or self.inverse is None:
             return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend)
-        if moving is None:
-            moving = gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
+        if kv_gather is None:
+            kv_gather = gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
         out_THD, _ = context_attend(
             q_THD,
             k_TGD,
             v_TGD,
-            moving,
+            kv_gather,
             self.index,
             self.inverse,
             self.segments.cu_seqlens_q,
@@ -190,7 +190,7 @@ class ContextAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         backend: str = "auto",
-        quantum: int = 1,
+        row_multiple: int = 1,
         keep_gathered_kv: bool = False,
     ) -> "ContextAttention":
         """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
@@ -199,7 +199,7 @@ class ContextAttention:
         with other arguments, or with bad ones, is a ValueError with the values on every rank and
         not a hang. It waits for the device, so make one for each micro-batch, not for each layer.
 
-        quantum: the T rows of a rank are a multiple of it; those past its tokens are filler.
+        row_multiple: the T rows of a rank are a multiple of it; those past its tokens are padding.
         """
         made: dict[str, Any] = {}
         problem: Exception | None = None
@@ -207,7 +207,7 @@ class ContextAttention:
             made = _checked(
                 sharding_plan,
                 num_ranks=1 if group is None else group.size(),
-                quantum=quantum,
+                row_multiple=row_multiple,
                 backend=backend,
                 device=torch.device(device),
                 heads=dict(
@@ -244,7 +244,7 @@ def _checked(
     plan: ShardingPlan,
     *,
     num_ranks: int,
-    quantum: int,
+    row_multiple: int,
     backend: str,
     device: torch.device,
     heads: dict[str, Any],
@@ -264,7 +264,7 @@ def _checked(
         raise ValueError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
     return {
         "plan digest": plan.digest(),
-        "rows": local_tokens(plan.num_tokens, cp=plan.cp, quantum=quantum),
+        "rows": local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple),
         "heads": shape,
         "device": device.type,
         "backend": str(backend),
@@ -292,14 +292,14 @@ def to_device(
 
 
 def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -> Tensor:
-    """The T = num_rows rows of a rank from a packed [S, ...] tensor; filler is zero."""
+    """The T = num_rows rows of a rank from a packed [S, ...] tensor; padding is zero."""
     index = torch.from_numpy(plan.for_rank(rank).token_index).to(packed.device)
     out = packed.new_zeros((num_rows, *packed.shape[1:]))
     return out.index_copy(0, torch.arange(index.numel(), device=packed.device), packed[index])
 
 
 def put_rows(parts: Sequence[Tensor], plan: ShardingPlan) -> Tensor:
-    """The packed [S, ...] tensor from every rank's rows (all-gather them first); filler is left."""
+    """The packed [S, ...] tensor from every rank's rows (all-gathered before); no padding."""
     out = parts[0].new_empty((plan.num_tokens, *parts[0].shape[1:]))
     for rank, part in enumerate(parts):
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(part.device)

@@ -92,7 +92,7 @@ def context_attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    moving: Tensor,
+    kv_gather: Tensor,
     index_K: Tensor,
     inverse_UR: Tensor,
     cu_seqlens_q: Tensor,
@@ -104,10 +104,10 @@ def context_attend(
     group_name: str,
     keep_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp; moving: gather_kv(k_TGD, v_TGD). Only the output has a
+    """Output [T, H, D] and log-sum-exp; kv_gather: gather_kv(k_TGD, v_TGD). Only the output has a
     gradient, for q, k and v."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
-    k, v = _keys(_collectives.wait_tensor(moving), index_K, segments, backend)
+    k, v = _keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
     return out_THD.contiguous(), lse.contiguous()
 
@@ -123,7 +123,7 @@ def context_attend_backward(
     q_THD: Tensor,
     k_TGD: Tensor | None,
     v_TGD: Tensor | None,
-    moving: Tensor | None,
+    kv_gather: Tensor | None,
     out_THD: Tensor,
     lse: Tensor,
     index_K: Tensor,
@@ -136,15 +136,15 @@ def context_attend_backward(
     cp: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of q and of the local rows' K and V, [T, 2, G, D]; either k and v or moving."""
+    """Gradients of q and of the local rows' K and V, [T, 2, G, D]; either k and v or kv_gather."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
-    if moving is None:
+    if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        moving = _start_gather(k_TGD, v_TGD, cp, group_name)
-    k, v = _keys(_collectives.wait_tensor(moving), index_K, segments, backend)
+        kv_gather = _start_gather(k_TGD, v_TGD, cp, group_name)
+    k, v = _keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     dq, dk, dv = backward(backend, grad_THD, q_THD, k, v, out_THD, lse, segments)
-    del k, v, moving  # their memory is needed for what follows
+    del k, v, kv_gather  # their memory is needed for what follows
     if _reads_buffer(segments, backend):
         dkv_R2GD = torch.stack([dk, dv], 1).to(_wide(dk))
     else:
@@ -159,18 +159,18 @@ def _(
     q_THD: Tensor,
     k_TGD: Tensor | None,
     v_TGD: Tensor | None,
-    moving: Tensor | None,
+    kv_gather: Tensor | None,
     *args: Any,
 ) -> tuple[Tensor, Tensor]:
-    like = k_TGD if moving is None else moving
+    like = k_TGD if kv_gather is None else kv_gather
     assert like is not None
     return q_THD.new_empty(q_THD.shape), like.new_empty((q_THD.shape[0], 2, *like.shape[-2:]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THD, k_TGD, v_TGD, moving, *indices = inputs[:8]
+    q_THD, k_TGD, v_TGD, kv_gather, *indices = inputs[:8]
     *ctx.static, keep_gathered = inputs[8:]
-    kept = (None, None, moving) if keep_gathered else (k_TGD, v_TGD, None)
+    kept = (None, None, kv_gather) if keep_gathered else (k_TGD, v_TGD, None)
     ctx.save_for_backward(q_THD, *kept, *output, *indices)
     ctx.set_materialize_grads(False)
 

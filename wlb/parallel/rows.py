@@ -1,6 +1,6 @@
 """One rank's rows of a micro-batch: tokens, labels, positions and where its keys lie.
 
-NumPy only. A rank's local rows are its spans' tokens in order, then filler up to T_local. Filler is
+NumPy only. A rank's local rows are its spans' tokens in order, then padding to T_local. Padding is
 a segment of its own, with label IGNORE, so it touches neither loss nor gradients.
 """
 
@@ -40,7 +40,7 @@ class AttentionRows:
     """Index arrays of one rank's attention call; everything a kernel needs but q, k and v.
 
     positions: position of each row in its piece, shape [T_local]. cu_seqlens_q, cu_seqlens_k:
-    offsets of the segments (spans, then filler), shape [num_segments + 1]. kv_index: rows of the
+    offsets of the segments (spans, then padding), shape [num_segments + 1]. kv_index: rows of the
     gathered K and V (rank r's rows are [r * T_local, (r + 1) * T_local)) that make up every
     segment's keys one after the other, shape [K]; None where the local rows are those keys already
     (CP 1). inverse: shape [U, cp * T_local]; inverse[u, row] is where the row is used as a key for
@@ -60,13 +60,13 @@ def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> Atte
     num = spans.num_tokens
     if num > local_tokens:
         raise ValueError(f"rank {rank} holds {num} tokens, more than its {local_tokens} rows")
-    filler = local_tokens - num
+    padding = local_tokens - num
     tail = np.arange(num, local_tokens)
     cu_q, cu_k = spans.cu_seqlens_q, spans.cu_seqlens_k
-    if filler:
-        cu_q = np.append(cu_q, cu_q[-1] + filler)
-        cu_k = np.append(cu_k, cu_k[-1] + filler)
-    positions = np.concatenate([spans.positions, np.arange(filler)])
+    if padding:
+        cu_q = np.append(cu_q, cu_q[-1] + padding)
+        cu_k = np.append(cu_k, cu_k[-1] + padding)
+    positions = np.concatenate([spans.positions, np.arange(padding)])
     if sharding.cp == 1:
         return AttentionRows(
             positions=positions, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, kv_index=None, inverse=None
@@ -115,7 +115,7 @@ def rank_tokens(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Input tokens of the rank's rows, shape [T_local]; filler and padding hold token 0."""
+    """Input tokens of the rank's rows, shape [T_local]; all padding holds token 0."""
     out = np.zeros(local_tokens, np.int64)
     _read(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
     return out
@@ -130,7 +130,7 @@ def rank_labels(
 ) -> IntArray:
     """Label of each of the rank's rows, shape [T_local]: the document's next token.
 
-    IGNORE for filler, padding, a document's last token (where pieces are joined, that has the first
+    IGNORE for padding, a document's last token (where pieces are joined, that has the first
     token of the document that follows) and, with a `LabelReader`, where the next token is not
     trained. The last token of a piece that ends before its document does is labelled with the
     document's next token.

@@ -23,7 +23,7 @@ from wlb.plan.ranks import (
     places_from_json,
     places_to_json,
 )
-from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, quantum, ranges
+from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, ranges, row_multiple
 from wlb.plan.step import PipelinePlan, PlannerState, StepPlan
 from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry, Work
 
@@ -70,8 +70,8 @@ __all__ = [
     "places_from_json",
     "places_to_json",
     "predict",
-    "quantum",
     "ranges",
+    "row_multiple",
     "segment_lengths",
     "split_long",
     "token_delay",

@@ -9,12 +9,15 @@ from wlb.plan.arrays import IntArray
 from wlb.plan.packing import PackingPlan
 from wlb.plan.telemetry import Telemetry
 
+_PADDING_IN_FILES = "num_filler_tokens"
+"""Name of num_padding_tokens in metrics.jsonl, which was written before the field was renamed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """What a step did (origin "measured") or is predicted to do.
 
-    num_documents: with a piece in the step. num_tokens counts real tokens only, num_filler_tokens
+    num_documents: with a piece in the step. num_tokens counts real tokens only, num_padding_tokens
     are apart; num_targets: valid labels. num_held_tokens: that wait after the step. num_overdue:
     pieces later than the policy's maximum delay. imbalance is Section 7.4's degree: slowest
     micro-batch x number of micro-batches / total. A measured one, and max_workload_ns and
@@ -33,7 +36,7 @@ class StepMetrics:
     num_documents: int
     num_tokens: int
     num_targets: int
-    num_filler_tokens: int = 0
+    num_padding_tokens: int = 0
     num_held_tokens: int = 0
     num_overdue: int = 0
     imbalance: float | None = 1.0
@@ -52,6 +55,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         data = asdict(self)
+        data[_PADDING_IN_FILES] = data.pop("num_padding_tokens")
         data["sharding_counts"] = dict(self.sharding_counts)
         data["telemetry"] = None if self.telemetry is None else self.telemetry.to_json()
         return data
@@ -59,6 +63,9 @@ class StepMetrics:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepMetrics":
         """What `to_json` gave."""
+        data = dict(data)
+        if _PADDING_IN_FILES in data:
+            data["num_padding_tokens"] = data.pop(_PADDING_IN_FILES)
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -85,7 +92,7 @@ def token_delay(plan: PackingPlan) -> tuple[float, int]:
     return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
 
 
-def predict(plan: PackingPlan, *, num_filler_tokens: int = 0) -> StepMetrics:
+def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
     """The metrics that follow from packing alone."""
     mean_delay, max_delay = token_delay(plan)
     keys = np.stack([plan.pieces.source, plan.pieces.document])
@@ -95,7 +102,7 @@ def predict(plan: PackingPlan, *, num_filler_tokens: int = 0) -> StepMetrics:
         num_documents=int(np.unique(keys, axis=1).shape[1]),
         num_tokens=plan.num_tokens,
         num_targets=plan.num_targets,
-        num_filler_tokens=num_filler_tokens,
+        num_padding_tokens=num_padding_tokens,
         num_held_tokens=plan.num_held_tokens,
         num_overdue=plan.num_overdue,
         imbalance=imbalance(plan.workload_ns),
@@ -122,7 +129,7 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
         num_documents=first.num_documents + second.num_documents,
         num_tokens=tokens,
         num_targets=first.num_targets + second.num_targets,
-        num_filler_tokens=first.num_filler_tokens + second.num_filler_tokens,
+        num_padding_tokens=first.num_padding_tokens + second.num_padding_tokens,
         num_overdue=first.num_overdue + second.num_overdue,
         imbalance=slowest / mean if mean else second.imbalance,
         degrees=(*_degrees(first), *_degrees(second)),

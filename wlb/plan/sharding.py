@@ -2,7 +2,7 @@
 
 The packed sequence of S tokens is divided over cp ranks. A rank holds an ordered list of spans
 [start, stop) of pieces; a span's queries see keys [0, stop) of their piece. Every rank works on
-`local_tokens(S)` rows, the same on all ranks; rows past its spans are filler, a segment of its own.
+`local_tokens(S)` rows, the same on all ranks; rows past its spans are padding, one segment.
 """
 
 import math
@@ -15,22 +15,22 @@ from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
 from wlb.plan.parsing import parsing
 
 
-def quantum(tp: int, token_quantum: int) -> int:
-    """Rows of a rank are a multiple of this: lcm(tp, token_quantum)."""
-    if tp < 1 or token_quantum < 1:
-        raise ValueError(f"tp = {tp} and token_quantum = {token_quantum} must be at least 1")
-    return math.lcm(tp, token_quantum)
+def row_multiple(tp: int, multiple: int) -> int:
+    """Rows of a rank are a multiple of this: lcm(tp, multiple)."""
+    if tp < 1 or multiple < 1:
+        raise ValueError(f"tp = {tp} and row_multiple = {multiple} must be at least 1")
+    return math.lcm(tp, multiple)
 
 
-def local_tokens(num_tokens: int, *, cp: int, quantum: int) -> int:
-    """T_local = ceil(S / (cp * q)) * q, and q for an empty micro-batch (filler only).
+def local_tokens(num_tokens: int, *, cp: int, row_multiple: int) -> int:
+    """T_local = ceil(S / (cp * q)) * q, and q for an empty micro-batch (padding only).
 
     The only thing a pipeline stage needs to know to size its buffers, so no shape is ever
-    exchanged. Filler is less than cp * q tokens of a micro-batch that has any token.
+    exchanged. Padding is less than cp * q tokens of a micro-batch that has any token.
     """
-    if num_tokens < 0 or cp < 1 or quantum < 1:
-        raise ValueError(f"num_tokens = {num_tokens}, cp = {cp}, quantum = {quantum}")
-    return max(1, -(-num_tokens // (cp * quantum))) * quantum
+    if num_tokens < 0 or cp < 1 or row_multiple < 1:
+        raise ValueError(f"num_tokens = {num_tokens}, cp = {cp}, row_multiple = {row_multiple}")
+    return max(1, -(-num_tokens // (cp * row_multiple))) * row_multiple
 
 
 class Span(NamedTuple):
@@ -160,7 +160,7 @@ class RankSpans:
 
     @property
     def num_tokens(self) -> int:
-        """Document tokens of the rank, filler left out."""
+        """Document tokens of the rank, padding left out."""
         return int((self.stop - self.start).sum())
 
     @property

@@ -75,8 +75,8 @@ class StepPlan:
     """One global training step.
 
     packing: the step's micro-batches. pipelines: shape [dp, N / dp], the micro-batches of each
-    pipeline in execution order. cp: ranks of a micro-batch; quantum: rows of a rank are a multiple
-    of it. predicted: what the step will do.
+    pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
+    rank's rows are a multiple of it. predicted: what the step will do.
     baseline: metrics of Plain-4D on the same stream, where it is asked for: its steps for the
     global batches since our last step (usually one), as one. state: what a checkpoint stores once
     this step has been executed.
@@ -85,7 +85,7 @@ class StepPlan:
     packing: PackingPlan
     pipelines: npt.NDArray[np.int64]
     cp: int
-    quantum: int
+    row_multiple: int
     predicted: StepMetrics
     baseline: StepMetrics | None
     state: PlannerState
@@ -103,11 +103,11 @@ class StepPlan:
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
         """Rows per CP rank of each of a pipeline's micro-batches, in execution order."""
         rows = self.packing.rows[self.pipelines[pipeline]]
-        return tuple(local_tokens(int(n), cp=self.cp, quantum=self.quantum) for n in rows)
+        return tuple(local_tokens(int(n), cp=self.cp, row_multiple=self.row_multiple) for n in rows)
 
     def digest(self) -> int:
         """60 bits that tell two plans apart, equal on every host for equal plans."""
-        return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.quantum)
+        return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
@@ -115,7 +115,7 @@ class StepPlan:
             "packing": self.packing.to_json(),
             "pipelines": self.pipelines.tolist(),
             "cp": self.cp,
-            "quantum": self.quantum,
+            "quantum": self.row_multiple,
             "predicted": self.predicted.to_json(),
             "baseline": _metrics_to_json(self.baseline),
             "state": self.state.to_json(),
@@ -129,7 +129,7 @@ class StepPlan:
                 packing=PackingPlan.from_json(data["packing"]),
                 pipelines=np.array(data["pipelines"], np.int64),
                 cp=data["cp"],
-                quantum=data["quantum"],
+                row_multiple=data["quantum"],
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=_metrics_from_json(data["baseline"]),
                 state=PlannerState.from_json(data["state"]),
@@ -141,7 +141,7 @@ class PipelinePlan:
     """One pipeline's micro-batches in execution order, with their spans.
 
     step, pipeline: which. micro_batches, shardings: one each, in the same order. local_tokens: rows
-    of each micro-batch on every CP rank, filler included.
+    of each micro-batch on every CP rank, padding included.
     """
 
     step: int

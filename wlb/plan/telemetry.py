@@ -104,7 +104,7 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Model FLOPs of executed steps: forward and backward (3 x forward) of their real tokens, which
-    attend to what they attend to; without recomputation, padding or filler. Sums add up.
+    attend to what they attend to; without recomputation or padding. Sums add up.
 
     rank_s: wall time of the steps times ranks. window_flops: the same tokens as if they came in
     full windows, as Megatron-LM counts unless it is told lengths: it overstates what short

@@ -70,8 +70,8 @@ class Planner:
     source: of global batches. packer: the policy. cost: what balance is reckoned in. strategy: of
     sharding, `sharding.strategy`. remainder: where tokens go that no equal chunk holds,
     `sharding.remainder`. dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is
-    sharded over. quantum: rows of a rank are a multiple of it. baseline: a second packer that only
-    predicts, on the same stream, or None.
+    sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a second packer that
+    only predicts, on the same stream, or None.
     """
 
     source: Source
@@ -82,10 +82,10 @@ class Planner:
     remainder: Remainder = Remainder.MERGED
     dp: int = 1
     cp: int = 1
-    quantum: int = 1
+    row_multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "quantum"):
+        for name in ("dp", "cp", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.packer.num_micro_batches % self.dp:
@@ -110,7 +110,7 @@ class Planner:
             remainder=spec.sharding.remainder,
             dp=max(1, spec.parallel.dp),
             cp=spec.parallel.cp,
-            quantum=spec.quantum,
+            row_multiple=spec.row_multiple,
         )
 
     @classmethod
@@ -122,7 +122,7 @@ class Planner:
         num_micro_batches: int,
         cp: int = 1,
         dp: int = 1,
-        quantum: int = 1,
+        row_multiple: int = 1,
         cost: WorkloadModel = LLAMA2_7B,
         strategy: str = "adaptive",
         s_max: int | None = None,
@@ -171,7 +171,7 @@ class Planner:
             strategy=strategy,
             dp=dp,
             cp=cp,
-            quantum=quantum,
+            row_multiple=row_multiple,
         )
 
     def start(self) -> PlannerState:
@@ -201,8 +201,8 @@ class Planner:
             packing=plan,
             pipelines=deal(plan.workload_ns, plan.rows, self.dp),
             cp=self.cp,
-            quantum=self.quantum,
-            predicted=predict(plan, num_filler_tokens=self._filler(plan)),
+            row_multiple=self.row_multiple,
+            predicted=predict(plan, num_padding_tokens=self._padding(plan)),
             baseline=baseline,
             state=replace(
                 state,
@@ -288,8 +288,10 @@ class Planner:
             num_tokens=state.num_tokens,
         )
 
-    def _filler(self, plan: PackingPlan) -> int:
-        rows = (local_tokens(n, cp=self.cp, quantum=self.quantum) for n in plan.rows.tolist())
+    def _padding(self, plan: PackingPlan) -> int:
+        rows = (
+            local_tokens(n, cp=self.cp, row_multiple=self.row_multiple) for n in plan.rows.tolist()
+        )
         return sum(rows) * self.cp - plan.num_tokens
 
 

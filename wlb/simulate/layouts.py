@@ -213,8 +213,8 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         except ValueError as error:
             out.refuse(reason, spec, str(error))
             return True
-    if spec.parallel.cp * spec.quantum > spec.data.context_window:
-        message = f"{spec.parallel.cp} ranks of {spec.quantum} rows exceed the window"
+    if spec.parallel.cp * spec.row_multiple > spec.data.context_window:
+        message = f"{spec.parallel.cp} ranks of {spec.row_multiple} rows exceed the window"
         out.refuse("cp is too large for the window", spec, message)
         return True
     return False

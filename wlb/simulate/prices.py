@@ -1,7 +1,7 @@
 """What every pass of a step takes: each micro-batch on each stage and context-parallel rank.
 
 Attention is the predicted latency of each rank's own spans (`wlb.cost.kernels_ns`), without
-CP's collectives; the rest of a layer is linear in a micro-batch's rows, filler included, plus what
+CP's collectives; the rest of a layer is linear in a micro-batch's rows, padding included, plus what
 a micro-batch costs whatever it holds. The CP group meets in every layer, at the gather of keys and
 values forward and at the reduction of their gradients backward, so a pass takes its slowest rank's
 attention; TP ranks do equal work. Embedding belongs to the first stage, head and loss (both passes
@@ -64,7 +64,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPrices:
-    """Of a number of steps; tokens are rows of all CP ranks, filler included.
+    """Of a number of steps; tokens are rows of all CP ranks, padding included.
 
     tokens: [steps, dp, n]. attention_*_ns: of one layer, each CP rank, [steps, dp, n, cp]. linear:
     the rest of one layer's passes, by kind (all but attention's kernels); ends: what the first and

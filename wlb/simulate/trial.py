@@ -253,7 +253,7 @@ def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: Sample) -> StepP
         int((table.at(lengths.astype(np.float64)) * counts).sum()) // num + int(call[0])
         for table, call in zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
     ]
-    rows = local_tokens(tokens, cp=cp, quantum=spec.quantum) * cp
+    rows = local_tokens(tokens, cp=cp, row_multiple=spec.row_multiple) * cp
     shape = (1, 1, n, 1)
     return prices_of(
         spec,

@@ -73,8 +73,8 @@ def _check_least(spec: RunSpec) -> None:
         "run.seed": (spec.run.seed, 0),
         "run.memory_gib": (spec.run.memory_gib, 0),
         "data.context_window": (spec.data.context_window, 2),
-        "data.token_quantum": (spec.data.token_quantum, 1),
-        "data.num_micro_batches": (spec.data.num_micro_batches, 0),
+        "data.row_multiple": (spec.data.row_multiple, 1),
+        "data.num_windows": (spec.data.num_windows, 0),
         "data.epochs": (spec.data.epochs, 0),
         "data.prefetch": (spec.data.prefetch, 0),
         "packing.num_micro_batches": (spec.packing.num_micro_batches, 0),
@@ -301,7 +301,7 @@ def _check_pipeline(spec: RunSpec) -> None:
             f"interleaved_zero_bubble has weights' passes that could wait; leave it 1"
         )
     _check_stage_layers(spec)
-    _check_schedulable(spec, spec.num_windows, "data.num_micro_batches")
+    _check_schedulable(spec, spec.num_windows, "data.num_windows")
     _check_schedulable(spec, spec.num_micro_batches, "packing.num_micro_batches")
 
 

@@ -7,11 +7,15 @@ wrong types with the value and the nearest known key.
 
 import difflib
 import types
+import warnings
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
+"""Keys that had another name, which still works with a warning."""
 
 
 def key(default: Any, doc: str, *, unit: str = "") -> Any:
@@ -59,6 +63,12 @@ def apply(spec: T, values: dict[str, Any], *, source: str, prefix: str = "") -> 
     changes: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{prefix}{name}"
+        if dotted in RENAMED:
+            new = RENAMED[dotted]
+            warnings.warn(f"{source}: {dotted} is now {new}", FutureWarning, stacklevel=2)
+            dotted, name = new, new.removeprefix(prefix)
+            if name in values:
+                raise ValueError(f"{source}: {new} is given twice, also by its old name; remove it")
         if name not in hints:
             raise ValueError(f"{source}: unknown key {dotted!r}{_nearest(name, hints, prefix)}")
         kind = hints[name]

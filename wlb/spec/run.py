@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wlb.plan import quantum
+from wlb.plan import row_multiple
 from wlb.spec.keys import key, to_dict
 from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
 from wlb.spec.packing import PackingSection
@@ -278,7 +278,7 @@ class DataSection:
     context_window: int = key(
         4096, "C: longest piece; a global batch is N x C tokens", unit="tokens"
     )
-    num_micro_batches: int = key(
+    num_windows: int = key(
         0,
         "N: context windows of a global batch, and micro-batches of a step over all pipelines "
         "unless packing.num_micro_batches says another number; 0 = pp * dp",
@@ -290,9 +290,7 @@ class DataSection:
     epochs: int = key(
         0, "passes over the store, of a blend over the store read least; 0 = until training.steps"
     )
-    token_quantum: int = key(
-        1, "rows of a rank are a multiple of this (128 on GPUs)", unit="tokens"
-    )
+    row_multiple: int = key(1, "rows of a rank are a multiple of this (128 on GPUs)", unit="tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +428,7 @@ class RunSpec:
     @property
     def num_windows(self) -> int:
         """N: context windows of a global batch (Section 7.1: PP x DP by default)."""
-        return self.data.num_micro_batches or self.parallel.pp * max(1, self.parallel.dp)
+        return self.data.num_windows or self.parallel.pp * max(1, self.parallel.dp)
 
     @property
     def num_micro_batches(self) -> int:
@@ -489,9 +487,9 @@ class RunSpec:
         return range(before, before + self.stage_layers[stage])
 
     @property
-    def quantum(self) -> int:
+    def row_multiple(self) -> int:
         """Rows of a rank are a multiple of it."""
-        return quantum(self.parallel.tp, self.data.token_quantum)
+        return row_multiple(self.parallel.tp, self.data.row_multiple)
 
     def to_dict(self) -> dict[str, Any]:
         """Sections and keys as in TOML."""

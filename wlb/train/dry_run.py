@@ -47,7 +47,7 @@ def show(spec: RunSpec, console: Console) -> None:
         console.print(_plan(plan, planner.shard(plan, pipeline)))
     p = plan.predicted
     console.print(
-        f"step 0: {p.num_tokens:,} tokens, {p.num_filler_tokens} filler, imbalance "
+        f"step 0: {p.num_tokens:,} tokens, {p.num_padding_tokens} padding, imbalance "
         f"{p.imbalance:.3f}"
         + ("" if plan.baseline is None else f" (Plain-4D {plan.baseline.imbalance:.3f})")
         + f", {p.num_held_tokens:,} tokens held back"

@@ -94,7 +94,7 @@ class Case:
             "packing.examples": BS,
             "packing.bin_windows": BS,
             "packing.window_batches": 100_000,  # offline: the whole epoch at once
-            "data.num_micro_batches": self.gas * (BS if self.is_fixed else 1),
+            "data.num_windows": self.gas * (BS if self.is_fixed else 1),
             "training.learning_rate": self.learning_rate,
             "training.min_learning_rate": self.learning_rate / 10,
             "run.seed": self.seed,
@@ -166,7 +166,7 @@ class SizeCase:
         return {
             "packing.method": self.method,
             "packing.examples": self.bs,
-            "data.num_micro_batches": 1,
+            "data.num_windows": 1,
             "training.steps": max(1, SIZE_EXAMPLES // self.bs),
             "training.learning_rate": 1e-3,
             "training.min_learning_rate": 1e-3,
@@ -218,7 +218,7 @@ class Study:
         )
         keys: dict[str, Any] = {
             "packing.method": "fixed_length_posid",
-            "data.num_micro_batches": BASE_BATCHES,
+            "data.num_windows": BASE_BATCHES,
             "data.store": prefix,
             "data.heldout_store": self.heldout,
             "training.steps": BASE_STEPS,

@@ -1,4 +1,4 @@
-"""Flat batches, literally: tokens, labels, filler, packed rows, a plan's micro-batch, bad input."""
+"""Flat batches, literally: tokens, labels, padding, packed rows, micro-batches, bad input."""
 
 import re
 from dataclasses import replace
@@ -46,7 +46,7 @@ def same(a: FlatBatch, b: FlatBatch) -> bool:
     arrays = ("input_ids", "labels", "position_ids", "cu_seqlens", "seq_idx")
     return (
         all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
-        and (a.max_seqlen, a.num_filler) == (b.max_seqlen, b.num_filler)
+        and (a.max_seqlen, a.num_padding) == (b.max_seqlen, b.num_padding)
         and a.input_ids.dtype == b.input_ids.dtype
     )
 
@@ -58,7 +58,7 @@ def test_two_documents() -> None:
     assert made.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert made.cu_seqlens.tolist() == [0, 3, 5]
     assert made.seq_idx.tolist() == [0, 0, 0, 1, 1]
-    assert (made.max_seqlen, made.num_documents, made.num_tokens, made.num_filler) == (3, 2, 5, 0)
+    assert (made.max_seqlen, made.num_documents, made.num_tokens, made.num_padding) == (3, 2, 5, 0)
     assert made.num_targets == 3
     assert made.next_labels is None
     assert [made.cu_seqlens.dtype, made.seq_idx.dtype] == [np.int32, np.int32]
@@ -107,10 +107,10 @@ def test_filler_is_one_segment_and_no_document() -> None:
     assert made.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert made.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert made.seq_idx.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
-    assert (made.num_documents, made.num_tokens, made.num_filler) == (2, 5, 3)
+    assert (made.num_documents, made.num_tokens, made.num_padding) == (2, 5, 3)
     assert made.lengths.tolist() == [3, 2]
     assert made.num_targets == 3
-    assert flatten([[5] * 8], options=options).num_filler == 0
+    assert flatten([[5] * 8], options=options).num_padding == 0
 
 
 def test_filler_may_be_the_longest_segment() -> None:

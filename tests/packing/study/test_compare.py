@@ -16,7 +16,7 @@ COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
 
 def spec(**packing: object) -> RunSpec:
     base = RunSpec()
-    data = replace(base.data, context_window=C, num_micro_batches=4)
+    data = replace(base.data, context_window=C, num_windows=4)
     return check(replace(base, data=data, packing=PackingSection(**packing)))
 
 

@@ -13,7 +13,7 @@ from wlb.spec import PackingSection, Policy, RunSpec, load
 
 C = 2048
 COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
-SPEC = replace(RunSpec(), data=replace(RunSpec().data, context_window=C, num_micro_batches=4))
+SPEC = replace(RunSpec(), data=replace(RunSpec().data, context_window=C, num_windows=4))
 GRID = Grid(thresholds=(0.2, 0.63), s_max=(1.1, 2.0), step_tokens=(0.0, 1.5), prices=(1.0,))
 
 
@@ -88,7 +88,7 @@ def test_no_point_dominates_one_of_the_front(tuning: Tuning) -> None:
 
 def test_overrides_reproduce_the_point(tuning: Tuning) -> None:
     point = tuning.recommended
-    window = [f"data.context_window={C}", "data.num_micro_batches=4"]
+    window = [f"data.context_window={C}", "data.num_windows=4"]
     run = load("demo_single", [*window, *point.overrides])
     again = measure(packer_for(run, COST), batches(), cost=COST).summary
     assert again.imbalance == pytest.approx(point.summary.imbalance, rel=1e-3)

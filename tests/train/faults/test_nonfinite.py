@@ -116,7 +116,7 @@ def test_rollback_of_a_passing_fault_changes_nothing(
     run, _ = train(spec_of(tmp_path, corpus, "rollback"))
     once, again = ended
     # What the summary says is of the steps that count.
-    for name in ("ours", "plain", "losses", "heldout", "token_delays", "filler", "held"):
+    for name in ("ours", "plain", "losses", "heldout", "token_delays", "padding", "held"):
         assert getattr(again, name) == getattr(once, name), name
     assert (again.refused, len(again.saves.stall_s)) == ({"rollback": 1}, 3)
     assert computed == [0, 1, 2, 3, 2, 3, 4, 5]

@@ -256,6 +256,6 @@ def test_every_chunk_of_a_step_is_timed_once(case: Case) -> None:
             assert at == ({stage} & set(stages))
         timed = {cell for cell, p in times.parts_ns if p == Part.ATTENTION}
         assert {cell.kind for cell in timed} == {Pass.FORWARD, Pass.BACKWARD}
-        # One of the four micro-batches is empty: filler has a kernel call too.
+        # One of the four micro-batches is empty: padding has a kernel call too.
         assert len(timed) == 2 * len(stages) * 4
         assert 0 < times.compute_ns <= times.wall_ns

@@ -39,7 +39,7 @@ MODEL = ModelSpec(
 def spec_of_ranks(**parallel: int) -> RunSpec:
     """The planner tests' run: 4 micro-batches of 2 pipelines, 2 CP ranks."""
     spec = RunSpec(model=MODEL, parallel=ParallelSpec(**parallel))
-    return check(replace(spec, data=replace(spec.data, context_window=64, num_micro_batches=4)))
+    return check(replace(spec, data=replace(spec.data, context_window=64, num_windows=4)))
 
 
 def first_step(pipeline: int) -> PipelinePlan:

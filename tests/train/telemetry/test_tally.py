@@ -11,18 +11,18 @@ from wlb.train.telemetry.tally import Share, Tally
 
 
 def test_filler_is_on_top_of_the_tokens() -> None:
-    assert Tally(filler=50, ours=Share(tokens=200)).filler_share == 0.25
-    assert Tally().filler_share == 0.0
+    assert Tally(padding=50, ours=Share(tokens=200)).padding_share == 0.25
+    assert Tally().padding_share == 0.0
 
 
 def test_steps_that_were_undone_leave_the_tally_and_what_happened_stays() -> None:
-    saved = Tally(losses=[3.0], filler=1)
+    saved = Tally(losses=[3.0], padding=1)
     saved.saves.add(1, 0.5, "")
-    now = Tally(losses=[3.0, 2.0], filler=3)
+    now = Tally(losses=[3.0, 2.0], padding=3)
     now.saves.add(2, 0.1, "full")
     now.refused["rollback"] += 1
     back = now.of_steps(saved)
-    assert (back.losses, back.filler) == ([3.0], 1)
+    assert (back.losses, back.padding) == ([3.0], 1)
     assert (back.saves.failed, back.refused) == ({2}, {"rollback": 1})
     back.losses.append(1.0)
     assert saved.losses == [3.0]  # it may be gone back to again

@@ -3,7 +3,7 @@
 `PaddingFreeCollator` is Section 3.4 of "Enhancing Training Efficiency Using Packing with Flash
 Attention", with the keys, types and dtypes of transformers' DataCollatorWithFlattening, whose place
 it takes. It differs where that one goes wrong: rows that are packed already keep their documents
-(`seq_lengths`, as TRL's packing writes them, or restarting `position_ids`), filler is one segment,
+(`seq_lengths`, as TRL's packing writes them, or restarting `position_ids`), padding is one segment,
 padding inside an example is refused. `PaddedCollator` is its counterpart with a row a document.
 
 Both take a list of mappings with `input_ids` (list, NumPy array or CPU tensor of one axis) and, in

@@ -13,7 +13,7 @@ Boundaries have one source: the lengths of documents where they are given, else 
 row that says it is packed by them, else each example is one document. Tokens (EOS) are never read.
 Given lengths and position ids have to agree.
 
-Filler (`pad_to_multiple_of`) comes last and is one segment of its own in cu_seqlens, because
+Padding (`pad_to_multiple_of`) comes last and is one segment of its own in cu_seqlens, because
 kernels for variable lengths leave rows behind cu_seqlens[-1] unwritten. It counts neither as
 document nor target: `lengths` and `num_documents` leave it out, its labels are IGNORE.
 
@@ -49,7 +49,7 @@ TokenArray = npt.NDArray[np.integer[Any]]
 class FlatOptions:
     """How a flat batch is laid out.
 
-    pad_to_multiple_of: filler of `pad_token_id` up to this multiple of tokens; None for no filler.
+    pad_to_multiple_of: pad with `pad_token_id` to a multiple of so many tokens; None: no padding.
     separator_id: label of the first token of each document, IGNORE unless the loss ignores another
     value. position_ids_start: position of a document's first token; models like RoBERTa begin at
     padding_idx + 1. next_labels: make `FlatBatch.next_labels` too. dtype: int64 or int32, of
@@ -71,8 +71,8 @@ class FlatOptions:
         if np.dtype(self.dtype) not in (np.dtype(np.int64), np.dtype(np.int32)):
             raise ValueError(f"dtype = {self.dtype} must be numpy.int64 or numpy.int32")
 
-    def filler(self, num_tokens: int) -> int:
-        """Filler tokens behind `num_tokens`; an empty batch gets a whole multiple."""
+    def padding(self, num_tokens: int) -> int:
+        """Padding tokens behind `num_tokens`; an empty batch gets a whole multiple."""
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
 
@@ -85,11 +85,11 @@ DEFAULT_OPTIONS = FlatOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatBatch:
-    """Documents one after the other, then filler; T tokens with it.
+    """Documents one after the other, then padding; T tokens with it.
 
     input_ids, labels, position_ids: shape [T]. cu_seqlens: int32 offsets of the segments, the
-    documents and then the filler if there is any; shape [num_segments + 1], from 0 to T.
-    max_seqlen: tokens of the longest segment. num_filler: tokens of the filler, fewer than the
+    documents and then the padding if there is any; shape [num_segments + 1], from 0 to T.
+    max_seqlen: tokens of the longest segment. num_padding: tokens of the padding, fewer than the
     multiple it fills up to. next_labels: shape [T], the label of the token that follows in the
     document, behind its last one the separator; None unless asked for. num_cut_targets: labels that
     next_labels alone have, of documents that end before they do.
@@ -100,22 +100,22 @@ class FlatBatch:
     position_ids: TokenArray
     cu_seqlens: Int32Array
     max_seqlen: int
-    num_filler: int = 0
+    num_padding: int = 0
     next_labels: TokenArray | None = None
     num_cut_targets: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of documents."""
-        return self.input_ids.size - self.num_filler
+        return self.input_ids.size - self.num_padding
 
     @property
     def num_documents(self) -> int:
-        return self.cu_seqlens.size - 1 - (self.num_filler > 0)
+        return self.cu_seqlens.size - 1 - (self.num_padding > 0)
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, shape [num_documents]; no filler."""
+        """Tokens of each document, shape [num_documents]; no padding."""
         return np.diff(self.cu_seqlens)[: self.num_documents].astype(np.int64)
 
     @property
@@ -127,7 +127,7 @@ class FlatBatch:
 
     @property
     def seq_idx(self) -> Int32Array:
-        """Number of each token's segment, shape [T]; filler has a number of its own."""
+        """Number of each token's segment, shape [T]; padding has a number of its own."""
         return np.repeat(
             np.arange(self.cu_seqlens.size - 1, dtype=np.int32), np.diff(self.cu_seqlens)
         )
@@ -155,10 +155,10 @@ def flatten(
         raise ValueError(f"example {int(sizes.argmin())} holds no token; leave empty examples out")
     num_tokens = int(sizes.sum())
     documents = _documents(sizes, lengths, position_ids, start=options.position_ids_start)
-    filler = options.filler(num_tokens)
-    tokens = _join("tokens", ids, num_tokens + filler, options)
-    given = _labels(labels, sizes, filler=filler, options=options)
-    return _assemble(tokens, documents, given, filler=filler, options=options)
+    padding = options.padding(num_tokens)
+    tokens = _join("tokens", ids, num_tokens + padding, options)
+    given = _labels(labels, sizes, padding=padding, options=options)
+    return _assemble(tokens, documents, given, padding=padding, options=options)
 
 
 def flatten_buffer(
@@ -176,13 +176,13 @@ def flatten_buffer(
     if not documents.size:
         raise ValueError("a batch needs at least one document, got none")
     _check_row("the buffer", documents, len(tokens))
-    filler = options.filler(len(tokens))
+    padding = options.padding(len(tokens))
     sizes = _sizes([tokens])
     ids = _checked("tokens", [tokens], options)
-    out = _join("tokens", ids, len(tokens) + filler, options)
+    out = _join("tokens", ids, len(tokens) + padding, options)
     rows = None if labels is None else [labels]
-    given = _labels(rows, sizes, filler=filler, options=options)
-    return _assemble(out, documents, given, filler=filler, options=options)
+    given = _labels(rows, sizes, padding=padding, options=options)
+    return _assemble(out, documents, given, padding=padding, options=options)
 
 
 def flatten_micro_batch(
@@ -192,7 +192,7 @@ def flatten_micro_batch(
 
     A piece that ends before its document does has the document's next token as its last target.
     Only `next_labels` can say so: ask for them, or a document loses a target where it is cut. A
-    micro-batch without pieces becomes filler. A `LabelReader` says which tokens are trained.
+    micro-batch without pieces becomes padding. A `LabelReader` says which tokens are trained.
     """
     if micro_batch.layout != Layout.SEPARATE:
         raise ValueError(
@@ -207,14 +207,14 @@ def flatten_micro_batch(
     documents = document_lengths(micro_batch.lengths)
     _check_sizes("tokens that were read", _sizes(read), documents)
     num_tokens = int(documents.sum())
-    filler = options.filler(num_tokens)
-    tokens = _join("tokens", read, num_tokens + filler, options)
+    padding = options.padding(num_tokens)
+    tokens = _join("tokens", read, num_tokens + padding, options)
     label = reader.labels if isinstance(reader, LabelReader) else reader.read
     given = None
     if isinstance(reader, LabelReader):
         labels = _checked("labels", [label(*row) for row in rows], options)
-        given = _join("labels", labels, num_tokens + filler, options)
-    out = _assemble(tokens, documents, given, filler=filler, options=options)
+        given = _join("labels", labels, num_tokens + padding, options)
+    out = _assemble(tokens, documents, given, padding=padding, options=options)
     if out.next_labels is None:
         return out
     num_cut = 0
@@ -230,17 +230,17 @@ def _assemble(
     lengths: IntArray,
     labels: TokenArray | None,
     *,
-    filler: int,
+    padding: int,
     options: FlatOptions,
 ) -> FlatBatch:
-    """tokens, labels: shape [T], documents of `lengths` and then room for the filler."""
-    segments = np.append(lengths, filler) if filler else lengths
+    """tokens, labels: shape [T], documents of `lengths` and then room for the padding."""
+    segments = np.append(lengths, padding) if padding else lengths
     cu_seqlens = offsets_of_documents(segments)
     out = tokens.copy() if labels is None else labels
     out[cu_seqlens[: lengths.size]] = options.separator_id
-    first_filler = tokens.size - filler
-    tokens[first_filler:] = options.pad_token_id
-    out[first_filler:] = IGNORE
+    first_padding = tokens.size - padding
+    tokens[first_padding:] = options.pad_token_id
+    out[first_padding:] = IGNORE
     return FlatBatch(
         input_ids=tokens,
         labels=out,
@@ -249,7 +249,7 @@ def _assemble(
         ),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(segments.max()),
-        num_filler=filler,
+        num_padding=padding,
         next_labels=np.append(out[1:], out.dtype.type(IGNORE)) if options.next_labels else None,
     )
 
@@ -289,14 +289,14 @@ def _documents(
 
 
 def _labels(
-    labels: Sequence[IntLike] | None, sizes: IntArray, *, filler: int, options: FlatOptions
+    labels: Sequence[IntLike] | None, sizes: IntArray, *, padding: int, options: FlatOptions
 ) -> TokenArray | None:
     """All labels in a new array, checked against the tokens' sizes; None for None."""
     if labels is None:
         return None
     values = _checked("labels", labels, options)
     _check_sizes("labels", _sizes(values), sizes)
-    return _join("labels", values, int(sizes.sum()) + filler, options)
+    return _join("labels", values, int(sizes.sum()) + padding, options)
 
 
 def _sizes(values: Sequence[IntLike]) -> IntArray:
@@ -351,7 +351,7 @@ def _short(lengths: IntArray) -> str:
 
 
 def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOptions) -> TokenArray:
-    """A new array of `num_rows`: all checked values, and room for the filler behind them."""
+    """A new array of `num_rows`: all checked values, and room for the padding behind them."""
     out = np.empty(num_rows, options.dtype)
     if not values or isinstance(values[0], list | tuple):
         try:

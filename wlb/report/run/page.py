@@ -104,7 +104,7 @@ def _loss(records: RunRecords) -> Section:
 
 def _rate(records: RunRecords, totals: Totals) -> Section:
     text = (
-        f"Real tokens, filler apart ({totals.filler_share:.2%} on top). The line is tokens over "
+        f"Real tokens, padding apart ({totals.padding_share:.2%} on top). The line is tokens over "
         f"time of a twentieth of the run."
     )
     return Section(

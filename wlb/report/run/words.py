@@ -14,7 +14,7 @@ class Totals:
     """Sums over the steps of a run; slowest_ns and the like: (slowest, mean) micro-batch."""
 
     tokens: int = 0
-    filler: int = 0
+    padding: int = 0
     time_s: float = 0.0
     delays: float = 0.0
     max_delay: int = 0
@@ -43,7 +43,7 @@ class Totals:
 
     def _add(self, measured: StepMetrics) -> None:
         self.tokens += measured.num_tokens
-        self.filler += measured.num_filler_tokens
+        self.padding += measured.num_padding_tokens
         self.time_s += measured.step_time_s or 0.0
         self.delays += measured.mean_delay * measured.num_tokens
         self.max_delay = max(self.max_delay, measured.max_delay)
@@ -51,8 +51,8 @@ class Totals:
             self.losses.append(measured.loss)
 
     @property
-    def filler_share(self) -> float:
-        return self.filler / max(1, self.tokens)
+    def padding_share(self) -> float:
+        return self.padding / max(1, self.tokens)
 
     @property
     def mean_delay(self) -> float:

@@ -20,7 +20,7 @@ Cell = Callable[[RunSimulation, RunSimulation], str]
 COLUMNS: tuple[tuple[str, Cell, str], ...] = (
     ("time (s)", lambda run, _: f"{run.time_s:.2f}", "of all steps, flush included"),
     ("steps", lambda run, _: str(run.step_time_s.size), "that the global batches made"),
-    ("tokens/s", lambda run, _: f"{run.tokens_per_s:,.0f}", "real tokens, without filler"),
+    ("tokens/s", lambda run, _: f"{run.tokens_per_s:,.0f}", "real tokens, without padding"),
     (
         "gain",
         lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",

@@ -147,7 +147,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
     rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
     table.add_row(
         "tokens",
-        f"{tokens:,} trained at {rate:,.0f} tokens/s; filler {tally.filler_share:.2%} "
+        f"{tokens:,} trained at {rate:,.0f} tokens/s; padding {tally.padding_share:.2%} "
         f"on top; {tally.held:,} still held back",
     )
     if tally.telemetry.steps:

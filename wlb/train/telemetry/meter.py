@@ -3,7 +3,7 @@
 A cell is a micro-batch on a stage on a rank. Measured times are the clock's (`telemetry.clock`),
 predictions those of the profile that plans are priced with, for the rank's own spans. On CPU the
 predictions leave collectives out, as thread CPU time does. Cells without a token of a document are
-left out, filler having no price, and so are, under FSDP, the first micro-batch's forward and the
+left out, padding having no price, and so are, under FSDP, the first micro-batch's forward and the
 last one's backward, which hold the gathering of parameters and the reduction of gradients. What
 backward computes again (`training.recompute`) is part of backward, measured as predicted.
 

@@ -133,7 +133,7 @@ class Tally:
     shardings: dict[str, int] = field(default_factory=dict[str, int])
     token_delays: float = 0.0
     max_delay: int = 0
-    filler: int = 0
+    padding: int = 0
     held: int = 0
     train_time_s: float = 0.0
     telemetry: Measured = field(default_factory=Measured)
@@ -154,7 +154,7 @@ class Tally:
             self.shardings[name] = self.shardings.get(name, 0) + count
         self.token_delays += measured.mean_delay * measured.num_tokens
         self.max_delay = max(self.max_delay, measured.max_delay)
-        self.filler += measured.num_filler_tokens
+        self.padding += measured.num_padding_tokens
         self.held = measured.num_held_tokens
         self.train_time_s += measured.step_time_s or 0.0
 
@@ -171,9 +171,9 @@ class Tally:
         return self.plain.weighted_imbalance / self.ours.weighted_imbalance
 
     @property
-    def filler_share(self) -> float:
+    def padding_share(self) -> float:
         """On top of the documents' tokens."""
-        return self.filler / max(1, self.ours.tokens)
+        return self.padding / max(1, self.ours.tokens)
 
     def of_steps(self, until: "Tally") -> "Tally":
         """This tally with the steps of `until`, an earlier one: what came later was undone. What
