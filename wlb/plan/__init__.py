@@ -12,6 +12,7 @@ from wlb.plan.arrays import (
     offsets_of,
 )
 from wlb.plan.documents import IGNORE, Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
+from wlb.plan.errors import UserError
 from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
 from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
 from wlb.plan.ranks import (
@@ -57,6 +58,7 @@ __all__ = [
     "Straggler",
     "Telemetry",
     "TimedPass",
+    "UserError",
     "Work",
     "check_at_least",
     "check_minimum",

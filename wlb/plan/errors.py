@@ -1,0 +1,9 @@
+"""Errors that are the user's to mend."""
+
+
+class UserError(ValueError):
+    """Input that cannot work: a key, a file, an argument, a layout or a device.
+
+    The message has the value and the remedy, and commands print it without a traceback. Any other
+    ValueError is a defect of wlb and keeps its traceback.
+    """
