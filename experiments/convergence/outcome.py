@@ -16,7 +16,7 @@ from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import IntArray
 from wlb.report.run.records import RunRecords
 from wlb.spec import RunSpec
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.checkpoint import saver
 from wlb.train.evaluate import Evaluator
 from wlb.train.telemetry.ledger import lineage
@@ -112,7 +112,7 @@ def class_losses(
     run: RunRecords, stores: Sequence[str | None], checkpoints: Path
 ) -> tuple[float | None, ...]:
     """Held-out loss of the newest checkpoint on each store; one rank of its own, one thread."""
-    newest = checkpoint.complete(checkpoints)[-1]
+    newest = checkpoint.list_complete(checkpoints)[-1]
     return run_local(_evaluate, 1, run.spec, str(newest), tuple(stores), start_group=True)[0]
 
 

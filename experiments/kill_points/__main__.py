@@ -24,7 +24,7 @@ from experiments.results import How, Table, show, write_results
 from wlb.data import TokenStoreWriter
 from wlb.planner import open_planner
 from wlb.spec import RunSpec, apply, check, to_toml
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.telemetry.ledger import Count, count
 
 LAYOUTS = {
@@ -160,13 +160,13 @@ def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> 
             raise RuntimeError(f"{name} ended after {done} of {kills} kills; give it more data")
         done += 1
         in_save += any(checkpoints.glob("partial-*"))
-        resumed += bool(checkpoint.complete(checkpoints))
+        resumed += bool(checkpoint.list_complete(checkpoints))
     process = start(spec, folder)
     if process.wait():
         raise RuntimeError(f"{name} did not end well; its log in {folder} says why")
     run = Path(spec.run.output_dir) / name
     filled = replace(spec, model=replace(spec.model, vocab_size=320))
-    state = checkpoint.planner_state(checkpoint.complete(checkpoints)[-1])
+    state = checkpoint.planner_state(checkpoint.list_complete(checkpoints)[-1])
     counted = count(run, open_planner(filled, store, "cpu"), state)
     other = Path(spec.run.output_dir) / straight.run.name
     return Outcome(

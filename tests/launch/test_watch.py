@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from wlb.launch.failure import Report, Seen, compose
+from wlb.launch.failure import FailureReport, RankStatus, compose_report
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
 from wlb.launch.watch import Watch, WatchOptions
@@ -11,7 +11,7 @@ from wlb.parallel.mesh import World
 
 def long_failure(world: World, logs: Path) -> str:
     """What is reported of an error of 70,000 characters; asyncio reads lines of 65,536."""
-    reports: list[Report | None] = []
+    reports: list[FailureReport | None] = []
     options = WatchOptions(silence_s=4.0, stuck_s=60.0, logs=logs, place="here")
     watch = Watch(world, Position(), options, reports.append)
     watch.raised(RuntimeError("the compiler said " + "x" * 70_000))
@@ -35,9 +35,9 @@ def test_who_waits_for_a_posted_collective_is_not_the_cause() -> None:
     """As on CUDA: three ranks wait where they read a sum, one is stuck in a read."""
     doing = ["a sum", "a read", "a sum", "a sum"]
     seen = [
-        Seen(rank=rank, place=f"node {rank}", stack=STACKS[what].splitlines())
+        RankStatus(rank=rank, place=f"node {rank}", stack=STACKS[what].splitlines())
         for rank, what in enumerate(doing)
     ]
-    report = compose(seen, 4, silence_s=4.0, stuck_s=60.0)
+    report = compose_report(seen, 4, silence_s=4.0, stuck_s=60.0)
     assert report.rank == 1
     assert "takes no part in what the others have waited for" in report.text

@@ -59,7 +59,7 @@ def test_a_checkpoint_whose_shards_rank_0_does_not_see_is_an_error(
         return {**found(self, partial), "shard-00002.safetensors": {"bytes": 9, "sha256": "0"}}
 
     monkeypatch.setattr(CheckpointSaver, "_all_files", and_of_rank_1)
-    monkeypatch.setattr("wlb.train.checkpoint.files.SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr("wlb.train.checkpoint.SEEN_WITHIN_S", 0.2)
     spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"steps": 1})
     with pytest.raises(CheckpointError, match=r"shard-00002\.safetensors is missing; set run\.out"):
         train(spec)

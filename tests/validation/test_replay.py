@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import (
 
 from wlb.simulate import Kind
 from wlb.spec import Schedule
-from wlb.validation.replay import MIN_WAIT_S, Replayed, Span, StepWaits, replay
+from wlb.validation.replay import MIN_WAIT_S, Replayed, StepWaits, TimedWait, replay
 
 ROWS = [5, 17, 3, 40, 8, 11]
 
@@ -29,7 +29,7 @@ def waits(
     return StepWaits(forward=arrays[0], backward=arrays[1], weight=arrays[2], rows=rows)
 
 
-def texts(spans: list[Span]) -> str:
+def texts(spans: list[TimedWait]) -> str:
     return " ".join(f"{s.stage}{s.kind}{s.micro_batch}" for s in spans)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.case import SPEC, hub_tensors, write_hub
-from wlb.train.checkpoint.files import write_manifest
+from wlb.train.checkpoint.folder import write_manifest
 from wlb.weights import export, hub_export, import_folder
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from tests.weights.case import SPEC, hub_tensors, model_of, write_hub
 from wlb.data import TokenStoreWriter
 from wlb.spec import Dtype, load
-from wlb.train.checkpoint.files import write_manifest
+from wlb.train.checkpoint.folder import write_manifest
 from wlb.weights import export, import_folder
 from wlb.weights.config import read_config
 from wlb.weights.hub_export import shards_of

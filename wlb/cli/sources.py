@@ -30,14 +30,14 @@ MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stored(LengthSource):
+class StoredSource(LengthSource):
     """Documents of a store. masks_labels: whether it says which tokens are trained."""
 
     masks_labels: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blend(Stored):
+class BlendedSource(StoredSource):
     """Stores mixed by weights of tokens; lengths: of all their documents."""
 
     stores: BlendedStore
@@ -130,14 +130,16 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     store = open_store(_store_of(options, spec))
     if isinstance(store, BlendedStore):
         name = " + ".join(Path(entry).name for entry in spec.data.blend)
-        return Blend(name=name, lengths=store.lengths, masks_labels=store.has_targets, stores=store)
+        return BlendedSource(
+            name=name, lengths=store.lengths, masks_labels=store.has_targets, stores=store
+        )
     name = Path(store.prefix).name
-    return Stored(name=name, lengths=store.lengths, masks_labels=store.has_targets)
+    return StoredSource(name=name, lengths=store.lengths, masks_labels=store.has_targets)
 
 
 def masks_labels(source: LengthSource) -> bool:
     """Whether the documents are of a store that says which tokens are trained."""
-    return isinstance(source, Stored) and source.masks_labels
+    return isinstance(source, StoredSource) and source.masks_labels
 
 
 def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
@@ -168,7 +170,7 @@ def batches_of(
         "seed": spec.run.seed,
         "epochs": spec.data.epochs,
     }
-    if not isinstance(source, Blend):
+    if not isinstance(source, BlendedSource):
         stream = GlobalBatches(source, shuffle=not options.in_order, **data)
     elif options.in_order:
         raise ValueError(f"--in-order: {source.name} are mixed, and have no order of their own")
@@ -181,7 +183,7 @@ def batches_of(
 
 def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
     """Name, share of a step's tokens and tokens of each store."""
-    if not isinstance(source, Blend):
+    if not isinstance(source, BlendedSource):
         return [(source.name, 1.0, source.num_tokens)]
     stores, weights = source.stores.stores, source.stores.weights
     return [
@@ -201,7 +203,7 @@ def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str,
 
 def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntArray:
     """Of the source's documents; of a blend those that came, so that its weights count."""
-    if not isinstance(source, Blend):
+    if not isinstance(source, BlendedSource):
         return source.lengths
     return np.concatenate([batch.documents.length for batch in batches])
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from wlb.launch.position import words
+from wlb.launch.position import describe
 
 _OUT_OF_TIME = ("timed out", "timeout", "Timed out", "Timeout")
 _MOST_OTHERS = 16
@@ -21,7 +21,7 @@ _INNERMOST = 8
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class RankStatus:
     """What is known of a rank. at: `Position.to_json`. order: as which rank it failed, from 1.
     lines: the end of its traceback or log. is_gone: it left as it should. is_told: it knows of the
     end."""
@@ -45,11 +45,11 @@ class Seen:
 
     @property
     def where(self) -> str:
-        return words(self.at) if self.at else "before it said anything"
+        return describe(self.at) if self.at else "before it said anything"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class FailureReport:
     """rank: the one that the run ended for. error: in a line. text: everything."""
 
     rank: int
@@ -57,7 +57,9 @@ class Report:
     text: str
 
 
-def compose(ranks: list[Seen], world_size: int, *, silence_s: float, stuck_s: float) -> Report:
+def compose_report(
+    ranks: list[RankStatus], world_size: int, *, silence_s: float, stuck_s: float
+) -> FailureReport:
     """Names the ranks that others failed for, if there are any, before those that complained."""
     first, what = _cause(ranks, silence_s, stuck_s)
     cause = first[0]
@@ -77,19 +79,21 @@ def compose(ranks: list[Seen], world_size: int, *, silence_s: float, stuck_s: fl
     missing = sorted(set(range(world_size)) - {seen.rank for seen in ranks})
     if missing:
         lines.append(f"never heard of: rank {', '.join(map(str, missing))}")
-    return Report(rank=cause.rank, error=cause.failure or what, text="\n".join(lines))
+    return FailureReport(rank=cause.rank, error=cause.failure or what, text="\n".join(lines))
 
 
 def rank_zero_gone(
-    world_size: int, *, silence_s: float, reporter: Seen, lines: list[str]
-) -> Report:
+    world_size: int, *, silence_s: float, reporter: RankStatus, lines: list[str]
+) -> FailureReport:
     """What is left to say when rank 0, which knows of all, is gone. silence_s: 0 if it died."""
     what = f"gave no sign of life for {silence_s:g} s" if silence_s else "died"
     text = [f"rank 0 of {world_size} {what}; it knew where the others are", *_tail(lines, "log")]
-    return Report(rank=0, error=what, text="\n".join([*text, _line(reporter)]))
+    return FailureReport(rank=0, error=what, text="\n".join([*text, _line(reporter)]))
 
 
-def _cause(ranks: list[Seen], silence_s: float, stuck_s: float) -> tuple[list[Seen], str]:
+def _cause(
+    ranks: list[RankStatus], silence_s: float, stuck_s: float
+) -> tuple[list[RankStatus], str]:
     """Ranks with which it began, and what they did."""
     if dead := [s for s in ranks if s.is_dead and not s.failure]:
         return dead, "died"
@@ -106,7 +110,7 @@ def _cause(ranks: list[Seen], silence_s: float, stuck_s: float) -> tuple[list[Se
     return idle, f"has waited for other ranks for {stuck_s:g} s, as all of them do"
 
 
-def _about(seen: Seen) -> list[str]:
+def _about(seen: RankStatus) -> list[str]:
     last = "last heard of " if seen.is_dead or seen.is_silent else ""
     lines = [f"  {last}in {seen.where}", f"  {seen.place}"]
     if seen.stack and not seen.failure:
@@ -118,7 +122,7 @@ def _tail(lines: list[str], of: str) -> list[str]:
     return [f"  the end of its {of}:", *(f"    {line}" for line in lines)] if lines else []
 
 
-def _line(seen: Seen) -> str:
+def _line(seen: RankStatus) -> str:
     what = "was running"
     if seen.failure:
         what = f"then failed: {seen.failure.splitlines()[-1]}"

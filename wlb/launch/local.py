@@ -70,7 +70,7 @@ class RankFailure(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _RankJob:
     """What a rank is told. task: pickled (fn, args)."""
 
     world: mesh.World
@@ -117,10 +117,10 @@ def run_local(
     if world_size < 1:
         raise ValueError(f"world_size = {world_size} must be at least 1")
     task = _pickled_task(fn, args)
-    ranks = _Ranks()
+    ranks = _LocalRanks()
     with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
         jobs = [
-            _Job(
+            _RankJob(
                 world=_world_of(rank, world_size, folder),
                 task=task,
                 device=device,
@@ -186,15 +186,15 @@ def _signals_exit() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Ranks:
+class _LocalRanks:
     """The processes of a run, in rank order, and the pipes that bring their results."""
 
-    jobs: list[_Job] = field(default_factory=list)
+    jobs: list[_RankJob] = field(default_factory=list)
     processes: list[ForkServerProcess] = field(default_factory=list)
     pending: dict[Connection, int] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
 
-    def start(self, jobs: list[_Job], preload: Sequence[str]) -> None:
+    def start(self, jobs: list[_RankJob], preload: Sequence[str]) -> None:
         self.jobs = jobs
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
@@ -324,7 +324,7 @@ def _pid(process: ForkServerProcess) -> int:
     return process.pid
 
 
-class _Line:
+class _ResultPipe:
     """A rank's line to its launcher, which reads one message from it."""
 
     def __init__(self, sender: Connection) -> None:
@@ -340,27 +340,27 @@ class _Line:
                 self._sender.send_bytes(message)
 
 
-_line: _Line | None = None
+_result_pipe: _ResultPipe | None = None
 
 
 def report_failure(rank: int, error: str, text: str) -> bool:
     """Has `run_local` fail with a report of all ranks, for `rank`; False, and nothing is done, in a
     process that it did not start. Any thread may call it; the launcher ends all ranks then."""
-    if _line is None:
+    if _result_pipe is None:
         return False
-    _line.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
+    _result_pipe.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
     return True
 
 
 def is_launched() -> bool:
     """Whether this process is a rank that `run_local` started."""
-    return _line is not None
+    return _result_pipe is not None
 
 
-def _rank_main(job: _Job, sender: Connection) -> None:
+def _rank_main(job: _RankJob, sender: Connection) -> None:
     """A rank's life: everything that goes wrong in it becomes one message."""
-    global _line
-    _line = _Line(sender)
+    global _result_pipe
+    _result_pipe = _ResultPipe(sender)
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     mesh.adopt_environment(job.environment)
@@ -371,16 +371,16 @@ def _rank_main(job: _Job, sender: Connection) -> None:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
             message = pickle.dumps(_failure_of(job.world.rank, error))
-            _line.send(message)
+            _result_pipe.send(message)
             _await_end()
         else:
-            _line.send(message)
+            _result_pipe.send(message)
         finally:
             faulthandler.unregister(DUMP_SIGNAL)
             faulthandler.disable()
 
 
-def _run_task(job: _Job) -> Any:
+def _run_task(job: _RankJob) -> Any:
     import torch
 
     for stream in (sys.stdout, sys.stderr):

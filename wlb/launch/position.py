@@ -36,7 +36,7 @@ class Position:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def words(position: dict[str, Any]) -> str:
+def describe(position: dict[str, Any]) -> str:
     """In words, of `Position.to_json`: "step 12, micro-batch 3 (backward, stage 1): computing"."""
     step, cell, doing = position["step"], position["cell"], position["doing"]
     if step < 0:

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wlb.launch.failure import Report, Seen, compose, rank_zero_gone
+from wlb.launch.failure import FailureReport, RankStatus, compose_report, rank_zero_gone
 from wlb.launch.position import Position
 from wlb.parallel.mesh import World
 
@@ -76,7 +76,7 @@ class Watch:
         world: World,
         position: Position,
         options: WatchOptions,
-        end: Callable[[Report | None], None],
+        end: Callable[[FailureReport | None], None],
     ) -> None:
         self.world, self.position, self.options = world, position, options
         self._end = end
@@ -84,7 +84,7 @@ class Watch:
         self._main = threading.get_ident()
         self._wake = threading.Event()
         self._is_closing = False
-        self._server = _Server(world, options, end) if world.rank == 0 else None
+        self._server = _WatchServer(world, options, end) if world.rank == 0 else None
         told: list[Any] = [self._server.address if self._server is not None else None]
         dist.broadcast_object_list(told, src=0)
         host, port, self._token = told[0]
@@ -174,7 +174,7 @@ class Watch:
             self._end(None)
             return
         log = self.options.logs / "rank-0.log"
-        seen = Seen(rank=1, place=self.options.place, at=self.position.to_json())
+        seen = RankStatus(rank=1, place=self.options.place, at=self.position.to_json())
         self._end(
             rank_zero_gone(
                 self.world.world_size,
@@ -190,11 +190,11 @@ def _short(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
-class _Server:
+class _WatchServer:
     """Rank 0's view of all ranks, in a thread with an event loop of its own."""
 
     def __init__(
-        self, world: World, options: WatchOptions, end: Callable[[Report | None], None]
+        self, world: World, options: WatchOptions, end: Callable[[FailureReport | None], None]
     ) -> None:
         self.world, self.options, self._end = world, options, end
         self._token = secrets.token_hex(8)
@@ -202,7 +202,7 @@ class _Server:
         self._socket = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=4096)
         host = "127.0.0.1" if is_local else world.master_address
         self.address = (host, self._socket.getsockname()[1], self._token)
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, RankStatus] = {}
         self._heard_s: dict[int, float] = {}
         self._num_failed = 0
         self._changed_s = time.monotonic()
@@ -230,7 +230,7 @@ class _Server:
                 await asyncio.sleep(self.options.beat_s(self.world.world_size) / 2)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen: Seen | None = None
+        seen: RankStatus | None = None
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 message = json.loads(line)
@@ -244,10 +244,10 @@ class _Server:
         if seen is not None and not seen.is_gone:
             seen.is_dead = True
 
-    def _hear(self, message: dict[str, Any]) -> Seen:
+    def _hear(self, message: dict[str, Any]) -> RankStatus:
         rank = message["rank"]
         self._heard_s[rank] = time.monotonic()
-        seen = self._seen.setdefault(rank, Seen(rank=rank, place=message["place"]))
+        seen = self._seen.setdefault(rank, RankStatus(rank=rank, place=message["place"]))
         if message["at"] != seen.at or seen.at["is_slow"]:
             self._changed_s = self._heard_s[rank]
         seen.at, seen.is_gone = message["at"], message["bye"]
@@ -274,7 +274,7 @@ class _Server:
         await self._until(lambda: all(s.stack or s.failure for s in self._living()), _STACKS_S)
         for seen in ranks:
             seen.lines = seen.lines or last_lines(self.options.logs / f"rank-{seen.rank}.log")
-        report = compose(
+        report = compose_report(
             list(ranks),
             self.world.world_size,
             silence_s=self.options.silence_s,
@@ -309,7 +309,7 @@ class _Server:
         while not holds() and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
-    def _living(self) -> list[Seen]:
+    def _living(self) -> list[RankStatus]:
         return [s for s in self._seen.values() if not (s.is_dead or s.is_silent or s.is_gone)]
 
 

@@ -21,7 +21,7 @@ from wlb.parallel.mesh import Mesh, World, build_mesh, limit_collectives
 from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite, RunSpec
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.checkpoint import saver
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.checkpoint.shared_folder import refuse_unshared
@@ -236,7 +236,7 @@ class Trainer:
     def _newest_checkpoint(self) -> Path | None:
         """The same on all ranks: rank 0's, as other nodes may see new folders later."""
         self.saver.finish_for_reading()
-        there = checkpoint.complete(self.job.checkpoints) if self.mesh.rank == 0 else []
+        there = checkpoint.list_complete(self.job.checkpoints) if self.mesh.rank == 0 else []
         newest = [there[-1].name if there else ""]
         dist.broadcast_object_list(newest, src=0)
         return self.job.checkpoints / newest[0] if newest[0] else None

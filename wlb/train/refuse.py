@@ -17,7 +17,7 @@ from wlb.parallel.compiled import refuse_uncompilable
 from wlb.parallel.products import refuse_overlap
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.telemetry.sinks import refuse_missing
 
 _SHAPES = (
@@ -75,7 +75,7 @@ def refuse_early(
 def begins_with(spec: RunSpec) -> Path | None:
     """The checkpoint that checkpoint.init_from names, if any."""
     path = spec.checkpoint.init_from
-    return checkpoint.named(Path(path), f"checkpoint.init_from = {path}") if path else None
+    return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
 
 
 def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
@@ -153,7 +153,7 @@ def _meaning(model: ModelSpec) -> dict[str, object]:
 
 
 def _model_of(saved_in: Path) -> ModelSpec:
-    saved = checkpoint.run_of(saved_in)["spec"]["model"]
+    saved = checkpoint.read_run(saved_in)["spec"]["model"]
     return apply(ModelSpec(), saved, source=str(saved_in))
 
 

@@ -24,7 +24,7 @@ from wlb.plan import digest
 from wlb.prepare import docstring_prefix, prepare, prepare_docstrings, text_documents
 from wlb.spec import Recompute, RunSpec, apply, check, resolve_dp
 from wlb.spec.blend import parse_blend
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.faults.lock import RunLock
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
 from wlb.train.job import Job, directory_of
@@ -170,7 +170,7 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
     """What a run was started with besides its spec. resume: what `--resume` was given
-    (`checkpoint.to_resume`), None without it. calibrate: as `train` takes it."""
+    (`checkpoint.resolve_resume`), None without it. calibrate: as `train` takes it."""
 
     resume: str | None
     calibrate: str | None
@@ -189,7 +189,7 @@ def train(
 ) -> None:
     """Run a spec to its end on the ranks there are.
 
-    resume: what `--resume` was given (`checkpoint.to_resume`), None without it.
+    resume: what `--resume` was given (`checkpoint.resolve_resume`), None without it.
     calibrate: name or path of a kernel profile to fit and write (empty: a name made from the one
     that priced the run); None to write none. signals: caught already; None to catch them here.
     """
@@ -324,7 +324,7 @@ def _job(
         f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
         f"micro-batches of about {filled.data.context_window} tokens"
     )
-    saved = checkpoint.to_resume(directory / "checkpoints", order.resume)
+    saved = checkpoint.resolve_resume(directory / "checkpoints", order.resume)
     init_from = None
     if saved is None:
         init_from = begins_with(spec)
@@ -372,7 +372,7 @@ def _rates(spec: RunSpec, saved: Path | None) -> Iterator[str]:
         yield missed
     if saved is None:
         return
-    run = checkpoint.run_of(saved)
+    run = checkpoint.read_run(saved)
     before = apply(RunSpec(), {"training": run["spec"]["training"]}, source=str(saved)).training
     if change := rate_change(spec, before, run["step"]):
         yield change
@@ -449,7 +449,7 @@ def _claim(job: Job, console: Console) -> None:
     directory = job.directory
     if job.resume is not None:
         console.print(f"going on from {job.resume}")
-        for path in checkpoint.tidy(job.checkpoints, job.resume):
+        for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
             console.print(f"a later checkpoint is now {path}")
     elif directory.exists() and any(directory.iterdir()):
         number = 1

@@ -25,7 +25,7 @@ from wlb.planner import open_planner
 from wlb.report.run.simulated import refuse_other_plan
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
 from wlb.spec import RunSpec, apply
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.refuse import with_backend
 from wlb.train.start import open_stores, ready
 
@@ -105,7 +105,7 @@ def simulate_recorded(
 
 
 def _spec(folder: Path) -> RunSpec:
-    saved = checkpoint.complete(folder / "checkpoints")
+    saved = checkpoint.list_complete(folder / "checkpoints")
     if not saved:
         raise ValueError(
             f"{folder} has no checkpoint, which says how the run was configured; give the folder "

@@ -118,7 +118,7 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
             raise ValueError(f"{name}{at} = {waits[tuple(at)]}: {remedy}")
 
 
-class Span(NamedTuple):
+class TimedWait(NamedTuple):
     """One compute of a rank, in seconds since the step began; its collectives are inside."""
 
     stage: int
@@ -137,7 +137,7 @@ class Replayed:
     """
 
     step_s: float
-    spans: dict[tuple[int, int, int], list[Span]]
+    spans: dict[tuple[int, int, int], list[TimedWait]]
 
 
 def replay(
@@ -172,7 +172,7 @@ def replay(
         except ValueError as error:
             raise ValueError(f"step {index}: {error}") from None
     dp, _, _, cp = steps[0].shape
-    job = _Job(
+    job = _ReplaySettings(
         parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp),
         schedule=schedule,
         virtual_stages=virtual_stages,
@@ -180,7 +180,7 @@ def replay(
         width=width,
         weight_delay=weight_delay,
     )
-    ranks: list[list[list[_Seen]]] = run_local(
+    ranks: list[list[list[_RankTimes]]] = run_local(
         _run_rank,
         dp * pp * cp,
         job,
@@ -224,7 +224,7 @@ def _check_layout(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _ReplaySettings:
     """What all ranks are told beside the steps."""
 
     parallel: ParallelSpec
@@ -243,16 +243,16 @@ class _Job:
         return self.parallel.pp > 1 and self.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
 
 
-class _Seen(NamedTuple):
+class _RankTimes(NamedTuple):
     """One run of a step as one rank saw it. at: (dp, pp, cp)."""
 
     at: tuple[int, int, int]
     stop_s: float
-    spans: list[Span]
+    spans: list[TimedWait]
 
 
 @dataclass(frozen=True, slots=True)
-class _MicroBatch:
+class _WaitingMicroBatch:
     """In the place of a `Rows` record. seconds: [num_stages] of each action."""
 
     index: int
@@ -265,12 +265,12 @@ class _Timer:
 
     group: dist.ProcessGroup | None
     origin_s: float = 0.0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimedWait] = field(default_factory=list)
 
     def restart(self, origin_s: float) -> None:
         self.origin_s, self.spans = origin_s, []
 
-    def compute(self, kind: Kind, stage: int, micro_batch: _MicroBatch) -> None:
+    def compute(self, kind: Kind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
         start_s = time.perf_counter()
         group = None if kind == Kind.BACKWARD_WEIGHT else self.group
         # The collective's own time is part of the wait, as it is part of a predicted latency.
@@ -279,7 +279,7 @@ class _Timer:
         if group is not None:
             _latest(start_s, group)
         self.spans.append(
-            Span(
+            TimedWait(
                 stage,
                 kind,
                 micro_batch.index,
@@ -301,28 +301,28 @@ def _sleep_until(instant_s: float) -> None:
         time.sleep(left)
 
 
-class _StandIn(nn.Module):
+class _WaitingStage(nn.Module):
     """In the place of a stage's layers: waits, and gives rows that depend on its input."""
 
     def __init__(
-        self, index: int, job: _Job, *, timer: _Timer, queue: WeightQueue | None = None
+        self, index: int, job: _ReplaySettings, *, timer: _Timer, queue: WeightQueue | None = None
     ) -> None:
         super().__init__()
         self.index, self.timer, self.queue = index, timer, queue
         self.is_first, self.is_last = index == 0, index == job.num_stages - 1
         self.scale = nn.Parameter(torch.ones(job.width))
 
-    def forward(self, x: Tensor, rows: _MicroBatch) -> Tensor:
-        out: Tensor = _Waiting.apply(x, self.scale, self, rows)  # pyright: ignore[reportAssignmentType]
+    def forward(self, x: Tensor, rows: _WaitingMicroBatch) -> Tensor:
+        out: Tensor = _WaitingPass.apply(x, self.scale, self, rows)  # pyright: ignore[reportAssignmentType]
         return out
 
 
-class _Waiting(torch.autograd.Function):
+class _WaitingPass(torch.autograd.Function):
     """Rows (of tokens, on the first stage) times a weight; the last stage's sum is the loss."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale_C: Tensor, stage: _StandIn, micro_batch: _MicroBatch
+        ctx: Any, x: Tensor, scale_C: Tensor, stage: _WaitingStage, micro_batch: _WaitingMicroBatch
     ) -> Tensor:
         ctx.stage, ctx.micro_batch = stage, micro_batch
         ctx.save_for_backward(scale_C)
@@ -334,7 +334,7 @@ class _Waiting(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scale_C,) = ctx.saved_tensors
-        stage: _StandIn = ctx.stage
+        stage: _WaitingStage = ctx.stage
         timer, queue, micro_batch = stage.timer, stage.queue, ctx.micro_batch
         no_grad_C = torch.zeros_like(scale_C)
         if queue is None:
@@ -356,13 +356,13 @@ class _Waiting(torch.autograd.Function):
 class _Rank:
     """A rank's stages. pipeline: None with one pipeline rank, which has one stage."""
 
-    job: _Job
+    job: _ReplaySettings
     mesh: Mesh
     timer: _Timer
-    stages: list[_StandIn]
+    stages: list[_WaitingStage]
     pipeline: Pipeline | None
 
-    def run(self, step: StepWaits, *, factor: float) -> _Seen:
+    def run(self, step: StepWaits, *, factor: float) -> _RankTimes:
         """One run of `step`, its waits multiplied."""
         mesh = self.mesh
         num_rows = [int(r) for r in step.rows[mesh.dp_rank]]
@@ -377,12 +377,14 @@ class _Rank:
         dist.all_reduce(torch.ones(1), group=mesh.fsdp_group)
         stop_s = time.perf_counter() - self.timer.origin_s
         at = (mesh.dp_rank, mesh.pp_rank, mesh.cp_rank)
-        return _Seen(at, stop_s, self.timer.spans)
+        return _RankTimes(at, stop_s, self.timer.spans)
 
-    def _micro_batches(self, step: StepWaits, factor: float) -> list[_MicroBatch]:
+    def _micro_batches(self, step: StepWaits, factor: float) -> list[_WaitingMicroBatch]:
         dp, cp = self.mesh.dp_rank, self.mesh.cp_rank
         return [
-            _MicroBatch(i, {kind: s[dp, i, :, cp] * factor for kind, s in step.by_kind.items()})
+            _WaitingMicroBatch(
+                i, {kind: s[dp, i, :, cp] * factor for kind, s in step.by_kind.items()}
+            )
             for i in range(step.shape[1])
         ]
 
@@ -395,20 +397,20 @@ class _Rank:
         _sleep_until(start_s)
         return start_s
 
-    def _accumulate(self, tokens: list[Tensor], micro_batches: list[_MicroBatch]) -> None:
+    def _accumulate(self, tokens: list[Tensor], micro_batches: list[_WaitingMicroBatch]) -> None:
         (stage,) = self.stages
         for tokens_T, micro_batch in zip(tokens, micro_batches, strict=True):
             stage(tokens_T, rows=micro_batch).backward()
 
 
-def _run_rank(world: World, job: _Job, steps: list[StepWaits]) -> list[list[_Seen]]:
+def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
     """What a rank saw of each step's repeats."""
     del world  # the mesh knows
     rank = _build_rank(job)
     # A full collection of what torch loads takes 140 ms of a core, and every rank would do it.
     gc.freeze()
     gc.disable()
-    seen: list[list[_Seen]] = []
+    seen: list[list[_RankTimes]] = []
     for step in steps:
         rank.run(step, factor=0.0)
         seen.append([rank.run(step, factor=1.0) for _ in range(job.repeats)])
@@ -416,13 +418,13 @@ def _run_rank(world: World, job: _Job, steps: list[StepWaits]) -> list[list[_See
     return seen
 
 
-def _build_rank(job: _Job) -> _Rank:
+def _build_rank(job: _ReplaySettings) -> _Rank:
     device = torch.device("cpu")
     mesh = build_mesh(job.parallel, device)
     timer = _Timer(mesh.cp_group if mesh.cp_size > 1 else None)
     indices = range(mesh.pp_rank, job.num_stages, mesh.pp_size)
     stages = [
-        _StandIn(i, job, timer=timer, queue=WeightQueue() if job.splits_backward else None)
+        _WaitingStage(i, job, timer=timer, queue=WeightQueue() if job.splits_backward else None)
         for i in indices
     ]
     pipeline = None

@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     file: Path
@@ -35,10 +35,10 @@ class Stored:
 class HubTensors:
     """Tensors by name, as their files' headers say. is_tied: the head's value is the embedding."""
 
-    tensors: dict[str, Stored] = field(repr=False)
+    tensors: dict[str, StoredTensor] = field(repr=False)
     is_tied: bool
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         return self.tensors[EMBEDDING if self.is_tied and name == HEAD else name]
 
     def read(self, name: str) -> Tensor:
@@ -60,7 +60,7 @@ def open_tensors(
     config: the file that says which model, for messages.
     """
     expected = {p.name: p for p in parameters}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path, listed in _files(folder).items():
         header = _header(path)
         if absent := sorted((listed or set()) - header.keys()):
@@ -139,8 +139,8 @@ def _indexed(folder: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+def _header(path: Path) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     try:
         with _opened(path) as file:
             names: list[str] = list(file.keys())
@@ -154,7 +154,7 @@ def _header(path: Path) -> dict[str, Stored]:
                     )
                 shape = tuple(int(n) for n in part.get_shape())
                 dtype = _DTYPES.get(dtype, torch.float32)
-                found[name] = Stored(file=path, shape=shape, dtype=dtype)
+                found[name] = StoredTensor(file=path, shape=shape, dtype=dtype)
     except SafetensorError as error:
         raise _corrupt(path, error) from None
     return found

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from wlb.spec import Dtype
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.weights.config import config_json, one_or_many
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import INDEX, SINGLE
@@ -58,7 +58,7 @@ def export(
     refuse_existing(out)
     if shard_bytes < 1:
         raise ValueError(f"--shard-size {shard_bytes} must be at least 1 byte")
-    saved = open_saved(checkpoint.named(source, str(source)))
+    saved = open_saved(checkpoint.resolve(source, str(source)))
     taken = _dtype(saved, dtype)
     found = tokenizer_of_run(saved.run)
     file, why = found.file, found.why

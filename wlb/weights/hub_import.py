@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from wlb.spec import RunSpec, to_dict, to_toml
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.weights.config import HubModel, read_config
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import HubTensors, open_tensors

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wlb.spec import ModelSpec, apply
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
 from wlb.weights.one_process import load_tensors
 

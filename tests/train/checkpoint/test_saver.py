@@ -20,8 +20,7 @@ from wlb.parallel import mesh
 from wlb.parallel.mesh import World, build_mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
-from wlb.train import loop, refuse
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint, loop, refuse
 from wlb.train.checkpoint import saver
 from wlb.train.loop import Trainer
 
@@ -68,7 +67,7 @@ def test_nothing_in_it_is_pickled(whole: Run) -> None:
     moments = {f"optimizer.state.{n}.{m}" for n in weights for m in ("exp_avg", "exp_avg_sq")}
     assert moments <= kept
     assert "rng.0.cpu" in kept
-    about = checkpoint.run_of(saved)
+    about = checkpoint.read_run(saved)
     assert about["step"] == 4
     assert about["profile"]
     assert about["spec"]["training"]["steps"] == 6
@@ -270,7 +269,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
     monkeypatch.setattr(saver.shutil, "rmtree", busy)
     options = {"keep": 1, "interval": 1}
     run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
-    found = checkpoint.complete(run.folder / "checkpoints")
+    found = checkpoint.list_complete(run.folder / "checkpoints")
     assert [path.name for path in found] == ["step-00000003"]
     assert all(not line["error"] for line in run.lines if line["kind"] == "checkpoint")
 
@@ -353,7 +352,7 @@ def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
     saved = first.folder / "checkpoints" / "step-00000001"
     imported = {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_ids": [2]}
-    checkpoint.write_json(saved / "run.json", {**checkpoint.run_of(saved), "imported": imported})
+    checkpoint.write_json(saved / "run.json", {**checkpoint.read_run(saved), "imported": imported})
     (saved / "manifest.json").unlink()
     checkpoint.write_manifest(saved)
     spec = small_spec(
@@ -368,7 +367,7 @@ def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path:
         longer = replace(spec, training=replace(spec.training, steps=steps))
         second, _ = train(longer, resume="auto")
         made = second.folder / "checkpoints" / f"step-{steps:08d}"
-        assert checkpoint.run_of(made)["imported"] == imported
+        assert checkpoint.read_run(made)["imported"] == imported
 
 
 def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path) -> None:
@@ -377,7 +376,7 @@ def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path)
     (folder / "run.json").write_text("{}")
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
         checkpoint.await_files(folder, within_s=0.1)
-    files = {"run.json": checkpoint.about(folder / "run.json")}
+    files = {"run.json": checkpoint.manifest_entry(folder / "run.json")}
     (folder / checkpoint.MANIFEST).write_text('{"files": {')  # as much as has arrived
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
         checkpoint.await_files(folder, within_s=0.1)

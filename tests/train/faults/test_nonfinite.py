@@ -12,8 +12,7 @@ from wlb.launch.local import run_local
 from wlb.parallel.mesh import World
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import OnNonfinite, RunSpec
-from wlb.train import start
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint, start
 from wlb.train.faults.nonfinite import NonfiniteSteps
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
@@ -162,7 +161,7 @@ def rank_with_an_old_listing(world: World, job: Job) -> None:
 
     Trainer._compute = broken
     if world.rank:
-        checkpoint.complete = lambda directory: []
+        checkpoint.list_complete = lambda directory: []
     start._rank(world, job, "cpu")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wlb.launch.failure import Report
+from wlb.launch.failure import FailureReport
 from wlb.train.faults import watched
 from wlb.train.faults.watched import rank_log
 
@@ -29,6 +29,6 @@ def test_a_report_that_cannot_be_written_is_said_all_the_same(
     (tmp_path / "failure.txt").symlink_to("/dev/full")
     ended: list[int] = []
     monkeypatch.setattr(watched.os, "_exit", ended.append)
-    watched._end(Report(rank=1, error="died", text="rank 1 of 2 died"), tmp_path)
+    watched._end(FailureReport(rank=1, error="died", text="rank 1 of 2 died"), tmp_path)
     assert ended == [1]
     assert capsys.readouterr().err == "wlb train: rank 1 of 2 died\n"

@@ -12,7 +12,7 @@ from tests.train.case import Run, small_spec, train, write_corpus
 from wlb.plan import PlannerState
 from wlb.planner import Planner, open_planner
 from wlb.spec import RunSpec
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.start import open_stores, ready
 from wlb.train.telemetry.ledger import Count, Ledger, count, lineage
 
@@ -33,7 +33,7 @@ def planned(run: Run, spec: RunSpec) -> tuple[Planner, PlannerState]:
     from rich.console import Console
 
     stores = open_stores(spec, Console(quiet=True))
-    saved = checkpoint.complete(run.folder / "checkpoints")[-1]
+    saved = checkpoint.list_complete(run.folder / "checkpoints")[-1]
     planner = open_planner(ready(spec, stores, 1), stores.train, "cpu")
     return planner, checkpoint.planner_state(saved)
 

@@ -1,1 +1,45 @@
-"""Checkpoints: their folders (`files`) and how ranks write and load them (`saver`)."""
+"""Checkpoints: their folders (functions below), and how ranks write and load them (`saver`)."""
+
+from wlb.train.checkpoint.folder import (
+    AUTO,
+    MANIFEST,
+    PLANNER,
+    RUN,
+    SEEN_WITHIN_S,
+    await_files,
+    check_files,
+    check_share,
+    first_unseen,
+    folder_of,
+    list_complete,
+    manifest_entry,
+    planner_state,
+    prepare_for_resume,
+    read_run,
+    resolve,
+    resolve_resume,
+    write_json,
+    write_manifest,
+)
+
+__all__ = [
+    "AUTO",
+    "MANIFEST",
+    "PLANNER",
+    "RUN",
+    "SEEN_WITHIN_S",
+    "await_files",
+    "check_files",
+    "check_share",
+    "first_unseen",
+    "folder_of",
+    "list_complete",
+    "manifest_entry",
+    "planner_state",
+    "prepare_for_resume",
+    "read_run",
+    "resolve",
+    "resolve_resume",
+    "write_json",
+    "write_manifest",
+]

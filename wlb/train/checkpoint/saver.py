@@ -45,7 +45,7 @@ from wlb.parallel.host_memory import give_back_freed
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
-from wlb.train.checkpoint import files as checkpoint
+from wlb.train import checkpoint
 from wlb.train.optimizer import Optimizers
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -107,7 +107,7 @@ class CheckpointSaver:
         self.directory, self.spec, self.mesh = directory, spec, mesh
         self.stages, self.optimizers = stages, optimizers
         self._about = {"spec": spec.to_dict(), "profile": profile}
-        if origin is not None and "imported" in (run := checkpoint.run_of(origin)):
+        if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
@@ -218,7 +218,7 @@ class CheckpointSaver:
     def _own_files(self, partial: Path) -> dict[str, dict[str, Any]]:
         """Size and checksum of what this rank wrote."""
         paths = partial.glob(f"shard-{self.mesh.rank + 1:05d}-*")
-        return {path.name: checkpoint.about(path) for path in sorted(paths)}
+        return {path.name: checkpoint.manifest_entry(path) for path in sorted(paths)}
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
         for name, data in (
@@ -226,9 +226,9 @@ class CheckpointSaver:
             (checkpoint.RUN, {"step": task.step, **self._about}),
         ):
             checkpoint.write_json(partial / name, data)
-            files[name] = checkpoint.about(partial / name)
+            files[name] = checkpoint.manifest_entry(partial / name)
         # Each rank has hashed what it sees itself, which need not be what rank 0 sees.
-        if problem := checkpoint.unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
+        if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
                 f"rank 0 on {socket.gethostname()} does not see what other ranks wrote: {problem}; "
                 f"set run.output_dir to a folder that all nodes share"
@@ -242,7 +242,7 @@ class CheckpointSaver:
         partial.rename(final)
         _sync_folder(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
-        for old in checkpoint.complete(self.directory)[: -self.spec.checkpoint.keep]:
+        for old in checkpoint.list_complete(self.directory)[: -self.spec.checkpoint.keep]:
             _remove(old)
 
 
@@ -274,7 +274,7 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
     optimizers.configure()  # not the checkpoint's: --set on resume counts
-    return int(checkpoint.run_of(saved_in)["step"])
+    return int(checkpoint.read_run(saved_in)["step"])
 
 
 def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from wlb.parallel.agreement import agree
 from wlb.parallel.mesh import World
-from wlb.train.checkpoint.files import SEEN_WITHIN_S
+from wlb.train.checkpoint.folder import SEEN_WITHIN_S
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:

@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from wlb.launch.failure import Report
+from wlb.launch.failure import FailureReport
 from wlb.launch.local import is_launched, report_failure
-from wlb.launch.position import Position, words
+from wlb.launch.position import Position, describe
 from wlb.launch.watch import Watch, WatchOptions
 from wlb.parallel.mesh import Mesh, World
 from wlb.spec import RunSpec
@@ -36,7 +36,7 @@ def watched(
         try:
             yield
         except Exception as error:
-            error.add_note(f"in {words(position.to_json())}")
+            error.add_note(f"in {describe(position.to_json())}")
             raise
         return
     c = mesh.coordinates
@@ -57,13 +57,13 @@ def watched(
         except Exception as error:
             if watch is not None:
                 watch.raised(error)
-            error.add_note(f"in {words(position.to_json())}")
+            error.add_note(f"in {describe(position.to_json())}")
             raise
         if watch is not None:
             watch.close()
 
 
-def _end(report: Report | None, directory: Path) -> None:
+def _end(report: FailureReport | None, directory: Path) -> None:
     """Ends this process, or has its launcher do that; only the rank with the report says why."""
     if report is not None:
         # The disk may be what failed; the report goes on all the same.

@@ -34,12 +34,12 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def complete(directory: Path) -> list[Path]:
+def list_complete(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(p for p in directory.glob("step-*") if p.name[5:].isdigit())
 
 
-def to_resume(directory: Path, asked: str | None) -> Path | None:
+def resolve_resume(directory: Path, asked: str | None) -> Path | None:
     """The checkpoint that `--resume` means; ValueError where there is none.
 
     asked: None for no --resume, "" for the newest, "auto" for the newest if there is one, or a
@@ -47,7 +47,7 @@ def to_resume(directory: Path, asked: str | None) -> Path | None:
     """
     if asked is None:
         return None
-    found = complete(directory)
+    found = list_complete(directory)
     if asked == AUTO:
         return found[-1] if found else None
     if not asked:
@@ -67,12 +67,12 @@ def to_resume(directory: Path, asked: str | None) -> Path | None:
     return wanted
 
 
-def named(folder: Path, asked: str) -> Path:
+def resolve(folder: Path, asked: str) -> Path:
     """The checkpoint that a folder stands for: it itself, or a run's newest; ValueError, which
     begins with `asked`, where it is neither."""
     if (folder / RUN).is_file():
         return folder
-    found = complete(folder / "checkpoints")
+    found = list_complete(folder / "checkpoints")
     if not found:
         raise ValueError(
             f"{asked} is neither a checkpoint (a folder with {RUN}) nor a run with checkpoints in "
@@ -81,13 +81,13 @@ def named(folder: Path, asked: str) -> Path:
     return found[-1]
 
 
-def tidy(directory: Path, resumed: Path) -> list[Path]:
+def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
     """Removes what a crash left half-written, and sets checkpoints after `resumed` aside, which
     the resumed run will write again; returns where those are now."""
     for partial in directory.glob("partial-*"):
         shutil.rmtree(partial)
     aside: list[Path] = []
-    for later in complete(directory):
+    for later in list_complete(directory):
         if step_of(later) > step_of(resumed):
             number = 1
             while (target := directory / f"aside-{number}-{later.name}").exists():
@@ -102,7 +102,7 @@ def planner_state(checkpoint: Path) -> PlannerState:
     return PlannerState.from_json(json.loads(text)).reopened()
 
 
-def run_of(checkpoint: Path) -> dict[str, Any]:
+def read_run(checkpoint: Path) -> dict[str, Any]:
     """`run.json`: "step" (executed), "spec", "profile" (name of the kernel profile), and "imported"
     of a model that began as one of Hugging Face."""
     return json.loads((checkpoint / RUN).read_text("utf-8"))
@@ -118,11 +118,11 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
     """Writes manifest.json, on the disk when this returns. files: known sizes and checksums; None
     to read all files there are."""
     if files is None:
-        files = {path.name: about(path) for path in sorted(checkpoint.iterdir())}
+        files = {path.name: manifest_entry(path) for path in sorted(checkpoint.iterdir())}
     write_json(checkpoint / MANIFEST, {"files": files})
 
 
-def about(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
@@ -163,7 +163,7 @@ def _damage(path: Path, num_bytes: int) -> str:
     return f"has {size:,} bytes, it was saved with {num_bytes:,}" if size != num_bytes else ""
 
 
-def unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
+def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
     """The first of `files`, entries of a manifest, that this process does not see whole within
     this time, in words; "" if it sees all. Other nodes may have written them just now."""
     end = time.monotonic() + within_s
@@ -187,7 +187,7 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
             if time.monotonic() >= end:
                 raise
         time.sleep(0.1)
-    if problem := unseen(checkpoint, files, within_s=max(0.0, end - time.monotonic())):
+    if problem := first_unseen(checkpoint, files, within_s=max(0.0, end - time.monotonic())):
         raise ValueError(f"{problem}, as this node sees it; run.output_dir must be shared by all")
 
 
@@ -208,7 +208,7 @@ def check_digest(path: Path, wanted: str) -> None:
 def _refuse(path: Path, what: str) -> NoReturn:
     """ValueError that offers the checkpoint before."""
     checkpoint = path.parent
-    before = [p for p in complete(checkpoint.parent) if p.name < checkpoint.name]
+    before = [p for p in list_complete(checkpoint.parent) if p.name < checkpoint.name]
     offer = "there is no checkpoint before it"
     if before:
         offer = f"the one before it is {before[-1]} (--resume {step_of(before[-1])})"
