@@ -120,13 +120,6 @@ def test_every_public_name_of_the_adapters_is_documented(path: Path) -> None:
                     owners.append(node)
 
 
-def test_the_reference_of_the_readme_has_every_name() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    section = text.split("### Reference of the planner")[1].split("\n## ")[0]
-    missing = [name for name in NAMES if f"`{name}`" not in section]
-    assert not missing
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")

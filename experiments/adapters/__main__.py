@@ -1,4 +1,4 @@
-"""Three libraries' own batches and ours: `python -m experiments.adapters`, results and README's
+"""Three libraries' own batches and ours: `python -m experiments.adapters`, its results page
 table. Needs the extras [hf,torchtitan,megatron]; some 12 minutes on two cores, one minute and one
 seed with --quick, which writes nothing."""
 

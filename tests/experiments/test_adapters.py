@@ -1,6 +1,5 @@
 """The examples of the adapters: every label once, ranks more equal than by a library's batches."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from experiments.adapters.common import (
     trained_loss,
     work_ns,
 )
-from experiments.results import ROOT
 from wlb.adapters.dealt import RankBalance
 from wlb.plan import IGNORE
 
@@ -78,21 +76,3 @@ def test_the_trainer_on_two_processes() -> None:
     assert ledger(d for rank in ranks for mb in rank for d in mb) == ledger(map(shifted, rows))
     assert RankBalance.of(work_ns(steps)).imbalance < 1.06
     assert loss < 4.5
-
-
-def test_readme_has_the_table_of_the_results() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    section = text.split("<!-- adapters -->")[1].split("<!-- end -->")[0].strip().splitlines()
-    with RESULTS.open(encoding="utf-8") as file:
-        found = list(csv.DictReader(file))
-    assert len(section) == 2 + len(found)
-    for line, row in zip(section[2:], found, strict=True):
-        shown = [cell.strip() for cell in line.strip("|").split("|")]
-        assert shown[:3] == [row["library"], row["how"], row["num_steps"]]
-        assert float(shown[3]) == pytest.approx(float(row["imbalance"]), abs=6e-4)
-        assert float(shown[5].rstrip("%")) / 100 == pytest.approx(
-            float(row["utilisation"]), abs=6e-4
-        )
-        assert shown[6].replace(",", "") == row["num_labels"]
-        assert shown[7].replace(",", "") == row["num_left_out"]
-        assert float(shown[9].split(" ")[0]) == pytest.approx(float(row["loss"]), abs=6e-4)

@@ -1,0 +1,156 @@
+"""Pages that people read first are true: links lead somewhere, commands parse, figures are those of
+the pages that they are taken from."""
+
+import argparse
+import ast
+import re
+import shlex
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import wlb
+from wlb.cli import main as run_command
+from wlb.spec import RunSpec, list_keys, presets
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+MOST_WORDS = 1_300
+MOST_LINES_OF_A_ROOM = 60
+TOUR = 12
+KEYS = {key.name for key in list_keys(RunSpec)}
+
+
+def _tracked(pattern: str) -> list[Path]:
+    found = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [path for line in found.stdout.splitlines() if (path := ROOT / line).exists()]
+
+
+PAGES = _tracked("*.md")
+ROOMS = sorted(path.parent for path in (ROOT / "wlb").glob("*/__init__.py"))
+
+
+def _anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def _links(page: Path) -> list[str]:
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _links(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor and target.suffix == ".md":
+            assert anchor in _anchors(target), f"{target.name} has no heading {anchor!r}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text("utf-8").split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_each_room_has_a_short_readme(room: Path) -> None:
+    page = room / "README.md"
+    assert page.exists()
+    assert len(page.read_text("utf-8").splitlines()) <= MOST_LINES_OF_A_ROOM
+    assert f"({room.name}/README.md)" in (ROOT / "wlb" / "README.md").read_text("utf-8")
+
+
+def _commands(page: Path) -> list[str]:
+    """Lines of code blocks without their comments, `&&` taken apart."""
+    text = page.read_text("utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)
+    lines = [re.sub(r"\s+#.*", "", line) for block in blocks for line in block.splitlines()]
+    return [part.strip() for line in lines for part in line.split("&&")]
+
+
+WRITTEN = sorted(
+    {
+        (str(page.relative_to(ROOT)), command)
+        for page in PAGES
+        if "results" not in page.parts and page.name not in ("CHANGELOG.md", "LOG.md")
+        for command in _commands(page)
+    }
+)
+
+
+class Parsed(Exception):
+    """The command line was understood; the command is not run."""
+
+
+@pytest.mark.parametrize(("page", "command"), [c for c in WRITTEN if re.match(r"wlb [a-z]", c[1])])
+def test_commands_of_wlb_parse(page: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self: argparse.ArgumentParser, *args: object, **options: object) -> None:
+        raise Parsed(parse(self, *args, **options))  # pyright: ignore
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(Parsed) as parsed:
+        run_command(shlex.split(command)[1:])
+    options = parsed.value.args[0]
+    for item in getattr(options, "overrides", None) or []:
+        key = item.partition("=")[0]
+        assert key in KEYS, f"{page}: {key} is no configuration key"
+    preset = getattr(options, "preset", None)
+    if preset and re.fullmatch(r"\d+[bm]_\d+k|demo\w*", str(preset)):
+        assert preset in presets()
+
+
+def test_scripts_and_modules_of_commands_exist() -> None:
+    for page, command in WRITTEN:
+        for module in re.findall(r"python -m ((?:experiments|wlb)[\w.]*)", command):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), page
+        for script in re.findall(r"(?:sbatch|bash) ([\w./]+)", command):
+            assert (ROOT / script).exists() or "my" in script, f"{page}: {script}"
+
+
+def test_figures_of_the_results_are_those_of_their_pages() -> None:
+    section = README.read_text("utf-8").split("<!-- results -->")[1].split("<!-- end -->")[0]
+    rows = [row for row in section.strip().splitlines() if "](" in row]
+    assert len(rows) >= 5
+    for row in rows:
+        what, paper, ours, how = (cell.strip() for cell in row.strip("|").split("|"))
+        assert how in ("measured", "simulated", "predicted")
+        (link,) = re.findall(r"\]\(([^)]+)\)", what)
+        text = (ROOT / link).read_text("utf-8")
+        for figure in re.findall(r"-?\d+\.\d+%?", f"{paper} {ours}"):
+            assert figure in text, f"{figure} is not on {link}"
+
+
+def test_the_tour_has_twelve_files() -> None:
+    text = README.read_text("utf-8").split("## A tour")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\| \[wlb/", text, re.MULTILINE)) == TOUR
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "wlb" / "README.md").read_text("utf-8").split("## Public API")[1]
+    names = set(wlb.__all__) - {"__version__"}
+    assert not [name for name in sorted(names) if not re.search(rf"`{name}[`(]", text)]
+
+
+def test_class_names_are_unique_in_wlb() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (ROOT / "wlb").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: places for name, places in found.items() if len(places) > 1}
