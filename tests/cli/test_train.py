@@ -145,11 +145,11 @@ BAD_INPUT = [
     (["training.stesp=3"], "unknown key 'training.stesp'", "did you mean 'training.steps'?"),
     (["training.steps=many"], "training.steps must be int, got 'many'", ""),
     (["training.steps"], "'training.steps'", "write section.key=value"),
-    (["parallel.tp=4"], "parallel.tp = 4 is more than model.num_kv_heads = 2", "at most 2"),
+    (["parallel.tp=4"], "parallel.tp = 4 exceeds model.num_kv_heads = 2", "at most 2"),
     (["parallel.pp=3"], "model.num_layers = 4 is not a multiple of pp 3", "stages"),
     (
         ["parallel.dp=2", "data.num_windows=3"],
-        "3 micro-batches a step are not a multiple of parallel.dp = 2",
+        "3 micro-batches per step are not a multiple of parallel.dp = 2",
         "set data.num_windows to a multiple of 2",
     ),
     (["data.corpus={folder}/empty"], "no UTF-8 text in {folder}/empty", "give a folder with"),
@@ -223,10 +223,10 @@ def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         (
             2,
             ["parallel.tp=2", "parallel.pp=2"],
-            "too few ranks: tp 2 x cp 1 x pp 2 needs 4 ranks a pipeline, 2 are there; start more",
+            "too few ranks: tp 2 x cp 1 x pp 2 needs 4 ranks per pipeline, there are 2; start more",
         ),
         (3, ["parallel.tp=2"], "3 ranks are not a multiple of tp 2 x cp 1 x pp 1 = 2"),
-        (2, ["parallel.dp=1"], "parallel.dp = 1 needs 1 ranks, 2 are there; set parallel.dp = 2"),
+        (2, ["parallel.dp=1"], "parallel.dp = 1 needs 1 ranks, there are 2; set parallel.dp = 2"),
     ],
 )
 def test_ranks_of_torchrun_that_do_not_fit_are_refused(

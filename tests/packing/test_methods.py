@@ -238,7 +238,8 @@ def test_sorted_packing_goes_from_long_to_short() -> None:
         ),
         (
             ["packing.method=sorted_posid", "packing.policy=bounded"],
-            "packing.method = sorted_posid has packing.policy = capacity, the run says bounded",
+            "packing.method = sorted_posid sets packing.policy = capacity, but the run sets "
+            "bounded",
         ),
         (
             ["packing.layout=padded"],

@@ -73,14 +73,14 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     found = layouts_of(spec_of("data.row_multiple=4096"), gpus=32, choices=Choices())
     by_reason = {r.reason: r for r in found.refusals.values()}
     tp = by_reason["tp does not divide the model"]
-    assert "parallel.tp = 16 is more than model.num_kv_heads = 8" in tp.message
+    assert "parallel.tp = 16 exceeds model.num_kv_heads = 8" in tp.message
     dp = by_reason["dp does not divide the micro-batches of a step"]
-    assert "4 micro-batches a step are not a multiple of parallel.dp = 32" in dp.message
+    assert "4 micro-batches per step are not a multiple of parallel.dp = 32" in dp.message
     layers = by_reason["pp does not divide the layers"]
     assert "model.num_layers = 4 is fewer than pp 8" in layers.message
     schedule = by_reason["the schedule or its stages do not divide"]
     assert (
-        "micro-batches a pipeline are fewer than pp = 4, which pp.schedule = 1f1b"
+        "micro-batches per pipeline are fewer than pp = 4, which pp.schedule = 1f1b"
         in schedule.message
     )
     assert (

@@ -61,7 +61,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "model.hidden_size = 512 is not a multiple of model.num_heads = 6; change one of them "
             "or set model.head_dim",
         ),
-        ({"model__head_dim": 7}, "head size 7 is odd; rotary embedding needs pairs"),
+        ({"model__head_dim": 7}, "head size 7 is odd"),
         (
             {"model__num_kv_heads": 3},
             "model.num_heads = 8 is not a multiple of model.num_kv_heads = 3",
@@ -96,7 +96,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"training__steps": 0}, "training.steps = 0 must be at least 1"),
         ({"training__warmup_steps": -1}, "training.warmup_steps = -1 must be at least 0"),
         ({"training__loss_chunk": 0}, "training.loss_chunk = 0 must be at least 1"),
-        ({"training__loss_chunk": 8193}, "training.loss_chunk = 8193 is above 8192 rows"),
+        ({"training__loss_chunk": 8193}, "training.loss_chunk = 8193 must be at most 8192 rows"),
         ({"training__clip_norm": -1}, "training.clip_norm = -1.0 must be at least 0"),
         ({"training__learning_rate": 0}, "training.learning_rate = 0.0 must be above 0"),
         (
@@ -105,15 +105,14 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"training__learning_rate": 2e-5},
-            "training.min_learning_rate = 3e-05 is above training.learning_rate = 2e-05, and "
+            "training.min_learning_rate = 3e-05 is above training.learning_rate = 2e-05: "
             "training.schedule = cosine would rise to it; a tenth of the peak is usual, 2e-06",
         ),
         ({"telemetry__peak_tflops": -1}, "telemetry.peak_tflops = -1.0 must be at least 0"),
         (
             {"training__schedule": "wsd"},
-            "training.decay_steps = 0 with training.schedule = wsd: the rate falls from one step "
-            "of the decay to the next, so it takes 2 or more; 10% to 20% of training.steps are "
-            "usual, such as 100",
+            "training.decay_steps = 0 with training.schedule = wsd: the decay takes at least 2 "
+            "steps; 10% to 20% of training.steps is usual, such as 100",
         ),
         (
             {"training__schedule": "wsd", "training__decay_steps": -1},
@@ -125,12 +124,13 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"training__decay_steps": 10},
-            "training.decay_steps = 10 and training.decay_shape = linear are of training.schedule "
-            "= wsd; with cosine leave them out",
+            "training.decay_steps = 10 and training.decay_shape = linear belong to "
+            "training.schedule = wsd; leave them out with cosine",
         ),
         (
             {"training__schedule": "constant", "training__decay_shape": "sqrt"},
-            "training.decay_shape = sqrt are of training.schedule = wsd; with constant leave",
+            "training.decay_shape = sqrt belong to training.schedule = wsd; leave them out with "
+            "constant",
         ),
         ({"training__adam_eps": 0}, "training.adam_eps = 0.0 must be above 0"),
         ({"training__timeout_s": 0}, "training.timeout_s = 0.0 must be above 0"),
@@ -158,7 +158,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
                 "pp__schedule": "interleaved_zero_bubble",
                 "parallel__pp": 2,
             },
-            "training.compile = true with pp.schedule = interleaved_zero_bubble: weights'",
+            "training.compile = true with pp.schedule = interleaved_zero_bubble: ",
         ),
         ({"tp__overlap": True}, "tp.overlap = true with parallel.tp = 1: there are no collectives"),
         # The layout.
@@ -168,8 +168,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"parallel__dp": -1}, "parallel.dp = -1 must be at least 0 (0 = all ranks)"),
         (
             {"parallel__tp": 8, "model__num_kv_heads": 4},
-            "parallel.tp = 8 is more than model.num_kv_heads = 4; a rank would hold less than one "
-            "KV head: set parallel.tp to at most 4",
+            "parallel.tp = 8 exceeds model.num_kv_heads = 4, and a rank needs a KV head; set "
+            "parallel.tp to at most 4",
         ),
         ({"parallel__tp": 3}, "model.num_heads = 8 is not a multiple of parallel.tp = 3"),
         (
@@ -203,7 +203,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 2, "pp__schedule": "1f1b", "pp__virtual_stages": 2},
-            "pp.schedule = '1f1b' takes one stage a rank, got pp.virtual_stages = 2; set it to 1 "
+            "pp.schedule = '1f1b' has one stage per rank, got pp.virtual_stages = 2; set it to 1 "
             "or use pp.schedule = 'interleaved_1f1b'",
         ),
         (
@@ -212,50 +212,51 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 3},
-            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages; say in "
-            "pp.stage_layers how many each has",
+            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages; give "
+            "the number of layers of each stage in pp.stage_layers",
         ),
         (
             {"parallel__pp": 3, "pp__stage_layers": [4, 4]},
-            "pp.stage_layers = [4, 4] has 2 numbers; there are pp 3 x virtual stages 1 = 3 stages",
+            "pp.stage_layers = [4, 4] has 2 entries, but there are pp 3 x virtual stages 1 = 3 "
+            "stages",
         ),
         (
             {"parallel__pp": 3, "pp__stage_layers": [3, 3, 3]},
-            "pp.stage_layers = [3, 3, 3] adds up to 9; model.num_layers is 8",
+            "pp.stage_layers = [3, 3, 3] adds up to 9, but model.num_layers is 8",
         ),
         (
             {"parallel__pp": 3, "pp__stage_layers": [4, 0, 4]},
-            "pp.stage_layers = [4, 0, 4]: only the first stage and the last",
+            "pp.stage_layers = [4, 0, 4]: only the first and the last stage",
         ),
         (
             {"parallel__pp": 2, "pp__stage_layers": [9, -1]},
-            "pp.stage_layers = [9, -1]: only the first stage and the last",
+            "pp.stage_layers = [9, -1]: only the first and the last stage",
         ),
         (
             {"parallel__dp": 2, "packing__num_micro_batches": 3},
-            "3 micro-batches a step are not a multiple of parallel.dp = 2; set "
+            "3 micro-batches per step are not a multiple of parallel.dp = 2; set "
             "packing.num_micro_batches to a multiple of 2",
         ),
         (
             {"parallel__pp": 4, "packing__num_micro_batches": 9},
-            "9 micro-batches a pipeline cannot be scheduled in 2 equal rounds over pp = 4; numbers "
-            "that can: [5, 6, 7, 8, 10, 12] (packing.num_micro_batches = that x dp 1)",
+            "9 micro-batches per pipeline cannot be scheduled in 2 equal rounds over pp = 4; "
+            "numbers that can: [5, 6, 7, 8, 10, 12] (packing.num_micro_batches = that x dp 1)",
         ),
         (
             {"parallel__dp": 2, "data__num_windows": 3},
-            "3 micro-batches a step are not a multiple of parallel.dp = 2; set "
+            "3 micro-batches per step are not a multiple of parallel.dp = 2; set "
             "data.num_windows to a multiple of 2",
         ),
         (
             {"parallel__pp": 2, "parallel__dp": 2, "data__num_windows": 10},
-            "5 micro-batches a pipeline cannot be scheduled in 2 equal rounds over pp = 2; numbers "
-            "that can: [3, 4, 6] (data.num_windows = that x dp 2)",
+            "5 micro-batches per pipeline cannot be scheduled in 2 equal rounds over pp = 2; "
+            "numbers that can: [3, 4, 6] (data.num_windows = that x dp 2)",
         ),
         (
             {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
             | {"data__num_windows": 6},
-            "3 micro-batches a pipeline are fewer than pp = 4, which pp.schedule = 1f1b cannot "
-            "order; set data.num_windows to at least 8, or pp.schedule = interleaved_1f1b",
+            "3 micro-batches per pipeline are fewer than pp = 4, which pp.schedule = 1f1b cannot "
+            "schedule; set data.num_windows to at least 8, or pp.schedule = interleaved_1f1b",
         ),
         (
             {"parallel__pp": 2, "pp__weight_delay": 2},
@@ -273,7 +274,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"packing__hold": -1},
-            "packing.hold = -1 must be at least 0, and 0 with packing.literal or without",
+            "packing.hold = -1 must be at least 0, and must be 0 with packing.literal or without",
         ),
         ({"packing__hold": 3, "packing__literal": True}, "packing.hold = 3 must be at least 0"),
         ({"packing__hold": 3, "packing__queue_thresholds": []}, "packing.hold = 3 must be at"),
@@ -327,7 +328,7 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
     others = {9: "[5, 6, 7, 8, 10, 12]", 11: "[7, 8, 10, 12, 15]"}
     if each in others:
         message = refusal(spec)
-        assert f"{each} micro-batches a pipeline cannot be scheduled in 2 equal rounds" in message
+        assert f"{each} micro-batches per pipeline cannot be scheduled in 2 equal rounds" in message
         assert f"numbers that can: {others[each]} (data.num_windows = that x dp 2)" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
@@ -368,10 +369,10 @@ def test_dp_is_filled_in_from_the_ranks_there_are() -> None:
 @pytest.mark.parametrize(
     ("dp", "ranks", "message"),
     [
-        (0, 3, "too few ranks: tp 2 x cp 2 x pp 1 needs 4 ranks a pipeline, 3 are there; start"),
+        (0, 3, "too few ranks: tp 2 x cp 2 x pp 1 needs 4 ranks per pipeline, there are 3; start"),
         (0, 6, "6 ranks are not a multiple of tp 2 x cp 2 x pp 1 = 4; use a multiple of 4"),
-        (2, 12, "parallel.dp = 2 needs 8 ranks, 12 are there; set parallel.dp = 3 or 0"),
-        (4, 12, "parallel.dp = 4 needs 16 ranks, 12 are there; set parallel.dp = 3 or 0"),
+        (2, 12, "parallel.dp = 2 needs 8 ranks, there are 12; set parallel.dp = 3 or 0"),
+        (4, 12, "parallel.dp = 4 needs 16 ranks, there are 12; set parallel.dp = 3 or 0"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(dp: int, ranks: int, message: str) -> None:
@@ -383,7 +384,7 @@ def test_ranks_that_do_not_fit_are_refused(dp: int, ranks: int, message: str) ->
 def test_a_dp_that_is_filled_in_is_checked_too() -> None:
     spec = changed(data__num_windows=4)
     assert resolve_dp(spec, 2).micro_batches_per_pipeline == 2
-    with pytest.raises(ValueError, match=r"4 micro-batches a step are not a multiple of .*dp = 3"):
+    with pytest.raises(ValueError, match=r"4 micro-batches per step .*dp = 3"):
         resolve_dp(spec, 3)
 
 
@@ -392,7 +393,7 @@ def test_a_dp_that_is_filled_in_is_checked_too() -> None:
     [
         ("run.name=", "run.name = ''"),
         ("run.name=../elsewhere", "without slashes"),
-        ("run.name=stores", "keeps token stores in"),
+        ("run.name=stores", "keeps token stores"),
         ("run.seed=18446744073709551616", "must be below"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
-from wlb.spec.keys import RENAMED, nest
+from wlb.spec.keys import RENAMED, RenamedKeyWarning, nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
@@ -238,15 +238,22 @@ def test_apply_leaves_the_given_spec_and_other_keys_alone() -> None:
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_works_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
+    with pytest.warns(RenamedKeyWarning, match=f"{old} is now {new}"):
         spec = apply(RunSpec(), nest(old, 6), source="run.toml")
+    assert spec == apply(RunSpec(), nest(new, 6), source="run.toml")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_stored_spec_with_an_old_name_is_read_without_a_warning(old: str, new: str) -> None:
+    spec = apply(RunSpec(), nest(old, 6), source="run.json", is_stored=True)
     assert spec == apply(RunSpec(), nest(new, 6), source="run.toml")
 
 
 def test_a_key_given_by_both_names_is_refused() -> None:
     both = {"data": {"num_windows": 4, "num_micro_batches": 4}}
     with (
-        pytest.warns(FutureWarning),
-        pytest.raises(ValueError, match=r"data\.num_windows is given twice, also by its old name"),
+        pytest.warns(RenamedKeyWarning),
+        pytest.raises(ValueError, match=r"data\.num_windows is given twice; remove its old name"),
     ):
         apply(RunSpec(), both, source="run.toml")

@@ -2,35 +2,63 @@
 
 import argparse
 import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 
 from wlb import __version__
 from wlb.cli import pack, plan, prepare, profile, report, simulate, train, tune, weights
+from wlb.spec import RenamedKeyWarning
+
+_EPILOG = """\
+wlb COMMAND --help describes a command; wlb train --help lists all keys of the configuration.
+Commands that need no torch: pack, plan, prepare, report, simulate, tune."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; 0 on success, 2 for bad input (with a message, without a traceback)."""
+    """Run a command; return 0 on success, 2 for bad input (one line on stderr), 130 if interrupted.
+
+    Bugs keep their traceback.
+    """
     parser = argparse.ArgumentParser(
-        prog="wlb", description="Workload-balanced 4-D parallelism for LLM training."
+        prog="wlb",
+        description="Workload-balanced 4-D parallelism for LLM training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"wlb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    prepare.add_parser(commands)
-    train.add_parser(commands)
-    pack.add_parser(commands)
-    plan.add_parser(commands)
-    simulate.add_parser(commands)
-    tune.add_parser(commands)
-    profile.add_parser(commands)
-    report.add_parser(commands)
+    for command in (prepare, train, pack, plan, simulate, tune, profile, report):
+        command.add_parser(commands)
     weights.add_parsers(commands)
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     options.words = words
     try:
-        return options.run(options)
+        with _one_line_warnings(options.command):
+            return options.run(options)
     except (ValueError, OSError) as error:
         print(f"wlb {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"wlb {options.command}: interrupted", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _one_line_warnings(command: str) -> Generator[None]:
+    """Print a RenamedKeyWarning without the source line of wlb that raised it."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, RenamedKeyWarning):
+            print(f"wlb {command}: warning: {message}", file=sys.stderr)
+        else:
+            before(message, category, *where)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before

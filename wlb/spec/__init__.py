@@ -1,7 +1,7 @@
-"""What a run is told: model, layout, data, policies; TOML, presets and checks."""
+"""Configuration of a run: model, layout, data, policies; TOML, presets and checks."""
 
 from wlb.spec.check import check, resolve_dp
-from wlb.spec.keys import KeyHelp, apply, list_keys, to_dict
+from wlb.spec.keys import KeyHelp, RenamedKeyWarning, apply, list_keys, to_dict
 from wlb.spec.load import load, presets
 from wlb.spec.methods import METHODS
 from wlb.spec.packing import BinMethod, PackingSection, Policy, StepGrouping, WindowCut
@@ -51,6 +51,7 @@ __all__ = [
     "RateSchedule",
     "Recompute",
     "Remainder",
+    "RenamedKeyWarning",
     "RopeScaling",
     "RunSpec",
     "Schedule",

@@ -1,11 +1,13 @@
-"""`data.blend`: which stores a run mixes, with what weights."""
+"""Parse `data.blend`: the token stores that a run mixes, and their weights."""
 
 import math
 from collections.abc import Sequence
 
+from wlb.plan import UserError
+
 
 def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """(prefix, weight) of entries "prefix:weight"; ValueError for one that is none.
+    """Return (prefix, weight) of each entry "PREFIX:WEIGHT"; UserError for any other entry.
 
     Weights are shares of tokens and need not add up to 1.
     """
@@ -17,11 +19,11 @@ def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
         except ValueError:
             weight = math.nan
         if not (colon and prefix and 0 < weight < math.inf):
-            raise ValueError(
+            raise UserError(
                 f"data.blend: {entry!r} is not PREFIX:WEIGHT with a weight above 0, such as "
                 f'"stores/web:0.7"; leave out a store of weight 0'
             )
         if prefix in [name for name, _ in found]:
-            raise ValueError(f"data.blend names {prefix} twice; add its weights up")
+            raise UserError(f"data.blend names {prefix} twice; add the weights up")
         found.append((prefix, weight))
     return tuple(found)

@@ -1,8 +1,8 @@
-"""How a configuration key is declared, and nested sections are read, checked and listed.
+"""Declare, set, check and list configuration keys.
 
-A section is a frozen dataclass whose fields are made with `key(default, "what it does", unit=...)`;
-`RunSpec` nests them. `apply` sets one dotted key from TOML or `--set` and refuses unknown names and
-wrong types with the value and the nearest known key.
+A section is a frozen dataclass whose fields are made by `key(default, "what it does", unit=...)`;
+`RunSpec` nests sections. `apply` sets keys from nested values and refuses unknown names and wrong
+types with the value and the nearest known key.
 """
 
 import difflib
@@ -10,12 +10,19 @@ import types
 import warnings
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import reduce
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from wlb.plan import UserError
 
 T = TypeVar("T")
 
 RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
-"""Keys that had another name, which still works with a warning."""
+"""Old names of keys, which still work with a RenamedKeyWarning."""
+
+
+class RenamedKeyWarning(FutureWarning):
+    """A user's settings hold an old name of a key; the command line prints it as one line."""
 
 
 def key(default: Any, doc: str, *, unit: str = "") -> Any:
@@ -35,7 +42,7 @@ class KeyHelp:
 
 
 def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
-    """Every key below `section`, dotted, in declaration order."""
+    """List every key below `section` by dotted name, in declaration order."""
     hints = get_type_hints(section)
     out: list[KeyHelp] = []
     for f in fields(section):
@@ -56,8 +63,14 @@ def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
     return out
 
 
-def apply(spec: T, values: dict[str, Any], *, source: str, prefix: str = "") -> T:
-    """`spec` with nested `values` set; ValueError naming `source`, the key and the remedy."""
+def apply(
+    spec: T, values: dict[str, Any], *, source: str, prefix: str = "", is_stored: bool = False
+) -> T:
+    """Return `spec` with nested `values` set; UserError naming `source`, the key and the remedy.
+
+    is_stored: wlb wrote the values (checkpoint, metrics.jsonl), so old names of keys are no reason
+    for a warning.
+    """
     section = cast("type[Any]", type(spec))
     hints = get_type_hints(section)
     changes: dict[str, Any] = {}
@@ -65,25 +78,32 @@ def apply(spec: T, values: dict[str, Any], *, source: str, prefix: str = "") -> 
         dotted = f"{prefix}{name}"
         if dotted in RENAMED:
             new = RENAMED[dotted]
-            warnings.warn(f"{source}: {dotted} is now {new}", FutureWarning, stacklevel=2)
+            if not is_stored:
+                warnings.warn(f"{source}: {dotted} is now {new}", RenamedKeyWarning, stacklevel=2)
             dotted, name = new, new.removeprefix(prefix)
             if name in values:
-                raise ValueError(f"{source}: {new} is given twice, also by its old name; remove it")
+                raise UserError(f"{source}: {new} is given twice; remove its old name")
         if name not in hints:
-            raise ValueError(f"{source}: unknown key {dotted!r}{_nearest(name, hints, prefix)}")
+            raise UserError(f"{source}: unknown key {dotted!r}{_nearest(name, hints, prefix)}")
         kind = hints[name]
         if is_dataclass(kind):
             if not isinstance(value, dict):
-                raise ValueError(f"{source}: {dotted} is a section, got {value!r}")
+                raise UserError(f"{source}: {dotted} is a section, got {value!r}")
             nested = cast("dict[str, Any]", value)
-            changes[name] = apply(getattr(spec, name), nested, source=source, prefix=f"{dotted}.")
+            changes[name] = apply(
+                getattr(spec, name),
+                nested,
+                source=source,
+                prefix=f"{dotted}.",
+                is_stored=is_stored,
+            )
         else:
             changes[name] = _convert(value, kind, f"{source}: {dotted}")
     return cast(T, replace(cast(Any, spec), **changes))
 
 
 def nest(dotted: str, value: Any) -> dict[str, Any]:
-    """`{"a": {"b": value}}` for "a.b"."""
+    """Return `{"a": {"b": value}}` for "a.b"."""
     out = value
     for part in reversed(dotted.split(".")):
         out = {part: out}
@@ -91,7 +111,7 @@ def nest(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def to_dict(spec: Any) -> dict[str, Any]:
-    """Nested plain values (TOML and JSON types)."""
+    """Return nested plain values (TOML and JSON types)."""
     out: dict[str, Any] = {}
     for f in fields(spec):
         value = getattr(spec, f.name)
@@ -104,10 +124,27 @@ def to_dict(spec: Any) -> dict[str, Any]:
     return out
 
 
+def check_bounds(
+    section: Any,
+    names: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    prefix: str = "",
+) -> None:
+    """UserError for the first of `names` (dotted, separated by spaces) that is out of bounds."""
+    for name in names.split():
+        value = reduce(getattr, name.split("."), section)
+        if at_least is not None and not value >= at_least:
+            raise UserError(f"{prefix}{name} = {value} must be at least {at_least}")
+        if above is not None and not value > above:
+            raise UserError(f"{prefix}{name} = {value} must be above {above}")
+
+
 def _convert(value: Any, kind: Any, where: str) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} must be a list, got {value!r}")
+            raise UserError(f"{where} must be a list, got {value!r}")
         inner = get_args(kind)[0]
         items = list(cast("list[Any]", value))
         return tuple(_convert(v, inner, f"{where}[{i}]") for i, v in enumerate(items))
@@ -116,11 +153,11 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             return kind(value)
         except ValueError:
             choices = ", ".join(repr(str(c)) for c in kind)
-            raise ValueError(f"{where} = {value!r}: choose one of {choices}") from None
+            raise UserError(f"{where} = {value!r}: choose one of {choices}") from None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{where} must be {_type_name(kind)}, got {value!r}")
+        raise UserError(f"{where} must be {_type_name(kind)}, got {value!r}")
     return value
 
 

@@ -1,10 +1,11 @@
-"""Presets and TOML files into a checked RunSpec."""
+"""Load a preset or a TOML file, with `--set` overrides, as a checked RunSpec."""
 
 import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from wlb.plan import UserError
 from wlb.spec.check import check
 from wlb.spec.keys import apply, list_keys, nest
 from wlb.spec.methods import keys_of
@@ -20,23 +21,23 @@ def presets() -> list[str]:
 
 
 def load(name: str, overrides: list[str] | None = None) -> RunSpec:
-    """The spec of preset or TOML file `name` with `--set` overrides such as "parallel.tp=4".
+    """Load preset or TOML file `name` with `--set` overrides such as "parallel.tp=4".
 
-    ValueError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
+    UserError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
     """
     spec = apply(RunSpec(), _expanded(_read(name)), source=name)
     types = {key.name: key.type for key in list_keys(RunSpec)}
     for item in overrides or []:
         dotted, sign, text = item.partition("=")
         if not sign:
-            raise ValueError(f"--set {item!r}: write section.key=value, as in training.steps=100")
+            raise UserError(f"--set {item!r}: write section.key=value, as in training.steps=100")
         value = _value(text.strip(), is_text=types.get(dotted.strip()) == "str")
         spec = apply(spec, _expanded(nest(dotted.strip(), value)), source=f"--set {item}")
     return check(spec)
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """With the keys that packing.method stands for, which keys beside it must not contradict."""
+    """Add the keys that packing.method stands for; `check` finds contradictions later."""
     given = values.get("packing")
     if not isinstance(given, dict):
         return values
@@ -53,18 +54,18 @@ def _read(name: str) -> dict[str, Any]:
     else:
         path = Path(name)
         if not path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"{name!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
             )
         data = path.read_bytes()
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: not valid TOML: {error}") from None
+        raise UserError(f"{name}: not valid TOML: {error}") from None
 
 
 def _value(text: str, *, is_text: bool) -> Any:
-    """A TOML value; the bare text where it is not one, or where the key takes text."""
+    """Parse a TOML value; keep bare text that is no TOML value, or whose key takes text."""
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

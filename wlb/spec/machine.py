@@ -1,4 +1,4 @@
-"""Sections about devices: what shards parameters over them, what overlaps, what they are like."""
+"""Sections about devices: parameter sharding, TP overlap, and the cluster assumed by estimates."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,29 @@ class FsdpSection:
 
     shard_size: int = key(
         0,
-        "ranks that share one copy of parameters, gradients and optimizer state, innermost of dp x "
-        "cp first; other such groups hold copies (HSDP); 0 = all of dp x cp",
+        "ranks that share one copy of parameters, gradients and optimiser state, taken from the"
+        " innermost ranks of dp x cp; other groups hold replicas (HSDP); 0 = all of dp x cp",
         unit="ranks",
     )
     reshard_after_forward: bool = key(
         False,
-        "free a layer's gathered parameters after every pass and gather them again: less memory, "
-        "two gathers a micro-batch instead of one a step",
+        "free the gathered parameters of a layer after every pass and gather them again: less "
+        "memory, two gathers per micro-batch instead of one per step",
     )
     prefetch: int = key(
         1,
-        "layers whose parameters are gathered ahead of the layer at work; 0 = as torch orders them",
+        "layers whose parameters are gathered ahead of the current one; 0 = torch's default order",
         unit="layers",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """What the machines are like, for estimates; nothing that a run executes depends on it."""
+    """Hardware assumed by estimates; a run itself does not depend on it."""
 
     memory_gib: float = key(
         80.0,
-        "memory of a device that simulate, tune and --dry-run hold a layout against",
+        "device memory, which simulate, tune and --dry-run check layouts against",
         unit="GiB",
     )
     peak_tflops: float = key(
@@ -41,13 +41,13 @@ class ClusterSection:
     )
     overhead: float = key(
         0.0,
-        "what a simulated step takes besides (host, input, jitter), as a share of the mean rank's "
-        "time in passes",
+        "time that a simulated step takes beside its passes (host, input, jitter), as a share "
+        "of the mean rank's time in passes",
     )
     tp_overlap: float = key(
         0.0,
-        "share of TP's collectives that hides behind matrix products, for pricing; wlb's own "
-        "executor overlaps some in backward",
+        "share of TP's collectives that is hidden behind matrix products, for pricing; wlb's "
+        "own executor overlaps some in backward",
     )
 
 
@@ -55,6 +55,6 @@ class ClusterSection:
 class TpSection:
     overlap: bool = key(
         False,
-        "compute the products beside TP's collectives piece by piece while pieces travel; needs "
-        "GPUs that reach each other's memory (NVLink); not measured yet",
+        "overlap TP's collectives with the products beside them, piece by piece; needs GPUs "
+        "that reach each other's memory (NVLink); not measured yet",
     )

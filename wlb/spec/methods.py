@@ -1,14 +1,15 @@
-"""Grouping methods of packed fine-tuning, by name: which keys of [packing] each one is.
+"""Named grouping methods for packed fine-tuning: the [packing] keys that each one sets.
 
-The eight rows of Table 1 of "Enhancing Training Efficiency Using Packing with Flash Attention"
-(Kundu et al., 2024) and of its second edition, which calls RandomSampling+PosID
-MiniBatchPacking+PosID. `packing.method` names one in a TOML file; the paper's bs is
-packing.examples or packing.bin_windows, its msl data.context_window, its gas N / dp. Multipack's
-library packs by first fit decreasing; true best fit decreasing has a name of its own.
+Source: Table 1 of "Enhancing Training Efficiency Using Packing with Flash Attention" (Kundu et al.,
+2024). The paper's bs is packing.examples or packing.bin_windows, msl is data.context_window, gas
+is N / dp. Deviation: the paper says that Multipack packs best fit decreasing, but its library packs
+first fit decreasing; multipack_bfd_posid is the true best fit decreasing.
 """
 
 from collections.abc import Mapping
 from typing import Any
+
+from wlb.plan import UserError
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "random_padding": {"policy": "examples", "by_length": False, "layout": "padded"},
@@ -36,9 +37,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def keys_of(method: str) -> Mapping[str, Any]:
-    """Keys of [packing], none for no method; ValueError listing the known ones."""
+    """Return the [packing] keys of a method, none for ""; UserError listing the known methods."""
     if not method:
         return {}
     if method not in METHODS:
-        raise ValueError(f"packing.method = {method!r} is unknown; known: {', '.join(METHODS)}")
+        raise UserError(f"packing.method = {method!r} is unknown; known: {', '.join(METHODS)}")
     return METHODS[method]

@@ -1,15 +1,14 @@
-"""RunSpec: everything a run is told. One TOML file plus `--set section.key=value`.
+"""RunSpec: the whole configuration of a run, from one TOML file plus `--set section.key=value`.
 
-Sections say what belongs to which room. Values that would make a run fail later are refused here
-(`wlb.spec.check`), before any rank starts.
+`wlb.spec.check` refuses values that would fail later, before any rank starts.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wlb.plan import row_multiple
-from wlb.spec.keys import key, to_dict
+from wlb.plan import UserError, row_multiple
+from wlb.spec.keys import check_bounds, key, to_dict
 from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
@@ -22,8 +21,8 @@ class Schedule(StrEnum):
     INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
 
     def takes(self, num_micro_batches: int, pp: int) -> bool:
-        """Whether torch has an order for so many micro-batches a pipeline: 1F1B for pp and more,
-        the interleaved ones for rounds of equally many."""
+        """Whether torch can schedule this many micro-batches per pipeline: 1F1B takes pp or more,
+        interleaved schedules take rounds of equal size."""
         if self == Schedule.ONE_F_ONE_B:
             return num_micro_batches >= pp
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
@@ -43,7 +42,7 @@ class Strategy(StrEnum):
 
 
 class Remainder(StrEnum):
-    """What per_document does with the d mod (2 * cp) tokens over of a document."""
+    """Where per_document puts the d mod (2 * cp) left-over tokens of a document."""
 
     MERGED = "merged"
     ONE_BY_ONE = "one_by_one"
@@ -55,7 +54,7 @@ class Dtype(StrEnum):
 
 
 class OnNonfinite(StrEnum):
-    """What follows a loss or gradient that is not finite."""
+    """Reaction to a loss or gradient that is not finite."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -63,7 +62,7 @@ class OnNonfinite(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What backward runs again of a decoder layer instead of keeping its activations."""
+    """Part of a decoder layer that backward recomputes instead of keeping its activations."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -77,7 +76,7 @@ class Device(StrEnum):
 
 
 class OverMemory(StrEnum):
-    """What follows a memory estimate above the memory that is there."""
+    """Reaction to a memory estimate above the device memory."""
 
     REFUSE = "refuse"
     WARN = "warn"
@@ -100,23 +99,26 @@ class LossNormalizer(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
-    output_dir: str = key("runs", "folder of all runs")
+    output_dir: str = key("runs", "folder that holds all runs")
     stop_file: str = key(
         "",
-        "a file whose existence asks the run to finish its step, save and leave with status 0, as "
-        "SIGTERM and SIGUSR1 do; empty = none",
+        "the run stops when this file exists: it finishes its step, saves and exits with status"
+        " 0, as on SIGTERM or SIGUSR1; empty = none",
     )
-    seed: int = key(0, "seed of weights, document order and order inside a micro-batch")
-    device: Device = key(Device.AUTO, "where ranks compute; auto takes CUDA if there is one a rank")
+    seed: int = key(0, "seed of the weights, the document order and the order inside a micro-batch")
+    device: Device = key(
+        Device.AUTO, "device of the ranks; auto = CUDA if every rank has a GPU, otherwise the CPU"
+    )
     memory_gib: float = key(
         0.0,
-        "memory of a rank's device, that the memory estimate is held against; 0 = the smallest "
-        "GPU's own, on the CPU none",
+        "device memory of a rank, which the memory estimate is checked against; 0 = memory of "
+        "the smallest GPU, unlimited on the CPU",
         unit="GiB",
     )
     over_memory: OverMemory = key(
         OverMemory.REFUSE,
-        "what to do with a run whose memory estimate exceeds 95% of that: refuse it or only warn",
+        "whether a run whose memory estimate exceeds 95% of the device memory is refused or "
+        "only warned about",
     )
 
 
@@ -124,20 +126,18 @@ class RunSection:
 class RopeScaling:
     """Llama-3's frequency scaling; off while factor is 1."""
 
-    factor: float = key(1.0, "how much longer the context is than it was trained for; 1 = off")
-    low_freq_factor: float = key(1.0, "wavelengths above original / this are scaled fully")
-    high_freq_factor: float = key(4.0, "wavelengths below original / this are left alone")
-    original_context: int = key(8192, "context the frequencies were trained for", unit="tokens")
+    factor: float = key(1.0, "context length relative to the length in pre-training; 1 = off")
+    low_freq_factor: float = key(
+        1.0, "wavelengths above original_context / this are scaled by the whole factor"
+    )
+    high_freq_factor: float = key(4.0, "wavelengths below original_context / this are not scaled")
+    original_context: int = key(8192, "context length in pre-training", unit="tokens")
 
     def check(self) -> None:
-        if not self.factor > 0:
-            raise ValueError(f"model.rope_scaling.factor = {self.factor} must be above 0")
-        if self.original_context < 1:
-            raise ValueError(
-                f"model.rope_scaling.original_context = {self.original_context} must be at least 1"
-            )
+        check_bounds(self, "factor", above=0, prefix="model.rope_scaling.")
+        check_bounds(self, "original_context", at_least=1, prefix="model.rope_scaling.")
         if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
+            raise UserError(
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
                 f"below high_freq_factor = {self.high_freq_factor}"
             )
@@ -147,16 +147,16 @@ class RopeScaling:
 class ModelSpec:
     """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head."""
 
-    vocab_size: int = key(0, "tokens of the vocabulary; 0 = the store's", unit="tokens")
+    vocab_size: int = key(0, "vocabulary size; 0 = that of the token store", unit="tokens")
     hidden_size: int = key(512, "width of the residual stream")
     num_layers: int = key(8, "decoder layers")
     num_heads: int = key(8, "query heads")
-    num_kv_heads: int = key(8, "key/value heads; divides num_heads")
-    head_dim: int = key(0, "width of a head; 0 = hidden_size / num_heads")
-    ffn_hidden_size: int = key(1408, "inner width of SwiGLU")
+    num_kv_heads: int = key(8, "key/value heads; must divide num_heads")
+    head_dim: int = key(0, "size of an attention head; 0 = hidden_size / num_heads")
+    ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP")
     norm_eps: float = key(1e-5, "epsilon of RMSNorm")
-    init_std: float = key(0.02, "standard deviation of initial weights")
-    rope_theta: float = key(10000.0, "base of rotary frequencies")
+    init_std: float = key(0.02, "standard deviation of the initial weights")
+    rope_theta: float = key(10000.0, "base of the rotary frequencies")
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
     @property
@@ -173,7 +173,7 @@ class ModelSpec:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Vocabulary rounded up to a multiple of 256, whatever tp is."""
+        """Vocabulary size rounded up to a multiple of 256, independent of tp."""
         return -(-self.vocab_size // 256) * 256
 
     @property
@@ -187,25 +187,23 @@ class ModelSpec:
         return self.num_layers * self.num_layer_parameters + ends
 
     def check(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} = {getattr(self, name)} must be at least 1")
-        for name in ("head_dim", "init_std"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} = {getattr(self, name)} must be at least 0")
-        for name in ("norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"model.{name} = {getattr(self, name)} must be above 0")
+        sizes = "hidden_size num_layers num_heads num_kv_heads ffn_hidden_size"
+        check_bounds(self, sizes, at_least=1, prefix="model.")
+        check_bounds(self, "head_dim init_std", at_least=0, prefix="model.")
+        check_bounds(self, "norm_eps rope_theta", above=0, prefix="model.")
         self.rope_scaling.check()
         if not self.head_dim and self.hidden_size % self.num_heads:
-            raise ValueError(
+            raise UserError(
                 f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "
                 f"{self.num_heads}; change one of them or set model.head_dim"
             )
         if self.head_size % 2:
-            raise ValueError(f"head size {self.head_size} is odd; rotary embedding needs pairs")
+            raise UserError(
+                f"head size {self.head_size} is odd, but RoPE rotates pairs; set an even "
+                f"model.head_dim"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
                 f"{self.num_kv_heads}"
             )
@@ -213,12 +211,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSpec:
-    """Degrees of the four axes. Ranks are ordered TP, CP, PP, DP from the inside out."""
+    """Degrees of the four axes; ranks are numbered TP, CP, PP, DP from the inside out."""
 
-    tp: int = key(1, "tensor-parallel ranks (with sequence parallelism)", unit="ranks")
-    cp: int = key(1, "context-parallel ranks", unit="ranks")
-    pp: int = key(1, "pipeline ranks", unit="ranks")
-    dp: int = key(0, "data-parallel pipelines; 0 = all ranks / (tp * cp * pp)", unit="ranks")
+    tp: int = key(1, "tensor-parallel degree (with sequence parallelism)", unit="ranks")
+    cp: int = key(1, "context-parallel degree", unit="ranks")
+    pp: int = key(1, "pipeline-parallel degree", unit="ranks")
+    dp: int = key(0, "data-parallel degree; 0 = number of ranks / (tp * cp * pp)", unit="ranks")
 
     @property
     def model_ranks(self) -> int:
@@ -238,81 +236,93 @@ class ParallelSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSection:
     schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
-    virtual_stages: int = key(1, "stages (model chunks) a pipeline rank; more with interleaving")
+    virtual_stages: int = key(
+        1,
+        "virtual stages (model chunks) per pipeline rank; more than 1 needs an interleaved "
+        "schedule",
+    )
     stage_layers: tuple[int, ...] = key(
         (),
-        "decoder layers of every stage, first to last, such as fewer where the head is; 0 only at "
-        "the ends (embedding or head alone); empty = equally many",
+        "decoder layers of each stage, first to last, such as fewer beside the output head; "
+        "only the first and the last stage may have 0; empty = equally many",
     )
     weight_delay: int = key(
         1,
-        "interleaved_zero_bubble: passes that weights' gradients wait, times the pipeline rank; 1 "
-        "= ZB1P, more where attention is long",
+        "interleaved_zero_bubble: weight gradients wait this many passes times the pipeline "
+        "rank; 1 = torch's ZB1P order, more may help where attention is long",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
     keep_gathered_kv: bool = key(
-        False, "keep all ranks' keys and values for backward: no second all-gather, more memory"
+        False, "keep the gathered keys and values for backward: no second all-gather, more memory"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    store: str = key("", "prefix of a .bin/.idx token store; empty = made from data.corpus")
+    store: str = key("", "prefix of a .bin/.idx token store; empty = built from data.corpus")
     blend: tuple[str, ...] = key(
         (),
-        'stores mixed instead of data.store: a list of "PREFIX:WEIGHT", weights as shares of '
-        "tokens; a store too small for its weight is repeated",
+        'token stores to mix, instead of data.store: a list of "PREFIX:WEIGHT" with weights as '
+        "shares of tokens; a store that is too small for its weight is repeated",
     )
-    heldout_store: str = key("", "prefix of the held-out store of data.store or data.blend")
+    heldout_store: str = key("", "prefix of the held-out token store for data.store or data.blend")
     corpus: str = key(
         "stdlib",
-        'text to train on: "stdlib" (Python\'s own sources), "docstrings" (conversations about '
-        "them) or a folder",
+        'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" '
+        "(conversations about them) or a folder of UTF-8 files",
     )
-    cache_dir: str = key("runs/stores", "where stores made from data.corpus are kept")
-    bpe_vocab_size: int = key(4096, "size of the byte-level BPE trained on data.corpus")
-    heldout_fraction: float = key(0.03, "share of documents kept for evaluation")
+    cache_dir: str = key("runs/stores", "folder for token stores built from data.corpus")
+    bpe_vocab_size: int = key(4096, "vocabulary size of the byte-level BPE trained on data.corpus")
+    heldout_fraction: float = key(0.03, "share of documents held out for evaluation")
     context_window: int = key(
-        4096, "C: longest piece; a global batch is N x C tokens", unit="tokens"
+        4096,
+        "C: length of a context window and of the longest piece of a document; a global batch "
+        "has N x C tokens",
+        unit="tokens",
     )
     num_windows: int = key(
         0,
-        "N: context windows of a global batch, and micro-batches of a step over all pipelines "
-        "unless packing.num_micro_batches says another number; 0 = pp * dp",
+        "N: context windows per global batch; also micro-batches per step over all pipelines, "
+        "unless packing.num_micro_batches is set; 0 = pp * dp",
     )
-    long_documents: LongDocuments = key(LongDocuments.SPLIT, "documents longer than the window")
+    long_documents: LongDocuments = key(
+        LongDocuments.SPLIT, "what is done with documents longer than the context window"
+    )
     prefetch: int = key(
-        1, "steps whose inputs are loaded ahead, in a thread; 0 = when they are computed"
+        1, "steps whose inputs a thread loads ahead; 0 = load them when they are needed"
     )
     epochs: int = key(
-        0, "passes over the store, of a blend over the store read least; 0 = until training.steps"
+        0,
+        "passes over the store, or over the least-read store of a blend; 0 = as many as "
+        "training.steps take",
     )
-    row_multiple: int = key(1, "rows of a rank are a multiple of this (128 on GPUs)", unit="tokens")
+    row_multiple: int = key(
+        1, "rows of a rank are padded to a multiple of this (use 128 on GPUs)", unit="tokens"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSection:
     strategy: Strategy = key(
         Strategy.ADAPTIVE,
-        "how a micro-batch is divided over CP ranks: adaptive = per_sequence or per_document, "
-        "whichever is predicted faster; hybrid = long documents per document, the rest per "
-        "sequence; balanced = each document over as many ranks as its work asks for",
+        "how a micro-batch is sharded over CP ranks: adaptive = per_sequence or per_document, "
+        "whichever is predicted to be faster; hybrid = long documents per document, the rest "
+        "per sequence; balanced = each document over as many ranks as its work requires",
     )
     remainder: Remainder = key(
         Remainder.MERGED,
-        "tokens over when per_document (also in adaptive) cuts a document: merged into its chunks, "
-        "or one_by_one as in the paper, each a kernel segment of its own",
+        "per_document (also within adaptive): the d mod (2 * cp) tokens of a document that are "
+        "left over are merged into its chunks, or dealt one_by_one as in the paper, each as a "
+        "kernel segment of its own",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    ahead: int = key(
-        3, "steps planned beyond the one that was last asked for; at least 2", unit="steps"
-    )
+    ahead: int = key(3, "steps planned ahead of the requested one; at least 2", unit="steps")
     baseline: bool = key(True, "also predict Plain-4D on the same documents")
 
 
@@ -325,7 +335,7 @@ class CostSection:
 class KernelSection:
     attention: AttentionBackend = key(
         AttentionBackend.AUTO,
-        "attention kernel; auto = the fastest known for the device among those installed",
+        "attention kernel; auto = the fastest installed one that supports the run",
     )
 
 
@@ -334,76 +344,75 @@ class TrainingSection:
     steps: int = key(1000, "optimiser steps", unit="steps")
     learning_rate: float = key(3e-4, "peak learning rate of AdamW")
     min_learning_rate: float = key(
-        3e-5, "learning rate at training.steps; schedule = constant has none"
+        3e-5, "learning rate at training.steps; not used by schedule = constant"
     )
-    warmup_steps: int = key(100, "linear warm-up", unit="steps")
+    warmup_steps: int = key(100, "linear warm-up of the learning rate", unit="steps")
     schedule: RateSchedule = key(
         RateSchedule.COSINE,
-        "learning rate after the warm-up: cosine or linear down to the minimum at training.steps; "
-        "wsd = stable, down to it over the last decay_steps; constant",
+        "learning rate after warm-up: cosine or linear = decay to min_learning_rate at "
+        "training.steps; wsd = stable, then decay over the last decay_steps; constant",
     )
     decay_steps: int = key(
-        0, "wsd: last steps, whose rate falls; 10% to 20% of training.steps are usual", unit="steps"
+        0, "wsd: length of the final decay; 10% to 20% of training.steps is usual", unit="steps"
     )
     decay_shape: DecayShape = key(
-        DecayShape.LINEAR, "wsd: how the rate falls; sqrt = 1 - sqrt(progress)"
+        DecayShape.LINEAR, "wsd: shape of the final decay; sqrt = 1 - sqrt(progress)"
     )
     beta1: float = key(0.9, "AdamW beta1")
     beta2: float = key(0.95, "AdamW beta2")
     adam_eps: float = key(1e-8, "AdamW epsilon")
-    weight_decay: float = key(0.1, "AdamW weight decay, on what training.decay says")
+    weight_decay: float = key(0.1, "AdamW weight decay of the weights that training.decay selects")
     decay: DecayedWeights = key(
         DecayedWeights.MATRICES,
-        "what weight decay is on: matrices = all but norms; linear = also without embedding and "
-        "output head; all = norms as well",
+        "weights that decay: matrices = all except norms; linear = also without embedding and "
+        "output head; all = norms too",
     )
-    clip_norm: float = key(1.0, "gradient norm limit; 0 = off")
+    clip_norm: float = key(1.0, "gradients are clipped to this norm; 0 = off")
     dtype: Dtype = key(
         Dtype.FLOAT32,
-        "dtype of parameters in compute; gradients reduce in float32, but norms' over tp in this "
-        "where a pipeline has one micro-batch",
+        "compute dtype of parameters; gradients are reduced in float32, except those of norms "
+        "over TP, which use this dtype where a pipeline has one micro-batch",
     )
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
-        "loss divisor: valid_tokens = the step's own; constant = N * context_window always, which "
-        "weighs labels alike where steps differ in tokens",
+        "divisor of the loss: valid_tokens = number of labels in the step; constant = always N "
+        "* context_window, which weighs labels equally where steps differ in tokens",
     )
     recompute: Recompute = key(
         Recompute.NONE,
-        "what backward computes again to save memory: selective = a layer's second norm and MLP, "
-        "all but the last product; full = the whole layer, attention and its collectives included",
+        "activations that backward recomputes to save memory: selective = the second norm and "
+        "the MLP of a layer, except the last product; full = the whole layer with attention and"
+        " its collectives",
     )
     compile: bool = key(
         False,
-        "torch.compile decoder layers: one graph of a layer for all lengths; takes a minute at the "
-        "start, and pays where norms, rotation and SiLU are a good part of a layer",
+        "compile decoder layers with torch.compile: one graph for all lengths; takes about a "
+        "minute at the start, and pays where norms, RoPE and SiLU are a large part of a layer",
     )
-    compile_backend: str = key("inductor", "backend of torch.compile, with training.compile")
+    compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,
-        "at a loss or gradient that is not finite: stop; skip the step's update; or rollback = go "
-        "back to the last checkpoint, train again, and skip the step if it fails again",
+        "on a loss or gradient that is not finite: stop; skip the update of the step; or "
+        "rollback = train again from the last checkpoint, and skip the step if it fails again",
     )
     max_nonfinite: int = key(
-        10, "steps in a row whose update may be skipped before the run stops", unit="steps"
+        10, "most consecutive updates that are skipped before the run stops", unit="steps"
     )
-    loss_chunk: int = key(8192, "rows of logits held at a time", unit="tokens")
-    timeout_s: float = key(600.0, "collectives that take longer stop the run", unit="s")
+    loss_chunk: int = key(8192, "rows of logits in memory at a time", unit="tokens")
+    timeout_s: float = key(600.0, "a collective that takes longer stops the run", unit="s")
     heartbeat_s: float = key(
         60.0,
-        "a rank that gives no sign of life for so long (stopped, its node lost) ends the run, with "
-        "a report of all ranks; 0 = ranks do not watch over each other",
+        "a rank that gives no sign of life for this long (stopped process, lost node) ends the "
+        "run with a report of all ranks; 0 = ranks do not watch each other",
         unit="s",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Everything about a run, a field a section of its TOML; `wlb.spec.load` makes and checks one.
+    """Configuration of a run, one field per TOML section; `wlb.spec.load` reads and checks it.
 
-    Sections: run, model, parallel, fsdp, cluster, pp, tp, cp, data, packing, sharding, planner,
-    cost, kernels, training, eval, checkpoint, telemetry. `wlb.spec.list_keys(RunSpec)` has
-    all keys with units and defaults, `wlb train --help` prints them.
+    `wlb train --help` prints all keys with units and defaults.
     """
 
     run: RunSection = field(default_factory=RunSection)
@@ -432,12 +441,12 @@ class RunSpec:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step, over all pipelines: N, or M where packing makes another number."""
+        """Micro-batches of a step over all pipelines: M if packing sets it, else N."""
         return self.packing.num_micro_batches or self.num_windows
 
     @property
     def micro_batches_per_pipeline(self) -> int:
-        """Micro-batches of a step that each pipeline executes: N / dp."""
+        """Micro-batches of a step per pipeline."""
         return self.num_micro_batches // max(1, self.parallel.dp)
 
     @property
@@ -452,7 +461,7 @@ class RunSpec:
 
     @property
     def tokens_per_step(self) -> int:
-        """N x C: tokens of a global batch."""
+        """Tokens of a global batch: N x C."""
         return self.num_windows * self.data.context_window
 
     @property
@@ -462,12 +471,12 @@ class RunSpec:
 
     @property
     def num_stages(self) -> int:
-        """Stages of a pipeline, virtual ones included: pp x virtual_stages."""
+        """Stages of a pipeline: pp x virtual_stages."""
         return self.parallel.pp * self.pp.virtual_stages
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes weight gradients apart from input gradients."""
+        """Whether the schedule separates weight gradients from input gradients."""
         is_split = self.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
         return self.parallel.pp > 1 and is_split
 
@@ -488,9 +497,9 @@ class RunSpec:
 
     @property
     def row_multiple(self) -> int:
-        """Rows of a rank are a multiple of it."""
+        """Rows of every rank are padded to a multiple of this."""
         return row_multiple(self.parallel.tp, self.data.row_multiple)
 
     def to_dict(self) -> dict[str, Any]:
-        """Sections and keys as in TOML."""
+        """Return sections and keys as in TOML."""
         return to_dict(self)

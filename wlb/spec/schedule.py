@@ -1,10 +1,10 @@
-"""Names of learning-rate schedules and of what weight decay is on (`training.*`)."""
+"""Learning-rate schedules and sets of decayed weights (`training.*`)."""
 
 from enum import StrEnum
 
 
 class RateSchedule(StrEnum):
-    """What the learning rate does after its warm-up; wsd = warm-up, stable, decay."""
+    """Learning rate after warm-up; wsd = warm-up, stable, decay."""
 
     COSINE = "cosine"
     WSD = "wsd"
@@ -13,7 +13,7 @@ class RateSchedule(StrEnum):
 
 
 class DecayShape(StrEnum):
-    """How wsd's decay falls: sqrt is 1 - sqrt(progress)."""
+    """Shape of the decay of wsd; sqrt = 1 - sqrt(progress)."""
 
     LINEAR = "linear"
     SQRT = "sqrt"
@@ -21,7 +21,7 @@ class DecayShape(StrEnum):
 
 
 class DecayedWeights(StrEnum):
-    """matrices: all but norms. linear: neither embedding, output head nor norms."""
+    """matrices: all except norms. linear: also without embedding and output head."""
 
     MATRICES = "matrices"
     LINEAR = "linear"

@@ -1,17 +1,18 @@
-"""The systems that are compared: what each changes in a run's settings.
+"""Systems that are compared, each as overrides of a run's settings.
 
-plain_4d, fixed_4d and paper are the paper's Plain-4D, Fixed-4D and WLB-LLM (Section 7.1): their
-per-document sharding deals tokens over one by one. Fixed-4D uses one static sharding for all
-batches, the better one of its two for a configuration. wlb is ours: it recomputes MLPs where memory
-would limit packing, if that is faster. Its steps hold up to 1.5 global batches, where a step's mean
-would give a label of a long document less weight (0.80 in `experiments/convergence`, whose held-out
-loss is higher on long documents then, in every seed); the constant normaliser weighs all alike.
+plain_4d, fixed_4d and paper are Plain-4D, Fixed-4D and WLB-LLM of the paper (Section 7.1). Fixed-4D
+uses the better of two static shardings. wlb is this project's own system; it recomputes MLPs if
+memory limits packing and that is faster. Its steps hold up to 1.5 global batches, so it uses the
+constant loss normalizer: a mean per step would weigh labels of long documents less (0.80 in
+`experiments/convergence`, with a higher held-out loss on long documents in every seed).
 """
 
 from collections.abc import Mapping
 
+from wlb.plan import UserError
+
 _OWN = ("packing.method=", "packing.packs=", "packing.layout=separate")
-"""What a run's own grouping would contradict."""
+"""Resets a grouping method of the run, which would contradict the system's policy."""
 _IN_WINDOWS = (*_OWN, "packing.num_micro_batches=0")
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
 _MERGED = ("sharding.remainder=merged",)
@@ -60,15 +61,15 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         for recompute in ("none", "selective")
     ),
 }
-"""Overrides (as of `--set`) of each system; several: alternatives, the fastest of which counts."""
+"""`--set` overrides of each system; the fastest of several alternatives counts."""
 PLANNED_MEMORY = 0.95
-"""Share of a device's memory that is planned with; the rest is for the context and libraries."""
+"""Share of device memory used in plans; the rest is left to the context and libraries."""
 
 
 def system_overrides(name: str, *, memory_gib: float) -> tuple[tuple[str, ...], ...]:
-    """The alternatives of a system on devices of that memory; ValueError listing the known ones."""
+    """Return a system's alternatives on devices of this memory; UserError listing known systems."""
     if name not in SYSTEMS:
-        raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+        raise UserError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
     planned = memory_gib * PLANNED_MEMORY
     return tuple(
         tuple(override.format(memory_gib=planned) for override in overrides)
@@ -77,15 +78,15 @@ def system_overrides(name: str, *, memory_gib: float) -> tuple[tuple[str, ...], 
 
 
 def system_choice(text: str, *, memory_gib: float) -> tuple[str, ...]:
-    """Overrides of "NAME", a system's first alternative, or of "NAME:2", its second.
+    """Return the overrides of "NAME" (a system's first alternative) or "NAME:2" (its second).
 
-    The first one is the faster on nearly all of Table 1's configurations (`wlb simulate` tells).
+    The first is faster on nearly all configurations of Table 1 (see `wlb simulate`).
     """
     name, _, number = text.partition(":")
     alternatives = system_overrides(name, memory_gib=memory_gib)
     numbers = [str(i + 1) for i in range(len(alternatives))]
     if (number or "1") not in numbers:
-        raise ValueError(
-            f"system {text!r}: {name} has the alternatives {', '.join(numbers)}, as in {name}:1"
+        raise UserError(
+            f"system {text!r}: {name} has alternatives {', '.join(numbers)}, as in {name}:1"
         )
     return alternatives[int(number or "1") - 1]

@@ -1,4 +1,4 @@
-"""A RunSpec as TOML that `load` reads back as the same spec."""
+"""Write a RunSpec as TOML that `load` reads back as the same spec."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -7,13 +7,13 @@ from wlb.spec.keys import to_dict
 from wlb.spec.run import RunSpec
 
 WHOLE = ("parallel", "pp", "packing", "sharding")
-"""Sections of a layout, which is read better whole."""
+"""Sections that describe a layout; they are written with all keys."""
 
 
 def to_toml(spec: RunSpec, *, comments: Sequence[str] = (), whole: Sequence[str] = WHOLE) -> str:
-    """The file's text, with a line of comment for each of `comments`.
+    """Return the file's text, with one comment line for each of `comments`.
 
-    whole: sections that are written with all their keys; of others what differs from the defaults.
+    whole: sections written with all keys; other sections hold only what differs from defaults.
     """
     blocks = ["".join(f"# {' '.join(line.split())}\n" for line in comments)]
     blocks += _tables("", to_dict(spec), to_dict(RunSpec()), whole)
@@ -23,7 +23,7 @@ def to_toml(spec: RunSpec, *, comments: Sequence[str] = (), whole: Sequence[str]
 def _tables(
     prefix: str, values: dict[str, Any], defaults: dict[str, Any], whole: Sequence[str]
 ) -> list[str]:
-    """The tables of a section, its own first; those without a key are left out."""
+    """Return the TOML tables of a section and its subsections, without empty ones."""
     own: list[str] = []
     nested: list[str] = []
     for name, value in values.items():
@@ -41,14 +41,9 @@ def _value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(_value(v) for v in cast('list[Any]', value))}]"
-    return _string(value) if isinstance(value, str) else repr(value)
-
-
-def _string(text: str) -> str:
-    """A basic string."""
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(_escaped(c) if ord(c) < 32 or ord(c) == 127 else c for c in quoted) + '"'
-
-
-def _escaped(character: str) -> str:
-    return f"\\u{ord(character):04X}"
+    if not isinstance(value, str):
+        return repr(value)
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    is_control = (ord(c) < 32 or ord(c) == 127 for c in quoted)
+    escaped = (f"\\u{ord(c):04X}" if bad else c for c, bad in zip(quoted, is_control, strict=True))
+    return f'"{"".join(escaped)}"'

@@ -154,7 +154,7 @@ def _meaning(model: ModelSpec) -> dict[str, object]:
 
 def _model_of(saved_in: Path) -> ModelSpec:
     saved = checkpoint.read_run(saved_in)["spec"]["model"]
-    return apply(ModelSpec(), saved, source=str(saved_in))
+    return apply(ModelSpec(), saved, source=str(saved_in), is_stored=True)
 
 
 def _same_shapes(model: ModelSpec, saved_in: Path, option: str) -> None:

@@ -373,7 +373,9 @@ def _rates(spec: RunSpec, saved: Path | None) -> Iterator[str]:
     if saved is None:
         return
     run = checkpoint.read_run(saved)
-    before = apply(RunSpec(), {"training": run["spec"]["training"]}, source=str(saved)).training
+    before = apply(
+        RunSpec(), {"training": run["spec"]["training"]}, source=str(saved), is_stored=True
+    ).training
     if change := rate_change(spec, before, run["step"]):
         yield change
 

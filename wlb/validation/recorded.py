@@ -113,7 +113,7 @@ def _spec(folder: Path) -> RunSpec:
         )
     path = saved[-1] / "run.json"
     data = json.loads(path.read_text("utf-8"))
-    return apply(RunSpec(), data["spec"], source=str(path))
+    return apply(RunSpec(), data["spec"], source=str(path), is_stored=True)
 
 
 def _metrics(path: Path) -> list[StepMetrics]:

@@ -46,7 +46,7 @@ def open_saved(folder: Path) -> SavedModel:
     checkpoint.check_share(folder, index=0, num=1)
     try:
         run = json.loads(file.read_text("utf-8"))
-        spec = apply(ModelSpec(), run["spec"]["model"], source=str(file))
+        spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} does not say of which model it is ({error!r})") from None
     parameters = parameters_of(spec)

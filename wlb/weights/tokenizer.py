@@ -32,7 +32,7 @@ def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
     if "data" not in sections:
         return FoundTokenizer(file=None, eos_id=None, why="the checkpoint is of no token store")
     known = {name: sections[name] for name in ("data", "model")}
-    name = train_store(apply(RunSpec(), known, source="run.json"))
+    name = train_store(apply(RunSpec(), known, source="run.json", is_stored=True))
     try:
         opened = open_store(name)
     except (ValueError, OSError) as error:

@@ -212,11 +212,18 @@ def _step(line: dict[str, Any]) -> StepRecord:
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
     """Of the last start; of the newest checkpoint where that does not say."""
     if starts and "spec" in starts[-1]:
-        return apply(RunSpec(), starts[-1]["spec"], source=str(folder / "metrics.jsonl"))
+        return apply(
+            RunSpec(), starts[-1]["spec"], source=str(folder / "metrics.jsonl"), is_stored=True
+        )
     saved = sorted((folder / "checkpoints").glob("step-*/run.json"))
     if not saved:
         raise ValueError(
             f"neither {folder / 'metrics.jsonl'} nor a checkpoint in {folder / 'checkpoints'} says "
             f"how the run was configured"
         )
-    return apply(RunSpec(), json.loads(saved[-1].read_text("utf-8"))["spec"], source=str(saved[-1]))
+    return apply(
+        RunSpec(),
+        json.loads(saved[-1].read_text("utf-8"))["spec"],
+        source=str(saved[-1]),
+        is_stored=True,
+    )

@@ -1,0 +1,28 @@
+"""All commands: warnings and user errors take one line on stderr, bugs keep their traceback."""
+
+from pathlib import Path
+
+import pytest
+
+from wlb.cli import main
+
+PLAN = ["plan", "--synthetic", "wlb_paper", "--steps", "2", "--json", "-"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_renamed_key_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--set", "data.num_micro_batches=4"]) == 0
+    assert capsys.readouterr().err == (
+        "wlb plan: warning: --set data.num_micro_batches=4: data.num_micro_batches is now "
+        "data.num_windows\n"
+    )
+
+
+def test_a_users_error_is_one_line_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(tmp_path / "absent.toml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("wlb plan: ")
+    assert "absent.toml' is neither a preset" in error
+    assert error.count("\n") == 1
