@@ -61,10 +61,10 @@ def _reads_environment(tree: ast.AST) -> bool:
     return bool(names & (used | imported))
 
 
-def test_only_the_mesh_reads_the_environment() -> None:
+def test_only_world_reads_the_environment() -> None:
     found = [
         str(path.relative_to(ROOT))
         for path in MODULES
         if _reads_environment(ast.parse(path.read_text("utf-8")))
     ]
-    assert found == ["wlb/parallel/mesh.py"]
+    assert found == ["wlb/parallel/world.py"]

@@ -47,7 +47,7 @@ from experiments.adapters.common import (
 from experiments.results import ROOT
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import Balance, BalancedCollator, balanced
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 
 LIBRARY = "transformers, TRL"
 WAYS = {
@@ -211,7 +211,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        mesh.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
+        worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
         work(options.worker, options.out, options.seed)
         torch.distributed.destroy_process_group()  # else its threads can abort the exit
     else:

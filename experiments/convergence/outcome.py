@@ -12,7 +12,8 @@ from experiments.convergence.bookkeeping import check_covered
 from experiments.results import commit
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.plan import IntArray
 from wlb.report.run.records import RunRecords
 from wlb.spec import RunSpec

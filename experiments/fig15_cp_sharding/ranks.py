@@ -22,7 +22,7 @@ from experiments.fig15_cp_sharding.case import STRATEGIES, distinct, micro_batch
 from experiments.fig15_cp_sharding.layer import CPU_SCALE, Case, describe, scale_of
 from experiments.fig15_cp_sharding.whole_op import TOLERANCE, benchmark, check
 from experiments.streams import WINDOW
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 from wlb.plan import ShardingPlan
 from wlb.spec import Device
 
@@ -66,7 +66,7 @@ def time_all(case: Case, plans: Plans, console: Console, *, rounds: int) -> None
     console.print(table)
 
 
-def run(options: argparse.Namespace, world: mesh.World, device: torch.device) -> bool:
+def run(options: argparse.Namespace, world: worlds.World, device: torch.device) -> bool:
     console = Console(width=110, quiet=world.rank != 0)
     scale = options.scale or (Fraction(1) if device.type == "cuda" else CPU_SCALE)
     count = options.count or (4 if options.check else 16)
@@ -95,20 +95,20 @@ def main() -> None:
     parser.add_argument("--scale", type=scale_of, help="of all lengths: 1 on CUDA, 1/16 on CPU")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    world = mesh.discover()
+    world = worlds.discover()
     if world is None:
         parser.error("start it with torchrun --nproc-per-node N -m ...")
-    choice = mesh.choose_device(
+    choice = worlds.choose_device(
         Device(options.device), local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
     )
-    device = mesh.rank_device(world, choice.kind)
+    device = worlds.rank_device(world, choice.kind)
     if device.type == "cpu":
-        torch.set_num_threads(mesh.threads_per_rank(world.local_world_size))
-    mesh.init(world, device, timeout_s=TIMEOUT_S)
+        torch.set_num_threads(worlds.threads_per_rank(world.local_world_size))
+    worlds.init(world, device, timeout_s=TIMEOUT_S)
     try:
         agrees = run(options, world, device)
     finally:
-        mesh.shutdown()
+        worlds.shutdown()
     sys.exit(0 if agrees else 1)
 
 

@@ -22,7 +22,7 @@ from wlb.adapters.hugging_face import (
     BalancedCollator,
     balanced,
 )
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 
 WINDOW, VOCAB, EPOCHS = 256, 64, 3
 
@@ -132,7 +132,7 @@ def main(out: str, checkpoint: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    mesh.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
+    worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
     main(*sys.argv[1:])
     # A process that exits with its threads of Gloo at work can abort ("terminate called").
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.case import write_corpus, write_store
 from wlb.cli import main
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 from wlb.planner.service import PlanningError
 from wlb.spec import RunSpec, list_keys
 from wlb.train import start
@@ -65,7 +65,7 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a rank was started")
 
-    for owner, name in ((start, "run_local"), (start, "run_rank"), (mesh, "init")):
+    for owner, name in ((start, "run_local"), (start, "run_rank"), (worlds, "init")):
         monkeypatch.setattr(owner, name, started)
 
 
@@ -409,7 +409,7 @@ def test_torchrun_gives_the_ranks(tiny: Path) -> None:
     out = called(
         *torchrun,
         *["-m", "wlb", "train", str(tiny), "--set", "parallel.tp=2"],
-        env=mesh.environment(OMP_NUM_THREADS="1"),
+        env=worlds.environment(OMP_NUM_THREADS="1"),
         timeout=120,
     )
     assert out.returncode == 0, out.stdout + out.stderr
@@ -429,7 +429,7 @@ def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
     out = called(
         *torchrun,
         *["-m", "wlb", "train", str(tiny), "--set", "parallel.tp=2", "model.vocab_size=100"],
-        env=mesh.environment(OMP_NUM_THREADS="1"),
+        env=worlds.environment(OMP_NUM_THREADS="1"),
         timeout=120,
     )
     assert out.returncode != 0

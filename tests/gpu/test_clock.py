@@ -6,8 +6,9 @@ import torch
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
 from wlb.parallel.observe import Part, Pass
+from wlb.parallel.world import World
 from wlb.train.telemetry.clock import EventMarks, StepClock
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -19,9 +19,9 @@ from wlb.launch.local import run_local
 from wlb.model import Rows, inverse_frequencies, rope_tables
 from wlb.model.llama import Attention, Ops
 from wlb.parallel.context import ContextAttention, index_arrays, take_rows, to_device
-from wlb.parallel.context_op import _by_row, _keys
-from wlb.parallel.mesh import World
+from wlb.parallel.context_op import gradients_by_row, segment_keys
 from wlb.parallel.rows import attention_rows
+from wlb.parallel.world import World
 from wlb.plan import local_tokens
 from wlb.sharding import per_document
 from wlb.spec import ModelSpec
@@ -54,13 +54,13 @@ def all_ranks(
         rows = attention_rows(plan, rank, num_rows)
         moved = to_device(index_arrays(rows), device)
         segments = Segments.from_offsets(rows.cu_seqlens_q, rows.cu_seqlens_k, device=device)
-        keys = _keys(gathered, moved["kv_index"], segments, backend)
+        keys = segment_keys(gathered, moved["kv_index"], segments, backend)
         out_THD, lse = forward(backend, q_THD, *keys, segments)
         saved = (q_THD, *keys, out_THD, lse)
         dq_THD, dk, dv = backward(backend, grad_THD, *saved, segments)
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(device)
         out[index], dq[index] = out_THD[: index.numel()], dq_THD[: index.numel()]
-        total += _by_row(dk, dv, moved["inverse"])
+        total += gradients_by_row(dk, dv, moved["inverse"])
     row_of = torch.empty(plan.num_tokens, dtype=torch.long, device=device)
     for rank in range(cp):
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(device)

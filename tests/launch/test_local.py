@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from wlb.launch import local as launch
 from wlb.launch.local import RankFailure, report_failure, run_local
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 
 pytestmark = pytest.mark.dist
 
@@ -35,7 +35,7 @@ def _assert_gone(pids: list[int], within_s: float = 5.0) -> None:
     assert [pid for pid in pids if _alive(pid)] == []
 
 
-def _note_pid(world: mesh.World, folder: str) -> None:
+def _note_pid(world: worlds.World, folder: str) -> None:
     Path(folder, str(world.rank)).write_text(str(os.getpid()))
 
 
@@ -43,56 +43,56 @@ def _pids(folder: Path) -> list[int]:
     return [int(path.read_text() or 0) for path in folder.iterdir()]
 
 
-def _sum_of_ranks(world: mesh.World, factor: int) -> torch.Tensor:
+def _sum_of_ranks(world: worlds.World, factor: int) -> torch.Tensor:
     total = torch.tensor([float(world.rank * factor)])
     dist.all_reduce(total)
     return total
 
 
-def _own_group(world: mesh.World) -> tuple[int, bool, int, str]:
+def _own_group(world: worlds.World) -> tuple[int, bool, int, str]:
     started = dist.is_initialized()
-    mesh.init(world, torch.device("cpu"), timeout_s=30)
+    worlds.init(world, torch.device("cpu"), timeout_s=30)
     return dist.get_rank(), started, torch.get_num_threads(), os.environ["WLB_TEST"]
 
 
-def _raise_on_rank_2(world: mesh.World) -> None:
+def _raise_on_rank_2(world: worlds.World) -> None:
     if world.rank == 2:
         raise KeyError("no such document")
     dist.all_reduce(torch.zeros(1))
 
 
-def _hang_on_rank_1(world: mesh.World, folder: str) -> str:
+def _hang_on_rank_1(world: worlds.World, folder: str) -> str:
     _note_pid(world, folder)
     if world.rank == 1:
         time.sleep(600)
     return "done"
 
 
-def _die_on_rank_3(world: mesh.World) -> None:
+def _die_on_rank_3(world: worlds.World) -> None:
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.zeros(1))
 
 
-def _exit_on_rank_0(world: mesh.World) -> None:
+def _exit_on_rank_0(world: worlds.World) -> None:
     if world.rank == 0:
         os._exit(7)
     time.sleep(600)
 
 
-def _crash_on_rank_0(world: mesh.World) -> None:
+def _crash_on_rank_0(world: worlds.World) -> None:
     if world.rank == 0:
         os.abort()
     time.sleep(600)
 
 
-def _start_a_child_and_fail(world: mesh.World, folder: str) -> None:
+def _start_a_child_and_fail(world: worlds.World, folder: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(folder, "child").write_text(str(child.pid))
     raise OSError("disk full")
 
 
-def _unpicklable(world: mesh.World) -> object:
+def _unpicklable(world: worlds.World) -> object:
     return lambda: world
 
 
@@ -103,7 +103,7 @@ def test_results_come_in_rank_order():
 
 def test_the_function_starts_its_own_group_and_sees_the_environment(monkeypatch):
     monkeypatch.setenv("WLB_TEST", "set after the server started")
-    threads = mesh.threads_per_rank(2)
+    threads = worlds.threads_per_rank(2)
     expected = [(rank, False, threads, "set after the server started") for rank in range(2)]
     assert run_local(_own_group, 2, timeout_s=60) == expected
 
@@ -212,7 +212,7 @@ def test_ranks_end_with_the_launcher(tmp_path, sent):
         assert list(tmp_path.glob("wlb-ranks-*")) == []
 
 
-def _reported_before_it_dies(world: mesh.World, note: Path) -> None:
+def _reported_before_it_dies(world: worlds.World, note: Path) -> None:
     if world.rank == 1:
         report_failure(0, "gone", "rank 0 of 2 died")
         note.touch()

@@ -6,7 +6,7 @@ from wlb.launch.failure import FailureReport, RankStatus, compose_report
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
 from wlb.launch.watch import Watch, WatchOptions
-from wlb.parallel.mesh import World
+from wlb.parallel.world import World
 
 
 def long_failure(world: World, logs: Path) -> str:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wlb.model import Vocabulary, head_loss
+from wlb.model import VocabularyShard, head_loss
 from wlb.plan import IGNORE
 
 ROWS, WIDTH, VOCAB, PADDED = 11, 6, 13, 16
@@ -103,7 +103,7 @@ def test_many_small_chunks_add_up_in_float32() -> None:
     torch.testing.assert_close(loss, 2000 * one, rtol=1e-4, atol=0)
 
 
-class Counting(Vocabulary):
+class Counting(VocabularyShard):
     """Counts the gradients that are asked for."""
 
     def __init__(self) -> None:

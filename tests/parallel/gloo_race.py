@@ -1,8 +1,8 @@
 """One process races the workers of a Gloo group: `python gloo_race.py SECONDS default|one`.
 
 `default` (torch's two workers a group) dies within a minute of a corrupt heap; `one` (what
-`mesh.init` sets) survives. Prints the number of worker threads and of collectives. Takes nothing
-else of wlb, so that it can be sent upstream with the wrapper of wlb/parallel/gloo.py.
+`wlb.parallel.world.init` sets) survives. Prints the number of worker threads and of collectives.
+Takes nothing else of wlb, so that it can be sent upstream with the wrapper of wlb/parallel/gloo.py.
 """
 
 import sys

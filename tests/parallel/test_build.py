@@ -14,7 +14,8 @@ from tests.parity.case import Case, spec_of
 from wlb.launch.local import run_local
 from wlb.model import build_reference, initial_weight
 from wlb.parallel import build
-from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.spec import Dtype
 
 pytestmark = pytest.mark.dist

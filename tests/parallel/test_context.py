@@ -24,10 +24,10 @@ from wlb.cost import FlopsWorkload
 from wlb.kernels import Segments, attend
 from wlb.launch.local import run_local
 from wlb.parallel import context_op
-from wlb.parallel.agreement import agree
+from wlb.parallel.collectives import agree
 from wlb.parallel.context import ContextAttention, HeadShape, put_rows, take_rows
-from wlb.parallel.mesh import World
 from wlb.parallel.rows import attention_rows
+from wlb.parallel.world import World
 from wlb.plan import ShardingPlan, local_tokens, offsets_of
 from wlb.sharding import NAMES, per_document, per_sequence, shard
 

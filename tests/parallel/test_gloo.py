@@ -10,12 +10,13 @@ from torch.distributed import distributed_c10d
 from tests.parallel import gloo_race
 from wlb.launch.local import run_local
 from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 from wlb.spec import ParallelSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
 
 
-def _workers(world: mesh.World, parallel: ParallelSpec) -> tuple[int, int]:
+def _workers(world: worlds.World, parallel: ParallelSpec) -> tuple[int, int]:
     """Gloo groups that this rank is a member of, and worker threads."""
     mesh.build_mesh(parallel, torch.device("cpu"))
     for group in distributed_c10d._world.pg_map:
@@ -32,9 +33,9 @@ def test_each_group_of_a_mesh_has_one_worker():
 
 EXIT = """
 import atexit, sys, torch, torch.distributed as dist
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 atexit.register(lambda: print("started at exit:", dist.is_initialized()))
-mesh.init(mesh.World(), torch.device("cpu"), timeout_s=60)
+worlds.init(worlds.World(), torch.device("cpu"), timeout_s=60)
 dist.all_reduce(torch.zeros(4), async_op=True)
 """
 
@@ -76,10 +77,10 @@ def test_interfaces_of_the_environment_are_taken(monkeypatch):
     monkeypatch.setattr(gloo, "__init__", gloo.__init__)
     monkeypatch.setattr(gloo, "create_device", staticmethod(device))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "first,second")
-    mesh.one_gloo_worker(is_one_machine=True)
+    worlds.one_gloo_worker(is_one_machine=True)
     gloo(dist.HashStore(), 0, 1)
     assert asked == [{"interface": "first"}, {"interface": "second"}]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    mesh.one_gloo_worker(is_one_machine=True)
+    worlds.one_gloo_worker(is_one_machine=True)
     gloo(dist.HashStore(), 0, 1)
     assert asked[2:] == [{"hostname": "127.0.0.1"}]

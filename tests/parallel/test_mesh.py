@@ -1,6 +1,4 @@
-"""Coordinates, discovery of the launcher, choice of device, and the mesh on real processes."""
-
-import os
+"""Coordinates of ranks, and the mesh on real processes."""
 
 import pytest
 import torch
@@ -8,24 +6,10 @@ import torch.distributed as dist
 
 from wlb.launch.local import run_local
 from wlb.parallel import mesh
-from wlb.spec.run import Device, ParallelSpec
+from wlb.parallel import world as worlds
+from wlb.spec.run import ParallelSpec
 
 SIXTEEN = ParallelSpec(tp=2, cp=2, pp=2, dp=2)
-
-
-@pytest.fixture
-def env(monkeypatch: pytest.MonkeyPatch):
-    """Set variables in an environment that names no launcher."""
-    prefixes = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_")
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(prefixes):
-            monkeypatch.delenv(name)
-
-    def put(**variables: object) -> None:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, str(value))
-
-    return put
 
 
 def test_ranks_count_tp_cp_pp_dp_from_the_inside_out():
@@ -51,146 +35,8 @@ def test_a_rank_outside_the_layout_is_refused():
         mesh.coordinates(16, SIXTEEN)
 
 
-def test_nothing_is_discovered_without_a_launcher(env):
-    assert mesh.discover() is None
-
-
-def test_torchrun_is_discovered(env):
-    env(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, GROUP_RANK=1)
-    env(MASTER_ADDR="node1", MASTER_PORT=29500)
-    assert mesh.discover() == mesh.World(
-        rank=5,
-        world_size=8,
-        local_rank=1,
-        local_world_size=4,
-        node_rank=1,
-        origin=mesh.Origin.TORCHRUN,
-        master_address="node1",
-        master_port=29500,
-    )
-
-
-def test_torchrun_variables_that_are_missing_or_no_numbers_are_named(env):
-    env(RANK=0, WORLD_SIZE=2)
-    with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
-        mesh.discover()
-    env(LOCAL_RANK="first")
-    with pytest.raises(ValueError, match="LOCAL_RANK = 'first' is not a whole number"):
-        mesh.discover()
-
-
-SLURM = {
-    "SLURM_JOB_ID": 4711,
-    "SLURM_STEP_ID": 0,
-    "SLURM_NTASKS": 20,
-    "SLURM_PROCID": 17,
-    "SLURM_LOCALID": 1,
-    "SLURM_NODEID": 2,
-    "SLURM_STEP_NODELIST": "gpu[007-008,012]",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-}
-
-
-def test_an_srun_step_is_discovered(env):
-    env(**SLURM)
-    world = mesh.discover()
-    assert world == mesh.World(
-        rank=17,
-        world_size=20,
-        local_rank=1,
-        local_world_size=4,
-        node_rank=2,
-        origin=mesh.Origin.SLURM,
-        master_address="gpu007",
-        master_port=15_000 + (31 * 4711) % 15_000,
-    )
-    env(SLURM_GPUS_PER_TASK="h100:1")
-    assert mesh.discover().one_gpu_each
-
-
-@pytest.mark.parametrize(
-    "batch_script",
-    [{"SLURM_NTASKS": 1}, {"SLURM_STEP_NUM_TASKS": 1}, {"SLURM_STEP_ID": 0xFFFF_FFFB}],
-)
-def test_a_batch_script_is_no_step_of_many_ranks(env, batch_script):
-    env(**SLURM, **{k: v for k, v in batch_script.items() if k not in SLURM})
-    env(**batch_script)
-    assert mesh.discover() is None
-
-
-def test_torchrun_inside_slurm_is_torchrun(env):
-    env(**SLURM, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="x", MASTER_PORT=1)
-    assert mesh.discover().origin == mesh.Origin.TORCHRUN
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("gpu7", "gpu7"),
-        ("gpu7,gpu9", "gpu7"),
-        ("gpu[003-007,9],login", "gpu003"),
-        ("gpu[3,5]", "gpu3"),
-        ("login,gpu[3,5]", "login"),
-        ("r[1-2]n[04-05]", "r1n04"),
-        ("r[1-2]-ib,login", "r1-ib"),
-    ],
-)
-def test_first_host_of_a_node_list(nodelist, host):
-    assert mesh.first_host(nodelist) == host
-
-
-def test_tasks_on_node_refuses_what_it_cannot_read():
-    assert [mesh.tasks_on_node("8(x2),4", node) for node in range(3)] == [8, 8, 4]
-    with pytest.raises(ValueError, match="'8,many' cannot be read"):
-        mesh.tasks_on_node("8,many", 0)
-    with pytest.raises(ValueError, match="SLURM_NODEID = 3"):
-        mesh.tasks_on_node("8(x2),4", 3)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch):
-    def pretend(count: int) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-    return pretend
-
-
-def test_auto_takes_cuda_only_with_a_gpu_for_each_rank(gpus):
-    gpus(4)
-    assert mesh.choose_device(Device.AUTO, local_ranks=4).kind == "cuda"
-    assert mesh.choose_device(Device.CPU, local_ranks=4).kind == "cpu"
-    few = mesh.choose_device(Device.AUTO, local_ranks=8)
-    assert few == ("cpu", "4 GPUs for 8 ranks on this machine")
-    gpus(1)
-    assert mesh.choose_device(Device.AUTO, local_ranks=8, one_gpu_each=True).kind == "cuda"
-
-
-def test_cuda_that_is_missing_is_refused_with_numbers_and_remedy(gpus):
-    gpus(2)
-    with pytest.raises(ValueError, match=r"2 GPUs for 8 ranks .* at most 2 ranks here"):
-        mesh.choose_device(Device.CUDA, local_ranks=8)
-    gpus(0)
-    with pytest.raises(ValueError, match=r"0 GPUs for 1 ranks .* set run\.device = cpu"):
-        mesh.choose_device(Device.CUDA, local_ranks=1)
-
-
-def test_a_rank_takes_the_gpu_of_its_local_rank():
-    world = mesh.World(rank=9, world_size=16, local_rank=1, local_world_size=8, master_port=1)
-    assert mesh.rank_device(world, "cuda") == torch.device("cuda", 1)
-    assert mesh.rank_device(world, "cpu") == torch.device("cpu")
-
-
-def test_a_world_that_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="rank 2 is outside the 2 ranks"):
-        mesh.World(rank=2, world_size=2, master_port=1)
-    with pytest.raises(ValueError, match="2 ranks need a place to meet"):
-        mesh.World(rank=0, world_size=2)
-
-
 def test_one_process_has_a_mesh_too():
-    mesh.init(mesh.World(), torch.device("cpu"), timeout_s=60)
+    worlds.init(worlds.World(), torch.device("cpu"), timeout_s=60)
     try:
         one = mesh.build_mesh(ParallelSpec(dp=1), torch.device("cpu"))
         assert one.coordinates == (0, 0, 0, 0)
@@ -198,11 +44,11 @@ def test_one_process_has_a_mesh_too():
         with pytest.raises(ValueError, match="tp 2 x cp 1 x pp 1 x dp 1 is not the 1 ranks"):
             mesh.build_mesh(ParallelSpec(tp=2, dp=1), torch.device("cpu"))
     finally:
-        mesh.shutdown()
-    mesh.shutdown()  # a second time does nothing
+        worlds.shutdown()
+    worlds.shutdown()  # a second time does nothing
 
 
-def _groups(world: mesh.World, parallel: ParallelSpec) -> dict[str, list[int]]:
+def _groups(world: worlds.World, parallel: ParallelSpec) -> dict[str, list[int]]:
     built = mesh.build_mesh(parallel, torch.device("cpu"))
     assert built.coordinates == mesh.coordinates(world.rank, parallel)
     assert dist.get_rank(built.fsdp_group) == built.fsdp_rank

@@ -20,7 +20,8 @@ from tests.parity.case import (
 from wlb.model import Llama
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import Mesh, World, build_mesh, rank_device
+from wlb.parallel.mesh import Mesh, build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.spec import RunSpec
 
 

@@ -12,7 +12,8 @@ from wlb.launch.local import run_local
 from wlb.model import build_reference, llama
 from wlb.model.rope import rotate
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.spec import Dtype, Recompute, Schedule
 
 

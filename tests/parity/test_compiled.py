@@ -25,7 +25,8 @@ from tests.parity.case import (
 from wlb.launch.local import run_local
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.plan import PackingPlan
 from wlb.spec import Recompute, Schedule
 from wlb.train.telemetry.clock import Part

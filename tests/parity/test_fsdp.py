@@ -11,7 +11,8 @@ from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.spec import Recompute, Schedule
 
 pytestmark = pytest.mark.dist

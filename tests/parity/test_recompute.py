@@ -24,10 +24,11 @@ from wlb.cost.linear import AGAIN
 from wlb.cost.memory import layer_activation_bytes
 from wlb.launch.local import run_local
 from wlb.model import Llama
+from wlb.parallel.build import recompute_layers
 from wlb.parallel.deferred import DeferringOps
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh, rank_device
-from wlb.parallel.recompute import recompute_layers
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.spec import Recompute, Schedule
 from wlb.train.telemetry.clock import Cell, Part, Pass, StepTimes
 

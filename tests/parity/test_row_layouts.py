@@ -15,7 +15,8 @@ from wlb.kernels import Segments, attend
 from wlb.launch.local import run_local
 from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.plan import Layout, PackingPlan
 from wlb.spec import RunSpec, Schedule
 

@@ -26,7 +26,8 @@ from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages
 from wlb.parallel.data import finish_gradients, gradient_square, needs_fsdp, scale_gradients
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.spec import RunSpec, Schedule
 
 pytestmark = pytest.mark.dist

@@ -13,8 +13,9 @@ from tests.parity.case import Case, fresh_reference, packing, reference_loss, sp
 from tests.train.case import small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
-from wlb.parallel.products import refuse_overlap
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.tensor import refuse_overlap
+from wlb.parallel.world import World
 from wlb.spec import Recompute, Schedule
 
 FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

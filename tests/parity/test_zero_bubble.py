@@ -13,8 +13,9 @@ from wlb.model import Llama
 from wlb.parallel.build import build_stages
 from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
 from wlb.parallel.tensor import TensorParallelOps
+from wlb.parallel.world import World
 from wlb.spec import Schedule
 
 pytestmark = pytest.mark.dist

@@ -10,7 +10,7 @@ import torch
 
 from wlb.cost.profile import Collective, CollectiveCost, Kind, Provenance, Scope
 from wlb.launch.local import run_local
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 from wlb.profile import Origin, collectives
 from wlb.profile.build import collectives as build_collectives
 from wlb.profile.collectives import (
@@ -186,7 +186,7 @@ def test_local_ranks_are_started_once_for_all_points(monkeypatch: pytest.MonkeyP
         assert numbers["count"] == 3
 
 
-def _on_two_nodes(world: mesh.World, fails: str) -> list[Any]:
+def _on_two_nodes(world: worlds.World, fails: str) -> list[Any]:
     """Rank 3 is alone on node 1. Rank 0: (scope, op, ranks, numbers or words) of each task."""
     if fails == "memory":
         real = collectives._call

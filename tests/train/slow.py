@@ -12,7 +12,7 @@ import torch
 from tests.train.case import job_of
 from wlb.kernels import BACKENDS, Backend
 from wlb.launch.local import run_local
-from wlb.parallel.mesh import World
+from wlb.parallel.world import World
 from wlb.spec import RunSpec
 from wlb.train import start
 from wlb.train.job import Job

@@ -17,8 +17,9 @@ from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpu
 from wlb.data import TokenStore
 from wlb.data.reader import StoreReader
 from wlb.launch.local import run_local
-from wlb.parallel import mesh
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel import world as worlds
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.spec import AttentionBackend, RunSpec, apply
 from wlb.train import start
 from wlb.train.job import Job
@@ -375,19 +376,19 @@ def on_separate_nodes(world: World, *jobs: Job) -> str:
     """A trainer on a rank that plans for itself, as a node does: rank i runs jobs[i]."""
     world = replace(world, local_rank=0, local_world_size=1, node_rank=world.rank)
     job = jobs[world.rank]
-    mesh.init(world, torch.device("cpu"), timeout_s=60.0)
+    worlds.init(world, torch.device("cpu"), timeout_s=60.0)
     layout = build_mesh(job.spec.parallel, torch.device("cpu"))
     try:
         trainer = Trainer(job, world, layout)
     except ValueError as error:
-        mesh.shutdown()
+        worlds.shutdown()
         return f"not started: {error}"
     try:
         trainer.run()
     except PlanMismatch as error:
         return f"after {trainer.steps_done} steps: {error}"
     finally:
-        mesh.shutdown()
+        worlds.shutdown()
     return f"{trainer.steps_done} steps"
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from tests.train.case import small_spec, train, write_corpus
 from wlb.cost import memory_estimate
 from wlb.packing import caps_of
-from wlb.parallel import mesh
 from wlb.spec import OverMemory, RunSpec, apply, load, system_choice
 from wlb.train import dry_run, start
 from wlb.train.memory import GIB, Budget, budget_of, hold_against, within
@@ -41,7 +40,7 @@ def shown(spec: RunSpec) -> str:
 
 @pytest.fixture
 def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((start, "run_local"), (start, "run_rank"), (mesh, "init")):
+    for owner, name in ((start, "run_local"), (start, "run_rank"), (worlds, "init")):
         monkeypatch.setattr(owner, name, None)
 
 

@@ -12,7 +12,8 @@ from tests.train.case import small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.model import Llama
 from wlb.parallel.build import build_stages
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.spec import DecayedWeights, RunSpec, apply, check
 from wlb.train.optimizer import Optimizers, learning_rate, peak_missed, rate_change
 

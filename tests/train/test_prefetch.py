@@ -13,7 +13,8 @@ from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from tests.train.case import small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh, rank_device
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World, rank_device
 from wlb.train.prefetch import InputPrefetcher
 
 
@@ -29,7 +30,7 @@ class Slow:
         if plan.step == 13:
             raise ValueError("no such document")
         self.loaded.append((plan.step, threading.current_thread().name))
-        return SimpleNamespace(step=plan.step, moved=[], loss_scale=loss_scale)
+        return SimpleNamespace(step=plan.step, tensors=[], loss_scale=loss_scale)
 
 
 def plan(step: int) -> Any:

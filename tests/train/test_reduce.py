@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.planner.test_compose import planner
 from wlb.launch.local import run_local
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.plan import DIGEST_BITS, PipelinePlan, StepPlan, int_array
 from wlb.sharding import STRATEGIES as SHARDINGS
 from wlb.spec import ParallelSpec

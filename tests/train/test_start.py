@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.train.case import small_spec, train, write_corpus, write_store
 from tests.train.faults.test_faults import free_port
 from wlb.launch.local import RankFailure, run_local
-from wlb.parallel.mesh import World
+from wlb.parallel.world import World
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver

@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     # Torch takes seconds to import; other commands do without.
     try:
-        from wlb.parallel import mesh
+        from wlb.parallel import world as worlds
         from wlb.profile import PRESETS, run_sweep, settings_of
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -69,13 +69,13 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node = {options.ranks_per_node} must be at least 1")
-    world = mesh.discover()
-    kind = mesh.choose_device(
+    world = worlds.discover()
+    kind = worlds.choose_device(
         Device(options.device),
         local_ranks=1 if world is None else world.local_world_size,
         one_gpu_each=world is not None and world.one_gpu_each,
     ).kind
-    device = mesh.rank_device(world or mesh.World(), kind)
+    device = worlds.rank_device(world or worlds.World(), kind)
     spec = load(options.preset or PRESETS[kind], options.overrides)
     settings = settings_of(
         spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     # A file or a pipe has no width of its own; tables of a log should not break in cells.
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     if world is not None:
-        mesh.init(world, device, timeout_s=1800.0)
+        worlds.init(world, device, timeout_s=1800.0)
     try:
         start = {
             "date": datetime.date.today().isoformat(),
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         path = out.with_suffix(".sweep.jsonl")
         records, environment = run_sweep(settings, path, world, console, start)
     finally:
-        mesh.shutdown()
+        worlds.shutdown()
     if world is not None and world.rank:
         return 0
     _finish(options, settings, records, environment, out, name, console, begin)

@@ -55,7 +55,11 @@ class Backend(Protocol):
         ...
 
 
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which values of x are added: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def empty_lse(q_THD: Tensor) -> Tensor:
-    """[H, T], float32 (float64 for float64 inputs): 4 * H * T bytes kept for backward."""
-    dtype = torch.promote_types(q_THD.dtype, torch.float32)
-    return q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=dtype)
+    """An uninitialised log-sum-exp [H, T]; float32 (float64 for float64 inputs)."""
+    return q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=sum_dtype(q_THD))

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wlb.kernels.backend import sum_dtype
 from wlb.kernels.deterministic import deterministic
 from wlb.kernels.prefix import (
     flash_backward,
@@ -72,7 +73,7 @@ class _Rows:
             return y_P
         total = y_P.index_select(0, self.first_N).index_fill_(0, self.unused, 0)
         if self.more:
-            total = total.to(_wide(y_P))
+            total = total.to(sum_dtype(y_P))
         for rows, where in self.more:  # no row twice, so a copy will do
             total.index_copy_(0, rows, total.index_select(0, rows) + y_P.index_select(0, where))
         return total
@@ -210,7 +211,7 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
     """Gradients of repeated heads, in float32 at least."""
     if x_BHKD.shape[1] == num_kv_heads:
         return x_BHKD
-    return x_BHKD.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=_wide(x_BHKD))
+    return x_BHKD.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=sum_dtype(x_BHKD))
 
 
 def _forward_elsewhere(
@@ -225,7 +226,7 @@ def _forward_elsewhere(
     out_BHQD = F.scaled_dot_product_attention(
         q_BHQD, k_BHKD, v_BHKD, attn_mask=c.mask_B1QK, is_causal=c.mask_B1QK is None
     )
-    return out_BHQD, out_BHQD.new_zeros(out_BHQD.shape[:3], dtype=_wide(out_BHQD))
+    return out_BHQD, out_BHQD.new_zeros(out_BHQD.shape[:3], dtype=sum_dtype(out_BHQD))
 
 
 def _backward_elsewhere(
@@ -256,10 +257,6 @@ def _unbatch(parts: list[Tensor]) -> Tensor:
     """[B, H, rows, ...] of each class as padded rows of all."""
     rows = [x.transpose(1, 2).flatten(0, 1) for x in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _plan(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> _Classes:

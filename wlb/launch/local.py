@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 
 PRELOAD = (
     "__main__",
@@ -73,7 +73,7 @@ class RankFailure(RuntimeError):
 class _RankJob:
     """What a rank is told. task: pickled (fn, args)."""
 
-    world: mesh.World
+    world: worlds.World
     task: bytes
     device: str
     start_group: bool
@@ -108,7 +108,7 @@ def run_local(
     """Results of fn(world, *args) on `world_size` ranks of this machine, in rank order.
 
     device: "cpu" or "cuda", already chosen. start_group: the process group is started before `fn`
-    and ended after it; otherwise `fn` calls `mesh.init`. preload: more modules for the forkserver
+    and ended after it; otherwise `fn` calls `worlds.init`. preload: more modules for the forkserver
     to import once; it starts at the first call of a process and later additions come too late.
     awaits_report: ranks watch over each other (`wlb.launch.watch`), so that when one fails a
     report of all comes a moment later. SIGTERM and SIGHUP end this process and the ranks, unless
@@ -127,9 +127,9 @@ def run_local(
                 start_group=start_group,
                 # Later than the launcher's own limit, which reports more.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
-                num_threads=mesh.threads_per_rank(world_size),
-                environment=mesh.environment(
-                    OMP_NUM_THREADS=str(mesh.threads_per_rank(world_size))
+                num_threads=worlds.threads_per_rank(world_size),
+                environment=worlds.environment(
+                    OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size))
                 ),
                 stack_file=str(Path(folder, f"stack-{rank}")),
             )
@@ -156,13 +156,13 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _world_of(rank: int, world_size: int, folder: str) -> mesh.World:
-    return mesh.World(
+def _world_of(rank: int, world_size: int, folder: str) -> worlds.World:
+    return worlds.World(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
-        origin=mesh.Origin.SPAWNED,
+        origin=worlds.Origin.SPAWNED,
         rendezvous_file=str(Path(folder, "rendezvous")),
     )
 
@@ -199,7 +199,7 @@ class _LocalRanks:
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
         context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
-        with mesh.temporary_environment(OMP_NUM_THREADS="1"):
+        with worlds.temporary_environment(OMP_NUM_THREADS="1"):
             forkserver.ensure_running()
         for job in jobs:
             receiver, sender = context.Pipe(duplex=False)
@@ -363,7 +363,7 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
     _result_pipe = _ResultPipe(sender)
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    mesh.adopt_environment(job.environment)
+    worlds.adopt_environment(job.environment)
     with open(job.stack_file, "w") as stack:
         faulthandler.enable(file=stack)
         faulthandler.register(DUMP_SIGNAL, file=stack, all_threads=True)
@@ -388,13 +388,13 @@ def _run_task(job: _RankJob) -> Any:
     torch.set_num_threads(job.num_threads)
     fn, args = pickle.loads(job.task)
     if job.start_group:
-        device = mesh.rank_device(job.world, job.device)
-        mesh.init(job.world, device, timeout_s=job.group_timeout_s)
+        device = worlds.rank_device(job.world, job.device)
+        worlds.init(job.world, device, timeout_s=job.group_timeout_s)
     result = fn(job.world, *args)
     if job.start_group and torch.distributed.is_initialized():
         # On CPU tensors, so by Gloo: a rank that leaves early would break its peers' connections.
         torch.distributed.all_reduce(torch.zeros(1))
-    mesh.shutdown()
+    worlds.shutdown()
     return result
 
 

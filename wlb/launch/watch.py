@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from wlb.launch.failure import FailureReport, RankStatus, compose_report, rank_zero_gone
 from wlb.launch.position import Position
-from wlb.parallel.mesh import World
+from wlb.parallel.world import World
 
 _SETTLE_S = 2.0
 _STACKS_S = 2.0

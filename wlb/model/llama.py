@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wlb.model.loss import WHOLE, Vocabulary, head_loss
+from wlb.model.loss import WHOLE, VocabularyShard, head_loss
 from wlb.model.rope import rotate
 from wlb.model.swiglu import swiglu
 from wlb.plan import digest
@@ -68,7 +68,7 @@ class Rows:
 class Ops:
     """How layers with weights are applied; tensor parallelism gives its own (`wlb.parallel`)."""
 
-    vocabulary: Vocabulary = WHOLE
+    vocabulary: VocabularyShard = WHOLE
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
         return embedding(tokens_T)

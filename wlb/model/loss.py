@@ -16,7 +16,7 @@ from torch import Tensor
 from wlb.plan import IGNORE
 
 
-class Vocabulary:
+class VocabularyShard:
     """Which vocabulary entries this process holds: here all of them. Tensor parallelism overrides.
 
     gather: rows of this process -> rows the head works on; scatter: its adjoint for gradients,
@@ -38,7 +38,7 @@ class Vocabulary:
         return x_2T
 
 
-WHOLE = Vocabulary()
+WHOLE = VocabularyShard()
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _HeadLoss(torch.autograd.Function):
         labels_T: Tensor,
         vocab_size: int,
         chunk: int,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularyShard,
         wants_grad: bool,
     ) -> Tensor:
         x = vocabulary.gather(x_TC)
@@ -79,7 +79,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk(
-    x_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, vocab_size: int, vocabulary: Vocabulary
+    x_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, vocab_size: int, vocabulary: VocabularyShard
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of the rows, float32, and its gradient with respect to the logits, [T, V]."""
     logits = (x_TC @ weight_VC.t()).float()
@@ -109,7 +109,7 @@ def head_loss(
     *,
     vocab_size: int,
     chunk: int,
-    vocabulary: Vocabulary = WHOLE,
+    vocabulary: VocabularyShard = WHOLE,
 ) -> Tensor:
     """Summed cross-entropy of the rows against `labels_T` (IGNORE = not trained), float32 scalar.
 

@@ -1,28 +1,31 @@
-"""The model of one rank: its pipeline stages with tensor parallelism, then FSDP.
+"""This rank's model: its pipeline stages with all wraps applied, in an order stated once, here.
 
-The order of wraps, once: modules on the meta device -> each parameter's tensor-parallel part, still
-without storage -> layers that backward runs again (inside FSDP's hooks, which so see one forward
-pass) -> torch.compile of each layer, which traces what runs again and is inside of those hooks too
--> FSDP2 over dp x cp -> storage for this rank's shards, filled in -> pipeline stages.
-
-A parameter's value is a function of its name and the seed, so every layout starts from the same
-model. A rank computes one whole parameter at a time, on the CPU, and keeps its shard: building
-takes the memory of the shards and of the largest parameter.
+1. Modules on the meta device. 2. Each parameter's tensor-parallel shard, still without storage.
+3. Activation recompute of layers; it is inside FSDP's hooks, so they see one forward pass.
+4. torch.compile of each layer, which traces the recompute. 5. FSDP2 over dp x cp. 6. Storage for
+this rank's shards, initialised from name and seed, so every layout starts from the same model. One
+whole parameter exists at a time, on the CPU: building takes the shards plus the largest parameter.
 """
+
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.utils.checkpoint import checkpoint
 
 from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.compiled import compile_layers
 from wlb.parallel.data import local_tensor, needs_fsdp, shard_stage, shard_start
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.recompute import recompute_layers
 from wlb.parallel.tensor import TensorParallelOps, placement
 from wlb.parallel.tensor_op import TracedTensorParallelOps
-from wlb.spec import RunSpec
+from wlb.plan import UserError
+from wlb.spec import Recompute, RunSpec
+
+# Recomputed results are bit-equal without the RNG state: the model draws no random numbers.
+_checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
@@ -32,19 +35,17 @@ def compute_dtype(spec: RunSpec) -> torch.dtype:
 def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     """This rank's stages by stage index, initialised and sharded, on the mesh's device."""
     if not spec.model.vocab_size:
-        raise ValueError("model.vocab_size is 0; take the token store's before building a model")
+        raise UserError("model.vocab_size is 0; take the token store's before building a model")
     assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
     stages: dict[int, Llama] = {}
     for index in spec.stages_of(mesh.pp_rank):
-        # Each stage its own: a queue belongs to the stage whose backward pass is at work.
-        ops = _ops(spec, mesh)
         with torch.device("meta"):
             stage = Llama(
                 spec.model,
                 layers=spec.layers_of(index),
                 is_first=index == 0,
                 is_last=index == spec.num_stages - 1,
-                ops=ops,
+                ops=_ops(spec, mesh),  # not shared: each stage needs its own weight queue
                 loss_chunk=spec.training.loss_chunk,
             )
         if mesh.tp_size > 1:
@@ -58,6 +59,23 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     return stages
 
 
+def recompute_layers(stage: Llama, how: Recompute) -> None:
+    """Make backward recompute activations of each decoder layer, in place.
+
+    FULL keeps a layer's input and recomputes the whole layer, attention and its collectives
+    included. SELECTIVE recomputes the second norm and the MLP, and keeps attention's tensors. In
+    both, the down projection and its reduce-scatter do not run again: torch's checkpoint stops once
+    backward has what it needs, and linear layers save their input before they compute
+    (`wlb.parallel.deferred.Product`).
+    """
+    if how == Recompute.NONE:
+        return
+    method = "forward" if how == Recompute.FULL else "second_half"
+    for layer in stage.model.layers.values():
+        # Replaced inside the module, so that hooks on it (FSDP, clock) run in forward only.
+        setattr(layer, method, partial(_checkpointed, getattr(layer, method)))
+
+
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.tp_size > 1:
         queue = WeightQueue() if spec.splits_backward else None
@@ -68,10 +86,10 @@ def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
 
 
 def _distribute(stage: Llama, mesh: Mesh) -> None:
-    """This rank's tensor-parallel part of each parameter, as a DTensor without storage."""
+    """Replace each parameter by this rank's tensor-parallel shard, a DTensor without storage."""
     for name, parameter in list(stage.named_parameters()):
         how = placement(name)
-        local = _part(parameter.detach(), how, mesh).contiguous()
+        local = _tp_shard(parameter.detach(), how, mesh).contiguous()
         value = DTensor.from_local(local, mesh.tp, [how], run_check=False)
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(value))
@@ -79,23 +97,19 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _initialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:
-    """Storage for what this rank holds, filled in from one whole parameter after the other."""
+    """Allocate this rank's shards and fill them from one whole parameter after the other."""
     stage.to_empty(device=mesh.device)
-    for name, parameter in stage.named_parameters():
-        _fill(parameter, name, spec, mesh)
-
-
-def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
-    value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
-    if mesh.tp_size > 1:
-        value = _part(value, placement(name), mesh)
-    local = local_tensor(parameter)
     is_sharded = needs_fsdp(mesh, compute_dtype(spec))
-    start = shard_start(value.shape[0], mesh) if is_sharded else 0
-    local.copy_(value[start : start + local.shape[0]])
+    for name, parameter in stage.named_parameters():
+        value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
+        if mesh.tp_size > 1:
+            value = _tp_shard(value, placement(name), mesh)
+        local = local_tensor(parameter)
+        start = shard_start(value.shape[0], mesh) if is_sharded else 0
+        local.copy_(value[start : start + local.shape[0]])
 
 
-def _part(value: torch.Tensor, how: Placement, mesh: Mesh) -> torch.Tensor:
+def _tp_shard(value: torch.Tensor, how: Placement, mesh: Mesh) -> torch.Tensor:
     if isinstance(how, Shard):
         return value.chunk(mesh.tp_size, how.dim)[mesh.tp_rank]
     return value

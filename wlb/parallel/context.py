@@ -1,22 +1,11 @@
-"""Context parallelism by all-gather (Section 2.1; Llama 3's way), for any sharding's spans.
+"""Context parallelism by all-gather of K and V (Section 2.1; as in Llama 3), for any spans.
 
-Forward: one all-gather of K and V together, one gather that lays the keys of every local span out
-one after the other (none for backends that read rows of a buffer), one varlen attention call.
-Backward: K and V are gathered again, so that nothing larger than the local rows is kept (or kept
-gathered, `keep_gathered_kv`); the keys' gradients are brought back by inverse gathers, without
-atomics, and one reduce-scatter returns them to their ranks, all added in float32. With one rank the
-local rows are the keys: no collective, no gather. No layer loops over documents, makes an index
-or waits for the device. Bytes kept and bytes at work: `wlb.parallel.context_op`.
-
-The all-gather starts in `begin`, as soon as a layer has K and V, and runs under what is computed
-before the call (the queries' projection and rotation). Backward has nothing to run under: its
-gather comes first.
-
-`ContextAttention.from_plan` is for users of the library; it compares the ranks' arguments. The
-executor uses `from_rows`: its plans' digests were compared two steps before they run.
-
-Shapes: T local rows, S tokens of the packed sequence, G key/value heads and H query heads of this
-tp rank, D head size.
+Forward: one all-gather of K and V, one gather that lays out the keys of each local span (skipped
+for backends that read a buffer's rows), one varlen attention call. Backward gathers K and V again
+unless `keep_gathered_kv`; inverse gathers without atomics and one reduce-scatter bring the keys'
+gradients back, in float32. The forward all-gather starts in `begin` and hides behind the query
+projection. No layer loops over documents or waits for the device. Memory: `context_op`. Shapes: T
+local rows, S packed tokens, G key/value and H query heads of this tp rank, D head size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.kernels import BACKENDS, Segments, attend, select_backend
-from wlb.parallel.agreement import agree
-from wlb.parallel.collectives import wait
+from wlb.parallel.collectives import agree, wait
 from wlb.parallel.context_op import context_attend, gather_kv
 from wlb.parallel.rows import AttentionRows, attention_rows
-from wlb.plan import ShardingPlan, local_tokens
+from wlb.plan import ShardingPlan, UserError, local_tokens
 from wlb.spec import AttentionBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -41,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What every call's tensors are: q [T, num_heads, head_dim], k and v [T, num_kv_heads, ...]."""
+    """Heads of every call: q is [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,21 +40,23 @@ class HeadShape:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r} must be a whole number of at least 1")
+                raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
                 f"{self.num_kv_heads}"
             )
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype = {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+            raise UserError(f"dtype = {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextAttention:
-    """Attention of one rank's rows of one micro-batch; call it with q, k, v of every layer.
+    """Attention over one rank's rows of one micro-batch; call it with q, k, v of every layer.
 
-    index: [K] and inverse: [U, cp * T] (`AttentionRows`), or None with one CP rank.
+    index [K] and inverse [U, cp * T]: see `AttentionRows`; None with one CP rank. Users make it by
+    `from_plan`, which compares the ranks' arguments; the executor by `from_rows`, because its
+    plans' digests have been compared already.
     """
 
     segments: Segments
@@ -80,9 +70,9 @@ class ContextAttention:
     keep_gathered_kv: bool
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None:
-        """Start the all-gather; give what this returns to the call that has the same k and v.
+        """Start the all-gather; pass the result to the call with the same k and v.
 
-        Each has to reach its call: what nobody waits for, torch keeps.
+        Every result must reach a call: torch never frees a collective that nobody waits for.
         """
         self._check_keys(k_TGD, v_TGD)
         if self.cp == 1:
@@ -92,14 +82,12 @@ class ContextAttention:
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None = None
     ) -> Tensor:
-        """Output [T, H, D]. ValueError for tensors of another shape, dtype or device.
-
-        Before any collective, but for the one that `begin` started.
-        """
+        """Output, [T, H, D]. UserError for tensors of another shape, dtype or device, raised before
+        this call starts a collective."""
         try:
             self._check("q", q_THD, self.heads.num_heads)
             self._check_keys(k_TGD, v_TGD)
-        except ValueError:
+        except UserError:
             if kv_gather is not None:
                 wait(kv_gather)
             raise
@@ -127,7 +115,7 @@ class ContextAttention:
 
     @property
     def indices(self) -> list[Tensor]:
-        """The tensors that custom ops take besides q, k and v."""
+        """Tensors that the custom ops take besides q, k and v."""
         found = (self.index, self.inverse, self.segments.cu_seqlens_q, self.segments.cu_seqlens_k)
         return [tensor for tensor in found if tensor is not None]
 
@@ -139,7 +127,7 @@ class ContextAttention:
         shape = (self.num_rows, num_heads, self.heads.head_dim)
         device = self.segments.cu_seqlens_q.device
         if x.shape != shape or x.dtype != self.heads.dtype or x.device.type != device.type:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}, but this attention was "
                 f"made for {shape}, {self.heads.dtype} on {device}"
             )
@@ -154,12 +142,12 @@ class ContextAttention:
         backend: str,
         device: torch.device,
         keep_gathered_kv: bool = False,
-        moved: Mapping[str, Tensor] | None = None,
+        on_device: Mapping[str, Tensor] | None = None,
     ) -> "ContextAttention":
-        """Without any check across ranks. moved: arrays of `index_arrays` that are on `device`."""
+        """Compares nothing across ranks. on_device: `index_arrays` if they are there already."""
         arrays = index_arrays(rows)
-        if moved is None:
-            moved = to_device(arrays, device)
+        if on_device is None:
+            on_device = to_device(arrays, device)
         reads_buffer = bool(arrays) and BACKENDS[backend].takes_key_rows
         return cls(
             segments=Segments.from_offsets(
@@ -173,8 +161,8 @@ class ContextAttention:
             backend=backend,
             cp=1 if group is None or not arrays else group.size(),
             group_name="" if group is None else group.group_name,
-            index=moved.get("kv_index"),
-            inverse=moved.get("inverse"),
+            index=on_device.get("kv_index"),
+            inverse=on_device.get("inverse"),
             keep_gathered_kv=keep_gathered_kv,
         )
 
@@ -195,11 +183,11 @@ class ContextAttention:
     ) -> "ContextAttention":
         """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
 
-        A collective call: ranks compare their arguments in one small all-gather, so that a rank
-        with other arguments, or with bad ones, is a ValueError with the values on every rank and
-        not a hang. It waits for the device, so make one for each micro-batch, not for each layer.
+        A collective call: ranks compare their arguments in one small all-gather, so that bad or
+        different arguments raise a UserError on every rank instead of hanging. It waits for the
+        device; make one per micro-batch, not per layer.
 
-        row_multiple: the T rows of a rank are a multiple of it; those past its tokens are padding.
+        row_multiple: T is padded to a multiple of it.
         """
         made: dict[str, Any] = {}
         problem: Exception | None = None
@@ -215,7 +203,7 @@ class ContextAttention:
                 ),
             )
         except Exception as error:
-            # Whatever it is, the other ranks are about to wait for this one.
+            # Catch everything: the other ranks are about to wait for this one in `agree`.
             problem = error
         declared = {
             "plan digest": made.get("plan digest"),
@@ -249,11 +237,11 @@ def _checked(
     device: torch.device,
     heads: dict[str, Any],
 ) -> dict[str, Any]:
-    """What from_plan's arguments come to; ValueError for bad ones."""
+    """The values that from_plan's arguments resolve to."""
     if plan.cp != num_ranks:
-        raise ValueError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
+        raise UserError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
     if plan.num_tokens < plan.cp:
-        raise ValueError(f"cp = {plan.cp} ranks are more than the {plan.num_tokens} tokens")
+        raise UserError(f"cp = {plan.cp} ranks are more than the {plan.num_tokens} tokens")
     plan.validate()
     shape = HeadShape(**heads)
     if backend in {str(b) for b in AttentionBackend}:
@@ -261,7 +249,7 @@ def _checked(
             AttentionBackend(backend), device=device, dtype=shape.dtype, head_size=shape.head_dim
         )
     elif backend not in BACKENDS:
-        raise ValueError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
+        raise UserError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
     return {
         "plan digest": plan.digest(),
         "rows": local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple),
@@ -272,7 +260,7 @@ def _checked(
 
 
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays that attention needs on the device; none with one CP rank."""
+    """Arrays that attention needs on the device; empty with one CP rank."""
     if rows.kv_index is None or rows.inverse is None:
         return {}
     return {"kv_index": rows.kv_index, "inverse": rows.inverse}
@@ -281,7 +269,7 @@ def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
 def to_device(
     arrays: Mapping[str, np.ndarray[Any, Any]], device: torch.device
 ) -> dict[str, Tensor]:
-    """int64 arrays as tensors on `device`, moved in one (pinned, asynchronous) transfer."""
+    """int64 arrays as tensors on `device`, in one pinned, asynchronous transfer."""
     if not arrays:
         return {}
     flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays.values()]))
@@ -292,14 +280,14 @@ def to_device(
 
 
 def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -> Tensor:
-    """The T = num_rows rows of a rank from a packed [S, ...] tensor; padding is zero."""
+    """A rank's T = num_rows rows of a packed [S, ...] tensor; padding is zero."""
     index = torch.from_numpy(plan.for_rank(rank).token_index).to(packed.device)
     out = packed.new_zeros((num_rows, *packed.shape[1:]))
     return out.index_copy(0, torch.arange(index.numel(), device=packed.device), packed[index])
 
 
 def put_rows(parts: Sequence[Tensor], plan: ShardingPlan) -> Tensor:
-    """The packed [S, ...] tensor from every rank's rows (all-gathered before); no padding."""
+    """The packed [S, ...] tensor, without padding, from the rows of all ranks."""
     out = parts[0].new_empty((plan.num_tokens, *parts[0].shape[1:]))
     for rank, part in enumerate(parts):
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(part.device)

@@ -1,27 +1,10 @@
 """The custom ops wlb::gather_kv, wlb::context_attend and wlb::context_attend_backward.
 
-Opaque, with their collectives inside, so that torch.compile sees tensors and integers only: one
-graph serves micro-batches of any lengths, and the compiler cannot see that the forward and the
-backward pass gather the same rows, which it would merge into one gather whose result is kept.
-wlb::gather_kv only starts; what it gives must not be read before wlb::context_attend has waited.
-
-Kept for backward, in bytes, of T rows with b bytes a value:
-
-    b * T * D * (2 * H + 2 * G) + 4 * H * T               q, output, k, v; log-sum-exp
-    b * T * D * (2 * H + 2 * G * cp) + 4 * H * T          with keep_gathered: rows of all ranks
-
-At work at a time: the gathered rows, 2 * b * cp * T * G * D, and for a backend that wants a
-segment's keys one after the other their copy, (1 + 1 / (2 * cp)) as many (with a head and a tail
-span of a document; index_K has the exact number). Backward besides: the gradients of either, and
-their float32 sums by gathered row.
-
-Gradients travel in float32, which costs a bfloat16 run 4 units of traffic instead of 3 (a gather is
-1). In bfloat16 the sum over ranks rounds once a rank: root-mean-square errors of dK and dV were
-1.1-1.5 (median) and up to 2.1 times those of one process at CP 2 to 8, growing with CP; in float32
-they are 1.0-1.2 and up to 1.7, whatever CP is.
-
-Shapes: T local rows, R = cp * T gathered rows, K keys of all segments, G key/value heads and H
-query heads of this tp rank, D head size, U uses of a row at most.
+They contain their collectives, so that torch.compile sees tensors and integers only: one graph
+serves all lengths, and the compiler cannot merge the gathers of forward and backward, which would
+keep their result. Memory and the choice of float32 gradients: README.md of this room. Shapes: T
+local rows, R = cp * T gathered rows, K keys of all segments, G key/value and H query heads of this
+tp rank, D head size, U most uses of a row.
 """
 
 from typing import Any
@@ -30,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Segments
-from wlb.kernels.backend import empty_lse
+from wlb.kernels.backend import empty_lse, sum_dtype
 from wlb.kernels.op import BACKENDS, backward, forward
 
 _collectives = torch.ops._c10d_functional
@@ -41,10 +24,10 @@ def _start_gather(k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str) -> Ten
     return _collectives.all_gather_into_tensor(both, cp, group_name)
 
 
-def _keys(
+def segment_keys(
     kv_R2GD: Tensor, index_K: Tensor, segments: Segments, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """K and V as the backend takes them: rows of the buffer, or of the segments in order."""
+    """K and V as the backend takes them: the buffer's rows, or each segment's keys in order."""
     if not _reads_buffer(segments, backend):
         kv_R2GD = kv_R2GD.index_select(0, index_K)
     return kv_R2GD[:, 0], kv_R2GD[:, 1]
@@ -54,16 +37,15 @@ def _reads_buffer(segments: Segments, backend: str) -> bool:
     return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
 
 
-def _by_row(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
+def gradients_by_row(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
     """Gradients of the gathered rows, [R, 2, G, D], from those of the segments' keys.
 
-    Gathers only, one for each use of a row, added in float32: nothing is atomic, so the sum is
-    the same in every run.
+    One gather per use of a row, added in float32. Without atomics the sum is deterministic.
     """
     shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
-    total = dk_KGD.new_empty(shape, dtype=_wide(dk_KGD))
+    total = dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
     for i, grad_KGD in enumerate((dk_KGD, dv_KGD)):
-        # One more row, of zeros: what unused rows read.
+        # Unused rows read one more row, of zeros.
         used = torch.cat([grad_KGD, grad_KGD.new_zeros((1, *grad_KGD.shape[1:]))])
         total[:, i] = used.index_select(0, inverse_UR[0])
         for index_R in inverse_UR[1:]:
@@ -71,13 +53,9 @@ def _by_row(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
     return total
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 @torch.library.custom_op("wlb::gather_kv", mutates_args=())
 def gather_kv(k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str) -> Tensor:
-    """Start to bring K and V of all ranks, [R, 2, G, D]: not to be read yet."""
+    """Start gathering K and V of all ranks, [R, 2, G, D]; only context_attend may read it."""
     return _start_gather(k_TGD, v_TGD, cp, group_name)
 
 
@@ -104,10 +82,12 @@ def context_attend(
     group_name: str,
     keep_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp; kv_gather: gather_kv(k_TGD, v_TGD). Only the output has a
-    gradient, for q, k and v."""
+    """Output [T, H, D] and log-sum-exp. kv_gather: gather_kv(k_TGD, v_TGD).
+
+    Only the output is differentiable, with respect to q, k and v.
+    """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
-    k, v = _keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
+    k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
     return out_THD.contiguous(), lse.contiguous()
 
@@ -136,19 +116,19 @@ def context_attend_backward(
     cp: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of q and of the local rows' K and V, [T, 2, G, D]; either k and v or kv_gather."""
+    """Gradients of q and of the local K and V, [T, 2, G, D]. Give either k and v or kv_gather."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
         kv_gather = _start_gather(k_TGD, v_TGD, cp, group_name)
-    k, v = _keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
+    k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     dq, dk, dv = backward(backend, grad_THD, q_THD, k, v, out_THD, lse, segments)
-    del k, v, kv_gather  # their memory is needed for what follows
+    del k, v, kv_gather  # free their memory for the gradients below
     if _reads_buffer(segments, backend):
-        dkv_R2GD = torch.stack([dk, dv], 1).to(_wide(dk))
+        dkv_R2GD = torch.stack([dk, dv], 1).to(sum_dtype(dk))
     else:
-        dkv_R2GD = _by_row(dk, dv, inverse_UR)
+        dkv_R2GD = gradients_by_row(dk, dv, inverse_UR)
     scattering = _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", cp, group_name)
     return dq.contiguous(), _collectives.wait_tensor(scattering).to(dq.dtype)
 
@@ -177,7 +157,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    if grad_THD is None:  # somebody differentiated the log-sum-exp alone
+    if grad_THD is None:  # only the log-sum-exp was differentiated
         return (None,) * 14
     dq_THD, dkv_T2GD = context_attend_backward(grad_THD, *ctx.saved_tensors, *ctx.static)
     return dq_THD, dkv_T2GD[:, 0], dkv_T2GD[:, 1], *([None] * 11)

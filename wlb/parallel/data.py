@@ -1,12 +1,9 @@
-"""Data parallelism: FSDP2 over the dp and cp axes together; gradients are summed, not averaged.
+"""Data parallelism: FSDP2 over dp x cp, with gradients summed instead of averaged.
 
-The loss is already divided by the step's valid tokens over all ranks, so gradients only add up.
-Gradients are reduced once a step, after the last micro-batch. Parameters stay gathered until then
-(with a pipeline, gathering for every micro-batch would cost more than it saves) unless
-`fsdp.reshard_after_forward` asks for memory.
-
-With HSDP (`fsdp.shard_size`) a gradient is reduced and scattered within a group and then summed
-with the other groups' copies of the shard.
+The loss is already divided by the valid tokens of the step on all ranks, so gradients only add up.
+They are reduced once a step, after the last micro-batch; until then parameters stay gathered unless
+`fsdp.reshard_after_forward` trades traffic for memory. With HSDP (`fsdp.shard_size`) gradients are
+reduce-scattered within a group and then summed with the other groups' shards.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,13 +22,13 @@ from wlb.spec import FsdpSection
 
 
 def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection) -> None:
-    """Apply FSDP2 to each layer and the stage, in place; nothing where it would do nothing."""
+    """Apply FSDP2 to each layer and then to the stage, in place, if `needs_fsdp`."""
     if not needs_fsdp(mesh, dtype):
         return
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
-        # Inputs are of the right dtypes: a cast would round the rotary tables in Rows, which are
-        # float32 as angles of thousands of radians need, and walk through Rows at every layer.
+        # Inputs have the right dtypes already. A cast would round the rotary tables in Rows, which
+        # need float32 for angles of thousands of radians, and traverse Rows at every layer.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -40,10 +37,11 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
         for layer in stage.model.layers.values()
     ]
-    # Embedding and head stay gathered: backward needs the head as soon as forward is done with it.
+    # Keep embedding and head gathered: backward needs the head right after forward.
     whole = fully_shard(stage, reshard_after_forward=False, **options)
     for module in [*layers, whole]:
-        # A divide factor alone asks Gloo for PREMUL_SUM, which it lacks.
+        # With the factor alone FSDP2 reduces by PREMUL_SUM, which Gloo does not have
+        # (https://github.com/pytorch/pytorch/pull/155915).
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _gather_ahead([whole, *layers], fsdp.prefetch)
@@ -56,13 +54,13 @@ def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
 
 
 def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
-    """Have each of `modules`, in the order of forward, gather the `ahead` next ones when it begins,
-    in backward the ones before; the stage itself begins both passes.
+    """Make each module prefetch the next `ahead` ones: forward in order, backward in reverse.
 
-    torch's own order posts the next gather when the next module begins, after the host has launched
-    this one's kernels: too late where the host is behind, as at a step's first micro-batch, the
-    only one that gathers unless layers are dropped after each pass. In backward torch takes what
-    ran before in forward, with several micro-batches under way not always the layer that is next.
+    modules: the stage, which begins both passes, then its layers. By default torch posts a gather
+    when its module begins, after the host has launched the kernels before it. That is too late if
+    the host lags, as at a step's first micro-batch, usually the only one that gathers. In backward
+    torch prefetches what ran before in forward, which is not always the next layer if several
+    micro-batches are in flight.
     """
     if not ahead:
         return
@@ -74,30 +72,32 @@ def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
     stage.set_modules_to_backward_prefetch(layers[-ahead:][::-1])
 
 
-class _NothingToWaitFor:
+class _NoHandle:
+    """An unshard handle of nothing."""
+
     def wait(self) -> None:
         pass
 
 
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
-    """Hold layers gathered only while they are at work, in pipelines too.
+    """Keep layers gathered only while they compute, in pipelines too.
 
-    torch's pipeline runtime would keep them: it has whole stages gathered before their passes and
-    asks that no backward pass but a step's last drops parameters. Layers are left out of both.
+    torch's pipeline runtime gathers whole stages before their passes and lets only a step's last
+    backward pass drop parameters. Exclude the layers from both.
     """
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
     for layer in layers:
-        setattr(layer, "unshard", lambda **_: _NothingToWaitFor())  # noqa: B010
+        setattr(layer, "unshard", lambda **_: _NoHandle())  # noqa: B010
 
 
 def shard_start(num_rows: int, mesh: Mesh) -> int:
-    """First of this rank's rows of a parameter that has `num_rows` of them (FSDP2 cuts axis 0)."""
+    """First row of this rank's shard of a parameter with `num_rows` rows (FSDP2 splits axis 0)."""
     return min(num_rows, mesh.shard_rank * -(-num_rows // mesh.shard_size))
 
 
 def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
-    """Reduce gradients in the next backward only if it is the step's last (no pipeline)."""
+    """Without a pipeline: reduce gradients in the next backward only if it is the step's last."""
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(is_last)
         stage.set_is_last_backward(is_last)
@@ -105,18 +105,17 @@ def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
 
 
 def widen_gradients(stage: nn.Module) -> None:
-    """Add gradients that were made outside of FSDP's own backward pass to those of the passes
-    before, in the dtype that they are reduced in.
+    """Accumulate gradients of a separate weight pass in the dtype that they are reduced in.
 
-    FSDP does so after a module's backward pass. Weights' passes of zero-bubble schedules come
-    later, several in a row at a step's end: left to autograd, bfloat16 gradients of a step's
-    micro-batches would be added in bfloat16. Nothing where gradients have that dtype already.
+    FSDP accumulates after a module's backward pass, but weight passes of zero-bubble schedules come
+    later, several in a row. Without this, bfloat16 gradients of a step's micro-batches would be
+    added up in bfloat16. No effect if gradients have the reduce dtype already.
     """
     for module in stage.modules():
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-        # 2.11 has one group a module.
+        # torch 2.11 has one parameter group per module, later versions several.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
             parameter.accumulate_unsharded_grad_if_needed()
@@ -124,7 +123,7 @@ def widen_gradients(stage: nn.Module) -> None:
 
 
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum gradients that are still partial over the tp axis (norm weights where FSDP is absent)."""
+    """All-reduce gradients that are still partial over tp (norm weights without FSDP)."""
     for parameter in parameters:
         grad = parameter.grad
         if not (isinstance(parameter, DTensor) and isinstance(grad, DTensor)):
@@ -134,11 +133,11 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
-    """This rank's share of the squared gradient norm, float64 scalar; the sum over ALL ranks is it.
+    """This rank's share of the squared gradient norm, float64 scalar; sum it over ALL ranks.
 
-    Every element is counted once: shards are disjoint over all four axes, and what is replicated
-    over the tp axis, or in other copies of the shards, counts on its first rank only. One sum over
-    the world instead of DTensor's one a mesh axis, so that it can ride on another all-reduce.
+    Each element counts once: shards are disjoint over all four axes, and what is replicated (over
+    tp, or in HSDP copies) counts on its first rank only. A single sum over the world, unlike
+    DTensor's sum per mesh axis, can share an all-reduce with other values.
     """
     counted = [
         local_tensor(p.grad)
@@ -151,7 +150,7 @@ def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tenso
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Scale gradients of global norm `norm` down to `max_norm` (0 = never)."""
+    """Clip gradients of global norm `norm` to `max_norm`; 0 disables clipping."""
     if max_norm and norm > max_norm:
         for parameter in parameters:
             if parameter.grad is not None:

@@ -1,13 +1,10 @@
-"""Weight gradients that are computed later than the backward pass: what zero-bubble schedules need.
+"""Weight gradients computed later than the backward pass, as zero-bubble schedules need.
 
-Such a schedule runs a micro-batch's backward for the inputs' gradients first, since the stage
-before waits for them, and the weights' gradients in what would be a bubble. Linear layers here
-compute only the input's gradient in backward and leave (input, output gradient) in a queue; the
-stage's `dw_builder` hands the queue to torch's schedule, which runs it at its W action.
-
-torch can also split a backward pass by itself (`stage_backward_input`), but on 2.11 that fails at
-Python autograd functions and adds the gradients of a node's several outputs together, and on every
-version it runs such functions whole twice. Norms, embedding and head stay in the first pass.
+Such a schedule first computes the gradients of a micro-batch's inputs, which the previous stage
+waits for, and fills bubbles with the weight gradients. Linear layers here queue (input, output
+gradient) for torch's schedule, which takes them through `dw_builder`. torch's own split handles
+autograd functions wrongly (https://github.com/pytorch/pytorch/issues/166577, 170277, 174017).
+Norms, embedding and head compute their weight gradients in the first pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +21,7 @@ Compute = Callable[[Tensor | None], Sequence[Tensor]]
 
 
 class WeightQueue:
-    """Weight gradients of the backward pass at work, not computed yet."""
+    """Weight gradients of the current backward pass that are not computed yet."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Sequence[nn.Parameter], Begin | None, Compute]] = []
@@ -32,16 +29,16 @@ class WeightQueue:
     def push(
         self, parameters: Sequence[nn.Parameter], compute: Compute, *, begin: Begin | None = None
     ) -> None:
-        """compute(begun) gives the local gradient of each of `parameters`, in order.
+        """Queue compute(begun), which returns the local gradient of each of `parameters`.
 
-        begin() starts a collective that compute waits for; it is called while the gradients before
-        are computed, so that one hides behind the other. None is passed where there is none.
+        begin() starts a collective whose result is `begun` (None without a collective). It is
+        called one entry ahead, so that it hides behind the gradients computed before.
         """
         if any(parameter.requires_grad for parameter in parameters):
             self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
-        """A function that computes and adds all that waits now; the queue is empty after."""
+        """Empty the queue; returns a function that computes and accumulates what was in it."""
         waiting, self._waiting = self._waiting, []
 
         def begin_next() -> Tensor | None:
@@ -52,16 +49,16 @@ class WeightQueue:
         def run() -> None:
             begun = begin_next()
             while waiting:
-                parameters, _, compute = waiting.pop()  # frees its activations as it goes
-                this, begun = begun, begin_next()
-                for parameter, grad in zip(parameters, compute(this), strict=True):
+                parameters, _, compute = waiting.pop()  # frees each entry's activations early
+                current, begun = begun, begin_next()
+                for parameter, grad in zip(parameters, compute(current), strict=True):
                     if parameter.requires_grad:
-                        _add(parameter, grad)
+                        _accumulate(parameter, grad)
 
         return run
 
 
-def _add(parameter: nn.Parameter, grad: Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     if isinstance(parameter, DTensor):
         grad = DTensor.from_local(
             grad, parameter.device_mesh, parameter.placements, run_check=False
@@ -70,11 +67,11 @@ def _add(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 class Product(torch.autograd.Function):
-    """x_TC times weight_FC; keeps nothing, and backward only leaves its gradient in grads[i].
+    """x_TC times weight_FC; saves nothing, and backward only stores its gradient in grads[i].
 
-    The node that x_TC comes from has the backward pass. It keeps x_TC, which an autograd function
-    does at the end of its forward pass: kept here, a layer that is run again (`recompute`) would
-    have to compute its last product too.
+    The node that produced x_TC saves it and runs the backward pass. Autograd functions save tensors
+    at the end of forward, so if this one saved x_TC, activation recompute would have to repeat a
+    layer's last product.
     """
 
     @staticmethod
@@ -91,7 +88,7 @@ class Product(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """x_TC itself, kept for the `Product` that follows; the weight's gradient goes to the queue."""
+    """Save x_TC for the `Product` that follows; backward queues the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -116,7 +113,7 @@ class _Input(torch.autograd.Function):
 
 
 class DeferringOps(Ops):
-    """The plain layers, with the weight gradients of linear ones left in `queue`."""
+    """The plain layers, except that linear layers put their weight gradients into `queue`."""
 
     def __init__(self) -> None:
         self.queue = WeightQueue()

@@ -1,8 +1,8 @@
 """Executor: runs the forward and backward passes of a step that was planned elsewhere.
 
-It decides nothing. Given a PipelinePlan it reads this rank's tokens and labels, builds the index
-tensors and rotary tables of each micro-batch once, and runs the pipeline (or, with one pipeline
-rank, a plain loop). Only ranks of the first stage read tokens, only those of the last stage labels.
+It takes no decision. From a PipelinePlan it reads this rank's tokens and labels, builds index
+tensors and rotary tables once per micro-batch, and runs the pipeline, or a plain loop if there is
+one pipeline rank. Only first-stage ranks read tokens, only last-stage ranks labels.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -27,20 +27,22 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What a step computes with, on the rank's device. tokens: on the first stage. rows: of each
-    micro-batch. moved: all tensors among them, for whoever loads on a stream of its own."""
+    """A step's inputs on the rank's device, one entry per micro-batch.
+
+    tokens: on the first stage, else None. tensors: every tensor inside, for callers that load on a
+    stream of their own and must record it.
+    """
 
     tokens: list[Tensor] | None
     rows: list[Rows]
-    moved: list[Tensor]
+    tensors: list[Tensor]
 
 
 class Executor:
-    """The stages of one rank and how to run a step on them.
+    """One rank's stages, and how to run a step on them.
 
-    progress: is told which chunk is at work. timer: times the chunks of training steps. stages:
-    modules by stage index. backend: attention kernel in use. Gradients add up in the stages'
-    parameters; the caller owns the optimiser.
+    stages: modules by stage index. backend: attention kernel in use. Gradients accumulate in the
+    stages' parameters; the caller owns the optimiser. progress, timer: see `wlb.parallel.observe`.
     """
 
     def __init__(
@@ -107,16 +109,16 @@ class Executor:
         return {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
 
     def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
-        """Reads this rank's part of a step: no collective, so that any thread can do it."""
+        """Read this rank's part of a step. Runs no collective, so any thread may call it."""
         tokens: list[Tensor] = []
         rows: list[Rows] = []
-        moved: list[Tensor] = []
+        tensors: list[Tensor] = []
         for i in range(len(plan.micro_batches)):
-            token_row, made, tensors = self._micro_batch(plan, i, reader, loss_scale)
+            token_row, made, used = self._micro_batch(plan, i, reader, loss_scale)
             tokens += [] if token_row is None else [token_row]
             rows.append(made)
-            moved += tensors
-        return StepInputs(tokens=tokens if self.is_first else None, rows=rows, moved=moved)
+            tensors += used
+        return StepInputs(tokens=tokens if self.is_first else None, rows=rows, tensors=tensors)
 
     def train_step(
         self,
@@ -128,9 +130,9 @@ class Executor:
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are summed over all ranks.
 
-        inputs: what `load` gave for this plan, if that was done ahead. Returns the sum over this
-        rank's rows of the token losses times loss_scale, float32 scalar; zero on ranks without the
-        last stage. Equal on all tp ranks.
+        inputs: result of `load` for this plan if it was loaded ahead. Returns the sum of token
+        losses over this rank's rows times loss_scale, float32 scalar: zero on ranks without the
+        last stage, equal on all tp ranks.
         """
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
         tokens, rows = made.tokens, made.rows
@@ -144,7 +146,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, plan: PipelinePlan, reader: TokenReader) -> Tensor:
-        """Forward only: the sum over this rank's rows of the token losses."""
+        """Forward only: the sum of token losses over this rank's rows."""
         made = self.load(plan, reader, loss_scale=1.0)
         tokens, rows = made.tokens, made.rows
         if self.pipeline is not None:
@@ -197,8 +199,8 @@ class Executor:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)
         if self.is_last:
             arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
-        moved = to_device(arrays, self.mesh.device)
-        cos, sin = rope_tables(moved["positions"], self._frequencies)
+        on_device = to_device(arrays, self.mesh.device)
+        cos, sin = rope_tables(on_device["positions"], self._frequencies)
         attention = ContextAttention.from_rows(
             index,
             group=self.mesh.cp_group if self.mesh.cp_size > 1 else None,
@@ -206,16 +208,15 @@ class Executor:
             backend=self.backend,
             device=self.mesh.device,
             keep_gathered_kv=self.spec.cp.keep_gathered_kv,
-            moved=moved,
+            on_device=on_device,
         )
         made = Rows(
             cos=cos,
             sin=sin,
             attend=attention,
-            labels=moved.get("labels"),
+            labels=on_device.get("labels"),
             loss_scale=loss_scale,
         )
         if self.spec.training.compile:
             mark_lengths(made, attention.indices)
-        every = [*moved.values(), cos, sin, *attention.indices]
-        return moved.get("tokens"), made, every
+        return on_device.get("tokens"), made, [*on_device.values(), cos, sin, *attention.indices]

@@ -1,10 +1,10 @@
-"""Gloo process groups with one worker thread each, because two of them race.
+"""Gloo process groups with one worker thread each: torch's default of two corrupts the heap.
 
-The two workers that torch gives a Gloo group write the name of their last collective into one
-std::string without a lock (`ProcessGroupGloo::runLoop`, seen in torch 2.13.0). Names longer than 15
-characters, such as ALLGATHER_COALESCED, live on the heap, so a rank dies of a corrupt heap (SIGSEGV
-or SIGABRT) after minutes of training. `tests/parallel/test_gloo.py` reproduces it in one process.
-torch ignores `pg_options` for Gloo, so the constructor is wrapped.
+torch's two workers write the name of their last collective into one std::string without a lock
+(`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known). Names above 15 characters,
+such as ALLGATHER_COALESCED, live on the heap, so a rank dies (SIGSEGV or SIGABRT) after minutes of
+training. Reproduced by tests/parallel/gloo_race.py. torch ignores `pg_options` for Gloo, hence the
+wrapped constructor. This file imports nothing of wlb, so that it can be sent upstream.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) -> None:
-    """Give every Gloo group that this process makes from now on a single worker thread.
+    """Give every Gloo group that this process creates from now on a single worker thread.
 
-    interfaces: network interfaces to bind, as in GLOO_SOCKET_IFNAME; none takes loopback where
-    all ranks are on this machine (`loopback`), else the host's own address. A second call replaces
-    the first. Nothing happens where torch was built without Gloo.
+    interfaces: network interfaces to bind, as in GLOO_SOCKET_IFNAME. Without any, groups bind the
+    loopback interface if `loopback`, else the host's own address. A second call replaces the first;
+    no effect if torch was built without Gloo.
     """
     if not dist.is_gloo_available():
         return
@@ -40,7 +40,7 @@ def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) ->
     def with_one_worker(
         group: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
     ) -> None:
-        if not isinstance(timeout, gloo._Options):  # options given by the caller stand
+        if not isinstance(timeout, gloo._Options):  # keep options that the caller gives
             options = gloo._Options()
             options._devices = devices()
             options._timeout = timeout

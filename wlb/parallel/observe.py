@@ -1,7 +1,7 @@
-"""What watches a rank execute a step: which chunk is at work, and where its time goes.
+"""Protocols for watching a rank execute a step: which chunk runs, and where its time goes.
 
-The executor tells a `Progress` and a `Timer` about each chunk of the schedule, and knows nothing
-else about them (`wlb.launch.position` and `wlb.train.telemetry.clock` are ours).
+The executor reports each chunk of the schedule to a `Progress` and a `Timer`. Implementations are
+`wlb.launch.position` and `wlb.train.telemetry.clock`.
 """
 
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from wlb.model import Llama
 
 
 class Pass(StrEnum):
-    """weight: weight gradients computed apart (zero-bubble schedules)."""
+    """Kind of a chunk. weight: weight gradients computed separately (zero-bubble schedules)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -22,9 +22,12 @@ class Pass(StrEnum):
 
 
 class Part(StrEnum):
-    """attention: kernels alone. recompute: attention's forward kernels in a backward pass (all else
-    that runs again is part of its layers). layers: the rest of the decoder layers, the final norm
-    included. head: with the loss, whose gradients are part of its forward pass."""
+    """What a chunk's time is spent on.
+
+    attention: attention kernels. recompute: attention's forward kernels inside a backward pass;
+    other recomputed work counts as layers. layers: the rest of the decoder layers, with the final
+    norm. head: with the loss, whose gradients are computed in its forward pass.
+    """
 
     ATTENTION = "attention"
     LAYERS = "layers"
@@ -34,7 +37,7 @@ class Part(StrEnum):
 
 
 class Cell(NamedTuple):
-    """What one chunk of a schedule works on. micro_batch: its place in the pipeline's plan."""
+    """One chunk of a schedule. micro_batch: index in the pipeline's plan."""
 
     kind: Pass
     stage: int
@@ -42,7 +45,7 @@ class Cell(NamedTuple):
 
 
 class Progress(Protocol):
-    """Is told which chunk begins."""
+    """Receives each chunk as it begins."""
 
     def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None: ...
 
@@ -51,33 +54,32 @@ class Timer(Protocol):
     """Times the chunks of a step."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around all chunks of a training step; outside of it nothing is timed."""
+        """Entered around all chunks of a training step; nothing else is timed."""
         ...
 
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = ...
     ) -> AbstractContextManager[None]:
-        """Around a chunk, whose time belongs to `first` until `switch` says otherwise."""
+        """Entered around a chunk; its time counts as `first` until `switch` is called."""
         ...
 
     def switch(self, part: Part) -> None:
-        """From now on time belongs to `part` of the chunk at work."""
+        """Count the current chunk's time as `part` from now on."""
         ...
 
 
 class NoProgress:
-    """A `Progress` that tells nobody."""
+    """A `Progress` that ignores everything."""
 
     def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None:
         pass
 
 
 def watch_ends(stage: Llama, clock: Timer) -> None:
-    """Have the embedding and the head of a stage, where it has them, timed apart from its layers.
+    """Time a stage's embedding and head separately from its layers, by hooks.
 
-    By hooks on what lies between: the first layer's input (a stage without layers has the
-    decoder's output), the decoder's output, their gradients. A chunk's `first` part must say where
-    its pass begins.
+    The hooks are on the first layer's input (the decoder's output if there are no layers), on the
+    decoder's output, and on the gradients of both. A chunk's `first` part is where its pass begins.
     """
     decoder = stage.model
     if decoder.embed_tokens is not None:
@@ -104,6 +106,6 @@ def watch_ends(stage: Llama, clock: Timer) -> None:
 
 
 def _when_differentiated(x_TC: Tensor, clock: Timer, part: Part) -> None:
-    """Backward passes switch to `part` when they have the gradient of x_TC."""
+    """Switch to `part` once backward has computed the gradient of x_TC."""
     if x_TC.requires_grad:
         x_TC.register_hook(lambda _: clock.switch(part))

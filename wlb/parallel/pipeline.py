@@ -1,10 +1,10 @@
-"""Pipeline parallelism by torch's schedules, with a length of its own for every micro-batch.
+"""Pipeline parallelism by torch's schedules, with its own length for every micro-batch.
 
-torch sizes receive buffers from micro-batch 0. `VarLenStage` allocates them when the receive is
-posted, from lengths that every rank knows from the plan, and drops them after the backward, so
-memory is bounded by the micro-batches in flight and no shape is ever exchanged. Everything it
-overrides is private to torch.distributed.pipelining; the parity matrix runs on each supported
-version (2.11 and 2.13 differ).
+torch sizes receive buffers from micro-batch 0 and has no variable shapes
+(https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
+receive is posted, from lengths that every rank knows from the plan, and drops it after the
+backward: no shape is exchanged, and memory is bounded by the micro-batches in flight. All that it
+overrides is private to torch; tests/parity holds it on each supported version.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,8 @@ from wlb.spec import Schedule
 class VarLenStage(PipelineStage):
     """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 
-    module: called like `wlb.model.Llama`, with tokens or rows and the micro-batch's record.
-    queue: where its layers leave weight gradients, for schedules that split the backward pass.
-    timer: what times its chunks, or None. progress: is told of each chunk.
+    module: called like `wlb.model.Llama`, with tokens or rows, and the micro-batch's `Rows`.
+    queue: where its layers put weight gradients, for schedules that split the backward pass.
     """
 
     rows: list[int]
@@ -58,7 +57,7 @@ class VarLenStage(PipelineStage):
         self.width, self.dtype = width, dtype
         self._queue, self._timer, self._progress = queue, timer, progress
         self._rows_record: dict[str, Any] = {}
-        # Only the rank and dtype of these matter: given statically, no inference run is made.
+        # With static metadata torch makes no inference run; only its rank and dtype are used.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(1, dtype=torch.long, device="meta")
         super().__init__(
@@ -97,8 +96,8 @@ class VarLenStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, **options: Any
     ) -> Any:
-        # The Rows record stays out of torch's bookkeeping: 2.11's zero-bubble code fails on
-        # arguments that are not tensors.
+        # Rows bypasses torch's bookkeeping of kwargs, because the zero-bubble code of torch 2.11
+        # fails on arguments that are not tensors.
         self._rows_record = kwargs or {}
         first = Part.EMBEDDING if self.is_first else Part.LAYERS
         with self._timed(Pass.FORWARD, fwd_chunk_id, first):
@@ -114,7 +113,7 @@ class VarLenStage(PipelineStage):
         with self._timed(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.has_backward:
-            # An evaluation's, which torch leaves there until the next step.
+            # torch would keep an evaluation's outputs until the next step.
             self.fwd_cache.pop(bwd_chunk_id, None)
         if not self.is_first:
             self._drop(self.args_recv_info[bwd_chunk_id])
@@ -135,27 +134,26 @@ class VarLenStage(PipelineStage):
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
         if self._timer is not None:
-            # The first stage's backward pass ends in the embedding; these are linear layers.
+            # On the first stage the timer still counts the embedding, where backward ended.
             self._timer.switch(Part.LAYERS)
         return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # 2.11 warms NCCL connections up; on Gloo there is nothing to warm up.
+        # torch 2.11 warms up NCCL connections here; Gloo has none to warm up.
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """2.11 compares with the one static shape."""
+        """Disabled: torch 2.11 checks inputs against one static shape; ours vary."""
 
     def _validate_fwd_outputs(self, *_: Any) -> None:
-        """2.11 compares with the one static shape."""
+        """Disabled: torch 2.11 checks outputs against one static shape; ours vary."""
 
 
 class LateWeights(ScheduleInterleavedZeroBubble):
-    """torch's interleaved zero-bubble schedule with weights' passes `rank * weight_delay` backward
-    passes after their inputs' (torch: `rank`); 1 is torch's own.
+    """Interleaved zero-bubble whose weight passes run `rank * weight_delay` input passes later.
 
-    Where attention is most of a backward pass, weights' passes are short and more of them are
-    needed to fill the end of a step, in which rank r waits for r ranks before it.
+    weight_delay = 1 is torch's schedule. If attention is most of a backward pass, weight passes are
+    short, so that more of them are needed to fill rank r's wait at the end of a step.
     """
 
     def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:
@@ -185,7 +183,7 @@ def _loss_itself(output: Tensor, _target: Any) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Pipeline:
-    """This rank's stages and a schedule for each number of micro-batches."""
+    """This rank's stages, and one torch schedule for each number of micro-batches."""
 
     stages: list[VarLenStage]
     schedule: Schedule
@@ -195,18 +193,17 @@ class Pipeline:
     def run(
         self, tokens: list[Tensor] | None, rows: Sequence[Any], num_rows: list[int], *, train: bool
     ) -> list[Tensor]:
-        """Forward (and backward) of all micro-batches; the last stage's losses, else an empty list.
+        """Forward (and backward) of all micro-batches; returns losses on the last stage, else [].
 
-        tokens: per micro-batch [T_local] on the first stage, else None. rows: per micro-batch what
-        the modules take as `rows`. num_rows: rows that stages exchange for each micro-batch,
-        T_local / tp.
+        tokens: [T_local] per micro-batch on the first stage, else None. rows: the modules' `rows`
+        argument per micro-batch. num_rows: rows that stages exchange per micro-batch, T_local / tp.
         """
         schedule = self._schedule(len(rows))
-        schedule._has_backward = train  # what schedule.eval() does around step()
+        schedule._has_backward = train  # as schedule.eval() does around step()
         for stage in self.stages:
             stage.has_backward = train
             stage.rows = num_rows
-            stage.chunks = len(rows)  # schedules of several sizes share the stages
+            stage.chunks = len(rows)  # schedules of different sizes share the stages
             stage.clear_runtime_states()
         losses: list[Tensor] = []
         args = [(t,) for t in tokens] if tokens is not None else [()] * len(rows)
@@ -217,15 +214,16 @@ class Pipeline:
 
     def _schedule(self, num_micro_batches: int) -> Any:
         if num_micro_batches not in self._schedules:
-            options: dict[str, Any] = {"loss_fn": _loss_itself, "scale_grads": False}
-            stages: Any = self.stages
-            match self.schedule:
-                case Schedule.ONE_F_ONE_B:
-                    made = Schedule1F1B(stages[0], num_micro_batches, **options)
-                case Schedule.INTERLEAVED_1F1B:
-                    made = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
-                case Schedule.INTERLEAVED_ZERO_BUBBLE:
-                    options["weight_delay"] = self.weight_delay
-                    made = LateWeights(stages, num_micro_batches, **options)
-            self._schedules[num_micro_batches] = made
+            self._schedules[num_micro_batches] = self._new_schedule(num_micro_batches)
         return self._schedules[num_micro_batches]
+
+    def _new_schedule(self, n: int) -> Any:
+        options: dict[str, Any] = {"loss_fn": _loss_itself, "scale_grads": False}
+        stages: Any = self.stages
+        match self.schedule:
+            case Schedule.ONE_F_ONE_B:
+                return Schedule1F1B(stages[0], n, **options)
+            case Schedule.INTERLEAVED_1F1B:
+                return ScheduleInterleaved1F1B(stages, n, **options)
+            case Schedule.INTERLEAVED_ZERO_BUBBLE:
+                return LateWeights(stages, n, weight_delay=self.weight_delay, **options)

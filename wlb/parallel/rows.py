@@ -1,7 +1,7 @@
-"""One rank's rows of a micro-batch: tokens, labels, positions and where its keys lie.
+"""One rank's rows of a micro-batch: tokens, labels, positions, and where its keys are. NumPy only.
 
-NumPy only. A rank's local rows are its spans' tokens in order, then padding to T_local. Padding is
-a segment of its own, with label IGNORE, so it touches neither loss nor gradients.
+Local rows are the tokens of the rank's spans in order, then padding to T_local. Padding is an
+attention segment of its own with label IGNORE, so it affects neither loss nor gradients.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Read = Callable[[int, int, int], npt.NDArray[np.integer]]
 
 
 class TokenReader(Protocol):
-    """Where document tokens come from (`wlb.data`)."""
+    """Source of document tokens; `wlb.data.reader` has implementations."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
         """Tokens [start, stop) of a document by its id in the plan."""
@@ -28,23 +28,23 @@ class TokenReader(Protocol):
 
 @runtime_checkable
 class LabelReader(TokenReader, Protocol):
-    """A reader of documents of which only some tokens are trained."""
+    """A reader that knows which tokens are trained."""
 
     def labels(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
-        """Tokens [start, stop) of a document, IGNORE where they are not trained."""
+        """Tokens [start, stop) of a document, IGNORE for those that are not trained."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRows:
-    """Index arrays of one rank's attention call; everything a kernel needs but q, k and v.
+    """Index arrays of one rank's attention call: what a kernel needs besides q, k and v.
 
     positions: position of each row in its piece, shape [T_local]. cu_seqlens_q, cu_seqlens_k:
-    offsets of the segments (spans, then padding), shape [num_segments + 1]. kv_index: rows of the
-    gathered K and V (rank r's rows are [r * T_local, (r + 1) * T_local)) that make up every
-    segment's keys one after the other, shape [K]; None where the local rows are those keys already
-    (CP 1). inverse: shape [U, cp * T_local]; inverse[u, row] is where the row is used as a key for
-    the u-th time, or K where it is not (then the gradient is zero).
+    offsets of the segments (spans, then padding), shape [num_segments + 1]. kv_index: shape [K],
+    rows of the gathered K and V that form the segments' keys, one segment after the other; rank r's
+    rows are [r * T_local, (r + 1) * T_local). inverse: shape [U, cp * T_local]; inverse[u, row] is
+    the key that uses the row for the u-th time, or K if there is none (its gradient is zero).
+    kv_index and inverse are None at CP 1, where the local rows are the keys.
     """
 
     positions: IntArray
@@ -85,7 +85,7 @@ def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> Atte
 
 
 def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
-    """Row in the gathered K and V of each token of the packed sequence, shape [S]."""
+    """For each token of the packed sequence, its row in the gathered K and V; shape [S]."""
     rows = np.empty(sharding.num_tokens, np.int64)
     for r in range(sharding.cp):
         index = sharding.for_rank(r).token_index
@@ -94,7 +94,7 @@ def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
 
 
 def _inverse(spans: RankSpans, kv_index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:
-    """Where each gathered row is used: one layer for each span that a piece has on this rank."""
+    """`AttentionRows.inverse`; U is the largest number of spans of a piece on this rank."""
     order = np.lexsort((spans.start, spans.piece))
     piece = spans.piece[order]
     first = np.searchsorted(piece, piece, side="left")
@@ -102,8 +102,8 @@ def _inverse(spans: RankSpans, kv_index: IntArray, *, num_rows: int) -> npt.NDAr
     nth[order] = np.arange(piece.size) - first
     use = np.zeros(kv_index.size, np.int64)
     use[: int(spans.stop.sum())] = np.repeat(nth, spans.stop)
-    layers = int(nth.max(initial=0)) + 1
-    inverse = np.full((layers, num_rows), kv_index.size, np.int64)
+    num_uses = int(nth.max(initial=0)) + 1
+    inverse = np.full((num_uses, num_rows), kv_index.size, np.int64)
     inverse[use, kv_index] = np.arange(kv_index.size)
     return inverse
 
@@ -115,7 +115,7 @@ def rank_tokens(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Input tokens of the rank's rows, shape [T_local]; all padding holds token 0."""
+    """Input tokens of the rank's rows, shape [T_local]; padding holds token 0."""
     out = np.zeros(local_tokens, np.int64)
     _read(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
     return out
@@ -128,12 +128,11 @@ def rank_labels(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Label of each of the rank's rows, shape [T_local]: the document's next token.
+    """Labels of the rank's rows, shape [T_local]: each token's next token in its document.
 
-    IGNORE for padding, a document's last token (where pieces are joined, that has the first
-    token of the document that follows) and, with a `LabelReader`, where the next token is not
-    trained. The last token of a piece that ends before its document does is labelled with the
-    document's next token.
+    This also holds if the piece ends before the document. IGNORE for padding, for a document's last
+    token (with Layout.JOINED, its label is the following document's first token), and for next
+    tokens that a `LabelReader` does not train.
     """
     out = np.full(local_tokens, IGNORE, np.int64)
     read = reader.labels if isinstance(reader, LabelReader) else reader.read
@@ -165,7 +164,7 @@ def _read(
             tokens = read(piece.document, piece.start + start + shift, min(end, length))
             out[put : put + tokens.size] = tokens
             put += stop - start
-            # Of a document that goes on from elsewhere the label is another piece's.
+            # A following piece that starts inside its document has no first token to predict.
             is_followed = index + 1 < len(pieces) and pieces[index + 1].start == 0
             if is_joined and end > length and is_followed:
                 out[put - 1] = _first_token(pieces[index + 1], read)

@@ -1,15 +1,10 @@
 """The products of tensor parallelism as custom ops, for layers that torch.compile compiles.
 
-Opaque, with their collectives inside. Left to the compiler, the gather of a layer's input in
-forward and the one of the same rows in backward would be merged into one whose result is kept: what
-TP+SP saves (`wlb.parallel.tensor`). Nor could it trace how those autograd functions hand gradients
-to one another, so here a product's gradient travels as that of a `slot`: an output of `gather_rows`
-with the product's shape and no memory, whose gradient is what its backward pass begins with.
-
-wlb::gather_rows and wlb::slotted_product are one gather and a product at a time, so that something
-can start in between; wlb::gather_products is all of them at once, where they overlap.
-
-Shapes: as in `wlb.parallel.tensor`.
+The ops contain their collectives. Otherwise the compiler would merge the gather of a layer's input
+in forward with the same gather in backward, and keep the result that TP+SP means to drop. It also
+cannot trace how the autograd functions of `wlb.parallel.tensor` hand gradients to each other, so
+here a product's gradient travels through a `slot`: an output of `gather_rows` that has the
+product's shape but no memory. Shapes: as in `wlb.parallel.tensor`.
 """
 
 from collections.abc import Iterator
@@ -19,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from wlb.parallel.collectives import all_gather
-from wlb.parallel.products import Products
-from wlb.parallel.tensor import TensorParallelOps, local_weight
+from wlb.parallel.tensor import Products, TensorParallelOps, tp_shard
 
 
 @torch.library.custom_op("wlb::gather_rows", mutates_args=())
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """The rows of all ranks, without a gradient, and a slot for the product with each weight."""
+    """All ranks' rows, not differentiable, and a slot for the product with each weight."""
     x_TC = all_gather(x_SC, Products(num_ranks, group_name))
     return x_TC, [x_SC.new_zeros(()).expand(len(x_TC), len(w)) for w in weights_FC]
 
@@ -43,7 +37,7 @@ def _(
 
 @torch.library.custom_op("wlb::slotted_product", mutates_args=())
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
-    """[T, F]; its gradient is the slot's."""
+    """The product, [T, F]; its gradient goes to the slot."""
     return x_TC @ weight_FC.t()
 
 
@@ -59,7 +53,7 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def gather_products(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> list[Tensor]:
-    """Products of the rows of all ranks with each weight, overlapped with their gather."""
+    """Products of all ranks' rows with each weight, overlapped with the gather."""
     return Products(num_ranks, group_name, True).gathered(x_SC, weights_FC)
 
 
@@ -111,7 +105,7 @@ for op in (gather_rows, gather_products):
 def product_scatter(
     x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str, overlaps: bool
 ) -> Tensor:
-    """x_TF times weight_CF, summed over ranks, each keeping its rows: [S, C]."""
+    """x_TF times weight_CF, reduce-scattered by rows: [S, C]."""
     return Products(num_ranks, group_name, overlaps).scattered(x_TF, weight_CF)
 
 
@@ -154,10 +148,10 @@ product_scatter.register_autograd(_differentiate_scattered, setup_context=_keep_
 
 
 class TracedTensorParallelOps(TensorParallelOps):
-    """`TensorParallelOps` whose decoder layers torch.compile traces into one graph."""
+    """`TensorParallelOps` that torch.compile can trace into one graph per layer."""
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        weights = [local_weight(linear) for linear in linears]
+        weights = [tp_shard(linear.weight) for linear in linears]
         num_ranks, group_name = self.products.num_ranks, self.products.group_name
         if self.products.overlaps:
             yield from gather_products(x_TC, weights, num_ranks, group_name)
@@ -170,7 +164,7 @@ class TracedTensorParallelOps(TensorParallelOps):
         products = self.products
         return product_scatter(
             x_TC,
-            local_weight(linear),
+            tp_shard(linear.weight),
             products.num_ranks,
             products.group_name,
             products.overlaps,

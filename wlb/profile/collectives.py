@@ -26,7 +26,8 @@ from torch import Tensor
 
 from wlb.cost.profile import Collective, Scope
 from wlb.launch.local import run_local
-from wlb.parallel import collectives, mesh
+from wlb.parallel import collectives
+from wlb.parallel import world as worlds
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import spin
 
@@ -101,7 +102,7 @@ class CollectiveSweep:
 
 
 def collective_tasks(
-    world: mesh.World | None,
+    world: worlds.World | None,
     device: torch.device,
     *,
     dtype: torch.dtype,
@@ -113,7 +114,7 @@ def collective_tasks(
     """Tasks of kind "collective", point {op, scope, ranks, bytes}, numbers ns, low_ns, high_ns,
     count.
 
-    world: this process among started ranks (`mesh.init` done; every rank calls this), or None.
+    world: this process among started ranks (`worlds.init` done; every rank calls this), or None.
     device: the rank's own; for local ranks only its kind counts. sizes: buffer bytes, rounded down
     to whole values a rank; default powers of 4 from 4 KiB to 16 MiB on CPU, 1 GiB on CUDA.
     budget_s, least, most: repeats of one point.
@@ -201,14 +202,14 @@ class _Local:
 
 
 def _measure_locally(
-    world: mesh.World, kind: str, dtype: torch.dtype, points: Sequence[Point], effort: _Effort
+    world: worlds.World, kind: str, dtype: torch.dtype, points: Sequence[Point], effort: _Effort
 ) -> list[Numbers | str]:
     group = dist.group.WORLD
     assert group is not None
     place = _Place(
         group=group,
         ranks=tuple(range(world.world_size)),
-        device=mesh.rank_device(world, kind),
+        device=worlds.rank_device(world, kind),
         dtype=dtype,
     )
     return [measure(point, place, effort) for point in points]
@@ -224,7 +225,7 @@ def _numbers(found: Numbers | str) -> Numbers:
 
 
 def _sweep_of_world(
-    world: mesh.World,
+    world: worlds.World,
     device: torch.device,
     dtype: torch.dtype,
     sizes: Sequence[int] | None,
@@ -274,7 +275,7 @@ def _control() -> dist.ProcessGroup:
 class _Ranks:
     """Ranks that rank 0 leads. They wait in a broadcast, no longer than the group's time limit."""
 
-    world: mesh.World
+    world: worlds.World
     places: dict[Scope, _Place]
     effort: _Effort
     released: bool = False

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from wlb.kernels.select import AUTO_ORDER, choose_backend
-from wlb.parallel import mesh
+from wlb.parallel import world as worlds
 from wlb.profile.attention import Grid, Layout, batch_tasks, grid_tasks, head_tasks, steps
 from wlb.profile.collectives import collective_tasks
 from wlb.profile.device import Monitor, describe
@@ -214,7 +214,7 @@ def tasks_of(settings: Settings, timer: Timer) -> list[Task]:
 def run_sweep(
     settings: Settings,
     path: Path,
-    world: mesh.World | None,
+    world: worlds.World | None,
     console: Console,
     start: Mapping[str, Any],
 ) -> tuple[list[Record], dict[str, Any]]:

@@ -5,7 +5,8 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.packing import with_s_max
-from wlb.parallel import mesh as meshes
+from wlb.parallel import world as worlds
+from wlb.parallel.mesh import rank_grid
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import Device, RunSpec
 from wlb.train.memory import GIB, Budget, budget_of, caps_line, estimate_of, hold_against, within
@@ -54,15 +55,15 @@ def show(spec: RunSpec, console: Console) -> None:
     )
 
 
-def _device(spec: RunSpec) -> meshes.DeviceChoice:
+def _device(spec: RunSpec) -> worlds.DeviceChoice:
     """What ranks would compute on; how many GPUs there will be is not known here."""
     if spec.run.device == Device.CUDA:
-        return meshes.DeviceChoice("cuda", "run.device = cuda (GPUs are not counted in a dry run)")
-    return meshes.choose_device(spec.run.device, local_ranks=1)
+        return worlds.DeviceChoice("cuda", "run.device = cuda (GPUs are not counted in a dry run)")
+    return worlds.choose_device(spec.run.device, local_ranks=1)
 
 
 def _layout(spec: RunSpec) -> Table:
-    grid = meshes.rank_grid(spec.parallel)  # [pp, dp, cp, tp]
+    grid = rank_grid(spec.parallel)  # [pp, dp, cp, tp]
     table = Table(title="Layout", title_justify="left")
     for heading in ("pipeline rank", "stages", "layers", "ranks, by TP group"):
         table.add_column(heading)

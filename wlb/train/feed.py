@@ -6,7 +6,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from wlb.data import StoreName
-from wlb.parallel.mesh import Mesh, World
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner import open_planner
 from wlb.planner.service import Address, PlanClient, PlannerProcess

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from wlb.cost import workload_for
 from wlb.data.reader import StoreReader
 from wlb.launch.position import Position
-from wlb.parallel.agreement import agree
+from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import Mesh, World, build_mesh, limit_collectives
+from wlb.parallel.mesh import Mesh, build_mesh, limit_collectives
+from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite, RunSpec

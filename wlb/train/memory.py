@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from wlb.cost import MemoryEstimate, TokenCaps, memory_estimate, token_caps
 from wlb.packing import caps_of
-from wlb.parallel import mesh as meshes
+from wlb.parallel import world as worlds
 from wlb.spec import PLANNED_MEMORY, OverMemory, RunSpec
 
 GIB = 1 << 30
@@ -38,7 +38,7 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
     """What ranks on `device` ("cpu" or "cuda") may take; None where nothing says so."""
     if spec.run.memory_gib:
         return Budget(gib=spec.run.memory_gib, source="run.memory_gib")
-    size = meshes.device_memory_bytes() if device == "cuda" else None
+    size = worlds.device_memory_bytes() if device == "cuda" else None
     return None if size is None else Budget(gib=size / GIB, source="the smallest GPU here")
 
 

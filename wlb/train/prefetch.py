@@ -46,7 +46,7 @@ class InputPrefetcher:
         if event is not None:
             stream = torch.cuda.current_stream(self.executor.mesh.device)
             stream.wait_event(event)
-            for tensor in inputs.moved:
+            for tensor in inputs.tensors:
                 tensor.record_stream(stream)
         return inputs
 

@@ -14,7 +14,7 @@ from wlb.data import BlendedStore, StoreName, TokenStore, open_store
 from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
 from wlb.parallel.compiled import refuse_uncompilable
-from wlb.parallel.products import refuse_overlap
+from wlb.parallel.tensor import refuse_overlap
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train import checkpoint

@@ -18,8 +18,9 @@ from rich.console import Console
 from wlb.data import BlendedStore, StoreName, open_store
 from wlb.launch.local import run_local
 from wlb.packing import with_s_max
-from wlb.parallel import mesh as meshes
-from wlb.parallel.mesh import DeviceChoice, World
+from wlb.parallel import world as worlds
+from wlb.parallel.mesh import limit_collectives
+from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import digest
 from wlb.prepare import docstring_prefix, prepare, prepare_docstrings, text_documents
 from wlb.spec import Recompute, RunSpec, apply, check, resolve_dp
@@ -203,7 +204,7 @@ def train(
             started_s=time.time(),
             signals=caught,
         )
-        world = meshes.discover()
+        world = worlds.discover()
         try:
             if world is not None:
                 _given_ranks(spec, world, order)
@@ -216,7 +217,7 @@ def train(
 def _own_ranks(spec: RunSpec, order: _Order) -> None:
     """This process, or as many local ones as the layout asks for."""
     world_size = spec.parallel.world_size
-    choice = meshes.choose_device(spec.run.device, local_ranks=world_size)
+    choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
     order.console.print(_why(checked, choice, None))
     with closing(RunLock(directory_of(checked), order.console)) as lock:
@@ -241,16 +242,16 @@ def _own_ranks(spec: RunSpec, order: _Order) -> None:
 
 def _given_ranks(spec: RunSpec, world: World, order: _Order) -> None:
     """Under torchrun or Slurm: rank 0 makes the store, the others wait and open it."""
-    choice = meshes.choose_device(
+    choice = worlds.choose_device(
         spec.run.device, local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
     )
     checked = resolve_dp(spec, world.world_size)
-    device = meshes.rank_device(world, choice.kind)
+    device = worlds.rank_device(world, choice.kind)
     # Bounds the meeting of the ranks too, where one that failed before it would be waited for.
-    meshes.init(world, device, timeout_s=spec.training.timeout_s)
+    worlds.init(world, device, timeout_s=spec.training.timeout_s)
     try:
         # Rank 0 may take hours to tokenise a corpus while the others wait for its answer.
-        meshes.limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
+        limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
         with closing(RunLock(directory_of(checked), order.console)) as lock:
             answer: list[Job | str | None] = [None]
             if world.rank == 0:
@@ -266,11 +267,11 @@ def _given_ranks(spec: RunSpec, world: World, order: _Order) -> None:
             if isinstance(job, str):
                 raise ValueError(job)
             if job is not None:
-                meshes.limit_collectives(spec.training.timeout_s)
+                limit_collectives(spec.training.timeout_s)
                 request = StopRequest(spec.run.stop_file, rank=world.rank, signals=order.signals)
                 run_rank(world, job, device, request)
     finally:
-        meshes.shutdown()
+        worlds.shutdown()
 
 
 def _rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
@@ -281,12 +282,12 @@ def _rank(world: World, job: Job, device_kind: str, told: Path | None = None) ->
 
 
 def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest) -> None:
-    device = meshes.rank_device(world, device_kind)
-    meshes.init(world, device, timeout_s=job.spec.training.timeout_s)
+    device = worlds.rank_device(world, device_kind)
+    worlds.init(world, device, timeout_s=job.spec.training.timeout_s)
     try:
         run_rank(world, job, device, request)
     finally:
-        meshes.shutdown()
+        worlds.shutdown()
 
 
 def _claimed_job(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from wlb.cost import KernelProfile, workload_for
-from wlb.parallel.mesh import choose_device
+from wlb.parallel.world import choose_device
 from wlb.plan import StepMetrics
 from wlb.planner import open_planner
 from wlb.report.run.simulated import refuse_other_plan

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 
 from wlb.launch.local import run_local
 from wlb.parallel.deferred import WeightQueue
-from wlb.parallel.mesh import Mesh, World, build_mesh
+from wlb.parallel.mesh import Mesh, build_mesh
 from wlb.parallel.observe import NoProgress
 from wlb.parallel.pipeline import Pipeline, VarLenStage
+from wlb.parallel.world import World
 from wlb.simulate import Kind, pipeline_order
 from wlb.spec import ParallelSpec, Schedule
 

@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
-from wlb.parallel import mesh
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel import world as worlds
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
 from wlb.train import checkpoint, loop, refuse
@@ -96,7 +97,7 @@ def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
     """A trainer in this process that has not begun."""
     job = job_of(spec)
     device = torch.device("cpu")
-    mesh.init(World(), device, timeout_s=60.0)
+    worlds.init(World(), device, timeout_s=60.0)
     return Trainer(job, World(), build_mesh(job.spec.parallel, device)), job
 
 
@@ -143,7 +144,7 @@ def test_training_goes_on_while_a_copy_is_written(
         trainer.inputs.close()
         trainer.feed.close()
         trainer.saver.close()
-        mesh.shutdown()
+        worlds.shutdown()
 
 
 def damaged(path: Path, how: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.train.case import job_of, relaid, small_spec, train, write_corpus
 from wlb.launch.local import RankFailure, run_local
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World
+from wlb.parallel.world import World
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
 from wlb.train.job import Job

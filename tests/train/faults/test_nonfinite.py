@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.case import Run, job_of, small_spec, train, write_corpus
 from wlb.launch.local import run_local
-from wlb.parallel.mesh import World
+from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train import checkpoint, start

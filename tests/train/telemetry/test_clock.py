@@ -14,8 +14,9 @@ from wlb.kernels.observe import observed
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
 from wlb.parallel.execute import Executor
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
 from wlb.parallel.observe import Cell, Part, Pass
+from wlb.parallel.world import World
 from wlb.spec import Schedule
 from wlb.train.telemetry.clock import StepClock, StepTimes, ThreadMarks
 

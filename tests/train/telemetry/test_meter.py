@@ -20,7 +20,8 @@ from tests.train.case import Run, small_spec, train, write_corpus, write_store
 from tests.train.slow import calibrated
 from wlb.cost import Scales, end_times_ns, load_profile, workload_for
 from wlb.launch.local import run_local
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.plan import TERMS, Moments, PipelinePlan, StepMetrics, StepPlan, Telemetry
 from wlb.planner import open_planner
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec, check

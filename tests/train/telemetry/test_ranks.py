@@ -11,7 +11,8 @@ from tests.train.case import Run, small_spec, train, write_corpus
 from tests.train.slow import run_with_one_slow_rank
 from tests.train.telemetry.test_meter import heavy_spec, spec_of_ranks
 from wlb.launch.local import run_local
-from wlb.parallel.mesh import World, build_mesh
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
 from wlb.plan import (
     MeasuredTimeline,
     Place,

@@ -40,12 +40,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
-from wlb.parallel.agreement import agree
-from wlb.parallel.host_memory import give_back_freed
+from wlb.parallel.collectives import agree
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
 from wlb.train import checkpoint
+from wlb.train.checkpoint.host_memory import give_back_freed
 from wlb.train.optimizer import Optimizers
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

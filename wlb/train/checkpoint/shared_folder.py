@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from wlb.parallel.agreement import agree
-from wlb.parallel.mesh import World
+from wlb.parallel.collectives import agree
+from wlb.parallel.world import World
 from wlb.train.checkpoint.folder import SEEN_WITHIN_S
 
 

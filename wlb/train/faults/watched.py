@@ -14,7 +14,8 @@ from wlb.launch.failure import FailureReport
 from wlb.launch.local import is_launched, report_failure
 from wlb.launch.position import Position, describe
 from wlb.launch.watch import Watch, WatchOptions
-from wlb.parallel.mesh import Mesh, World
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.world import World
 from wlb.spec import RunSpec
 from wlb.train.telemetry.appended import AppendedFile
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from wlb.parallel.mesh import Mesh, World, rank_grid
+from wlb.parallel.mesh import Mesh, rank_grid
 from wlb.parallel.observe import Pass
+from wlb.parallel.world import World
 from wlb.plan import MeasuredTimeline, Place, RankTable, TimedPass
 from wlb.spec import ParallelSpec, RunSpec
 from wlb.train.telemetry.clock import StepSpans

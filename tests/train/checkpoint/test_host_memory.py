@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from wlb.parallel.host_memory import give_back_freed
+from wlb.train.checkpoint.host_memory import give_back_freed
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from wlb.parallel.host_memory import give_back_freed
+from wlb.train.checkpoint.host_memory import give_back_freed
 
 def resident_kib():
     lines = Path("/proc/self/status").read_text().splitlines()

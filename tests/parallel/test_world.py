@@ -1,0 +1,162 @@
+"""Discovery of the launcher, choice of device."""
+
+import os
+
+import pytest
+import torch
+
+from wlb.parallel import world as worlds
+from wlb.spec.run import Device
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch):
+    """Set variables in an environment that names no launcher."""
+    prefixes = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_")
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(prefixes):
+            monkeypatch.delenv(name)
+
+    def put(**variables: object) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return put
+
+
+def test_nothing_is_discovered_without_a_launcher(env):
+    assert worlds.discover() is None
+
+
+def test_torchrun_is_discovered(env):
+    env(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, GROUP_RANK=1)
+    env(MASTER_ADDR="node1", MASTER_PORT=29500)
+    assert worlds.discover() == worlds.World(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=1,
+        origin=worlds.Origin.TORCHRUN,
+        master_address="node1",
+        master_port=29500,
+    )
+
+
+def test_torchrun_variables_that_are_missing_or_no_numbers_are_named(env):
+    env(RANK=0, WORLD_SIZE=2)
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
+        worlds.discover()
+    env(LOCAL_RANK="first")
+    with pytest.raises(ValueError, match="LOCAL_RANK = 'first' is not a whole number"):
+        worlds.discover()
+
+
+SLURM = {
+    "SLURM_JOB_ID": 4711,
+    "SLURM_STEP_ID": 0,
+    "SLURM_NTASKS": 20,
+    "SLURM_PROCID": 17,
+    "SLURM_LOCALID": 1,
+    "SLURM_NODEID": 2,
+    "SLURM_STEP_NODELIST": "gpu[007-008,012]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+def test_an_srun_step_is_discovered(env):
+    env(**SLURM)
+    world = worlds.discover()
+    assert world == worlds.World(
+        rank=17,
+        world_size=20,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=2,
+        origin=worlds.Origin.SLURM,
+        master_address="gpu007",
+        master_port=15_000 + (31 * 4711) % 15_000,
+    )
+    env(SLURM_GPUS_PER_TASK="h100:1")
+    assert worlds.discover().one_gpu_each
+
+
+@pytest.mark.parametrize(
+    "batch_script",
+    [{"SLURM_NTASKS": 1}, {"SLURM_STEP_NUM_TASKS": 1}, {"SLURM_STEP_ID": 0xFFFF_FFFB}],
+)
+def test_a_batch_script_is_no_step_of_many_ranks(env, batch_script):
+    env(**SLURM, **{k: v for k, v in batch_script.items() if k not in SLURM})
+    env(**batch_script)
+    assert worlds.discover() is None
+
+
+def test_torchrun_inside_slurm_is_torchrun(env):
+    env(**SLURM, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="x", MASTER_PORT=1)
+    assert worlds.discover().origin == worlds.Origin.TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,gpu9", "gpu7"),
+        ("gpu[003-007,9],login", "gpu003"),
+        ("gpu[3,5]", "gpu3"),
+        ("login,gpu[3,5]", "login"),
+        ("r[1-2]n[04-05]", "r1n04"),
+        ("r[1-2]-ib,login", "r1-ib"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist, host):
+    assert worlds.first_host(nodelist) == host
+
+
+def test_tasks_on_node_refuses_what_it_cannot_read():
+    assert [worlds.tasks_on_node("8(x2),4", node) for node in range(3)] == [8, 8, 4]
+    with pytest.raises(ValueError, match="'8,many' cannot be read"):
+        worlds.tasks_on_node("8,many", 0)
+    with pytest.raises(ValueError, match="SLURM_NODEID = 3"):
+        worlds.tasks_on_node("8(x2),4", 3)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def test_auto_takes_cuda_only_with_a_gpu_for_each_rank(gpus):
+    gpus(4)
+    assert worlds.choose_device(Device.AUTO, local_ranks=4).kind == "cuda"
+    assert worlds.choose_device(Device.CPU, local_ranks=4).kind == "cpu"
+    few = worlds.choose_device(Device.AUTO, local_ranks=8)
+    assert few == ("cpu", "4 GPUs for 8 ranks on this machine")
+    gpus(1)
+    assert worlds.choose_device(Device.AUTO, local_ranks=8, one_gpu_each=True).kind == "cuda"
+
+
+def test_cuda_that_is_missing_is_refused_with_numbers_and_remedy(gpus):
+    gpus(2)
+    with pytest.raises(ValueError, match=r"2 GPUs for 8 ranks .* at most 2 ranks here"):
+        worlds.choose_device(Device.CUDA, local_ranks=8)
+    gpus(0)
+    with pytest.raises(ValueError, match=r"0 GPUs for 1 ranks .* set run\.device = cpu"):
+        worlds.choose_device(Device.CUDA, local_ranks=1)
+
+
+def test_a_rank_takes_the_gpu_of_its_local_rank():
+    world = worlds.World(rank=9, world_size=16, local_rank=1, local_world_size=8, master_port=1)
+    assert worlds.rank_device(world, "cuda") == torch.device("cuda", 1)
+    assert worlds.rank_device(world, "cpu") == torch.device("cpu")
+
+
+def test_a_world_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="rank 2 is outside the 2 ranks"):
+        worlds.World(rank=2, world_size=2, master_port=1)
+    with pytest.raises(ValueError, match="2 ranks need a place to meet"):
+        worlds.World(rank=0, world_size=2)

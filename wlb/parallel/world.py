@@ -1,0 +1,288 @@
+"""This process among all ranks: its launcher, its device, start and end of torch.distributed.
+
+The only file that reads the environment. `discover` says whether torchrun or Slurm started this
+process, `choose_device` picks CPU or CUDA, and `init` starts torch.distributed.
+"""
+
+import atexit
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from wlb.parallel.gloo import use_one_worker
+from wlb.plan import UserError
+from wlb.spec.run import Device
+
+# Slurm gives its batch, interactive and external steps numbers from here on. They are not srun
+# steps, so their variables do not describe ranks.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+
+class Origin(StrEnum):
+    """What started this process."""
+
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+    SPAWNED = "spawned"
+    SINGLE = "single"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all ranks, and where they rendezvous.
+
+    Ranks meet at master_address:master_port or through rendezvous_file, which all of them can read;
+    a single rank needs neither. one_gpu_each: the launcher shows each rank only its own GPU.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    origin: Origin = Origin.SINGLE
+    master_address: str = ""
+    master_port: int = 0
+    rendezvous_file: str = ""
+    one_gpu_each: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"rank {self.rank} is outside the {self.world_size} ranks of the run")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise UserError(
+                f"local rank {self.local_rank} is outside the {self.local_world_size} ranks of "
+                f"node {self.node_rank}"
+            )
+        if self.world_size > 1 and not (self.rendezvous_file or self.master_port):
+            raise UserError(
+                f"{self.world_size} ranks need a place to meet: give a master address and port, or "
+                "a rendezvous file"
+            )
+
+
+def discover() -> World | None:
+    """The world that torchrun or srun describes; None if neither started this process."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) < _FIRST_SPECIAL_STEP:
+        num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+        if num_tasks > 1:
+            return _from_slurm(env, num_tasks)
+    return None
+
+
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    world_size = _number(env, "WORLD_SIZE")
+    return World(
+        rank=_number(env, "RANK"),
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK"),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+        node_rank=_number(env, "GROUP_RANK", 0),
+        origin=Origin.TORCHRUN,
+        master_address=_text(env, "MASTER_ADDR"),
+        master_port=_number(env, "MASTER_PORT"),
+    )
+
+
+def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
+    node_rank = _number(env, "SLURM_NODEID")
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
+    job, step = _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
+    return World(
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=num_tasks,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=tasks_on_node(tasks, node_rank) if tasks else num_tasks,
+        node_rank=node_rank,
+        origin=Origin.SLURM,
+        master_address=first_host(hosts) if hosts else _text(env, "SLURM_LAUNCH_NODE_IPADDR"),
+        # The port is below the ephemeral range and differs between the steps of a job.
+        master_port=15_000 + (31 * job + step) % 15_000,
+        one_gpu_each=env.get("SLURM_GPUS_PER_TASK", "").rsplit(":", 1)[-1] == "1",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: "gpu[003-007,9],login" gives "gpu003"."""
+    prefix, bracket, rest = nodelist.partition("[")
+    if "," in prefix or not bracket:
+        return nodelist.partition(",")[0]
+    inside, _, rest = rest.partition("]")
+    host = prefix + re.split("[,-]", inside, maxsplit=1)[0]
+    # Up to the next comma, a suffix or a second bracket still belongs to this host.
+    return host + first_host(rest) if rest and not rest.startswith(",") else host
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """Tasks of one node in Slurm's notation, where "8(x2),4" means 8, 8 and 4."""
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UserError(
+                f"SLURM_TASKS_PER_NODE = {tasks_per_node!r} cannot be read; Slurm writes it as in "
+                "8(x2),4"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node >= len(counts):
+        raise UserError(f"SLURM_NODEID = {node}, but tasks are given for {len(counts)} nodes")
+    return counts[node]
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if name not in env:
+        raise UserError(
+            f"{name} is not set although this process looks like one rank of several; start it "
+            "with torchrun or srun, or unset RANK and WORLD_SIZE"
+        )
+    return env[name]
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in env:
+        return default
+    text = _text(env, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} = {text!r} is not a whole number") from None
+
+
+class DeviceChoice(NamedTuple):
+    """Kind of device of all ranks ("cpu" or "cuda") and a sentence for the log."""
+
+    kind: str
+    reason: str
+
+
+def choose_device(
+    requested: Device, *, local_ranks: int, one_gpu_each: bool = False
+) -> DeviceChoice:
+    """CUDA if every rank of this machine gets a GPU of its own, else the CPU.
+
+    UserError if CUDA was requested and GPUs are missing. Does not initialise CUDA here.
+    """
+    if requested == Device.CPU:
+        return DeviceChoice("cpu", "run.device = cpu was asked for")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needed = 1 if one_gpu_each else local_ranks
+    found = f"{num_gpus} GPUs for {local_ranks} ranks on this machine"
+    if one_gpu_each:
+        found += " (the launcher shows each rank its own)"
+    if num_gpus >= needed:
+        return DeviceChoice("cuda", found)
+    if requested == Device.CUDA:
+        raise UserError(
+            f"run.device = cuda, but there are {found}; start at most {num_gpus} ranks here or "
+            f"set run.device = {'auto' if num_gpus else 'cpu'}"
+        )
+    return DeviceChoice("cpu", found)
+
+
+def device_memory_bytes() -> int | None:
+    """Memory of the smallest visible GPU; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    gpus = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
+
+
+def rank_device(world: World, kind: str) -> torch.device:
+    """The GPU of the rank's local rank, or the CPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if world.one_gpu_each else world.local_rank)
+
+
+def init(world: World, device: torch.device, *, timeout_s: float) -> None:
+    """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with Gloo beside it for CPU tensors.
+
+    Gloo groups get one worker thread each (`wlb.parallel.gloo`) and use the loopback interface if
+    all ranks are on this machine. CPU groups are destroyed when Python exits, because a Gloo worker
+    still alive then can abort the process (https://github.com/pytorch/pytorch/issues/65237).
+    """
+    one_gloo_worker(is_one_machine=world.local_world_size == world.world_size)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        **_rendezvous(world),
+    )
+    if device.type == "cpu":  # Destroying NCCL groups at exit could wait for ranks that are gone.
+        atexit.register(shutdown)
+
+
+def one_gloo_worker(*, is_one_machine: bool = False) -> None:
+    """Give Gloo groups of this process one worker each, on the interfaces of GLOO_SOCKET_IFNAME.
+
+    `init` calls this. Call it yourself if another library, such as accelerate, starts
+    torch.distributed.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    use_one_worker(names, loopback=is_one_machine)
+
+
+def _rendezvous(world: World) -> dict[str, Any]:
+    if world.rendezvous_file:
+        return {"init_method": Path(world.rendezvous_file).absolute().as_uri()}
+    if world.origin == Origin.TORCHRUN:
+        return {"init_method": "env://"}  # torchrun's agent may already host the store.
+    if world.world_size == 1:
+        return {"store": dist.HashStore()}  # pyright: ignore[reportPrivateImportUsage]
+    return {"init_method": f"tcp://{world.master_address}:{world.master_port}"}
+
+
+def shutdown() -> None:
+    """Destroy all process groups and their threads; no effect if there are none."""
+    atexit.unregister(shutdown)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """CPU threads for each rank, with the usable cores divided among this machine's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def environment(**overrides: str) -> dict[str, str]:
+    """A copy of this process's environment with `overrides` applied."""
+    return {**os.environ, **overrides}
+
+
+def adopt_environment(variables: Mapping[str, str]) -> None:
+    """Replace this process's environment; a forked rank would otherwise keep its server's."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+@contextmanager
+def temporary_environment(**overrides: str) -> Iterator[None]:
+    """Set variables for the processes that are started inside the block."""
+    before = {name: os.environ.get(name) for name in overrides}
+    os.environ.update(overrides)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
