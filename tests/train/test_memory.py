@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.train.case import small_spec, train, write_corpus
 from wlb.cost import memory_estimate
 from wlb.packing import caps_of
+from wlb.parallel import world as worlds
 from wlb.spec import OverMemory, RunSpec, apply, load, system_choice
 from wlb.train import dry_run, start
 from wlb.train.memory import GIB, Budget, budget_of, hold_against, within

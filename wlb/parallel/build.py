@@ -97,16 +97,21 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _initialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:
-    """Allocate this rank's shards and fill them from one whole parameter after the other."""
+    """Allocate this rank's shards and fill them in, one whole parameter after the other."""
     stage.to_empty(device=mesh.device)
-    is_sharded = needs_fsdp(mesh, compute_dtype(spec))
     for name, parameter in stage.named_parameters():
-        value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
-        if mesh.tp_size > 1:
-            value = _tp_shard(value, placement(name), mesh)
-        local = local_tensor(parameter)
-        start = shard_start(value.shape[0], mesh) if is_sharded else 0
-        local.copy_(value[start : start + local.shape[0]])
+        _fill(parameter, name, spec, mesh)
+
+
+def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
+    """A function of its own, so that the whole value is freed before the next one is made."""
+    value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
+    if mesh.tp_size > 1:
+        value = _tp_shard(value, placement(name), mesh)
+    local = local_tensor(parameter)
+    is_sharded = needs_fsdp(mesh, compute_dtype(spec))
+    start = shard_start(value.shape[0], mesh) if is_sharded else 0
+    local.copy_(value[start : start + local.shape[0]])
 
 
 def _tp_shard(value: torch.Tensor, how: Placement, mesh: Mesh) -> torch.Tensor:
