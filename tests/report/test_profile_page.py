@@ -14,8 +14,8 @@ from wlb.cost import KernelProfile, ProfiledWorkload, load_profile
 from wlb.report.profile.page import HeldPoint, profile_page
 from wlb.report.profile.plots import held_figure, kernel_figure, shown_keys
 from wlb.report.profile.points import (
+    PlottedSample,
     Record,
-    Sample,
     elementwise_samples,
     gemm_samples,
     grid_samples,
@@ -212,7 +212,7 @@ def test_the_table_of_residuals_has_every_number(page: str) -> None:
         assert cells == [str(count), *errors, again]
 
 
-def off(samples: Sequence[Sample], which: int) -> str:
+def off(samples: Sequence[PlottedSample], which: int) -> str:
     errors = [abs(s.error(which)) for s in samples]
     return f"{np.mean(errors):.1%} (worst {max(errors):.1%})"
 

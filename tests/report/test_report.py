@@ -16,14 +16,14 @@ from wlb.packing.study.compare import compare, variants_of
 from wlb.packing.study.tune import Grid, Tuning, tune
 from wlb.plan import int_array
 from wlb.report import facts_of, packing_page, packing_table, remarks, tuning_table
-from wlb.report.plots import (
+from wlb.report.packing.plots import (
     delay_figure,
     imbalance_figure,
     length_figure,
     trade_figure,
     tuning_figure,
 )
-from wlb.report.tables import COLUMNS, fitting
+from wlb.report.packing.tables import COLUMNS, fitting
 from wlb.spec import RunSpec
 
 C = 2048

@@ -13,12 +13,11 @@ from tests.simulate.by_hand import simulation_of, spec_of
 from wlb.cost import workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.report import simulation_page
+from wlb.report.plots import running_mean, svg
 from wlb.report.simulation.plots import (
     WaterfallRow,
     heat_map_figure,
     imbalance_figure,
-    running_mean,
-    svg,
     waterfall_figure,
 )
 from wlb.report.timeline import MICRO_BATCHES, timeline_figure

@@ -28,7 +28,7 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.report import facts_of, tuning_table, weight_remark
-from wlb.report.plots import tuning_figure
+from wlb.report.packing.plots import tuning_figure
 from wlb.spec import Policy, load
 
 

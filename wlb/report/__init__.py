@@ -1,13 +1,13 @@
 """Tables, plots and self-contained HTML pages; torch-free."""
 
-from wlb.report.page import packing_page
+from wlb.report.packing.page import packing_page
+from wlb.report.packing.source import SourceFacts, facts_of
+from wlb.report.packing.tables import packing_table, remarks, tuning_table, weight_remark
 from wlb.report.plots import require_matplotlib
 from wlb.report.run.page import run_page
 from wlb.report.run.records import RunRecords, read_run
 from wlb.report.simulation.page import simulated, simulation_page
 from wlb.report.simulation.tables import layout_text, simulation_table, worth_line, worth_of
-from wlb.report.source import SourceFacts, facts_of
-from wlb.report.tables import packing_table, remarks, tuning_table, weight_remark
 
 __all__ = [
     "RunRecords",

@@ -1,8 +1,10 @@
-"""Figures of a packing comparison, as SVG text; needs matplotlib, which is imported when asked for.
+"""What all figures share: colours, axes, running means, and SVG; needs matplotlib.
 
-Colours are Okabe and Ito's, told apart by people who do not see all colours; a policy has the same
-colour and marker everywhere. Text stays text in the SVG (`svg.fonttype = none`), so that pages are
-small and can be searched; black is `currentColor`, so that figures follow a light or dark page.
+matplotlib is imported when a figure is made, so that tables and pages' numbers need none. Colours
+are Okabe and Ito's, which colour-blind readers can tell apart. Text stays text in the SVG
+(`svg.fonttype = none`), so that pages are small and searchable; black becomes `currentColor`, so
+that figures follow a light or dark page. No axis hides a value: where a few points would flatten
+all others, `keep_far_points_at_the_edge` marks them with their values.
 """
 
 import importlib
@@ -12,245 +14,48 @@ from io import StringIO
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from wlb.packing.study.measure import PackingRun, PackingSummary
-from wlb.packing.study.tune import Tuning
-from wlb.plan import IntArray
+from wlb.plan import UserError
+
+FloatArray = npt.NDArray[np.float64]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKS = {
-    "original": ("#000000", "X"),
-    "fixed": ("#56B4E9", "o"),
-    "var_len": ("#D55E00", "s"),
-    "bounded": ("#009E73", "D"),
-    "capacity": ("#CC79A7", "v"),
-    "examples": ("#F0E442", "p"),
-    "ilp_fixed": ("#0072B2", "^"),
-    "ilp_var_len": ("#E69F00", "P"),
-}
-"""Colour and marker of each policy."""
-MOST_LINES = 6
-
-
-def length_figure(lengths: IntArray, *, window: int) -> str:
-    """Figure 3: how many documents of each length; share of tokens in documents up to a length."""
-    figure, (left, right) = _figure(ncols=2, height=3.4)
-    longest = int(lengths.max())
-    edges = np.geomspace(1.0, max(2.0, longest + 1.0), 60)
-    left.hist(lengths, bins=edges, color=COLOURS[0])
-    left.set(xscale="log", yscale="log", xlabel="document length (tokens)", ylabel="documents")
-    _mark(left, window, "window")
-    ordered = np.sort(lengths)
-    share = np.cumsum(ordered) / ordered.sum()
-    # Lengths that few documents have are what the curve is about: points by token, not by document.
-    keep = np.unique(np.searchsorted(share, np.linspace(0, 1, 400)).clip(0, len(ordered) - 1))
-    right.plot(ordered[keep], share[keep], drawstyle="steps-post", color=COLOURS[0])
-    half = float(ordered[ordered < window / 2].sum() / ordered.sum())
-    right.set(
-        xscale="log" if longest > 2 * window else "linear",
-        xlabel="document length (tokens)",
-        ylabel="share of tokens up to it",
-        ylim=(0, 1.02),
-    )
-    right.plot(window / 2, half, "o", color=COLOURS[1])
-    _mark(right, window / 2, f"below half the window: {half:.0%} of tokens")
-    from matplotlib.ticker import EngFormatter
-
-    for axes in (left, right):
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    right.tick_params(axis="x", which="minor", labelbottom=False)
-    return _svg(figure, "lengths")
-
-
-def _mark(axes: Any, x: float, text: str) -> None:
-    """A dashed line at `x`, named above the axes."""
-    axes.axvline(x, color=COLOURS[1], linestyle="--", linewidth=1)
-    at = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
-    side = "left" if at < 0.25 else "right" if at > 0.75 else "center"
-    axes.annotate(
-        text, (x, 1.02), xycoords=("data", "axes fraction"), ha=side, va="bottom", color=COLOURS[1]
-    )
-
-
-def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
-    """Imbalance of each step, sorted from worst to best, for a few policies."""
-    figure, (axes,) = _figure(ncols=1, height=3.6)
-    for run in _few(runs, own):
-        worst_first = np.sort(run.imbalance)[::-1]
-        share = (np.arange(len(worst_first)) + 1) / len(worst_first)
-        axes.step(share * 100, worst_first, where="pre", **_line(run.summary, own))
-    axes.set(xlabel="share of steps (%), worst first", ylabel="imbalance of the step")
-    axes.set_xlim(0, 100)
-    axes.set_ylim(bottom=1.0)
-    axes.legend(frameon=False)
-    return _svg(figure, "imbalance")
-
-
-def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
-    """Share of tokens that wait longer than so many iterations, log scale."""
-    figure, (axes,) = _figure(ncols=1, height=3.6)
-    few = _few(runs, own)
-    for run in few:
-        tokens = run.delay_tokens
-        later = (tokens[::-1].cumsum()[::-1] - tokens) / max(1, int(tokens.sum()))
-        waits = np.append(later[later > 0], 0)
-        axes.step(np.arange(len(waits)), waits, where="post", **_line(run.summary, own))
-    axes.set(xlabel="delay (iterations)", ylabel="share of tokens delayed by more than it")
-    if any(run.delay_tokens[1:].any() for run in few):
-        axes.set_yscale("log")
-    axes.set_xlim(left=0)
-    axes.legend(frameon=False)
-    return _svg(figure, "delay")
-
-
-def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
-    """Imbalance against mean delay: what each policy pays for its balance."""
-    figure, (axes,) = _figure(ncols=1, height=4.6)
-    shown = [s for s in summaries if s.num_steps]
-    for s in shown:
-        colour, marker = MARKS[s.policy]
-        size = 11 if s.label == own else 7
-        axes.plot(s.mean_delay, s.step_time_weighted, marker, color=colour, markersize=size)
-    axes.set(xlabel="mean delay of a token (iterations)", ylabel="time-weighted imbalance")
-    if max((s.mean_delay for s in shown), default=0) > 3:
-        axes.set_xscale("symlog", linthresh=1)
-        axes.xaxis.set_major_formatter("{x:g}")
-    axes.margins(x=0.2, y=0.08)  # room for labels
-    axes.set_xlim(left=-0.05)
-    _label_points(figure, axes, [(s.mean_delay, s.step_time_weighted, s.label) for s in shown])
-    return _svg(figure, "trade")
-
-
-def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Each label beside its point, at the first of some places where it covers nothing.
-
-    A label that found its place further away has a thin line to its point.
-    """
-    figure.draw_without_rendering()  # the layout is known only now
-    pixels = [axes.transData.transform((x, y)) for x, y, _ in points]
-    per_point = figure.dpi / 72
-    high, dot = 11 * per_point, 6 * per_point
-    taken = [(x - dot, y - dot, x + dot, y + dot) for x, y in pixels]
-    inside = axes.bbox
-    for (x, y), (data_x, data_y, label) in zip(pixels, points, strict=True):
-        wide = 5.2 * per_point * len(label)
-        boxes = [
-            (x + dx, y + dy, x + dx + wide, y + dy + high)
-            for up in (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
-            for dx in (1.4 * dot, -1.4 * dot - wide)
-            for dy in (up * high - high / 2,)
-        ]
-        fits = (
-            b
-            for b in boxes
-            if b[0] > inside.x0
-            and b[2] < inside.x1
-            and b[1] > inside.y0
-            and b[3] < inside.y1
-            and not any(_overlap(b, other) for other in taken)
-        )
-        box = next(fits, boxes[0])
-        taken.append(box)
-        is_far = abs(box[1] + high / 2 - y) > high / 2
-        axes.annotate(
-            label,
-            (data_x, data_y),
-            xytext=((box[0] - x) / per_point, (box[1] + high / 2 - y) / per_point),
-            textcoords="offset points",
-            fontsize=8,
-            va="center",
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkB": 4} if is_far else None,
-        )
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def tuning_figure(tuning: Tuning) -> Any:
-    """Imbalance against mean, p99 and maximum delay and token variation; a Figure to save."""
-    figure, axes = _figure(ncols=4, height=3.6, width=14.0)
-    names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
-    titles = (
-        "mean delay (iterations)",
-        "p99 delay (iterations)",
-        "maximum delay (iterations)",
-        "variation of tokens per step",
-    )
-    policies = list(dict.fromkeys(p.section.policy for p in tuning.points))
-    for axis, name, title in zip(axes, names, titles, strict=True):
-        for policy, colour in zip(policies, COLOURS, strict=False):
-            for points, alpha, size in ((tuning.points, 0.25, 14), (tuning.front, 0.9, 26)):
-                mine = [p.summary for p in points if p.section.policy == policy]
-                axis.scatter(
-                    [getattr(s, name) for s in mine],
-                    [_wait(s) for s in mine],
-                    s=size,
-                    alpha=alpha,
-                    color=colour,
-                    linewidths=0,
-                    label=f"{policy}{', on the front' if points is tuning.front else ''}",
-                )
-        best = tuning.recommended.summary
-        at = (getattr(best, name), _wait(best))
-        axis.plot(*at, "o", ms=11, mfc="none", color="black", mew=1.6, label="recommended")
-        axis.set(xlabel=title, yscale="log")
-    axes[0].set_ylabel("wait for the slowest micro-batch (%)")
-    axes[0].axvline(tuning.delay_budget, color="grey", linestyle=":", linewidth=1)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
-    return figure
-
-
-def _wait(summary: PackingSummary) -> float:
-    """Percent of a mean micro-batch's time; at least a hundredth, for the logarithm."""
-    return max(0.01, 100 * (summary.step_time_weighted - 1))
-
-
-def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
-    """The run's own policy and the best balanced of each other, so that lines stay legible.
-
-    One that made no step before the data ended has no balance to show.
-    """
-    kept: dict[str, PackingRun] = {}
-    ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
-    for run in ranked:
-        if run.summary.num_steps:
-            kept.setdefault(run.summary.policy, run)
-    return list(kept.values())[:MOST_LINES]
-
-
-def _line(summary: PackingSummary, own: str) -> dict[str, Any]:
-    colour, _ = MARKS[summary.policy]
-    width = 2.4 if summary.label == own else 1.3
-    return {"color": colour, "linewidth": width, "label": summary.label}
+RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), "-", "-")
+INK = "#111111"
+"""Text on a bar; not black, which follows a page's colours in `svg`."""
+WIDTH = 9.0
 
 
 def require_matplotlib() -> None:
-    """ValueError with the remedy where it is not installed."""
+    """Raise UserError with the remedy if matplotlib is not installed."""
     try:
         importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError:
-        raise ValueError("plots need matplotlib; pip install 'wlb-llm[plot]'") from None
+        raise UserError("plots need matplotlib; pip install 'wlb-llm[plot]'") from None
 
 
-def _figure(*, ncols: int, height: float, width: float = 9.0) -> tuple[Any, list[Any]]:
-    """A Figure without any window system, and its axes from left to right."""
+def new_figure(
+    *, height: float, width: float = WIDTH, nrows: int = 1, ncols: int = 1, **subplots: Any
+) -> tuple[Any, list[Any]]:
+    """A Figure in inches that needs no window system, and its axes, row by row."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes: list[Any] = [figure.add_subplot(1, ncols, i + 1) for i in range(ncols)]
+    axes: list[Any] = list(figure.subplots(nrows, ncols, squeeze=False, **subplots).flat)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.6)
+        axis.set_axisbelow(True)
     return figure, axes
 
 
-def _svg(figure: Any, name: str) -> str:
-    """The figure as an <svg> element for a page: `name` keeps its ids apart from other figures'."""
+def svg(figure: Any, name: str) -> str:
+    """The figure as an <svg> element. `name` prefixes its ids and must be unique on the page."""
     out = StringIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # else a block with links
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # else it contains links
     with importlib.import_module("matplotlib").rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": name}
     ):
@@ -258,3 +63,43 @@ def _svg(figure: Any, name: str) -> str:
     text = out.getvalue().replace("#000000", "currentColor")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     return text[text.index("<svg") :].replace("<svg ", '<svg fill="currentColor" ', 1)
+
+
+def keep_far_points_at_the_edge(
+    axes: Any, points: Sequence[tuple[npt.NDArray[Any], FloatArray, str]]
+) -> None:
+    """Where a few steps (a flush of little data) would flatten all others, the axis ends before
+    them, and they stand as triangles with their values at its top.
+
+    points: steps, their values and the colour of each run.
+    """
+    together = np.concatenate([values for _, values, _ in points])
+    usual = float(np.percentile(together, 98))
+    low = float(together.min())
+    top = usual + 0.15 * (usual - low)
+    if float(together.max()) - low < 2 * (top - low) or top <= low:
+        return
+    axes.set_ylim(top=top)
+    for steps, values, colour in points:
+        for i in np.flatnonzero(values > top).tolist():
+            axes.plot(steps[i], top, "^", color=colour, markersize=5, clip_on=False)
+            axes.annotate(
+                f"{values[i]:.2g}", (steps[i], top), xytext=(0, 4), textcoords="offset points",
+                ha="right", va="bottom", fontsize=8,
+            )  # fmt: skip
+
+
+def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
+    """Over about a twentieth of the steps, fewer at both ends; 0 where nothing weighs anything.
+
+    Weighted by work or tokens, a mean of ratios is what the steps had together.
+    """
+    half = values.size // 40
+    first = np.maximum(np.arange(values.size) - half, 0)
+    after = np.minimum(np.arange(values.size) + half + 1, values.size)
+
+    def sums(x: FloatArray) -> FloatArray:
+        total = np.concatenate([[0.0], np.cumsum(x)])
+        return total[after] - total[first]
+
+    return sums(values * weights) / np.maximum(sums(weights), np.finfo(np.float64).tiny)

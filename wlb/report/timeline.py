@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb.report.simulation.plots import INK, WIDTH, FloatArray, stacked_figure
+from wlb.report.plots import INK, WIDTH, FloatArray, new_figure
 from wlb.simulate import Kind, Node, NodeKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
@@ -33,7 +33,7 @@ def timeline_figure(
     """A row a pipeline rank: passes coloured by micro-batch, forward light and backward dark, what
     is waited for besides in yellow, bubbles blank; the critical path outlined and joined up."""
     pp = simulation.simulator.spec.parallel.pp
-    figure, (axes,) = stacked_figure(height=1.5 + row_inches(pp) * pp)
+    figure, (axes,) = new_figure(height=1.5 + row_inches(pp) * pp)
     draw_timeline(axes, simulation, step, pipeline)
     axes.set_title(title or f"pipeline {pipeline}", fontsize=10, loc="left")
     add_timeline_legend(figure, simulation)

@@ -13,12 +13,8 @@ from wlb.report.layout.tables import (
     loser_lines,
     refusal_lines,
 )
-from wlb.report.page import STYLE
-from wlb.report.plots import (
-    COLOURS,
-    _figure,  # pyright: ignore[reportPrivateUsage]
-    _svg,  # pyright: ignore[reportPrivateUsage]
-)
+from wlb.report.packing.page import STYLE
+from wlb.report.plots import COLOURS, new_figure, svg
 from wlb.simulate.account import BUBBLE, CP_RANKS, MICRO_BATCHES, RECOMPUTE, Terms
 from wlb.simulate.layouts import degrees_of
 from wlb.simulate.trial import Trial
@@ -101,7 +97,7 @@ def layout_page(
 def account_figure(report: LayoutReport) -> str:
     """Bars of the best layouts, the run's own settings, and the best of each other tp, cp, pp."""
     bars = _bars(report)
-    figure, (axes,) = _figure(ncols=1, height=1.2 + 0.42 * len(bars), width=10.0)
+    figure, (axes,) = new_figure(ncols=1, height=1.2 + 0.42 * len(bars), width=10.0)
     names = [label for label, _ in bars]
     left = [0.0] * len(bars)
     for name, _, colour in (*GROUPS, (REST[0], (), REST[1])):
@@ -113,12 +109,12 @@ def account_figure(report: LayoutReport) -> str:
     axes.set(xlabel="seconds a global batch")
     axes.grid(visible=False, axis="y")
     figure.legend(frameon=False, loc="outside upper center", ncols=4, fontsize=8)
-    return _svg(figure, "account")
+    return svg(figure, "account")
 
 
 def memory_figure(report: LayoutReport) -> str:
     """Step time against memory, by degree of TP."""
-    figure, (axes,) = _figure(ncols=1, height=4.2)
+    figure, (axes,) = new_figure(ncols=1, height=4.2)
     trials = list(report.search.packed.values())
     for i, tp in enumerate(sorted({t.spec.parallel.tp for t in trials})):
         mine = [t for t in trials if t.spec.parallel.tp == tp]
@@ -138,7 +134,7 @@ def memory_figure(report: LayoutReport) -> str:
     axes.axvline(limit, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="fullest rank (GiB)", ylabel="seconds a global batch")
     figure.legend(frameon=False, loc="outside upper center", ncols=6, fontsize=8)
-    return _svg(figure, "memory")
+    return svg(figure, "memory")
 
 
 def _bars(report: LayoutReport) -> list[tuple[str, Trial]]:

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any, cast
 
 from wlb.cost import AttentionTable, KernelProfile, Kind, ProfiledWorkload, Provenance
-from wlb.report.page import STYLE
+from wlb.report.packing.page import STYLE
 from wlb.report.plots import require_matplotlib
 from wlb.report.profile.plots import (
     collective_figure,

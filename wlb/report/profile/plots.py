@@ -14,16 +14,12 @@ import numpy as np
 from wlb.cost import AttentionTable, Collective, Elementwise, KernelProfile, Scope
 from wlb.cost.flops import FloatArray
 from wlb.plan import IntArray
-from wlb.report.plots import (
-    COLOURS,
-    _figure,  # pyright: ignore[reportPrivateUsage]
-    _svg,  # pyright: ignore[reportPrivateUsage]
-)
+from wlb.report.plots import COLOURS, new_figure, svg
 from wlb.report.profile.points import (
     PASSES,
     HeldPoint,
-    Sample,
-    Terms,
+    PlottedSample,
+    TermCurves,
     attention_rate,
     gemm_rate,
     segment_ns,
@@ -36,9 +32,9 @@ DENSE_ROWS = 512
 MOST_SERIES = 4
 
 
-def terms_figure(terms: Terms, *, name: str) -> str:
+def terms_figure(terms: TermCurves, *, name: str) -> str:
     """Latency over document length, relative to attention at `normal_length`, and absolute."""
-    figure, (axes,) = _figure(ncols=1, height=4.4)
+    figure, (axes,) = new_figure(ncols=1, height=4.4)
     styles = {
         "attention": (COLOURS[0], "-", 2.4),
         "total linear": ("#000000", "-", 2.0),
@@ -75,13 +71,13 @@ def terms_figure(terms: Terms, *, name: str) -> str:
     axes.yaxis.set_major_formatter("{x:g}")
     _powers_of_two(axes)
     axes.legend(frameon=False)
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
 # Figure 10.
 
 
-def shown_keys(samples: Sequence[Sample]) -> list[int]:
+def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
     """A few key counts at which several counts of query rows were measured."""
     rows: dict[int, set[int]] = {}
     for s in samples:
@@ -92,13 +88,13 @@ def shown_keys(samples: Sequence[Sample]) -> list[int]:
 
 
 def kernel_figure(
-    table: AttentionTable, samples: Sequence[Sample], *, which: int, name: str
+    table: AttentionTable, samples: Sequence[PlottedSample], *, which: int, name: str
 ) -> str:
     """One pass of a kernel: latency of a segment over few query rows; throughput over all.
 
     Whole documents (as many keys as rows) are a line of their own.
     """
-    figure, (left, right) = _figure(ncols=2, height=4.0)
+    figure, (left, right) = new_figure(ncols=2, height=4.0)
     scale, unit = rate_unit(
         [attention_rate(table, s, s.measured_ns[which], which) for s in samples]
     )
@@ -133,11 +129,11 @@ def kernel_figure(
         loc="outside upper center",
         ncols=MOST_SERIES + 1,
     )
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
 def _fitted(
-    table: AttentionTable, samples: Sequence[Sample]
+    table: AttentionTable, samples: Sequence[PlottedSample]
 ) -> tuple[IntArray, tuple[FloatArray, FloatArray]]:
     """Row by row up to DENSE_ROWS, then at measured points; samples: of one kv, rows rising.
 
@@ -153,7 +149,7 @@ def _fitted(
 def _rates(
     axes: Any,
     table: AttentionTable,
-    samples: Sequence[Sample],
+    samples: Sequence[PlottedSample],
     which: int,
     scale: float,
     style: dict[str, Any],
@@ -172,7 +168,7 @@ def _rates(
 
 def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
     """Predicted over measured time of every held-out call, with a band of 10% each way."""
-    figure, panels = _figure(ncols=2, height=4.6)
+    figure, panels = new_figure(ncols=2, height=4.6)
     for which, axes in enumerate(panels):
         for kind, label, colour, mark in (
             ("held_pair", "equal segments", COLOURS[0], "o"),
@@ -203,7 +199,7 @@ def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
         _number(
             axes, [(p.measured_ns[which], p.predicted_ns[which]) for _, p in worst(points, which)]
         )
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
 def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
@@ -235,9 +231,9 @@ def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
 # The linear part.
 
 
-def gemm_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
+def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str) -> str:
     """Throughput of matrix products over tokens, of a few matrices."""
-    figure, panels = _figure(ncols=2, height=3.8)
+    figure, panels = new_figure(ncols=2, height=3.8)
     sizes = _few(sorted({s.at["weights"] for s in samples}))
     rates = [gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)]
     scale, unit = rate_unit(rates)
@@ -260,12 +256,14 @@ def gemm_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str)
         _from_zero(axes)
         _powers_of_two(axes)
     _shared_legend(figure, panels)
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
-def elementwise_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
+def elementwise_figure(
+    profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str
+) -> str:
     """Bytes a second of each element-wise operator over the bytes of its call."""
-    figure, panels = _figure(ncols=2, height=3.8)
+    figure, panels = new_figure(ncols=2, height=3.8)
     for which, axes in enumerate(panels):
         for i, op in enumerate(Elementwise):
             mine = sorted((s.at["bytes"][which], s.measured_ns[which])
@@ -287,17 +285,21 @@ def elementwise_figure(profile: KernelProfile, samples: Sequence[Sample], *, nam
         _bytes_axis(axes)
         _engineering(axes.yaxis, "B/s")
     _shared_legend(figure, panels)
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
 def layer_figure(
-    fitted: Sequence[Sample], held: Sequence[Sample], operators: Sequence[Sample], *, name: str
+    fitted: Sequence[PlottedSample],
+    held: Sequence[PlottedSample],
+    operators: Sequence[PlottedSample],
+    *,
+    name: str,
 ) -> str:
     """Time of whole layers without attention over tokens: full marks are held out, empty ones fit.
 
     operators: the same points, priced as the sum of their operators (dotted).
     """
-    figure, panels = _figure(ncols=2, height=3.8)
+    figure, panels = new_figure(ncols=2, height=3.8)
     both = sorted([*fitted, *held], key=lambda s: s.at["tokens"])
     for which, axes in enumerate(panels):
         for i, tp in enumerate(sorted({s.at["tp"] for s in both})):
@@ -326,18 +328,20 @@ def layer_figure(
         _powers_of_two(axes)
         _engineering(axes.yaxis, "s")
     _shared_legend(figure, panels)
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
-def _times(samples: Sequence[Sample], ns: Sequence[float]) -> tuple[list[int], list[float]]:
+def _times(samples: Sequence[PlottedSample], ns: Sequence[float]) -> tuple[list[int], list[float]]:
     """Tokens and seconds."""
     return [s.at["tokens"] for s in samples], [t * 1e-9 for t in ns]
 
 
-def collective_figure(profile: KernelProfile, samples: Sequence[Sample], *, name: str) -> str:
+def collective_figure(
+    profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str
+) -> str:
     """Time of collectives over bytes of the whole buffer, a panel for each measured scope."""
     scopes = [scope for scope in Scope if any(s.at["scope"] == scope for s in samples)]
-    figure, panels = _figure(ncols=len(scopes), height=3.8)
+    figure, panels = new_figure(ncols=len(scopes), height=3.8)
     for scope, axes in zip(scopes, panels, strict=True):
         for i, op in enumerate(Collective):
             mine = [s for s in samples if (s.at["op"], s.at["scope"]) == (op, scope)]
@@ -366,7 +370,7 @@ def collective_figure(profile: KernelProfile, samples: Sequence[Sample], *, name
         _bytes_axis(axes)
         _engineering(axes.yaxis, "s")
     _shared_legend(figure, panels)
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
 # Axes.

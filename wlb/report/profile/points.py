@@ -1,6 +1,6 @@
 """What a sweep measured beside what the profile says of the same: points for figures and texts.
 
-A `Sample` is one record and the fitted time of its call, by the path that runs use.
+A `PlottedSample` is one record and the fitted time of its call, by the path that runs use.
 """
 
 import math
@@ -38,7 +38,7 @@ class HeldPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class PlottedSample:
     """`at`: the record's point. ns of forward and backward (of a collective: its time alone)."""
 
     at: Mapping[str, Any]
@@ -88,9 +88,9 @@ def segment_ns(
     )
 
 
-def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Sample]:
+def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[PlottedSample]:
     """Each grid point of the table's kernel and layout: ns of one of its equal segments."""
-    found: list[Sample] = []
+    found: list[PlottedSample] = []
     for backend in table.backends:
         for record in measured_of(records, "grid", backend=backend, **layout_of(table)):
             at = record["point"]
@@ -98,14 +98,14 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Sampl
             fitted = segment_ns(table, q, kv, count)
             took = tuple(ns / at["count"] for ns in _passes(record))
             found.append(
-                Sample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))
+                PlottedSample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))
             )
     return sorted(found, key=lambda s: (s.at["kv"], s.at["q"]))
 
 
-def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
+def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
     """Each matrix product; `at` also has its weights (in * out) and forward FLOPs."""
-    found: list[Sample] = []
+    found: list[PlottedSample] = []
     for record in measured_of(records, "gemm"):
         at = record["point"]
         weights = float(at["rows"] * at["columns"])
@@ -117,7 +117,7 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Samp
             for times, surface in zip((1, 2), surfaces, strict=True)
         )
         found.append(
-            Sample(
+            PlottedSample(
                 at={**at, "weights": weights, "flops": flops},
                 measured_ns=_passes(record),
                 fitted_ns=tuple(fitted),
@@ -126,10 +126,10 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Samp
     return found
 
 
-def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
+def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
     """Each element-wise call and look-up; `at` also has op and the bytes that the model counts."""
     value_bytes = DTYPE_BYTES[profile.dtype]
-    found: list[Sample] = []
+    found: list[PlottedSample] = []
     for record in measured_of(records, "elementwise") + measured_of(records, "embedding"):
         at, numbers = record["point"], record["numbers"]
         if record["kind"] == "embedding":
@@ -144,19 +144,19 @@ def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> li
             cost.backward_call_ns + sizes[1] / cost.backward_bytes_per_s * 1e9,
         )
         found.append(
-            Sample(at={**at, "bytes": sizes}, measured_ns=_passes(record), fitted_ns=fitted)
+            PlottedSample(at={**at, "bytes": sizes}, measured_ns=_passes(record), fitted_ns=fitted)
         )
     return found
 
 
 def layer_samples(
     profile: KernelProfile, model: ModelSpec, records: Sequence[Record], *, kind: str = "layer"
-) -> list[Sample]:
+) -> list[PlottedSample]:
     """Whole decoder layers without attention against W_l and the calls of a layer.
 
     kind: "layer", which the profile's layer factor is fitted to, or "held_layer".
     """
-    found: list[Sample] = []
+    found: list[PlottedSample] = []
     for record in measured_of(records, kind):
         at = record["point"]
         cost = LinearCost(
@@ -172,7 +172,7 @@ def layer_samples(
             (per_token[f"gemm_{name}"] + per_token[f"elementwise_{name}"]) * at["tokens"] + call
             for name, call in zip(PASSES, cost.call_ns, strict=True)
         )
-        found.append(Sample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted)))
+        found.append(PlottedSample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted)))
     return found
 
 
@@ -200,19 +200,19 @@ def _model_of_rank(model: ModelSpec, tp: int) -> ModelSpec:
     )
 
 
-def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Sample]:
-    found: list[Sample] = []
+def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
+    found: list[PlottedSample] = []
     for record in measured_of(records, "collective"):
         at = record["point"]
         cost = next(c for c in profile.collectives if (c.op, c.scope) == (at["op"], at["scope"]))
         fitted = cost.time_ns(at["bytes"], num_ranks=at["ranks"])
         found.append(
-            Sample(at=at, measured_ns=(float(record["numbers"]["ns"]),), fitted_ns=(fitted,))
+            PlottedSample(at=at, measured_ns=(float(record["numbers"]["ns"]),), fitted_ns=(fitted,))
         )
     return found
 
 
-def attention_rate(table: AttentionTable, sample: Sample, ns: float, which: int) -> float:
+def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, which: int) -> float:
     """TFLOP/s of the FLOPs that the segment asks for, without those of padding."""
     flops = (attention_forward_flops, attention_backward_flops)[which](
         np.array([sample.at["q"]]),
@@ -224,14 +224,14 @@ def attention_rate(table: AttentionTable, sample: Sample, ns: float, which: int)
 
 
 def kernel_rates(
-    table: AttentionTable, samples: Sequence[Sample], which: int
-) -> list[tuple[float, Sample]]:
+    table: AttentionTable, samples: Sequence[PlottedSample], which: int
+) -> list[tuple[float, PlottedSample]]:
     """Measured TFLOP/s and where, highest first."""
     found = [(attention_rate(table, s, s.measured_ns[which], which), s) for s in samples]
     return sorted(found, key=lambda f: -f[0])
 
 
-def gemm_rate(sample: Sample, ns: float, which: int) -> float:
+def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
     """TFLOP/s; backward has two products."""
     return (1, 2)[which] * sample.at["flops"] / ns * 1e-3
 
@@ -246,7 +246,7 @@ def worst(points: Sequence[HeldPoint], which: int) -> list[tuple[float, HeldPoin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Terms:
+class TermCurves:
     """Figure 7: ns of all layers over document lengths, forward and backward together.
 
     lengths: shape [n]; parts, by name: shape [n] each. normal_length, normal_ns: where attention
@@ -275,7 +275,7 @@ class Terms:
         return math.log2(last / half) if half > 0 else 0.0
 
 
-def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> Terms:
+def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:
     """At lengths that the profile's attention table covers."""
     keys = work.table.forward.axis1
     first, last = int(keys[0]), int(keys[-1])
@@ -297,7 +297,7 @@ def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> Terms:
     }
     layout = (work.heads_per_rank, work.model.head_size)
     is_own = (work.table.num_heads, work.table.head_dim) == layout
-    return Terms(
+    return TermCurves(
         lengths=lengths,
         parts=parts,
         normal_length=normal,

@@ -9,8 +9,8 @@ from wlb.report.profile.plots import rate_unit, shown_keys
 from wlb.report.profile.points import (
     PASSES,
     HeldPoint,
-    Sample,
-    Terms,
+    PlottedSample,
+    TermCurves,
     gemm_rate,
     kernel_rates,
 )
@@ -19,7 +19,7 @@ HELD = {"held_pair": "equal segments", "held_batch": "varlen batches"}
 """Kinds of held-out calls, in words."""
 
 
-def terms_words(work: ProfiledWorkload, terms: Terms) -> list[str]:
+def terms_words(work: ProfiledWorkload, terms: TermCurves) -> list[str]:
     longest = int(terms.lengths[-1])
     ratio = terms.parts["attention"][-1] / terms.parts["total linear"][-1]
     crossing = terms.crossing
@@ -87,7 +87,7 @@ def spoken(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _communication(work: ProfiledWorkload, terms: Terms) -> str:
+def _communication(work: ProfiledWorkload, terms: TermCurves) -> str:
     tp = work.parallel.tp
     if not terms.parts["collective communication"].any():
         return "One rank alone communicates nothing."
@@ -125,7 +125,7 @@ def table_words(table: AttentionTable) -> list[str]:
     return said
 
 
-def kernel_words(table: AttentionTable, samples: Sequence[Sample], which: int) -> list[str]:
+def kernel_words(table: AttentionTable, samples: Sequence[PlottedSample], which: int) -> list[str]:
     """What Figure 10 says, with this kernel's numbers."""
     (rate, at), *_ = kernel_rates(table, samples, which)
     errors = np.abs([s.error(which) for s in samples])
@@ -141,7 +141,7 @@ def kernel_words(table: AttentionTable, samples: Sequence[Sample], which: int) -
     ]
 
 
-def _steps(table: AttentionTable, samples: Sequence[Sample], which: int) -> str:
+def _steps(table: AttentionTable, samples: Sequence[PlottedSample], which: int) -> str:
     """From the fewest rows to a tile to two tiles; without tiles, from the fewest to the most."""
     kv = shown_keys(samples)[-1]
     rows = {s.at["q"]: s for s in samples if s.at["kv"] == kv and s.at["q"] < kv}
@@ -173,7 +173,7 @@ def held_text(error: float, point: HeldPoint, which: int) -> str:
     )
 
 
-def _off(samples: Sequence[Sample], which: int) -> str:
+def _off(samples: Sequence[PlottedSample], which: int) -> str:
     """Mean and worst error of a pass; points of no measurable time have none."""
     errors = np.abs([s.error(which) for s in samples if s.measured_ns[which] > 0])
     if not errors.size:
@@ -181,7 +181,7 @@ def _off(samples: Sequence[Sample], which: int) -> str:
     return f"{errors.mean():.1%} (worst {errors.max():.1%})"
 
 
-def gemm_words(samples: Sequence[Sample]) -> list[str]:
+def gemm_words(samples: Sequence[PlottedSample]) -> list[str]:
     peaks = [max(gemm_rate(s, s.measured_ns[i], i) for s in samples) for i in range(2)]
     return [
         "Achieved throughput over the tokens of a call. Weights are a matrix's inputs times "
@@ -193,7 +193,7 @@ def gemm_words(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-def elementwise_words(samples: Sequence[Sample]) -> list[str]:
+def elementwise_words(samples: Sequence[PlottedSample]) -> list[str]:
     missing = sorted({str(op) for op in Elementwise} - {s.at["op"] for s in samples})
     idle = sum(ns <= 0 for s in samples for ns in s.measured_ns)
     return [
@@ -210,9 +210,9 @@ def elementwise_words(samples: Sequence[Sample]) -> list[str]:
 
 def layer_words(
     profile: KernelProfile,
-    fitted: Sequence[Sample],
-    held: Sequence[Sample],
-    operators: Sequence[Sample],
+    fitted: Sequence[PlottedSample],
+    held: Sequence[PlottedSample],
+    operators: Sequence[PlottedSample],
 ) -> list[str]:
     layer = profile.layer
     fit = (
@@ -237,7 +237,7 @@ def layer_words(
     ]
 
 
-def collective_words(profile: KernelProfile, samples: Sequence[Sample]) -> list[str]:
+def collective_words(profile: KernelProfile, samples: Sequence[PlottedSample]) -> list[str]:
     fits = [
         f"{spoken(c.op)} {spoken(c.scope)} {time_text(c.alpha_ns)} + wire bytes / "
         f"{c.bytes_per_s / 1e9:.3g} GB/s"

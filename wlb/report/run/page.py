@@ -7,7 +7,8 @@ from html import escape
 import numpy as np
 
 from wlb.plan import TERMS, MeasuredTimeline, Moments, RankTable
-from wlb.report.page import STYLE
+from wlb.report.packing.page import STYLE
+from wlb.report.plots import svg
 from wlb.report.run.events import event_lines
 from wlb.report.run.plots import (
     balance_figure,
@@ -22,7 +23,6 @@ from wlb.report.run.records import RunRecords
 from wlb.report.run.simulated import simulate_step
 from wlb.report.run.timeline import measured_timeline_figure, slowest_pipeline
 from wlb.report.run.words import Totals, lead_lines, straggler_rows, straggler_words, tiles
-from wlb.report.simulation.plots import svg
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import critical_path
 from wlb.spec import to_toml

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.plan import TERMS, RankTable
-from wlb.report.run.records import RunRecords
-from wlb.report.simulation.plots import (
+from wlb.report.plots import (
     DASHES,
     RUNS,
     FloatArray,
-    heat_map_figure,
     keep_far_points_at_the_edge,
+    new_figure,
     running_mean,
-    stacked_figure,
 )
+from wlb.report.run.records import RunRecords
+from wlb.report.simulation.plots import heat_map_figure
 from wlb.spec import ParallelSpec
 
 MOST_POINTS = 800
@@ -37,7 +37,7 @@ class Series(NamedTuple):
 
 def loss_figure(records: RunRecords) -> Any:
     """Training and held-out loss; below, the gradient's norm."""
-    figure, (above, below) = stacked_figure(height=5.0, nrows=2, sharex=True)
+    figure, (above, below) = new_figure(height=5.0, nrows=2, sharex=True)
     loss = records.column(lambda s: s.measured.loss)
     tokens = records.column(lambda s: s.measured.num_targets)
     _draw(above, records, [Series("training", loss, tokens)])
@@ -55,7 +55,7 @@ def loss_figure(records: RunRecords) -> Any:
 
 def rate_figure(records: RunRecords) -> Any:
     """Tokens a second, and what a step takes."""
-    figure, (above, below) = stacked_figure(height=4.6, nrows=2, sharex=True)
+    figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     time_s = records.column(lambda s: s.measured.step_time_s)
     tokens = records.column(lambda s: s.measured.num_tokens)
     rate = tokens / np.where(time_s > 0, time_s, np.nan)
@@ -71,7 +71,7 @@ def rate_figure(records: RunRecords) -> Any:
 
 def ratio_figure(records: RunRecords) -> Any:
     """Measured over predicted time of each term, by record of telemetry."""
-    figure, (axes,) = stacked_figure(height=3.4)
+    figure, (axes,) = new_figure(height=3.4)
     found = records.telemetry
     steps = np.array([done for done, _ in found], np.float64)
     for k, name in enumerate(TERMS):
@@ -96,7 +96,7 @@ def ratio_figure(records: RunRecords) -> Any:
 
 def balance_figure(records: RunRecords) -> Any:
     """Imbalance of micro-batches: Plain-4D and ours as predicted, ours as measured."""
-    figure, (axes,) = stacked_figure(height=3.8)
+    figure, (axes,) = new_figure(height=3.8)
     series = [
         Series(
             "ours, predicted",
@@ -132,7 +132,7 @@ def balance_figure(records: RunRecords) -> Any:
 
 def delay_figure(records: RunRecords) -> Any:
     """How long tokens waited, and how many wait."""
-    figure, (above, below) = stacked_figure(height=4.6, nrows=2, sharex=True)
+    figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     tokens = records.column(lambda s: s.measured.num_tokens)
     mean = records.column(lambda s: s.measured.mean_delay)
     _draw(above, records, [Series("mean of a step's tokens", mean, tokens)])
@@ -169,7 +169,7 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
     every = _stride(values.shape[1], MOST_ROWS)
     values = values[kept][:, ::every]
     rows = len(kept)
-    figure, (axes,) = stacked_figure(height=1.4 + min(5.0, max(1.2, 0.22 * rows)))
+    figure, (axes,) = new_figure(height=1.4 + min(5.0, max(1.2, 0.22 * rows)))
     spread = max(threshold, float(np.abs(values - 1).max()))
     mesh = axes.pcolormesh(values, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread)
     axes.invert_yaxis()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from wlb.plan import MeasuredTimeline, TimedPass
-from wlb.report.simulation.plots import stacked_figure
+from wlb.report.plots import new_figure
 from wlb.report.timeline import (
     BAR,
     CHUNK_SHIFT,
@@ -45,7 +45,7 @@ def measured_timeline_figure(
     end_us = max(row.wall_us for row in rows)
     unit, scale = ("ms", 1e-3) if end_us < 2e6 else ("s", 1e-6)
     inches = row_inches(len(rows))
-    figure, (axes,) = stacked_figure(height=1.5 + inches * len(rows))
+    figure, (axes,) = new_figure(height=1.5 + inches * len(rows))
     axes.set(xlim=(0, end_us * scale), ylim=(len(rows) - 0.5, -0.5))
     labels = [f"pp {r.pp}, cp {r.cp}" if parallel.cp > 1 else f"pp {r.pp}" for r in rows]
     axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel=f"time ({unit})")

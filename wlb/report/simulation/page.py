@@ -6,12 +6,9 @@ from html import escape
 import numpy as np
 
 from wlb.cost.machine import program_version
-from wlb.report.page import STYLE
-from wlb.report.simulation.plots import (
-    heat_map_figure,
-    imbalance_figure,
-    svg,
-)
+from wlb.report.packing.page import STYLE
+from wlb.report.plots import svg
+from wlb.report.simulation.plots import heat_map_figure, imbalance_figure
 from wlb.report.simulation.tables import layout_text, worth_of
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import RunSimulation, Simulation, critical_path

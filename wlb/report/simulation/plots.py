@@ -8,29 +8,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb.report.plots import (
-    _svg,  # pyright: ignore[reportPrivateUsage]
-    require_matplotlib,
+    DASHES,
+    INK,
+    RUNS,
+    FloatArray,
+    keep_far_points_at_the_edge,
+    new_figure,
+    running_mean,
 )
 from wlb.simulate import RunSimulation
 
-FloatArray = npt.NDArray[np.float64]
-
-RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), "-", "-")
-INK = "#111111"
-"""Text on a bar; not black, which follows a page's colours in `svg`."""
-WIDTH = 9.0
 ANNOTATED_CELLS = 200
 MORE_TOKENS = 0.02
 """Coefficient of variation of steps' tokens from which on time a token is shown as well."""
-
-
-def svg(figure: Any, name: str) -> str:
-    """The figure as an <svg> element; `name` must differ from other figures' of the page."""
-    return _svg(figure, name)
 
 
 # GPUs.
@@ -56,7 +48,7 @@ def heat_map_figure(
     relative = (values / mean if mean else np.ones_like(values)).transpose(0, 2, 1)
     relative = relative.reshape(dp * cp, pp)
     rows = dp * cp
-    figure, (axes,) = stacked_figure(height=1.6 + min(6.0, max(1.2, 0.3 * rows)))
+    figure, (axes,) = new_figure(height=1.6 + min(6.0, max(1.2, 0.3 * rows)))
     low, high = float(relative.min()), float(relative.max())
     if high - low < 1e-3:
         low, high = low - 0.01, high + 0.01
@@ -124,7 +116,7 @@ def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
             (run.step_time_s / np.maximum(1, run.tokens) / a_token, run.tokens.astype(np.float64))
             for run in runs
         ]
-    figure, axes = stacked_figure(height=0.9 + 1.9 * len(series), nrows=len(series), sharex=True)
+    figure, axes = new_figure(height=0.9 + 1.9 * len(series), nrows=len(series), sharex=True)
     for panel, (name, values) in zip(axes, series.items(), strict=True):
         for k, (run, (of_run, weights)) in enumerate(zip(runs, values, strict=True)):
             colour, dash = RUNS[k % len(RUNS)], DASHES[k % len(DASHES)]
@@ -144,46 +136,6 @@ def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
-
-
-def keep_far_points_at_the_edge(
-    axes: Any, points: Sequence[tuple[npt.NDArray[Any], FloatArray, str]]
-) -> None:
-    """Where a few steps (a flush of little data) would flatten all others, the axis ends before
-    them, and they stand as triangles with their values at its top.
-
-    points: steps, their values and the colour of each run.
-    """
-    together = np.concatenate([values for _, values, _ in points])
-    usual = float(np.percentile(together, 98))
-    low = float(together.min())
-    top = usual + 0.15 * (usual - low)
-    if float(together.max()) - low < 2 * (top - low) or top <= low:
-        return
-    axes.set_ylim(top=top)
-    for steps, values, colour in points:
-        for i in np.flatnonzero(values > top).tolist():
-            axes.plot(steps[i], top, "^", color=colour, markersize=5, clip_on=False)
-            axes.annotate(
-                f"{values[i]:.2g}", (steps[i], top), xytext=(0, 4), textcoords="offset points",
-                ha="right", va="bottom", fontsize=8,
-            )  # fmt: skip
-
-
-def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """Over about a twentieth of the steps, fewer at both ends; 0 where nothing weighs anything.
-
-    Weighted by work or tokens, a mean of ratios is what the steps had together.
-    """
-    half = values.size // 40
-    first = np.maximum(np.arange(values.size) - half, 0)
-    after = np.minimum(np.arange(values.size) + half + 1, values.size)
-
-    def sums(x: FloatArray) -> FloatArray:
-        total = np.concatenate([[0.0], np.cumsum(x)])
-        return total[after] - total[first]
-
-    return sums(values * weights) / np.maximum(sums(weights), np.finfo(np.float64).tiny)
 
 
 # Breakdown.
@@ -213,7 +165,7 @@ def waterfall_figure(
         raise ValueError("no row was given")
     ends = np.cumsum([row.contribution for row in rows])
     starts = np.concatenate([[0.0], ends[:-1]])
-    figure, (axes,) = stacked_figure(height=3.8)
+    figure, (axes,) = new_figure(height=3.8)
     papers = [row.paper for row in rows] + [rows[-1].paper if paper is None else paper]
     shown = [*ends.tolist(), *(p for p in papers if p is not None)]
     spread = max(shown) - min(shown) or abs(shown[0]) or 1.0
@@ -267,20 +219,3 @@ def _folded(label: str) -> str:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return "\n".join(lines)
-
-
-# Shared.
-
-
-def stacked_figure(*, height: float, nrows: int = 1, **subplots: Any) -> tuple[Any, list[Any]]:
-    """A Figure of the common width without any window system, and its axes from above."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes: list[Any] = list(figure.subplots(nrows, 1, squeeze=False, **subplots).flat)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25, linewidth=0.6)
-        axis.set_axisbelow(True)
-    return figure, axes

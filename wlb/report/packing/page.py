@@ -5,9 +5,9 @@ from html import escape
 
 from wlb.packing.study.measure import PackingRun, PackingSummary
 from wlb.plan import IntArray
-from wlb.report.plots import delay_figure, imbalance_figure, length_figure, trade_figure
-from wlb.report.source import SourceFacts
-from wlb.report.tables import COLUMNS, remarks
+from wlb.report.packing.plots import delay_figure, imbalance_figure, length_figure, trade_figure
+from wlb.report.packing.source import SourceFacts
+from wlb.report.packing.tables import COLUMNS, remarks
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #f3f3f1; --line: #d8d8d4 }

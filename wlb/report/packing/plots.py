@@ -1,0 +1,218 @@
+"""Figures of a packing comparison as SVG; a policy has the same colour and marker everywhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from wlb.packing.study.measure import PackingRun, PackingSummary
+from wlb.packing.study.tune import Tuning
+from wlb.plan import IntArray
+from wlb.report.plots import COLOURS, new_figure, svg
+
+MARKS = {
+    "original": ("#000000", "X"),
+    "fixed": ("#56B4E9", "o"),
+    "var_len": ("#D55E00", "s"),
+    "bounded": ("#009E73", "D"),
+    "capacity": ("#CC79A7", "v"),
+    "examples": ("#F0E442", "p"),
+    "ilp_fixed": ("#0072B2", "^"),
+    "ilp_var_len": ("#E69F00", "P"),
+}
+"""Colour and marker of each policy."""
+MOST_LINES = 6
+
+
+def length_figure(lengths: IntArray, *, window: int) -> str:
+    """Figure 3: how many documents of each length; share of tokens in documents up to a length."""
+    figure, (left, right) = new_figure(ncols=2, height=3.4)
+    longest = int(lengths.max())
+    edges = np.geomspace(1.0, max(2.0, longest + 1.0), 60)
+    left.hist(lengths, bins=edges, color=COLOURS[0])
+    left.set(xscale="log", yscale="log", xlabel="document length (tokens)", ylabel="documents")
+    _mark(left, window, "window")
+    ordered = np.sort(lengths)
+    share = np.cumsum(ordered) / ordered.sum()
+    # Lengths that few documents have are what the curve is about: points by token, not by document.
+    keep = np.unique(np.searchsorted(share, np.linspace(0, 1, 400)).clip(0, len(ordered) - 1))
+    right.plot(ordered[keep], share[keep], drawstyle="steps-post", color=COLOURS[0])
+    half = float(ordered[ordered < window / 2].sum() / ordered.sum())
+    right.set(
+        xscale="log" if longest > 2 * window else "linear",
+        xlabel="document length (tokens)",
+        ylabel="share of tokens up to it",
+        ylim=(0, 1.02),
+    )
+    right.plot(window / 2, half, "o", color=COLOURS[1])
+    _mark(right, window / 2, f"below half the window: {half:.0%} of tokens")
+    from matplotlib.ticker import EngFormatter
+
+    for axes in (left, right):
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    right.tick_params(axis="x", which="minor", labelbottom=False)
+    return svg(figure, "lengths")
+
+
+def _mark(axes: Any, x: float, text: str) -> None:
+    """A dashed line at `x`, named above the axes."""
+    axes.axvline(x, color=COLOURS[1], linestyle="--", linewidth=1)
+    at = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
+    side = "left" if at < 0.25 else "right" if at > 0.75 else "center"
+    axes.annotate(
+        text, (x, 1.02), xycoords=("data", "axes fraction"), ha=side, va="bottom", color=COLOURS[1]
+    )
+
+
+def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
+    """Imbalance of each step, sorted from worst to best, for a few policies."""
+    figure, (axes,) = new_figure(ncols=1, height=3.6)
+    for run in _few(runs, own):
+        worst_first = np.sort(run.imbalance)[::-1]
+        share = (np.arange(len(worst_first)) + 1) / len(worst_first)
+        axes.step(share * 100, worst_first, where="pre", **_line(run.summary, own))
+    axes.set(xlabel="share of steps (%), worst first", ylabel="imbalance of the step")
+    axes.set_xlim(0, 100)
+    axes.set_ylim(bottom=1.0)
+    axes.legend(frameon=False)
+    return svg(figure, "imbalance")
+
+
+def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
+    """Share of tokens that wait longer than so many iterations, log scale."""
+    figure, (axes,) = new_figure(ncols=1, height=3.6)
+    few = _few(runs, own)
+    for run in few:
+        tokens = run.delay_tokens
+        later = (tokens[::-1].cumsum()[::-1] - tokens) / max(1, int(tokens.sum()))
+        waits = np.append(later[later > 0], 0)
+        axes.step(np.arange(len(waits)), waits, where="post", **_line(run.summary, own))
+    axes.set(xlabel="delay (iterations)", ylabel="share of tokens delayed by more than it")
+    if any(run.delay_tokens[1:].any() for run in few):
+        axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
+    return svg(figure, "delay")
+
+
+def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
+    """Imbalance against mean delay: what each policy pays for its balance."""
+    figure, (axes,) = new_figure(ncols=1, height=4.6)
+    shown = [s for s in summaries if s.num_steps]
+    for s in shown:
+        colour, marker = MARKS[s.policy]
+        size = 11 if s.label == own else 7
+        axes.plot(s.mean_delay, s.step_time_weighted, marker, color=colour, markersize=size)
+    axes.set(xlabel="mean delay of a token (iterations)", ylabel="time-weighted imbalance")
+    if max((s.mean_delay for s in shown), default=0) > 3:
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.2, y=0.08)  # room for labels
+    axes.set_xlim(left=-0.05)
+    _label_points(figure, axes, [(s.mean_delay, s.step_time_weighted, s.label) for s in shown])
+    return svg(figure, "trade")
+
+
+def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Each label beside its point, at the first of some places where it covers nothing.
+
+    A label that found its place further away has a thin line to its point.
+    """
+    figure.draw_without_rendering()  # the layout is known only now
+    pixels = [axes.transData.transform((x, y)) for x, y, _ in points]
+    per_point = figure.dpi / 72
+    high, dot = 11 * per_point, 6 * per_point
+    taken = [(x - dot, y - dot, x + dot, y + dot) for x, y in pixels]
+    inside = axes.bbox
+    for (x, y), (data_x, data_y, label) in zip(pixels, points, strict=True):
+        wide = 5.2 * per_point * len(label)
+        boxes = [
+            (x + dx, y + dy, x + dx + wide, y + dy + high)
+            for up in (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
+            for dx in (1.4 * dot, -1.4 * dot - wide)
+            for dy in (up * high - high / 2,)
+        ]
+        fits = (
+            b
+            for b in boxes
+            if b[0] > inside.x0
+            and b[2] < inside.x1
+            and b[1] > inside.y0
+            and b[3] < inside.y1
+            and not any(_overlap(b, other) for other in taken)
+        )
+        box = next(fits, boxes[0])
+        taken.append(box)
+        is_far = abs(box[1] + high / 2 - y) > high / 2
+        axes.annotate(
+            label,
+            (data_x, data_y),
+            xytext=((box[0] - x) / per_point, (box[1] + high / 2 - y) / per_point),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkB": 4} if is_far else None,
+        )
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def tuning_figure(tuning: Tuning) -> Any:
+    """Imbalance against mean, p99 and maximum delay and token variation; a Figure to save."""
+    figure, axes = new_figure(ncols=4, height=3.6, width=14.0)
+    names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
+    titles = (
+        "mean delay (iterations)",
+        "p99 delay (iterations)",
+        "maximum delay (iterations)",
+        "variation of tokens per step",
+    )
+    policies = list(dict.fromkeys(p.section.policy for p in tuning.points))
+    for axis, name, title in zip(axes, names, titles, strict=True):
+        for policy, colour in zip(policies, COLOURS, strict=False):
+            for points, alpha, size in ((tuning.points, 0.25, 14), (tuning.front, 0.9, 26)):
+                mine = [p.summary for p in points if p.section.policy == policy]
+                axis.scatter(
+                    [getattr(s, name) for s in mine],
+                    [_wait(s) for s in mine],
+                    s=size,
+                    alpha=alpha,
+                    color=colour,
+                    linewidths=0,
+                    label=f"{policy}{', on the front' if points is tuning.front else ''}",
+                )
+        best = tuning.recommended.summary
+        at = (getattr(best, name), _wait(best))
+        axis.plot(*at, "o", ms=11, mfc="none", color="black", mew=1.6, label="recommended")
+        axis.set(xlabel=title, yscale="log")
+    axes[0].set_ylabel("wait for the slowest micro-batch (%)")
+    axes[0].axvline(tuning.delay_budget, color="grey", linestyle=":", linewidth=1)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
+    return figure
+
+
+def _wait(summary: PackingSummary) -> float:
+    """Percent of a mean micro-batch's time; at least a hundredth, for the logarithm."""
+    return max(0.01, 100 * (summary.step_time_weighted - 1))
+
+
+def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
+    """The run's own policy and the best balanced of each other, so that lines stay legible.
+
+    One that made no step before the data ended has no balance to show.
+    """
+    kept: dict[str, PackingRun] = {}
+    ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
+    for run in ranked:
+        if run.summary.num_steps:
+            kept.setdefault(run.summary.policy, run)
+    return list(kept.values())[:MOST_LINES]
+
+
+def _line(summary: PackingSummary, own: str) -> dict[str, Any]:
+    colour, _ = MARKS[summary.policy]
+    width = 2.4 if summary.label == own else 1.3
+    return {"color": colour, "linewidth": width, "label": summary.label}
