@@ -35,9 +35,9 @@ from wlb.cost.profile import (
     GemmCost,
     HeadCost,
     KernelProfile,
-    Kind,
     LayerCost,
     Provenance,
+    ProvenanceKind,
     Scope,
 )
 from wlb.cost.profile_file import save_profile
@@ -250,7 +250,7 @@ def tables(fitted: Fit, residuals: dict[str, float]) -> tuple[AttentionTable, ..
             heads=HEADS,
             heads_efficiency=fitted.heads_efficiency,
             provenance=Provenance(
-                kind=Kind.PUBLISHED,
+                kind=ProvenanceKind.PUBLISHED,
                 source=note,
                 backend=backends[-1],
                 residuals=tuple(residuals.items()),
@@ -301,12 +301,13 @@ def collectives() -> tuple[CollectiveCost, ...]:
             scope=Scope.INTRA_NODE,
             alpha_ns=round(a),
             bytes_per_s=float(f"{bandwidth:.4g}"),
-            provenance=Provenance(kind=Kind.PUBLISHED, source=source),
+            provenance=Provenance(kind=ProvenanceKind.PUBLISHED, source=source),
         )
         for op, (a, bandwidth, source) in intra.items()
     ]
     assumed = Provenance(
-        kind=Kind.ASSUMED, source="NVLink at the all-gather's bandwidth, a fifth of its latency"
+        kind=ProvenanceKind.ASSUMED,
+        source="NVLink at the all-gather's bandwidth, a fifth of its latency",
     )
     rows.append(
         CollectiveCost(
@@ -318,7 +319,7 @@ def collectives() -> tuple[CollectiveCost, ...]:
         )
     )
     network = Provenance(
-        kind=Kind.ASSUMED,
+        kind=ProvenanceKind.ASSUMED,
         source="one 400 Gb/s network port a GPU at 80% of its 50 GB/s, 30 us a call",
     )
     rows += [
@@ -338,13 +339,13 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
     residuals = held_out_errors(rows, seed=seed)
     fitted = fit(rows)
     gemm = Provenance(
-        kind=Kind.PUBLISHED,
+        kind=ProvenanceKind.PUBLISHED,
         source="8192^3 bf16 on H200 runs at 770-800 TFLOP/s and the paper's printed ratios imply "
         "563 in training; 600 taken for training shapes, at any size: small GEMMs are priced low",
     )
     flat = Surface(axis0=[1.0, 131072.0], axis1=[1.0, 65536.0**2], values=np.full((2, 2), 600))
     copy = Provenance(
-        kind=Kind.PUBLISHED,
+        kind=ProvenanceKind.PUBLISHED,
         source="device copy on H200 at 4.3 TB/s x 3.35 / 4.8 (ratio of the two memories' "
         "peak); cost a call is assumed",
     )
@@ -354,7 +355,7 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
         dtype="bfloat16",
         ranks_per_node=8,
         provenance=Provenance(
-            kind=Kind.PUBLISHED,
+            kind=ProvenanceKind.PUBLISHED,
             source="fitted to published figures, see each block; nothing measured by this project",
             device="NVIDIA H100 SXM 80GB",
             backend="flash_attention_2",
@@ -383,7 +384,7 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
             forward_call_ns=0,
             backward_call_ns=0,
             provenance=Provenance(
-                kind=Kind.ASSUMED, source="a layer takes what its operators take"
+                kind=ProvenanceKind.ASSUMED, source="a layer takes what its operators take"
             ),
         ),
         head=HeadCost(tflops=600, backward_bytes_per_s=COPY_BYTES_PER_S, provenance=gemm),

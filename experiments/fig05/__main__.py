@@ -23,12 +23,12 @@ from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
 from experiments.results import Against, How, Picture, Table, show, write_results
 from wlb.cost import Scope, workload_for
 from wlb.report.timeline import add_timeline_legend, draw_timeline, row_inches
-from wlb.simulate import Kind, NodeKind, Simulation, Simulator, StepPrices
-from wlb.simulate.prices import Terms
+from wlb.simulate import NodeKind, PassKind, Simulation, Simulator, StepPrices
+from wlb.simulate.prices import TermPrices
 from wlb.spec import Schedule
 
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
-FREE = Terms(per_token={}, per_call={})
+FREE = TermPrices(per_token={}, per_call={})
 STUDY = {("1f1b", 1): 0.13, ("interleaved_1f1b", 4): 0.30, ("interleaved_1f1b", 8): 0.36}
 """An independent study's slow-down for one micro-batch of 1.44, pp = n = 4."""
 
@@ -73,10 +73,10 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
     simulator = simulator_of(layout, pp, relative.shape[1])
     nodes = simulator.graph.nodes
     of_kind = {
-        Kind.FORWARD: FORWARD_NS,
-        Kind.BACKWARD: BACKWARD_NS,
-        Kind.BACKWARD_INPUT: BACKWARD_NS // 2,
-        Kind.BACKWARD_WEIGHT: BACKWARD_NS // 2,
+        PassKind.FORWARD: FORWARD_NS,
+        PassKind.BACKWARD: BACKWARD_NS,
+        PassKind.BACKWARD_INPUT: BACKWARD_NS // 2,
+        PassKind.BACKWARD_WEIGHT: BACKWARD_NS // 2,
     }
     durations = np.zeros((len(nodes), len(relative), 1), np.int64)
     for i, node in enumerate(nodes):
@@ -88,7 +88,7 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
         tokens=nothing[..., 0],
         attention_forward_ns=nothing,
         attention_backward_ns=nothing,
-        linear=dict.fromkeys(Kind, FREE),
+        linear=dict.fromkeys(PassKind, FREE),
         ends={},
         message=dict.fromkeys(Scope, FREE),
         layers=simulator.spec.stage_layers,

@@ -10,11 +10,11 @@ import torch
 
 from wlb.cli import main
 from wlb.cli.profile import _visible_gpus
-from wlb.cost import Kind, load_profile
+from wlb.cost import ProvenanceKind, load_profile
 from wlb.profile import sweep
-from wlb.profile.attention import Grid
+from wlb.profile.attention import AttentionGrid
 
-GRID = Grid(
+GRID = AttentionGrid(
     lengths=(8, 16, 32, 64, 128),
     held_pairs=3,
     batches=6,
@@ -59,7 +59,7 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     assert profile(tmp_path, "--heads", "4:2x16") == 0
     made = load_profile(str(tmp_path / "mine.json"))
     assert made.name == "mine"
-    assert made.provenance.kind == Kind.MEASURED
+    assert made.provenance.kind == ProvenanceKind.MEASURED
     assert made.provenance.command.startswith("wlb profile --device cpu --out ")
     environment = made.provenance.environment
     assert environment["torch"] == torch.__version__
@@ -158,7 +158,7 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"not measured: grid .*'q': 8, 'kv': 128.*Tried to allocate 80 GiB", told)
     made = load_profile(str(tmp_path / "mine.json"))
-    assert {c.provenance.kind for c in made.collectives} == {Kind.ASSUMED}
+    assert {c.provenance.kind for c in made.collectives} == {ProvenanceKind.ASSUMED}
     assert "not measured: profile cpu" in made.collectives[0].provenance.source
     lines = (tmp_path / "mine.sweep.jsonl").read_text("utf-8").splitlines()[1:]
     failed = [record for line in lines if (record := json.loads(line)).get("failed")]

@@ -8,8 +8,8 @@ import pytest
 from tests.cost.test_stage import first_plan, priced
 from tests.plan.test_telemetry import record
 from wlb.cost import (
-    Kind,
     Provenance,
+    ProvenanceKind,
     Scales,
     calibrated_name,
     end_times_ns,
@@ -22,7 +22,7 @@ from wlb.cost import (
 )
 from wlb.plan import TERMS, Moments, Telemetry
 
-PROVENANCE = Provenance(kind=Kind.MEASURED, source="a run")
+PROVENANCE = Provenance(kind=ProvenanceKind.MEASURED, source="a run")
 FACTORS = {
     "attention_forward": 1.3,
     "attention_backward": 0.8,

@@ -9,7 +9,7 @@ import pytest
 
 from wlb.cost import (
     Collective,
-    Kind,
+    ProvenanceKind,
     Scope,
     causal_pairs,
     default_profile_name,
@@ -37,8 +37,8 @@ def call_ns(profile, *, length, num_docs, tp=1, cp=1):
 
 def test_shipped_profiles_are_found():
     assert {"cpu", "h100"} <= set(profile_names())
-    assert load_profile(default_profile_name("cpu")).provenance.kind == Kind.MEASURED
-    assert load_profile(default_profile_name("cuda")).provenance.kind == Kind.PUBLISHED
+    assert load_profile(default_profile_name("cpu")).provenance.kind == ProvenanceKind.MEASURED
+    assert load_profile(default_profile_name("cuda")).provenance.kind == ProvenanceKind.PUBLISHED
 
 
 def test_unknown_profiles_and_devices_are_refused():
@@ -184,7 +184,7 @@ def test_nearest_head_layout():
 def test_collectives_reproduce_the_published_points(h100):
     gather = h100.collective(Collective.ALL_GATHER, span_ranks=8)
     assert gather.scope == Scope.INTRA_NODE
-    assert gather.provenance.kind == Kind.PUBLISHED
+    assert gather.provenance.kind == ProvenanceKind.PUBLISHED
     for mib, published_us in [(8, 76), (32, 124), (64, 207), (256, 676), (1024, 2590)]:
         predicted_us = gather.time_ns(mib * 2**20, num_ranks=8) * 1e-3
         assert predicted_us == pytest.approx(published_us, rel=0.07)
@@ -194,7 +194,7 @@ def test_collectives_reproduce_the_published_points(h100):
 def test_groups_beyond_a_node_use_the_network(h100):
     network = h100.collective(Collective.ALL_GATHER, span_ranks=16)
     assert network.scope == Scope.INTER_NODE
-    assert network.provenance.kind == Kind.ASSUMED
+    assert network.provenance.kind == ProvenanceKind.ASSUMED
 
 
 def test_ranks_of_a_node_have_a_link_each(h100):

@@ -8,9 +8,9 @@ import pytest
 from wlb.cost import (
     AttentionTable,
     Curve,
-    Kind,
     ProfiledWorkload,
     Provenance,
+    ProvenanceKind,
     Surface,
     attention_latency,
     load_profile,
@@ -37,7 +37,7 @@ TABLE = AttentionTable(
     square_backward=Curve(axis=AXIS, values=np.full(2, 0.04)),
     heads=np.array([2.0]),
     heads_efficiency=np.ones(1),
-    provenance=Provenance(kind=Kind.ASSUMED, source="made up"),
+    provenance=Provenance(kind=ProvenanceKind.ASSUMED, source="made up"),
 )
 
 

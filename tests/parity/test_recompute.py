@@ -20,7 +20,7 @@ from tests.parity.case import (
 )
 from tests.parity.test_tensor import CU_SEQLENS, micro_batch, saved_bytes
 from tests.parity.test_zero_bubble import Count
-from wlb.cost.linear import AGAIN
+from wlb.cost.linear import RECOMPUTED_WORK
 from wlb.cost.memory import layer_activation_bytes
 from wlb.launch.local import run_local
 from wlb.model import Llama
@@ -167,7 +167,7 @@ def cells(times: StepTimes, kind: Pass) -> set[Cell]:
 def test_what_a_rank_runs_again(case: Case) -> None:
     """Of 4 micro-batches and 2 layers a rank, and that it is what the cost model prices."""
     passes = 4 * 2
-    priced = (AGAIN[Recompute.SELECTIVE], AGAIN[Recompute.FULL])
+    priced = (RECOMPUTED_WORK[Recompute.SELECTIVE], RECOMPUTED_WORK[Recompute.FULL])
     names = {
         "all_gather_into_tensor": (1, 2),  # of the MLP's rows, of attention's
         "reduce_scatter_tensor": (0, 1),  # of attention's output

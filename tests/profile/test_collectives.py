@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from wlb.cost.profile import Collective, CollectiveCost, Kind, Provenance, Scope
+from wlb.cost.profile import Collective, CollectiveCost, Provenance, ProvenanceKind, Scope
 from wlb.launch.local import run_local
 from wlb.parallel import world as worlds
-from wlb.profile import Origin, collectives
+from wlb.profile import SweepOrigin, collectives
 from wlb.profile.build import collectives as build_collectives
 from wlb.profile.collectives import (
     _points,
@@ -39,7 +39,7 @@ def test_the_fit_finds_what_the_cost_model_prices(op: Collective):
         scope=Scope.INTRA_NODE,
         alpha_ns=20_000,
         bytes_per_s=250e9,
-        provenance=Provenance(kind=Kind.ASSUMED, source="a test"),
+        provenance=Provenance(kind=ProvenanceKind.ASSUMED, source="a test"),
     )
     sizes = [4096 << i for i in range(0, 19, 2)]
     times = [cost.time_ns(size, num_ranks=8) for size in sizes]
@@ -106,15 +106,15 @@ def test_times_that_do_not_grow_are_noted_and_do_not_lose_the_sweep():
     records += [record(Collective.P2P, s, 1e12 / s) for s in sizes]
     start = {"date": "2026-11-23", "commit": "abc", "command": "wlb profile"}
     environment = {"device": "cpu", "name": "a CPU", "dtype": "float32", "starts": [start]}
-    made, notes = build_collectives(records, Origin(name="mine", environment=environment))
+    made, notes = build_collectives(records, SweepOrigin(name="mine", environment=environment))
     costs = {(c.op, c.scope): c for c in made}
     assert len(costs) == len(Collective) * len(Scope)
-    assert costs[Collective.ALL_GATHER, Scope.INTRA_NODE].provenance.kind == Kind.MEASURED
+    assert costs[Collective.ALL_GATHER, Scope.INTRA_NODE].provenance.kind == ProvenanceKind.MEASURED
     (note,) = notes
     assert note.startswith("intra_node p2p: times ")
     assert note.endswith("measure larger buffers; its cost in this profile is assumed")
     assumed = costs[Collective.P2P, Scope.INTRA_NODE].provenance
-    assert assumed.kind == Kind.ASSUMED
+    assert assumed.kind == ProvenanceKind.ASSUMED
     assert assumed.source.startswith("measured, but without a fit: profile cpu")
     beside = costs[Collective.ALL_REDUCE, Scope.INTRA_NODE].provenance.source
     assert beside.startswith("not measured: profile cpu")
@@ -191,7 +191,7 @@ def _on_two_nodes(world: worlds.World, fails: str) -> list[Any]:
     if fails == "memory":
         real = collectives._call
 
-        def call(point: collectives.Point, place: Any) -> Any:
+        def call(point: collectives.CollectivePoint, place: Any) -> Any:
             if world.rank == 1 and point.op == Collective.REDUCE_SCATTER:
                 raise torch.OutOfMemoryError("rank 1 has no room")
             return real(point, place)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from wlb.cost import AttentionTable, Curve, Kind, Provenance, Surface, limit_growth
+from wlb.cost import AttentionTable, Curve, Provenance, ProvenanceKind, Surface, limit_growth
 from wlb.profile.attention import (
-    Grid,
-    Layout,
+    AttentionGrid,
+    HeadLayout,
     batch_tasks,
     equal_call,
     grid_tasks,
@@ -19,12 +19,12 @@ from wlb.profile.attention import (
     random_call,
     steps,
 )
-from wlb.profile.fit_attention import Measured, errors, fill_gaps, fit_attention, predict
+from wlb.profile.fit_attention import AttentionRecords, errors, fill_gaps, fit_attention, predict
 from wlb.profile.tasks import Record
 from wlb.profile.timing import make_timer
 
 CPU = torch.device("cpu")
-GRID = Grid(
+GRID = AttentionGrid(
     lengths=steps(8, 4096),
     held_pairs=20,
     batches=40,
@@ -32,11 +32,11 @@ GRID = Grid(
     batch_tokens=(1024, 4096),
     budget_s=0.01,
 )
-SOURCE = Provenance(kind=Kind.MEASURED, source="made up")
+SOURCE = Provenance(kind=ProvenanceKind.MEASURED, source="made up")
 
 
-def layout(backend: str, heads: int = 4) -> Layout:
-    return Layout(
+def layout(backend: str, heads: int = 4) -> HeadLayout:
+    return HeadLayout(
         backend=backend,
         num_heads=heads,
         num_kv_heads=heads,
@@ -46,7 +46,7 @@ def layout(backend: str, heads: int = 4) -> Layout:
     )
 
 
-def kernel(of: Layout) -> AttentionTable:
+def kernel(of: HeadLayout) -> AttentionTable:
     """A made-up kernel: throughput rises with rows and keys, whole documents run better."""
     q, kv = np.array([8.0, 64, 512, 4096]), np.array([8.0, 64, 512, 4096])
     values = 0.05 * (q[:, None] / 4096) ** 0.25 * (kv / 4096) ** 0.2
@@ -84,7 +84,7 @@ def call_of(record: Record):
     return equal_call(point)
 
 
-def measured(of: Layout, truth: AttentionTable, *, noise: float = 0.0, lost=(), slow=1.0):
+def measured(of: HeadLayout, truth: AttentionTable, *, noise: float = 0.0, lost=(), slow=1.0):
     """Records of every task of the sweep, timed by `truth`; lost: points out of memory."""
     timer = make_timer(CPU)
     tasks = [
@@ -106,7 +106,7 @@ def measured(of: Layout, truth: AttentionTable, *, noise: float = 0.0, lost=(), 
         numbers = dict(zip(("forward_ns", "backward_ns"), times.tolist(), strict=True))
         failed = "out of memory" if (task.point.get("q"), task.point.get("kv")) in lost else ""
         records.append(replace(record, numbers={} if failed else numbers, failed=failed))
-    return Measured(layout=of, records=records, call_of=call_of)
+    return AttentionRecords(layout=of, records=records, call_of=call_of)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "torch_varlen"])

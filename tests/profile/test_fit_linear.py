@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from wlb.cost import Elementwise, Kind, Provenance
+from wlb.cost import Elementwise, Provenance, ProvenanceKind
 from wlb.cost.flops import elementwise_values
 from wlb.cost.linear import ELEMENTWISE_CALLS
 from wlb.profile.fit_linear import (
@@ -23,7 +23,7 @@ from wlb.spec import ModelSpec
 MODEL = ModelSpec(
     hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=192, vocab_size=512
 )
-SOURCE = Provenance(kind=Kind.MEASURED, source="made up")
+SOURCE = Provenance(kind=ProvenanceKind.MEASURED, source="made up")
 TOKENS = (128, 512, 2048, 8192)
 RATES = {"norm": 5e9, "residual": 2e10, "rotary": 4e9, "swiglu": 1e10}
 

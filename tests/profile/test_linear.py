@@ -18,7 +18,7 @@ from wlb.profile.linear import (
     rank_model,
 )
 from wlb.profile.tasks import Task
-from wlb.profile.timing import Timer, Timing, make_timer
+from wlb.profile.timing import KernelTimer, Timing, make_timer
 from wlb.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ MODEL = ModelSpec(
 )
 
 
-class OnceTimer(Timer):
+class OnceTimer(KernelTimer):
     """Runs each pass once and keeps what it gave; forward takes 1000 ns, backward 3000."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class OnceTimer(Timer):
         return first, second
 
 
-def _tasks(timer: Timer, tokens: tuple[int, ...] = (8,), tps: tuple[int, ...] = (1, 2)):
+def _tasks(timer: KernelTimer, tokens: tuple[int, ...] = (8,), tps: tuple[int, ...] = (1, 2)):
     return linear_tasks(MODEL, tps, tokens, timer, device=CPU, dtype=torch.float32, loss_chunk=4)
 
 
-def _task(timer: Timer, kind: str, **point: Any) -> Task:
+def _task(timer: KernelTimer, kind: str, **point: Any) -> Task:
     (task,) = [
         t for t in _tasks(timer) if t.kind == kind and point.items() <= dict(t.point).items()
     ]

@@ -6,12 +6,12 @@ import numpy as np
 
 from wlb.cost import Scope, workload_for
 from wlb.simulate import NodeKind, Simulation, Simulator, StepPrices
-from wlb.simulate.order import Kind
-from wlb.simulate.prices import Terms
+from wlb.simulate.order import PassKind
+from wlb.simulate.prices import TermPrices
 from wlb.spec import RunSpec, load
 
 MS = 1_000_000
-FREE = Terms(per_token={}, per_call={})
+FREE = TermPrices(per_token={}, per_call={})
 
 
 def spec_of(*, pp: int, n: int, v: int = 1, dp: int = 1, cp: int = 1) -> RunSpec:
@@ -48,9 +48,9 @@ def simulation_of(
         tokens=np.ones_like(forward[..., 0]),
         attention_forward_ns=forward,
         attention_backward_ns=2 * forward,
-        linear={Kind.FORWARD: FREE, Kind.BACKWARD: FREE},
+        linear={PassKind.FORWARD: FREE, PassKind.BACKWARD: FREE},
         ends={},
-        message=dict.fromkeys(Scope, Terms(per_token={}, per_call={"calls": message_ms * MS})),
+        message=dict.fromkeys(Scope, TermPrices(per_token={}, per_call={"calls": message_ms * MS})),
         layers=(1,) * spec.num_stages,
     )
     durations = simulator.run(prices).durations_ns

@@ -4,11 +4,16 @@ import numpy as np
 
 from wlb.plan import IntArray
 from wlb.simulate.graph import JOINT, Graph, NodeKind
-from wlb.simulate.order import Kind
+from wlb.simulate.order import PassKind
 from wlb.simulate.program import step_graph
 from wlb.spec import Schedule
 
-TIMES = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+TIMES = {
+    PassKind.FORWARD: 1,
+    PassKind.BACKWARD: 2,
+    PassKind.BACKWARD_INPUT: 1,
+    PassKind.BACKWARD_WEIGHT: 1,
+}
 """A backward pass takes two forward passes; split, one each."""
 
 LAYOUTS = (

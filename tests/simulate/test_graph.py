@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulate.steps import LAYOUTS, durations_of, graph_of, random_durations, times_of
-from wlb.simulate import Kind
+from wlb.simulate import PassKind
 from wlb.simulate.graph import Graph, Node, NodeKind, is_joint, sorted_graph
 from wlb.spec import Schedule
 
@@ -124,14 +124,14 @@ def test_order_of_events(layout, has_fsdp: bool, seed: int) -> None:
     by_rank: dict[int, list[int]] = {}
     for i in graph.indices(NodeKind.PASS):
         stage, kind, micro_batch = graph.nodes[i].action
-        if kind == Kind.FORWARD and stage:
+        if kind == PassKind.FORWARD and stage:
             assert (starts[i] >= end_of[stage - 1, kind, micro_batch]).all()
-        if kind != Kind.FORWARD:
-            assert (starts[i] >= end_of[stage, Kind.FORWARD, micro_batch]).all()
+        if kind != PassKind.FORWARD:
+            assert (starts[i] >= end_of[stage, PassKind.FORWARD, micro_batch]).all()
         if kind.sends_gradient and stage < num_stages - 1:
             assert (starts[i] >= end_of[stage + 1, kind, micro_batch]).all()
-        if kind == Kind.BACKWARD_WEIGHT:
-            assert (starts[i] >= end_of[stage, Kind.BACKWARD_INPUT, micro_batch]).all()
+        if kind == PassKind.BACKWARD_WEIGHT:
+            assert (starts[i] >= end_of[stage, PassKind.BACKWARD_INPUT, micro_batch]).all()
         by_rank.setdefault(graph.nodes[i].rank, []).append(i)
     for mine in by_rank.values():
         for before, after in itertools.pairwise(mine):
@@ -149,7 +149,7 @@ def test_a_step_takes_as_long_as_any_rank_and_any_micro_batch(layout, has_fsdp, 
     for i, node in enumerate(graph.nodes):
         if node.kind == NodeKind.PASS:
             by_rank[node.rank] = by_rank.get(node.rank, 0) + int(durations[i, 0, 0])
-        if node.action is not None and node.action.kind != Kind.BACKWARD_WEIGHT:
+        if node.action is not None and node.action.kind != PassKind.BACKWARD_WEIGHT:
             i_mb = node.action.micro_batch
             by_micro_batch[i_mb] = by_micro_batch.get(i_mb, 0) + int(durations[i, 0, 0])
     assert step >= max(by_rank.values())

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from tests.simulate.runs import MODEL, WINDOW, cost_of, made, spec_of, steps_of
 from wlb.cost import Collective, Scope, attention_latency, stage_times
-from wlb.simulate import Kind, Simulator, StepPrices
+from wlb.simulate import PassKind, Simulator, StepPrices
 from wlb.simulate.prices import end_terms, linear_terms, message_scope, message_terms
 from wlb.spec import ParallelSpec, Recompute, RunSpec, Schedule
 
 ALIGNED = [WINDOW] * 4
 MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
 KINDS = {
-    Schedule.ONE_F_ONE_B: (Kind.FORWARD, Kind.BACKWARD),
-    Schedule.INTERLEAVED_1F1B: (Kind.FORWARD, Kind.BACKWARD),
+    Schedule.ONE_F_ONE_B: (PassKind.FORWARD, PassKind.BACKWARD),
+    Schedule.INTERLEAVED_1F1B: (PassKind.FORWARD, PassKind.BACKWARD),
     Schedule.INTERLEAVED_ZERO_BUBBLE: (
-        Kind.FORWARD,
-        Kind.BACKWARD_INPUT,
-        Kind.BACKWARD_WEIGHT,
+        PassKind.FORWARD,
+        PassKind.BACKWARD_INPUT,
+        PassKind.BACKWARD_WEIGHT,
     ),
 }
 
@@ -64,8 +64,8 @@ def test_passes_are_the_stage_times_that_telemetry_compares_with() -> None:
         layers = spec.stage_layers[1]
         times = stage_times(pipeline, simulator.cost, layers=layers)
         for kind, attention, linear in (
-            (Kind.FORWARD, times.attention_forward_ns, times.linear_forward_ns),
-            (Kind.BACKWARD, times.attention_backward_ns, times.linear_backward_ns),
+            (PassKind.FORWARD, times.attention_forward_ns, times.linear_forward_ns),
+            (PassKind.BACKWARD, times.attention_backward_ns, times.linear_backward_ns),
         ):
             # Prices are of whole nanoseconds a layer.
             assert np.abs(prices.attention_ns(kind, 1)[0, d] - attention).max() <= layers
@@ -94,8 +94,8 @@ def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
     uneven = prices.attention_forward_ns.copy()
     uneven[0, 0, 0] = [10_000, 70_000]
     changed = replace(prices, attention_forward_ns=uneven)
-    linear = prices.linear_ns(Kind.FORWARD, stage=1)[0, 0, 0]
-    passes = changed.pass_ns(Kind.FORWARD, stage=1)
+    linear = prices.linear_ns(PassKind.FORWARD, stage=1)[0, 0, 0]
+    passes = changed.pass_ns(PassKind.FORWARD, stage=1)
     assert passes[0, 0, 0] == round(prices.layers[1] * 70_000 + linear)
 
 
@@ -115,9 +115,9 @@ def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap
     specs = [with_(s, how, overlap) for s in (whole, split)]
     plain, apart = (linear_terms(s, cost_of(s)) for s in specs)
     backward, inputs, weights = (
-        plain[Kind.BACKWARD],
-        apart[Kind.BACKWARD_INPUT],
-        apart[Kind.BACKWARD_WEIGHT],
+        plain[PassKind.BACKWARD],
+        apart[PassKind.BACKWARD_INPUT],
+        apart[PassKind.BACKWARD_WEIGHT],
     )
     cost = cost_of(specs[0])
     gather = cost.profile.collective(Collective.ALL_GATHER, span_ranks=2)
@@ -130,7 +130,7 @@ def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap
     assert more == pytest.approx(expected)
     calls = inputs.call_ns + weights.call_ns - backward.call_ns
     assert calls == pytest.approx(2 * gather.alpha_ns)
-    assert apart[Kind.FORWARD] == plain[Kind.FORWARD]
+    assert apart[PassKind.FORWARD] == plain[PassKind.FORWARD]
 
 
 ZERO_BUBBLE = Schedule.INTERLEAVED_ZERO_BUBBLE
@@ -147,7 +147,7 @@ def with_(spec: RunSpec, how: Recompute, overlap: float) -> RunSpec:
 def test_tp_overlap_hides_its_share_of_bandwidth_and_no_latency() -> None:
     none, half = (with_(spec_of(), Recompute.NONE, share) for share in (0.0, 0.5))
     before, after = (linear_terms(s, cost_of(s)) for s in (none, half))
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
+    for kind in (PassKind.FORWARD, PassKind.BACKWARD):
         assert after[kind].per_token["tp_comm"] == before[kind].per_token["tp_comm"] / 2
         assert after[kind].per_token["gemm"] == before[kind].per_token["gemm"]
         assert after[kind].call_ns == before[kind].call_ns
@@ -185,7 +185,7 @@ ONE_F = Schedule.ONE_F_ONE_B
 def test_the_weights_pass_has_no_ends_and_no_attention() -> None:
     simulator, steps = made(spec_of(schedule=ZERO_BUBBLE), ALIGNED)
     prices = simulator.price(steps)
-    weight = Kind.BACKWARD_WEIGHT
+    weight = PassKind.BACKWARD_WEIGHT
     passes = [of_stages(prices, 3).pass_ns(weight, stage) for stage in range(3)]
     assert np.array_equal(passes[0], passes[1])
     assert np.array_equal(passes[1], passes[2])

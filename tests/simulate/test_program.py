@@ -11,18 +11,18 @@ from tests.simulate.steps import LAYOUTS, random_durations
 from tests.simulate.test_order import layouts as torch_layouts
 from tests.simulate.test_order import torch_schedule
 from wlb.simulate.graph import Node, NodeKind
-from wlb.simulate.order import Kind, pipeline_order
+from wlb.simulate.order import PassKind, pipeline_order
 from wlb.simulate.program import (
     Await,
     Drop,
     Gather,
     Instruction,
-    Pass,
     Prefetch,
     Program,
     Receive,
     Reduce,
     ReduceAhead,
+    RunPass,
     Send,
     rank_programs,
     step_graph,
@@ -38,12 +38,12 @@ def programs(schedule: Schedule, pp: int, v: int, n: int, *, has_fsdp: bool) -> 
 def word(instruction: Instruction) -> str:
     """As torch writes it; "" for what torch does not write down."""
     match instruction:
-        case Pass(action):
+        case RunPass(action):
             return str(action)
         case Send((stage, kind, i)):
-            return f"{stage}SEND_{'F' if kind == Kind.FORWARD else 'B'}{i}"
+            return f"{stage}SEND_{'F' if kind == PassKind.FORWARD else 'B'}{i}"
         case Receive((stage, kind, i)):
-            is_forward = kind == Kind.FORWARD
+            is_forward = kind == PassKind.FORWARD
             return f"{stage + 1}RECV_F{i}" if is_forward else f"{stage - 1}RECV_B{i}"
         case Gather(stage):
             return f"{stage}UNSHARD"
@@ -86,7 +86,7 @@ def test_1f1b_posts_both_directions_together_and_reduces_at_the_end() -> None:
 def test_without_a_pipeline_layers_hide_behind_the_first_and_the_last_pass() -> None:
     (only,) = programs(Schedule.INTERLEAVED_1F1B, 1, 1, 2, has_fsdp=True)
     assert [type(i).__name__ for i in only] == (
-        ["Gather", "Prefetch", "Pass", "Pass", "Pass", "ReduceAhead", "Pass", "Reduce"]
+        ["Gather", "Prefetch", "RunPass", "RunPass", "RunPass", "ReduceAhead", "RunPass", "Reduce"]
     )
     _, graph = step_graph(
         Schedule.ONE_F_ONE_B, pp=1, virtual_stages=1, num_micro_batches=1, has_fsdp=True
@@ -96,7 +96,7 @@ def test_without_a_pipeline_layers_hide_behind_the_first_and_the_last_pass() -> 
     takes = {"gather": 3, "prefetch": 4, "pass": 0, "reduce ahead": 6, "reduce": 3}
     durations = np.array([[[takes.get(kind, 0)]] for kind in kinds])
     for i in graph.indices(NodeKind.PASS):
-        durations[i] = 1 if graph.nodes[i].action.kind == Kind.FORWARD else 2
+        durations[i] = 1 if graph.nodes[i].action.kind == PassKind.FORWARD else 2
     ends = graph.ends(durations)[:, 0, 0].tolist()
     assert dict(zip(kinds, ends, strict=True)) == {
         "gather": 3,
@@ -221,7 +221,7 @@ class Clock:
 
     def do(self, p: Process, instruction: Instruction, rank: int, d: int) -> bool:
         match instruction:
-            case Pass(action):
+            case RunPass(action):
                 if Node(NodeKind.GATHER, rank, action.stage) in p.channel:
                     return False
                 self.begin(p, Node(NodeKind.PASS, rank, action.stage, action), d)

@@ -10,8 +10,8 @@ import pytest
 from tests.simulate.runs import made, spec_of
 from wlb.cost import stage_times, without_collectives
 from wlb.plan import IntArray
-from wlb.simulate import Kind, NodeKind, Simulation, Simulator, StepPrices
-from wlb.simulate.prices import Terms
+from wlb.simulate import NodeKind, PassKind, Simulation, Simulator, StepPrices
+from wlb.simulate.prices import TermPrices
 from wlb.spec import Schedule
 
 ALIGNED = [4096] * 4
@@ -20,12 +20,12 @@ MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
 
 def prices_of(forward: IntArray, backward: IntArray) -> StepPrices:
     """Attention of these times, [steps, dp, n, cp], and nothing else that takes any."""
-    free = Terms(per_token={}, per_call={})
+    free = TermPrices(per_token={}, per_call={})
     return StepPrices(
         tokens=np.ones(forward.shape[:3], np.int64),
         attention_forward_ns=forward,
         attention_backward_ns=backward,
-        linear={Kind.FORWARD: free, Kind.BACKWARD: free},
+        linear={PassKind.FORWARD: free, PassKind.BACKWARD: free},
         ends={},
         message=dict.fromkeys(("intra_node", "inter_node"), free),
         layers=(1, 1),
@@ -126,7 +126,7 @@ def test_an_empty_micro_batch_takes_little_and_one_document_a_step_works() -> No
     simulator, steps = made(spec_of(), [4096])
     found = simulator.run(simulator.price(steps))
     assert len(steps) == 1
-    passes = found.prices.pass_ns(Kind.FORWARD, stage=1)
+    passes = found.prices.pass_ns(PassKind.FORWARD, stage=1)
     full = passes.max()
     assert (np.sort(passes.ravel())[:3] < full).all()
     assert found.metrics(steps)[0].num_tokens == 4096

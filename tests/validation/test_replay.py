@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from wlb.simulate import Kind
+from wlb.simulate import PassKind
 from wlb.spec import Schedule
 from wlb.validation.replay import MIN_WAIT_S, Replayed, StepWaits, TimedWait, replay
 
@@ -122,7 +122,9 @@ def test_ranks_compute_in_torchs_order(schedule: Schedule, made: type) -> None:
             assert texts(spans) == torch_order(made, rank=pp, pp=4, v=2, n=n)
         start, stop = starts_and_stops(run)
         back = (
-            Kind.BACKWARD_INPUT if schedule == Schedule.INTERLEAVED_ZERO_BUBBLE else Kind.BACKWARD
+            PassKind.BACKWARD_INPUT
+            if schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+            else PassKind.BACKWARD
         )
         for i in range(n):
             for stage in range(7):

@@ -6,8 +6,8 @@ import pytest
 from experiments.validation.plans import PROCESSES, DrawnPlan, draw_plans
 from wlb.cost import Scope, workload_for
 from wlb.simulate import Simulation, Simulator, StepPrices
-from wlb.simulate.order import Kind
-from wlb.simulate.prices import Terms
+from wlb.simulate.order import PassKind
+from wlb.simulate.prices import TermPrices
 from wlb.spec import Schedule, load
 from wlb.validation.replay import StepWaits
 from wlb.validation.replay_step import compare, simulated_s, waits_of
@@ -15,16 +15,16 @@ from wlb.validation.replay_step import compare, simulated_s, waits_of
 MS = 1_000_000
 
 
-def calls(ns: float) -> Terms:
-    return Terms(per_token={}, per_call={"calls": ns})
+def calls(ns: float) -> TermPrices:
+    return TermPrices(per_token={}, per_call={"calls": ns})
 
 
 def simulation(
     schedule: Schedule,
     *,
     forward_ms: list[list[int]],
-    linear: dict[Kind, float],
-    ends: dict[tuple[Kind, bool], Terms] | None = None,
+    linear: dict[PassKind, float],
+    ends: dict[tuple[PassKind, bool], TermPrices] | None = None,
 ) -> Simulation:
     """One step of two pipeline ranks with one stage each; forward_ms: attention, [n][cp]; backward
     takes twice that. linear: ms a pass."""
@@ -59,8 +59,8 @@ def test_waits_keep_their_proportions_and_the_shortest_is_as_long_as_asked() -> 
     step = simulation(
         Schedule.ONE_F_ONE_B,
         forward_ms=[[1, 3], [2, 4]],
-        linear={Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0},
-        ends={(Kind.FORWARD, True): calls(6.0 * MS)},
+        linear={PassKind.FORWARD: 1.0, PassKind.BACKWARD: 2.0},
+        ends={(PassKind.FORWARD, True): calls(6.0 * MS)},
     )
     waits = waits_of(step, step=0, shortest_s=0.02)  # the shortest pass has 2 ms: ten times all
     assert waits.shape == (1, 2, 2, 2)
@@ -77,7 +77,7 @@ def test_an_empty_micro_batch_does_not_stretch_the_step() -> None:
     step = simulation(
         Schedule.ONE_F_ONE_B,
         forward_ms=[[0], [400]],
-        linear={Kind.FORWARD: 0.0, Kind.BACKWARD: 0.0},
+        linear={PassKind.FORWARD: 0.0, PassKind.BACKWARD: 0.0},
     )
     waits = waits_of(step, step=0, shortest_s=0.02)
     np.testing.assert_allclose(waits.forward[0, :, 0, 0], [0.02, 0.8])  # 400 ms over 200 / 20
@@ -88,7 +88,7 @@ def test_zero_bubble_waits_for_weights_apart() -> None:
     step = simulation(
         Schedule.INTERLEAVED_ZERO_BUBBLE,
         forward_ms=[[1], [2]],
-        linear={Kind.FORWARD: 3.0, Kind.BACKWARD_INPUT: 4.0, Kind.BACKWARD_WEIGHT: 2.0},
+        linear={PassKind.FORWARD: 3.0, PassKind.BACKWARD_INPUT: 4.0, PassKind.BACKWARD_WEIGHT: 2.0},
     )
     waits = waits_of(step, step=0, shortest_s=0.02)
     assert waits.shape == (1, 2, 4, 1)

@@ -132,10 +132,10 @@ def _finish(
     begin: float,
 ) -> None:
     from wlb.cost.profile_file import save_profile
-    from wlb.profile import Origin, build
+    from wlb.profile import SweepOrigin, build
 
     per_node = options.ranks_per_node or _visible_gpus(environment["device"])
-    origin = Origin(name=name, environment=environment, ranks_per_node=per_node)
+    origin = SweepOrigin(name=name, environment=environment, ranks_per_node=per_node)
     built = build(
         records,
         model=settings.model,

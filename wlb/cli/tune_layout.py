@@ -29,12 +29,12 @@ from wlb.report.layout.tables import (
     loser_lines,
     refusal_lines,
 )
-from wlb.simulate.layouts import GIB, Choices, layouts_of
-from wlb.simulate.settings import CHOSEN, POLICIES, STRATEGIES, Settings
-from wlb.simulate.trial import Sample, effective_caps
-from wlb.simulate.tune import Search, Tuner
-from wlb.simulate.why import losers_of, references_of
-from wlb.simulate.workers import Workers
+from wlb.simulate.layout_search.layouts import GIB, LayoutChoices, layouts_of
+from wlb.simulate.layout_search.packings import CHOSEN, POLICIES, STRATEGIES, PackingChoices
+from wlb.simulate.layout_search.search import Search, Tuner
+from wlb.simulate.layout_search.trial import BatchSample, effective_caps
+from wlb.simulate.layout_search.why import losers_of, references_of
+from wlb.simulate.layout_search.workers import Workers
 from wlb.spec import (
     Recompute,
     RunSpec,
@@ -96,7 +96,7 @@ def add_parser(what: Any) -> None:
         "--micro-batches",
         nargs="*",
         type=float,
-        default=Settings().micro_batches,
+        default=PackingChoices().micro_batches,
         metavar="FACTOR",
         help="micro-batches a window that are tried besides 1 (default: 1.25 1.5)",
     )
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     profile = workload_for(first, options.device).profile
     with Workers(jobs=options.jobs or _cores()) as workers, _Shown() as shown:
         tuner = Tuner(
-            sample=Sample(batches=tuple(batches), device=options.device),
+            sample=BatchSample(batches=tuple(batches), device=options.device),
             settings=_settings(options),
             workers=workers,
             top=options.top,
@@ -218,8 +218,8 @@ def _own_note(known: Search) -> str:
     )
 
 
-def _choices(options: argparse.Namespace) -> Choices:
-    return Choices(
+def _choices(options: argparse.Namespace) -> LayoutChoices:
+    return LayoutChoices(
         **{axis: tuple(sorted(set(getattr(options, axis)))) for axis in ("tp", "cp", "pp", "dp")},
         virtual_stages=tuple(sorted(set(options.virtual_stages))),
         schedules=tuple(s for s in Schedule if str(s) in options.schedules),
@@ -227,8 +227,8 @@ def _choices(options: argparse.Namespace) -> Choices:
     )
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    return Settings(
+def _settings(options: argparse.Namespace) -> PackingChoices:
+    return PackingChoices(
         policies=tuple(p for p in POLICIES if str(p) in options.policies),
         strategies=tuple(s for s in STRATEGIES if str(s) in options.sharding),
         micro_batches=tuple(options.micro_batches),

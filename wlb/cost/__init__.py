@@ -32,9 +32,9 @@ from wlb.cost.profile import (
     GemmCost,
     HeadCost,
     KernelProfile,
-    Kind,
     LayerCost,
     Provenance,
+    ProvenanceKind,
     Scope,
 )
 from wlb.cost.profile_file import (
@@ -70,11 +70,11 @@ __all__ = [
     "GemmCost",
     "HeadCost",
     "KernelProfile",
-    "Kind",
     "LayerCost",
     "MemoryEstimate",
     "ProfiledWorkload",
     "Provenance",
+    "ProvenanceKind",
     "Scales",
     "Scope",
     "StageTimes",

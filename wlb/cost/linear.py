@@ -6,7 +6,7 @@ collectives. The ends of the model, embedding and output head, belong to single 
 apart. Forward and backward are apart everywhere.
 
 With activation recompute (`training.recompute`) backward's terms hold what of forward runs again
-(`AGAIN`), at forward's price.
+(`RECOMPUTED_WORK`), at forward's price.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Work = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RecomputedWork:
     """What backward runs again of a layer: its matrices (of `layer_matrices`), calls of
     element-wise operators, TP's all-gathers and reduce-scatters, attention with CP's gather."""
 
@@ -47,12 +47,12 @@ class Again:
     attention: bool
 
 
-AGAIN = {
-    Recompute.NONE: Again(matrices=range(0), calls={}, tp=(0, 0), attention=False),
-    Recompute.SELECTIVE: Again(
+RECOMPUTED_WORK = {
+    Recompute.NONE: RecomputedWork(matrices=range(0), calls={}, tp=(0, 0), attention=False),
+    Recompute.SELECTIVE: RecomputedWork(
         matrices=range(4, 6), calls={"norm": 1, "swiglu": 1}, tp=(1, 0), attention=False
     ),
-    Recompute.FULL: Again(
+    Recompute.FULL: RecomputedWork(
         matrices=range(6),
         calls={"norm": 2, "residual": 1, "rotary": 2, "swiglu": 1},
         tp=(2, 1),
@@ -88,8 +88,8 @@ class LinearCost:
         return -(-self.model.num_layers // self.parallel.pp)
 
     @property
-    def again(self) -> Again:
-        return AGAIN[self.recompute]
+    def again(self) -> RecomputedWork:
+        return RECOMPUTED_WORK[self.recompute]
 
     @property
     def ns_per_token(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ from wlb.cost.surface import BoolArray, Curve, Surface
 from wlb.plan import IntArray
 
 
-class Kind(StrEnum):
+class ProvenanceKind(StrEnum):
     MEASURED = "measured"
     PUBLISHED = "published"
     ASSUMED = "assumed"
@@ -54,7 +54,7 @@ class Provenance:
     conditions of a measurement, plain JSON values.
     """
 
-    kind: Kind
+    kind: ProvenanceKind
     source: str
     device: str = ""
     backend: str = ""
@@ -66,7 +66,7 @@ class Provenance:
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Kind(self.kind))
+        object.__setattr__(self, "kind", ProvenanceKind(self.kind))
         object.__setattr__(self, "residuals", tuple((k, float(v)) for k, v in self.residuals))
         if not self.source:
             raise ValueError("provenance.source is empty; name who measured or published it")

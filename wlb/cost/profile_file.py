@@ -22,9 +22,9 @@ from wlb.cost.profile import (
     GemmCost,
     HeadCost,
     KernelProfile,
-    Kind,
     LayerCost,
     Provenance,
+    ProvenanceKind,
 )
 from wlb.cost.surface import Curve, Surface
 
@@ -45,7 +45,7 @@ def matching_profile(device: str, machine: str, backend: str | None = None) -> K
         ]
         same.sort(
             key=lambda p: (
-                p.provenance.kind != Kind.MEASURED,
+                p.provenance.kind != ProvenanceKind.MEASURED,
                 backend not in p.backends,
                 p.name == default,
             )

@@ -29,7 +29,7 @@ from wlb.kernels.op import backward, forward
 from wlb.kernels.sdpa import PADDED_LENGTHS
 from wlb.plan import IntArray, digest, offsets_of
 from wlb.profile.tasks import Numbers, Task
-from wlb.profile.timing import Timer
+from wlb.profile.timing import KernelTimer
 from wlb.sharding import shard
 
 TILE_ROWS = {"cuda": 128, "cpu": 1}
@@ -44,7 +44,7 @@ STRATEGIES = ("per_sequence", "per_document", "balanced")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class HeadLayout:
     """What the kernels compute on; num_heads, num_kv_heads: of one rank."""
 
     backend: str
@@ -80,7 +80,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class AttentionGrid:
     """What is measured. lengths: of rows and of keys; longest: of a document (S_max).
 
     held_pairs: off the grid. batches, held_batches: random varlen calls of batch_tokens rows.
@@ -109,7 +109,9 @@ def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tu
     return tuple(sorted(found))
 
 
-def time_call(layout: Layout, q: IntArray, kv: IntArray, timer: Timer, budget_s: float) -> Numbers:
+def time_call(
+    layout: HeadLayout, q: IntArray, kv: IntArray, timer: KernelTimer, budget_s: float
+) -> Numbers:
     """Forward and backward time of one varlen call of segments of q rows over kv keys."""
     offsets_q, offsets_k = offsets_of(q), offsets_of(kv)
     segments = Segments.from_offsets(offsets_q, offsets_k, device=layout.device)
@@ -139,7 +141,7 @@ def time_call(layout: Layout, q: IntArray, kv: IntArray, timer: Timer, budget_s:
     return numbers
 
 
-def grid_pairs(layout: Layout, grid: Grid) -> Iterator[tuple[int, int]]:
+def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, int]]:
     """(rows, keys) of the grid's points; a kernel that pads gets one row less than keys on the
     diagonal, where a point with a prefix and one without differ."""
     for i, q in enumerate(grid.lengths):
@@ -150,7 +152,7 @@ def grid_pairs(layout: Layout, grid: Grid) -> Iterator[tuple[int, int]]:
             yield q, kv
 
 
-def count_of(layout: Layout, q: int, kv: int) -> int:
+def count_of(layout: HeadLayout, q: int, kv: int) -> int:
     """How many equal segments fill the device."""
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
@@ -167,7 +169,7 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
     return q, kv
 
 
-def grid_tasks(layout: Layout, grid: Grid, timer: Timer) -> list[Task]:
+def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
     """Kinds "call" (a tiny segment), "two_groups" (and another), "grid", "held_pair"."""
     shortest = grid.lengths[0]
     tasks = [_equal_task("call", layout, shortest, shortest, 1, grid, timer, has_other=False)]
@@ -184,7 +186,9 @@ def grid_tasks(layout: Layout, grid: Grid, timer: Timer) -> list[Task]:
     return tasks
 
 
-def head_tasks(layout: Layout, others: Sequence[Layout], grid: Grid, timer: Timer) -> list[Task]:
+def head_tasks(
+    layout: HeadLayout, others: Sequence[HeadLayout], grid: AttentionGrid, timer: KernelTimer
+) -> list[Task]:
     """Kind "heads": a few points at other numbers of heads, the layout's own included."""
     some = [n for n in grid.lengths if 128 <= n <= 8192][::3]
     return [
@@ -197,12 +201,12 @@ def head_tasks(layout: Layout, others: Sequence[Layout], grid: Grid, timer: Time
 
 def _equal_task(
     kind: str,
-    layout: Layout,
+    layout: HeadLayout,
     q: int,
     kv: int,
     count: int,
-    grid: Grid,
-    timer: Timer,
+    grid: AttentionGrid,
+    timer: KernelTimer,
     *,
     has_other: bool | None = None,
 ) -> Task:
@@ -216,7 +220,7 @@ def _equal_task(
     return Task(kind=kind, point=point, run=run, may_fail=True)
 
 
-def random_call(grid: Grid, index: int) -> tuple[IntArray, IntArray]:
+def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
     """Rows and keys of the segments of one rank of a random micro-batch; equal for equal index."""
     rng = np.random.default_rng([7, index])
     cp = int(rng.choice([1, 2, 4, 8]))
@@ -236,7 +240,7 @@ def random_call(grid: Grid, index: int) -> tuple[IntArray, IntArray]:
 
 
 def batch_tasks(
-    layout: Layout, grid: Grid, timer: Timer, *, held: bool, repeat: int = 0
+    layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer, *, held: bool, repeat: int = 0
 ) -> list[Task]:
     """Kinds "batch" and "held_batch", of different micro-batches; repeat: measured how often."""
 

@@ -10,15 +10,15 @@ from wlb.cost import (
     Collective,
     CollectiveCost,
     KernelProfile,
-    Kind,
     Provenance,
+    ProvenanceKind,
     Scope,
     load_profile,
 )
 from wlb.cost.profile import DTYPE_BYTES
-from wlb.profile.attention import Grid, Layout, equal_call, random_call
+from wlb.profile.attention import AttentionGrid, HeadLayout, equal_call, random_call
 from wlb.profile.collectives import fit_alpha_beta
-from wlb.profile.fit_attention import Call, FittedAttention, Measured, fit_attention
+from wlb.profile.fit_attention import AttentionRecords, Call, FittedAttention, fit_attention
 from wlb.profile.fit_linear import (
     fit_elementwise,
     fit_gemm,
@@ -37,7 +37,7 @@ RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class BuiltProfile:
     """A profile, and what a report needs besides."""
 
     profile: KernelProfile
@@ -52,7 +52,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class SweepOrigin:
     """What all blocks of a profile are stamped with. environment: what `run_sweep` gives.
     ranks_per_node: of the cluster; None: 8 GPUs, a CPU's processes all on one node."""
 
@@ -68,7 +68,7 @@ class Origin:
         """Dated and stamped by the last start that measured something."""
         start = self.environment["starts"][-1]
         return Provenance(
-            kind=Kind.MEASURED,
+            kind=ProvenanceKind.MEASURED,
             source=source,
             device=self.environment["name"],
             dtype=self.dtype,
@@ -83,10 +83,10 @@ def build(
     records: Sequence[Record],
     *,
     model: ModelSpec,
-    layouts: Sequence[Layout],
-    grid: Grid,
-    origin: Origin,
-) -> Built:
+    layouts: Sequence[HeadLayout],
+    grid: AttentionGrid,
+    origin: SweepOrigin,
+) -> BuiltProfile:
     """Fits everything. ValueError, naming what is missing, where too little was measured."""
     measured = origin.provenance("wlb profile")
 
@@ -127,7 +127,7 @@ def build(
         head=fit_head(records, measured),
         collectives=moved,
     )
-    return Built(
+    return BuiltProfile(
         profile=profile,
         attention=attention,
         residuals=residuals,
@@ -138,9 +138,9 @@ def build(
 
 def _attention(
     records: Sequence[Record],
-    layouts: Sequence[Layout],
+    layouts: Sequence[HeadLayout],
     call_of: Callable[[Record], Call],
-    origin: Origin,
+    origin: SweepOrigin,
 ) -> tuple[tuple[FittedAttention, ...], list[str]]:
     """A fit of each layout of which enough was measured, and notes; ValueError if there is none."""
     found: list[FittedAttention] = []
@@ -148,7 +148,7 @@ def _attention(
     for layout in layouts:
         try:
             fitted = fit_attention(
-                Measured(layout=layout, records=records, call_of=call_of),
+                AttentionRecords(layout=layout, records=records, call_of=call_of),
                 backends=(layout.backend,),
                 provenance=origin.provenance("wlb profile", backend=layout.backend),
             )
@@ -163,7 +163,7 @@ def _attention(
 
 
 def collectives(
-    records: Sequence[Record], origin: Origin
+    records: Sequence[Record], origin: SweepOrigin
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
     """Measured where there were ranks; else of another scope (CPU) or of a shipped profile. So too
     where measured times have no fit (they do not grow with size), which is noise and no reason to
@@ -209,7 +209,7 @@ def _stand_in(
     op: Collective,
     scope: Scope,
     found: Mapping[tuple[str, str], CollectiveCost],
-    origin: Origin,
+    origin: SweepOrigin,
     why: str,
 ) -> CollectiveCost:
     near = found.get((op, Scope.INTRA_NODE))
@@ -226,5 +226,5 @@ def _stand_in(
         scope=scope,
         alpha_ns=costs[0],
         bytes_per_s=costs[1],
-        provenance=Provenance(kind=Kind.ASSUMED, source=source),
+        provenance=Provenance(kind=ProvenanceKind.ASSUMED, source=source),
     )

@@ -44,7 +44,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class CollectivePoint:
     """What one task measures. size_bytes: a multiple of ranks x the bytes of a value."""
 
     op: Collective
@@ -83,7 +83,7 @@ class CollectiveSweep:
 
     tasks: list[Task]
     note: str
-    _followed: "_Ranks | None" = None
+    _followed: "_LedRanks | None" = None
 
     def __enter__(self) -> Self:
         return self
@@ -146,9 +146,11 @@ def default_sizes(device: torch.device) -> list[int]:
     return [SMALLEST_BYTES << i for i in range(0, count, 2)]
 
 
-def _points(scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int) -> list[Point]:
+def _points(
+    scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int
+) -> list[CollectivePoint]:
     """All points; scopes: how many ranks the group of each has."""
-    points: dict[Point, None] = {}
+    points: dict[CollectivePoint, None] = {}
     for scope, num_ranks in scopes.items():
         for op in Collective:
             for size in sorted(sizes):
@@ -157,12 +159,12 @@ def _points(scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int) ->
                     raise ValueError(
                         f"a buffer of {size} bytes is less than a value a rank on {num_ranks} ranks"
                     )
-                point = Point(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole)
+                point = CollectivePoint(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole)
                 points[point] = None
     return list(points)
 
 
-def _task(point: Point, measure: Callable[[Point], Numbers]) -> Task:
+def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers]) -> Task:
     named = {
         "op": str(point.op),
         "scope": str(point.scope),
@@ -180,11 +182,11 @@ class _Local:
     kind: str
     num_ranks: int
     dtype: torch.dtype
-    points: list[Point]
+    points: list[CollectivePoint]
     effort: _Effort
-    found: dict[Point, Numbers | str] = field(default_factory=dict)
+    found: dict[CollectivePoint, Numbers | str] = field(default_factory=dict)
 
-    def measure(self, point: Point) -> Numbers:
+    def measure(self, point: CollectivePoint) -> Numbers:
         if not self.found:
             results = run_local(
                 _measure_locally,
@@ -202,7 +204,11 @@ class _Local:
 
 
 def _measure_locally(
-    world: worlds.World, kind: str, dtype: torch.dtype, points: Sequence[Point], effort: _Effort
+    world: worlds.World,
+    kind: str,
+    dtype: torch.dtype,
+    points: Sequence[CollectivePoint],
+    effort: _Effort,
 ) -> list[Numbers | str]:
     group = dist.group.WORLD
     assert group is not None
@@ -236,7 +242,7 @@ def _sweep_of_world(
     dist.all_gather_object(told, (world.node_rank, mine), _control())
     agreed = [size for size in told[0][1] if all(size in there for _, there in told)]
     places = _places(_scopes([node for node, _ in told]), device, dtype)
-    ranks = _Ranks(world=world, places=places, effort=effort)
+    ranks = _LedRanks(world=world, places=places, effort=effort)
     tasks: list[Task] = []
     if world.rank == 0:
         counts = {scope: len(place.ranks) for scope, place in places.items()}
@@ -272,7 +278,7 @@ def _control() -> dist.ProcessGroup:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ranks:
+class _LedRanks:
     """Ranks that rank 0 leads. They wait in a broadcast, no longer than the group's time limit."""
 
     world: worlds.World
@@ -280,7 +286,7 @@ class _Ranks:
     effort: _Effort
     released: bool = False
 
-    def measure(self, point: Point) -> Numbers:
+    def measure(self, point: CollectivePoint) -> Numbers:
         """On rank 0, which is in every scope's group."""
         self._tell(point)
         return _numbers(measure(point, self.places[point.scope], self.effort))
@@ -299,7 +305,7 @@ class _Ranks:
             self._tell(None)
             self.released = True
 
-    def _tell(self, point: Point | None) -> Point | None:
+    def _tell(self, point: CollectivePoint | None) -> CollectivePoint | None:
         told = [point]
         dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
         return told[0]
@@ -308,7 +314,7 @@ class _Ranks:
 # Measuring, on every rank of the group at the same time.
 
 
-def measure(point: Point, place: _Place, effort: _Effort) -> Numbers | str:
+def measure(point: CollectivePoint, place: _Place, effort: _Effort) -> Numbers | str:
     """Times of one point, equal on all ranks of the group; or words if one is out of memory."""
     problem, call = "", None
     try:
@@ -326,7 +332,7 @@ def measure(point: Point, place: _Place, effort: _Effort) -> Numbers | str:
     return {"ns": median, "low_ns": low, "high_ns": high, "count": times_ns.size}
 
 
-def _call(point: Point, place: _Place) -> Callable[[], Any]:
+def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
     num_values = point.size_bytes // place.dtype.itemsize
     group, rank = place.group, dist.get_rank(place.group)
 

@@ -31,7 +31,7 @@ from wlb.cost import (
 )
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
 from wlb.plan import IntArray
-from wlb.profile.attention import Layout
+from wlb.profile.attention import HeadLayout
 from wlb.profile.tasks import Record
 
 PASSES = ("forward", "backward")
@@ -49,10 +49,10 @@ Call = tuple[IntArray, IntArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class AttentionRecords:
     """Attention records of one layout. calls: segments of the record's call."""
 
-    layout: Layout
+    layout: HeadLayout
     records: Sequence[Record]
     call_of: Callable[[Record], Call]
 
@@ -66,7 +66,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class HeldOutCall:
     """A held-out call, for reports: measured and predicted ns of both passes."""
 
     kind: str
@@ -82,11 +82,11 @@ class FittedAttention:
     table: AttentionTable
     residuals: dict[str, float]
     notes: tuple[str, ...]
-    points: tuple[Point, ...] = field(repr=False)
+    points: tuple[HeldOutCall, ...] = field(repr=False)
 
 
 def fit_attention(
-    measured: Measured, *, backends: tuple[str, ...], provenance: Provenance
+    measured: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
 ) -> FittedAttention:
     """ValueError where too little of the grid was measured."""
     table = _from_grid(measured, backends, provenance)
@@ -105,7 +105,7 @@ def fit_attention(
 
 
 def _from_grid(
-    measured: Measured, backends: tuple[str, ...], provenance: Provenance
+    measured: AttentionRecords, backends: tuple[str, ...], provenance: Provenance
 ) -> AttentionTable:
     layout = measured.layout
     calls, grid = measured.of("call"), measured.of("grid")
@@ -139,7 +139,7 @@ def _from_grid(
 
 
 def _rates(
-    layout: Layout, grid: Sequence[Record], name: str, call_ns: float, group_ns: float
+    layout: HeadLayout, grid: Sequence[Record], name: str, call_ns: float, group_ns: float
 ) -> dict[str, object]:
     """TFLOP/s of segments, for a kernel with groups apart for those without a prefix.
 
@@ -178,7 +178,7 @@ def _rates(
     return out
 
 
-def _computed(layout: Layout, length: int) -> int:
+def _computed(layout: HeadLayout, length: int) -> int:
     """Rows that the kernel computes for a segment of `length` rows."""
     steps = layout.padded_lengths
     if not steps or length > steps[-1]:
@@ -186,7 +186,7 @@ def _computed(layout: Layout, length: int) -> int:
     return next(n for n in steps if n >= length)
 
 
-def _tiled(layout: Layout, rows: int) -> int:
+def _tiled(layout: HeadLayout, rows: int) -> int:
     return -(-rows // layout.tile_rows) * layout.tile_rows
 
 
@@ -225,7 +225,9 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
     )
 
 
-def _in_company(measured: Measured, table: AttentionTable) -> tuple[AttentionTable, list[str]]:
+def _in_company(
+    measured: AttentionRecords, table: AttentionTable
+) -> tuple[AttentionTable, list[str]]:
     """Step 4, and notes."""
     batches = measured.of("batch")
     if not batches:
@@ -325,7 +327,7 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
     return out
 
 
-def _heads(measured: Measured) -> dict[str, FloatArray]:
+def _heads(measured: AttentionRecords) -> dict[str, FloatArray]:
     """Throughput at other numbers of heads, relative to the layout's own; median over points."""
     layout = measured.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
@@ -352,14 +354,14 @@ def _heads(measured: Measured) -> dict[str, FloatArray]:
     }
 
 
-def held_out(measured: Measured, table: AttentionTable) -> list[Point]:
+def held_out(measured: AttentionRecords, table: AttentionTable) -> list[HeldOutCall]:
     """Every held-out call, with its prediction."""
-    points: list[Point] = []
+    points: list[HeldOutCall] = []
     for kind in ("held_pair", "held_batch"):
         for record in measured.of(kind):
             label = {k: v for k, v in record.point.items() if isinstance(v, int)}
             points.append(
-                Point(
+                HeldOutCall(
                     kind=kind,
                     label=label,
                     measured_ns=(record.numbers["forward_ns"], record.numbers["backward_ns"]),
@@ -369,7 +371,7 @@ def held_out(measured: Measured, table: AttentionTable) -> list[Point]:
     return points
 
 
-def errors(points: Sequence[Point]) -> dict[str, float]:
+def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
     """MAPE, p95 and maximum of pairs and of batches, of each pass and of both together."""
     out: dict[str, float] = {}
     for kind in ("held_pair", "held_batch"):
@@ -390,7 +392,7 @@ def errors(points: Sequence[Point]) -> dict[str, float]:
     return out
 
 
-def retest(measured: Measured) -> dict[str, float]:
+def retest(measured: AttentionRecords) -> dict[str, float]:
     """How far two measurements of the same held-out batch differ: mean |a / b - 1|."""
     by_index: dict[int, list[Record]] = {}
     for record in measured.of("held_batch"):

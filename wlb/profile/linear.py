@@ -31,7 +31,7 @@ from wlb.model.loss import head_loss
 from wlb.model.rope import inverse_frequencies, rope_tables, rotate
 from wlb.model.swiglu import swiglu
 from wlb.profile.tasks import Numbers, Task
-from wlb.profile.timing import Timer
+from wlb.profile.timing import KernelTimer
 from wlb.spec import ModelSpec
 
 ROW_PARALLEL = (3, 6)
@@ -49,7 +49,7 @@ SEED = 20_25
 class _Bench:
     """What all tasks share: where tensors live and how passes are timed."""
 
-    timer: Timer
+    timer: KernelTimer
     device: torch.device
     dtype: torch.dtype
     budget_s: float
@@ -112,7 +112,7 @@ def linear_tasks(
     model: ModelSpec,
     tp_degrees: Sequence[int],
     tokens: Sequence[int],
-    timer: Timer,
+    timer: KernelTimer,
     *,
     device: torch.device,
     dtype: torch.dtype,

@@ -13,12 +13,19 @@ from rich.progress import track
 
 from wlb.kernels.select import AUTO_ORDER, choose_backend
 from wlb.parallel import world as worlds
-from wlb.profile.attention import Grid, Layout, batch_tasks, grid_tasks, head_tasks, steps
+from wlb.profile.attention import (
+    AttentionGrid,
+    HeadLayout,
+    batch_tasks,
+    grid_tasks,
+    head_tasks,
+    steps,
+)
 from wlb.profile.collectives import collective_tasks
 from wlb.profile.device import Monitor, describe
 from wlb.profile.linear import linear_tasks
 from wlb.profile.tasks import Record, RecordFile, Task
-from wlb.profile.timing import Timer, make_timer, pinned_threads
+from wlb.profile.timing import KernelTimer, make_timer, pinned_threads
 from wlb.spec import AttentionBackend, ModelSpec, RunSpec
 
 PRESETS = {"cpu": "demo", "cuda": "7b_128k"}
@@ -33,7 +40,7 @@ DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SweepSettings:
     """A sweep, decided before anything is measured.
 
     layouts: attention tables to make. other_heads: layouts at which only the efficiency of a number
@@ -44,9 +51,9 @@ class Settings:
     dtype: torch.dtype
     model: ModelSpec
     tp_degrees: tuple[int, ...]
-    layouts: tuple[Layout, ...]
-    other_heads: tuple[Layout, ...]
-    grid: Grid
+    layouts: tuple[HeadLayout, ...]
+    other_heads: tuple[HeadLayout, ...]
+    grid: AttentionGrid
     tokens: tuple[int, ...]
     linear_budget_s: float
     collective_budget_s: float
@@ -71,7 +78,7 @@ def settings_of(
     backend: str | None,
     heads: Sequence[str],
     quick: bool,
-) -> Settings:
+) -> SweepSettings:
     """ValueError for a backend that cannot compute here, or for bad head layouts.
 
     spec: the model, its TP degree and S_max. heads: further head layouts, as in "8:2x128".
@@ -88,9 +95,9 @@ def settings_of(
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
     of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
 
-    def layouts(shapes: Sequence[Shape]) -> tuple[Layout, ...]:
+    def layouts(shapes: Sequence[Shape]) -> tuple[HeadLayout, ...]:
         return tuple(
-            Layout(
+            HeadLayout(
                 backend=name,
                 num_heads=shape[0],
                 num_kv_heads=shape[1],
@@ -105,7 +112,7 @@ def settings_of(
     is_gpu = device.type == "cuda"
     window = spec.data.context_window
     longest = min(window, QUICK_LONGEST[device.type]) if quick else window
-    return Settings(
+    return SweepSettings(
         device=device,
         dtype=dtype,
         model=model,
@@ -159,8 +166,8 @@ def _backends(
     return found if found == ["sdpa"] or asked else [b for b in found if b != "sdpa"]
 
 
-def _cpu_grid(longest: int, quick: bool) -> Grid:
-    return Grid(
+def _cpu_grid(longest: int, quick: bool) -> AttentionGrid:
+    return AttentionGrid(
         lengths=steps(8, longest, (1.0,) if quick else (1.0, 1.5)),
         held_pairs=12 if quick else 40,
         batches=20 if quick else 60,
@@ -170,9 +177,9 @@ def _cpu_grid(longest: int, quick: bool) -> Grid:
     )
 
 
-def _gpu_grid(longest: int, quick: bool) -> Grid:
+def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
     lengths = {*DENSE[:: 2 if quick else 1], *steps(1024, max(1024, longest), (1.0,)), longest}
-    return Grid(
+    return AttentionGrid(
         lengths=tuple(sorted(n for n in lengths if n <= longest)),
         held_pairs=16 if quick else 40,
         batches=20 if quick else 60,
@@ -182,7 +189,7 @@ def _gpu_grid(longest: int, quick: bool) -> Grid:
     )
 
 
-def tasks_of(settings: Settings, timer: Timer) -> list[Task]:
+def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
     """All but collectives. Held-out batches come first and again last: at different moments."""
     grid = settings.grid
     first, middle, last = [], [], []
@@ -212,7 +219,7 @@ def tasks_of(settings: Settings, timer: Timer) -> list[Task]:
 
 
 def run_sweep(
-    settings: Settings,
+    settings: SweepSettings,
     path: Path,
     world: worlds.World | None,
     console: Console,

@@ -77,7 +77,7 @@ class Timing:
         )
 
 
-class Timer(ABC):
+class KernelTimer(ABC):
     """Times calls on one device; `make_timer` gives the right kind."""
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class Timer(ABC):
     ) -> tuple[Timing, ...]: ...
 
 
-class CpuTimer(Timer):
+class CpuTimer(KernelTimer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         # The C library learns from this to keep freed memory: else it returns some blocks to the
@@ -170,7 +170,7 @@ class CpuTimer(Timer):
         return took
 
 
-class CudaTimer(Timer):
+class CudaTimer(KernelTimer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._flush_buffer: torch.Tensor | None = None
@@ -252,7 +252,7 @@ def _spin_cycles(host_s: float) -> int:
     return int(min(MOST_SPIN_S, 1.5 * host_s) * SPIN_CYCLES_PER_S)
 
 
-def make_timer(device: torch.device) -> Timer:
+def make_timer(device: torch.device) -> KernelTimer:
     match device.type:
         case "cpu":
             return CpuTimer(device)

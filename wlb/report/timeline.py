@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.report.plots import INK, WIDTH, FloatArray, new_figure
-from wlb.simulate import Kind, Node, NodeKind, Simulation
+from wlb.simulate import Node, NodeKind, PassKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
 """Of backward passes, by micro-batch, again from the first after the last. Told apart by people who
@@ -84,7 +84,7 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
     from matplotlib.patches import Patch
 
     n = simulation.simulator.spec.micro_batches_per_pipeline
-    splits = any(a.kind == Kind.BACKWARD_WEIGHT for a in simulation.simulator.order[0])
+    splits = any(a.kind == PassKind.BACKWARD_WEIGHT for a in simulation.simulator.order[0])
     handles = shade_handles(splits=splits)
     graph, durations = simulation.simulator.graph, simulation.durations_ns
     if any(durations[i].any() for i, node in enumerate(graph.nodes) if node.action is None):
@@ -135,24 +135,24 @@ def legend_below(figure: Any, handles: list[Any]) -> None:
 
 
 def draw_passes(
-    axes: Any, micro_batch: int, kind: Kind, boxes: list[Box], *, inches: float
+    axes: Any, micro_batch: int, kind: PassKind, boxes: list[Box], *, inches: float
 ) -> None:
     """Bars of one micro-batch and kind, as a collection with the gid `mb<micro_batch><kind>`.
     inches: height of a row."""
     from matplotlib.collections import PolyCollection
 
     colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
-    colour = mixed(colour, LIGHT) if kind == Kind.FORWARD else colour
+    colour = mixed(colour, LIGHT) if kind == PassKind.FORWARD else colour
     collection = PolyCollection(
         [corners(box) for box in boxes],
         facecolors=colour,
         edgecolors="white",
         linewidths=0.4,
-        hatch="////" if kind == Kind.BACKWARD_WEIGHT else None,
+        hatch="////" if kind == PassKind.BACKWARD_WEIGHT else None,
     )
     collection.set_gid(f"mb{micro_batch}{kind}")
     axes.add_collection(collection)
-    if kind != Kind.BACKWARD_WEIGHT:
+    if kind != PassKind.BACKWARD_WEIGHT:
         number_bars(axes, micro_batch, boxes, colour, inches=inches)
 
 
@@ -176,7 +176,7 @@ class _Bars(NamedTuple):
         return float(self.start[i]), float(self.stop[i]), top, top + height
 
     def passes(self) -> None:
-        groups: dict[tuple[int, Kind], list[Box]] = {}
+        groups: dict[tuple[int, PassKind], list[Box]] = {}
         for i, node in enumerate(self.simulation.simulator.graph.nodes):
             if node.kind == NodeKind.PASS and node.action is not None:
                 key = (node.action.micro_batch, node.action.kind)

@@ -2,7 +2,7 @@
 
 from wlb.simulate.critical import CriticalPath, Event, critical_path
 from wlb.simulate.graph import Graph, Node, NodeKind
-from wlb.simulate.order import Action, Kind, Order, pipeline_order
+from wlb.simulate.order import Action, Order, PassKind, pipeline_order
 from wlb.simulate.prices import ShardedStep, StepPrices
 from wlb.simulate.program import step_graph
 from wlb.simulate.run import (
@@ -20,10 +20,10 @@ __all__ = [
     "CriticalPath",
     "Event",
     "Graph",
-    "Kind",
     "Node",
     "NodeKind",
     "Order",
+    "PassKind",
     "RunSimulation",
     "ShardedStep",
     "Simulation",

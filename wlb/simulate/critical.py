@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from wlb.simulate.graph import Node, NodeKind
-from wlb.simulate.order import Kind
+from wlb.simulate.order import PassKind
 from wlb.simulate.prices import StepPrices
 from wlb.simulate.step import Simulation
 
@@ -138,7 +138,7 @@ def _terms(
     tokens = int(prices.tokens[step, pipeline, i])
     out: dict[str, float] = {}
     cp_rank = -1
-    if kind != Kind.BACKWARD_WEIGHT and prices.layers[stage]:
+    if kind != PassKind.BACKWARD_WEIGHT and prices.layers[stage]:
         ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
         out["attention"] = float(ranks.mean()) * 1e-9

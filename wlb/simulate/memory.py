@@ -13,7 +13,7 @@ import numpy as np
 from wlb.cost import memory_of_rank
 from wlb.cost.memory import layer_activation_bytes, layer_waiting_bytes, stage_output_bytes
 from wlb.plan import IntArray
-from wlb.simulate.order import Action, Kind
+from wlb.simulate.order import Action, PassKind
 from wlb.spec import RunSpec
 
 
@@ -49,10 +49,10 @@ def peak_activation_bytes(
     none = np.zeros_like(output)
     in_layer, in_stage = (
         {
-            Kind.FORWARD: k,
-            Kind.BACKWARD: -k,
-            Kind.BACKWARD_INPUT: w - k,
-            Kind.BACKWARD_WEIGHT: -w,
+            PassKind.FORWARD: k,
+            PassKind.BACKWARD: -k,
+            PassKind.BACKWARD_INPUT: w - k,
+            PassKind.BACKWARD_WEIGHT: -w,
         }
         for k, w in ((kept, waiting), (output, none))
     )

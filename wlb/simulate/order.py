@@ -19,7 +19,7 @@ from typing import NamedTuple
 from wlb.spec import Schedule
 
 
-class Kind(StrEnum):
+class PassKind(StrEnum):
     """A pass of one micro-batch through one stage; named as torch's schedules name them."""
 
     FORWARD = "F"
@@ -29,14 +29,14 @@ class Kind(StrEnum):
 
     @property
     def sends_gradient(self) -> bool:
-        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        return self in (PassKind.BACKWARD, PassKind.BACKWARD_INPUT)
 
 
 class Action(NamedTuple):
     """`2F0`: forward of micro-batch 0 on stage 2."""
 
     stage: int
-    kind: Kind
+    kind: PassKind
     micro_batch: int
 
     def __str__(self) -> str:
@@ -80,7 +80,9 @@ def pipeline_order(
 
 def _one_rank(n: int) -> tuple[Action, ...]:
     """No pipeline: one micro-batch after the other."""
-    return tuple(Action(0, kind, i) for i in range(n) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    return tuple(
+        Action(0, kind, i) for i in range(n) for kind in (PassKind.FORWARD, PassKind.BACKWARD)
+    )
 
 
 def _rank_order(
@@ -90,23 +92,23 @@ def _rank_order(
     is_split = schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
     hops = 2 if schedule == Schedule.INTERLEAVED_1F1B else 1
     warmup = min((v - 1) * group + hops * (pp - 1 - rank), n * v)
-    backward = Kind.BACKWARD_INPUT if is_split else Kind.BACKWARD
+    backward = PassKind.BACKWARD_INPUT if is_split else PassKind.BACKWARD
 
-    def action(kind: Kind, k: int) -> Action:
+    def action(kind: PassKind, k: int) -> Action:
         chunk = (k // group) % v
-        if kind != Kind.FORWARD:
+        if kind != PassKind.FORWARD:
             chunk = v - 1 - chunk
         return Action(rank + chunk * pp, kind, k // (group * v) * group + k % group)
 
-    out = [action(Kind.FORWARD, k) for k in range(warmup)]
+    out = [action(PassKind.FORWARD, k) for k in range(warmup)]
     num_weights = 0
     for k in range(n * v):
         if warmup + k < n * v:
-            out.append(action(Kind.FORWARD, warmup + k))
+            out.append(action(PassKind.FORWARD, warmup + k))
         out.append(action(backward, k))
         if is_split and k >= rank * weight_delay:
-            out.append(action(Kind.BACKWARD_WEIGHT, num_weights))
+            out.append(action(PassKind.BACKWARD_WEIGHT, num_weights))
             num_weights += 1
     if is_split:
-        out += [action(Kind.BACKWARD_WEIGHT, k) for k in range(num_weights, n * v)]
+        out += [action(PassKind.BACKWARD_WEIGHT, k) for k in range(num_weights, n * v)]
     return tuple(out)

@@ -19,7 +19,7 @@ from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.cost.split import split_backward
 from wlb.plan import IntArray, PipelinePlan, StepPlan
-from wlb.simulate.order import Kind
+from wlb.simulate.order import PassKind
 from wlb.spec import ParallelSpec, RunSpec
 
 FloatArray = npt.NDArray[np.float64]
@@ -40,15 +40,15 @@ class ShardedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class TermPrices:
     """ns a token of a micro-batch and ns a micro-batch, by term, of one stage's layers or ends."""
 
     per_token: dict[str, float]
     per_call: dict[str, float]
 
-    def times(self, layers: int) -> "Terms":
+    def times(self, layers: int) -> "TermPrices":
         """Of so many layers, where these are of one."""
-        return Terms(
+        return TermPrices(
             per_token={name: ns * layers for name, ns in self.per_token.items()},
             per_call={name: ns * layers for name, ns in self.per_call.items()},
         )
@@ -75,9 +75,9 @@ class StepPrices:
     tokens: IntArray
     attention_forward_ns: IntArray
     attention_backward_ns: IntArray
-    linear: dict[Kind, Terms]
-    ends: dict[tuple[Kind, bool], Terms]
-    message: dict[Scope, Terms]
+    linear: dict[PassKind, TermPrices]
+    ends: dict[tuple[PassKind, bool], TermPrices]
+    message: dict[Scope, TermPrices]
     layers: tuple[int, ...]
 
     @property
@@ -90,17 +90,17 @@ class StepPrices:
         """What a stage's passes depend on: layers, whether it is the first and the last."""
         return self.layers[stage], stage == 0, stage == len(self.layers) - 1
 
-    def attention_ns(self, kind: Kind, stage: int) -> IntArray:
+    def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
         """[steps, dp, n, cp]; the weights' pass has none."""
         match kind:
-            case Kind.FORWARD:
+            case PassKind.FORWARD:
                 return self.attention_forward_ns * self.layers[stage]
-            case Kind.BACKWARD_WEIGHT:
+            case PassKind.BACKWARD_WEIGHT:
                 return np.zeros_like(self.attention_forward_ns)
             case _:
                 return self.attention_backward_ns * self.layers[stage]
 
-    def terms(self, stage: int, kind: Kind | None = None) -> list[Terms]:
+    def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
         """All that passes of a stage have besides attention: of one kind, or of all."""
         layers, is_first, is_last = self.alike(stage)
         kinds = list(self.linear) if kind is None else [kind]
@@ -108,14 +108,14 @@ class StepPrices:
         of_layers = [self.linear[k].times(layers) for k in kinds if layers]
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
-    def linear_ns(self, kind: Kind, stage: int) -> FloatArray:
+    def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
         """All of a pass but attention's kernels, [steps, dp, n]."""
         out = np.zeros(self.tokens.shape)
         for terms in self.terms(stage, kind):
             out += _of(terms, self.tokens)
         return out
 
-    def pass_ns(self, kind: Kind, stage: int) -> IntArray:
+    def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
         """[steps, dp, n]: the slowest CP rank's time."""
         linear = self.linear_ns(kind, stage)
         return np.rint(self.attention_ns(kind, stage).max(axis=3) + linear).astype(np.int64)
@@ -197,13 +197,13 @@ def prices_of(
     )
 
 
-def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
+def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[PassKind, TermPrices]:
     """One layer's linear part of each kind of pass that the schedule has."""
     layers = cost.num_layers_per_rank
 
-    def of_pass(suffix: str, call_ns: float) -> Terms:
+    def of_pass(suffix: str, call_ns: float) -> TermPrices:
         names = [name for name in cost.ns_per_token if name.endswith(suffix)]
-        return Terms(
+        return TermPrices(
             per_token={n.removesuffix(suffix): cost.ns_per_token[n] / layers for n in names},
             per_call={CALLS: call_ns / layers},
         )
@@ -211,7 +211,7 @@ def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
     forward = of_pass("_forward", cost.linear.call_ns[0])
     backward = of_pass("_backward", cost.linear.call_ns[1])
     if not spec.splits_backward:
-        return {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+        return {PassKind.FORWARD: forward, PassKind.BACKWARD: backward}
     split = split_backward(cost.linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)
@@ -222,17 +222,17 @@ def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Kind, Terms]:
         "tp_comm": (split.weight_ns_per_token - split.product_ns_per_token) / layers,
     }
     return {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD_INPUT: Terms(
+        PassKind.FORWARD: forward,
+        PassKind.BACKWARD_INPUT: TermPrices(
             per_token=inputs, per_call={CALLS: backward.call_ns - split.saved_call_ns / layers}
         ),
-        Kind.BACKWARD_WEIGHT: Terms(
+        PassKind.BACKWARD_WEIGHT: TermPrices(
             per_token=weights, per_call={CALLS: split.weight_call_ns / layers}
         ),
     }
 
 
-def end_terms(cost: ProfiledWorkload) -> dict[tuple[Kind, bool], Terms]:
+def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]:
     """Embedding on the first stage, head and loss on the last; by (kind, is last stage).
 
     TP sums the embedding's rows (a reduce-scatter; its adjoint gathers) and gathers the head's,
@@ -241,40 +241,40 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[Kind, bool], Terms]:
     forward, backward = cost.linear.embedding_ns_per_token
     head = {"head": cost.linear.head_ns_per_token}
     first = _end(cost, {"embedding": backward}, gathers=1, scatters=0)
-    scaled = Terms(per_token={}, per_call={"head": cost.linear.head_backward_ns})
+    scaled = TermPrices(per_token={}, per_call={"head": cost.linear.head_backward_ns})
     return {
-        (Kind.FORWARD, False): _end(cost, {"embedding": forward}, gathers=0, scatters=1),
-        (Kind.BACKWARD, False): first,
-        (Kind.BACKWARD_INPUT, False): first,
-        (Kind.FORWARD, True): _end(cost, head, gathers=1, scatters=1),
-        (Kind.BACKWARD, True): scaled,
-        (Kind.BACKWARD_INPUT, True): scaled,
+        (PassKind.FORWARD, False): _end(cost, {"embedding": forward}, gathers=0, scatters=1),
+        (PassKind.BACKWARD, False): first,
+        (PassKind.BACKWARD_INPUT, False): first,
+        (PassKind.FORWARD, True): _end(cost, head, gathers=1, scatters=1),
+        (PassKind.BACKWARD, True): scaled,
+        (PassKind.BACKWARD_INPUT, True): scaled,
     }
 
 
 def _end(
     cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
-) -> Terms:
+) -> TermPrices:
     """With TP's collectives, which have nothing to hide behind here."""
     tp = cost.parallel.tp
     if tp == 1:
-        return Terms(per_token=per_token, per_call={})
+        return TermPrices(per_token=per_token, per_call={})
     calls = ((Collective.ALL_GATHER, gathers), (Collective.REDUCE_SCATTER, scatters))
     alphas = (cost.profile.collective(op, span_ranks=tp).alpha_ns * n for op, n in calls)
-    return Terms(
+    return TermPrices(
         per_token={**per_token, "tp_comm": cost.linear.tp_wire_ns(gathers, scatters)},
         per_call={CALLS: float(sum(alphas))},
     )
 
 
-def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, Terms]:
+def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, TermPrices]:
     """Activations, or their gradients, to a neighbour stage: each TP rank sends its rows."""
     parallel, profile = spec.parallel, cost.profile
     size = spec.model.hidden_size * DTYPE_BYTES[profile.dtype] / (parallel.tp * parallel.cp)
-    out: dict[Scope, Terms] = {}
+    out: dict[Scope, TermPrices] = {}
     for p2p in profile.collectives:
         if p2p.op == Collective.P2P:
-            out[p2p.scope] = Terms(
+            out[p2p.scope] = TermPrices(
                 per_token={"p2p": p2p.wire_ns(size, num_ranks=2)},
                 per_call={CALLS: float(p2p.alpha_ns)},
             )
@@ -289,5 +289,5 @@ def message_scope(parallel: ParallelSpec, sender: int, receiver: int, *, node: i
     return Scope.INTRA_NODE if is_inside else Scope.INTER_NODE
 
 
-def _of(terms: Terms, tokens: IntArray) -> FloatArray:
+def _of(terms: TermPrices, tokens: IntArray) -> FloatArray:
     return tokens.astype(np.float64) * terms.token_ns + terms.call_ns

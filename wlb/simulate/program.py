@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from wlb.simulate.graph import Graph, Node, NodeKind, sorted_graph
-from wlb.simulate.order import Action, Kind, Order, pipeline_order
+from wlb.simulate.order import Action, Order, PassKind, pipeline_order
 from wlb.spec import Schedule
 
 ACTIVE_STAGES = 3
 """Stages whose parameters torch's pipeline runtime keeps gathered."""
 
 
-class Pass(NamedTuple):
+class RunPass(NamedTuple):
     action: Action
 
 
@@ -76,7 +76,7 @@ class Reduce(NamedTuple):
     stage: int
 
 
-Instruction = Pass | Send | Receive | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
+Instruction = RunPass | Send | Receive | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
 Program = list[Instruction]
 
 
@@ -116,7 +116,7 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
         return programs
     programs: list[Program]
     if pp == 1:
-        passes: Program = [Pass(action) for action in order[0]]
+        passes: Program = [RunPass(action) for action in order[0]]
         ahead: Program = [ReduceAhead(0)] if has_fsdp else []
         programs = [[*passes[:-1], *ahead, passes[-1]]]
     else:
@@ -133,8 +133,8 @@ def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
 def _input_of(action: Action, num_stages: int) -> Action | None:
     """The pass on another rank whose output this pass waits for, as the message's name."""
     stage, kind, i = action
-    if kind == Kind.FORWARD and stage > 0:
-        return Action(stage - 1, Kind.FORWARD, i)
+    if kind == PassKind.FORWARD and stage > 0:
+        return Action(stage - 1, PassKind.FORWARD, i)
     if kind.sends_gradient and stage < num_stages - 1:
         return Action(stage + 1, kind, i)
     return None
@@ -142,7 +142,7 @@ def _input_of(action: Action, num_stages: int) -> Action | None:
 
 def _output_of(action: Action, num_stages: int) -> tuple[Action, int] | None:
     """The message a pass sends, and the stage that receives it."""
-    if action.kind == Kind.FORWARD and action.stage < num_stages - 1:
+    if action.kind == PassKind.FORWARD and action.stage < num_stages - 1:
         return action, action.stage + 1
     if action.kind.sends_gradient and action.stage > 0:
         return action, action.stage - 1
@@ -154,7 +154,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
     whose input nobody has sent skips its turn. A pass's send and the peer's receive are written
     down at once."""
     pp = len(programs)
-    num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, Pass))
+    num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
     out: list[Program] = [[] for _ in programs]
     sent: set[Action] = set()
     left = [deque(program) for program in programs]
@@ -166,7 +166,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
             out[rank] += ready
             moved = True
             instruction = coming.popleft()
-            if not isinstance(instruction, Pass):
+            if not isinstance(instruction, RunPass):
                 continue
             if (output := _output_of(instruction.action, num_stages)) is not None:
                 message, to_stage = output
@@ -174,14 +174,14 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
                 out[to_stage % pp].append(Receive(message))
                 sent.add(message)
         if not moved:
-            stuck = [str(c[0].action) for c in left if c and isinstance(c[0], Pass)]
+            stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
             raise ValueError(f"these passes wait for inputs that nobody sends: {', '.join(stuck)}")
     return out
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
     """What is written down for an instruction; nothing while its input is not sent."""
-    if not isinstance(instruction, Pass):
+    if not isinstance(instruction, RunPass):
         return [instruction]
     needed = _input_of(instruction.action, num_stages)
     if needed is None:
@@ -203,37 +203,37 @@ class _OneFOneB:
     def program(self) -> Program:
         warmup = min(self.n, self.pp - self.rank)
         for i in range(warmup):
-            self.exchange(None, self.incoming(Kind.FORWARD, i))
-            self.run(Kind.FORWARD, i)
+            self.exchange(None, self.incoming(PassKind.FORWARD, i))
+            self.run(PassKind.FORWARD, i)
             self.finish_sends()
             if i < warmup - 1:
-                self.send_alone(self.outgoing(Kind.FORWARD, i))
+                self.send_alone(self.outgoing(PassKind.FORWARD, i))
         backward = 0
         for forward in range(warmup, self.n + 1):
-            sent = self.outgoing(Kind.FORWARD, forward - 1)
-            self.exchange(sent, self.incoming(Kind.BACKWARD, backward))
-            self.run(Kind.BACKWARD, backward)
+            sent = self.outgoing(PassKind.FORWARD, forward - 1)
+            self.exchange(sent, self.incoming(PassKind.BACKWARD, backward))
+            self.run(PassKind.BACKWARD, backward)
             if forward < self.n:
-                sent = self.outgoing(Kind.BACKWARD, backward)
-                self.exchange(sent, self.incoming(Kind.FORWARD, forward))
-                self.run(Kind.FORWARD, forward)
+                sent = self.outgoing(PassKind.BACKWARD, backward)
+                self.exchange(sent, self.incoming(PassKind.FORWARD, forward))
+                self.run(PassKind.FORWARD, forward)
             backward += 1
-        self.send_alone(self.outgoing(Kind.BACKWARD, backward - 1))
+        self.send_alone(self.outgoing(PassKind.BACKWARD, backward - 1))
         for i in range(backward, self.n):
-            self.exchange(None, self.incoming(Kind.BACKWARD, i))
-            self.run(Kind.BACKWARD, i)
+            self.exchange(None, self.incoming(PassKind.BACKWARD, i))
+            self.run(PassKind.BACKWARD, i)
             self.finish_sends()
-            self.send_alone(self.outgoing(Kind.BACKWARD, i))
+            self.send_alone(self.outgoing(PassKind.BACKWARD, i))
         self.finish_sends()
         return self.out
 
-    def run(self, kind: Kind, i: int) -> None:
-        self.out.append(Pass(Action(self.rank, kind, i)))
+    def run(self, kind: PassKind, i: int) -> None:
+        self.out.append(RunPass(Action(self.rank, kind, i)))
 
-    def incoming(self, kind: Kind, i: int) -> Action | None:
+    def incoming(self, kind: PassKind, i: int) -> Action | None:
         return _input_of(Action(self.rank, kind, i), self.pp)
 
-    def outgoing(self, kind: Kind, i: int) -> Action | None:
+    def outgoing(self, kind: PassKind, i: int) -> Action | None:
         output = _output_of(Action(self.rank, kind, i), self.pp)
         return None if output is None else output[0]
 
@@ -257,14 +257,14 @@ class _OneFOneB:
 
 def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
     """A rank's passes with the collectives of torch's pipeline runtime."""
-    last = {a.stage: k for k, a in enumerate(passes) if a.kind != Kind.BACKWARD_INPUT}
+    last = {a.stage: k for k, a in enumerate(passes) if a.kind != PassKind.BACKWARD_INPUT}
     active: list[int] = []
     for k, action in enumerate(passes):
         wanted = _next_stages(passes[k:], ACTIVE_STAGES)
         yield from (Drop(stage) for stage in sorted(set(active) - set(wanted)))
         yield from (Gather(stage) for stage in wanted if stage not in active)
         active = [*(s for s in active if s in wanted), *(s for s in wanted if s not in active)]
-        yield Pass(action)
+        yield RunPass(action)
         if last[action.stage] == k:
             yield Reduce(action.stage)
     yield from (Drop(stage) for stage in sorted(active))
@@ -272,7 +272,7 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
     """The program of a rank with one stage, with FSDP's own gathers and a reduction at the end."""
-    first = next(k for k, i in enumerate(program) if isinstance(i, Pass))
+    first = next(k for k, i in enumerate(program) if isinstance(i, RunPass))
     return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
 
 
@@ -327,7 +327,7 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
     hidden: set[int] = set()  # behind the next pass
     for instruction in program:
         match instruction:
-            case Pass(action):
+            case RunPass(action):
                 before = point | ({gathered[action.stage]} if gathered else set[int]())
                 node = Node(NodeKind.PASS, rank, action.stage, action)
                 point = {made.add(node, before)} | hidden

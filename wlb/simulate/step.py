@@ -14,12 +14,12 @@ from wlb.cost import ProfiledWorkload
 from wlb.plan import IntArray, StepMetrics
 from wlb.simulate.graph import Graph, NodeKind
 from wlb.simulate.memory import pass_bytes, peak_activation_bytes, rest_bytes
-from wlb.simulate.order import Kind, Order
+from wlb.simulate.order import Order, PassKind
 from wlb.simulate.prices import (
     CALLS,
     ShardedStep,
     StepPrices,
-    Terms,
+    TermPrices,
     message_scope,
     step_prices,
 )
@@ -90,7 +90,7 @@ class Simulator:
         steps, dp, _, _ = prices.shape
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
-        known: dict[tuple[Kind, int, bool, bool], IntArray] = {}
+        known: dict[tuple[PassKind, int, bool, bool], IntArray] = {}
         busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
             if node.kind == NodeKind.OVERHEAD:
@@ -169,7 +169,7 @@ class Simulation:
                     out[:, :, rank] += self._kernels_s(terms)[..., None]
         return out
 
-    def _kernels_s(self, terms: Terms) -> FloatArray:
+    def _kernels_s(self, terms: TermPrices) -> FloatArray:
         """One stage's, all micro-batches, without what is no kernel: [steps, dp]."""
         skipped = (*COMMUNICATION, CALLS)
         token_ns = sum(ns for name, ns in terms.per_token.items() if name not in skipped)

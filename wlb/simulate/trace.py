@@ -18,7 +18,7 @@ from typing import Any
 
 from wlb.simulate.critical import NAMES, event_of
 from wlb.simulate.graph import Node, NodeKind
-from wlb.simulate.order import Action, Kind
+from wlb.simulate.order import Action, PassKind
 from wlb.simulate.step import Simulation
 
 TraceEvent = dict[str, Any]
@@ -28,10 +28,10 @@ CRITICAL = "critical path"
 OVERLAPPING = 100
 """Threads from this number on hold messages that are under way together with others."""
 _WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, inputs",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
+    PassKind.FORWARD: "forward",
+    PassKind.BACKWARD: "backward",
+    PassKind.BACKWARD_INPUT: "backward, inputs",
+    PassKind.BACKWARD_WEIGHT: "backward, weights",
 }
 
 
@@ -247,7 +247,7 @@ class _Step:
         return stop - int(self.simulation.durations_ns[i, self.step, pipeline]), stop
 
     def _next(self, message: Action) -> Action:
-        to_stage = message.stage + (1 if message.kind == Kind.FORWARD else -1)
+        to_stage = message.stage + (1 if message.kind == PassKind.FORWARD else -1)
         return message._replace(stage=to_stage)
 
     def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:

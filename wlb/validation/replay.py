@@ -38,7 +38,7 @@ from wlb.parallel.mesh import Mesh, build_mesh
 from wlb.parallel.observe import NoProgress
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.world import World
-from wlb.simulate import Kind, pipeline_order
+from wlb.simulate import PassKind, pipeline_order
 from wlb.spec import ParallelSpec, Schedule
 
 MIN_WAIT_S = 0.005
@@ -85,13 +85,13 @@ class StepWaits:
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property
-    def by_kind(self) -> dict[Kind, npt.NDArray[np.float64]]:
+    def by_kind(self) -> dict[PassKind, npt.NDArray[np.float64]]:
         """What each kind of pass waits."""
         return {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward + self.weight,
-            Kind.BACKWARD_INPUT: self.backward,
-            Kind.BACKWARD_WEIGHT: self.weight,
+            PassKind.FORWARD: self.forward,
+            PassKind.BACKWARD: self.backward + self.weight,
+            PassKind.BACKWARD_INPUT: self.backward,
+            PassKind.BACKWARD_WEIGHT: self.weight,
         }
 
     @property
@@ -123,7 +123,7 @@ class TimedWait(NamedTuple):
     """One compute of a rank, in seconds since the step began; its collectives are inside."""
 
     stage: int
-    kind: Kind
+    kind: PassKind
     micro_batch: int
     start_s: float
     stop_s: float
@@ -257,7 +257,7 @@ class _WaitingMicroBatch:
     """In the place of a `Rows` record. seconds: [num_stages] of each action."""
 
     index: int
-    seconds: dict[Kind, npt.NDArray[np.float64]]
+    seconds: dict[PassKind, npt.NDArray[np.float64]]
 
 
 @dataclass(slots=True)
@@ -271,9 +271,9 @@ class _Timer:
     def restart(self, origin_s: float) -> None:
         self.origin_s, self.spans = origin_s, []
 
-    def compute(self, kind: Kind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
+    def compute(self, kind: PassKind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
         start_s = time.perf_counter()
-        group = None if kind == Kind.BACKWARD_WEIGHT else self.group
+        group = None if kind == PassKind.BACKWARD_WEIGHT else self.group
         # The collective's own time is part of the wait, as it is part of a predicted latency.
         ready_s = start_s if group is None else _latest(start_s, group)
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
@@ -328,7 +328,7 @@ class _WaitingPass(torch.autograd.Function):
         ctx.stage, ctx.micro_batch = stage, micro_batch
         ctx.save_for_backward(scale_C)
         ctx.num_rows = x.shape[0]
-        stage.timer.compute(Kind.FORWARD, stage.index, micro_batch)
+        stage.timer.compute(PassKind.FORWARD, stage.index, micro_batch)
         out_TC = (x.unsqueeze(1) if stage.is_first else x) * scale_C
         return out_TC.sum() if stage.is_last else out_TC
 
@@ -339,12 +339,12 @@ class _WaitingPass(torch.autograd.Function):
         timer, queue, micro_batch = stage.timer, stage.queue, ctx.micro_batch
         no_grad_C = torch.zeros_like(scale_C)
         if queue is None:
-            timer.compute(Kind.BACKWARD, stage.index, micro_batch)
+            timer.compute(PassKind.BACKWARD, stage.index, micro_batch)
         else:
-            timer.compute(Kind.BACKWARD_INPUT, stage.index, micro_batch)
+            timer.compute(PassKind.BACKWARD_INPUT, stage.index, micro_batch)
 
             def later(_: Tensor | None) -> list[Tensor]:
-                timer.compute(Kind.BACKWARD_WEIGHT, stage.index, micro_batch)
+                timer.compute(PassKind.BACKWARD_WEIGHT, stage.index, micro_batch)
                 return [no_grad_C]
 
             queue.push([stage.scale], later)

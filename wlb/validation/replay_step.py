@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from wlb.simulate import Kind, NodeKind, Simulation, step_graph
+from wlb.simulate import NodeKind, PassKind, Simulation, step_graph
 from wlb.spec import Schedule
 from wlb.validation.replay import StepWaits, replay
 
@@ -43,7 +43,7 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
     _, dp, n, cp = prices.shape
     kinds = list(prices.linear)
 
-    def seconds(kind: Kind) -> npt.NDArray[np.float64]:
+    def seconds(kind: PassKind) -> npt.NDArray[np.float64]:
         out = np.zeros((dp, n, spec.num_stages, cp))
         if kind not in kinds:
             return out
@@ -52,8 +52,8 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
             out[:, :, stage] = (prices.attention_ns(kind, stage)[step] + linear[..., None]) * 1e-9
         return out
 
-    backward = Kind.BACKWARD_INPUT if Kind.BACKWARD_INPUT in kinds else Kind.BACKWARD
-    parts = [seconds(kind) for kind in (Kind.FORWARD, backward, Kind.BACKWARD_WEIGHT)]
+    backward = PassKind.BACKWARD_INPUT if PassKind.BACKWARD_INPUT in kinds else PassKind.BACKWARD
+    parts = [seconds(kind) for kind in (PassKind.FORWARD, backward, PassKind.BACKWARD_WEIGHT)]
     there = [part for part in parts if part.any()]
     floor = min(float(part.mean()) for part in there) / MOST_SPREAD
     parts = [np.maximum(part, floor) if part.any() else part for part in parts]

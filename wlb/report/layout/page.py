@@ -15,10 +15,16 @@ from wlb.report.layout.tables import (
 )
 from wlb.report.packing.page import STYLE
 from wlb.report.plots import COLOURS, new_figure, svg
-from wlb.simulate.account import BUBBLE, CP_RANKS, MICRO_BATCHES, RECOMPUTE, Terms
-from wlb.simulate.layouts import degrees_of
-from wlb.simulate.trial import Trial
-from wlb.simulate.why import COMPARED
+from wlb.simulate.layout_search.account import (
+    BUBBLE,
+    CP_RANKS,
+    MICRO_BATCHES,
+    RECOMPUTE,
+    TermSeconds,
+)
+from wlb.simulate.layout_search.layouts import degrees_of
+from wlb.simulate.layout_search.trial import Trial
+from wlb.simulate.layout_search.why import COMPARED
 from wlb.spec import PLANNED_MEMORY, Recompute
 
 GIB = 2**30
@@ -163,7 +169,7 @@ def _short(trial: Trial) -> str:
     return f"{p.tp} x {p.cp} x {p.pp} x {p.dp}{pipeline}{again}"
 
 
-def _grouped(terms: Terms) -> dict[str, float]:
+def _grouped(terms: TermSeconds) -> dict[str, float]:
     out = {name: sum(terms.get(t, 0.0) for t in members) for name, members, _ in GROUPS}
     out[REST[0]] = sum(terms.values()) - sum(out.values())
     return out

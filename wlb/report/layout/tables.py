@@ -7,10 +7,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from wlb.simulate.layouts import degrees_of, pipeline_of
-from wlb.simulate.trial import Trial
-from wlb.simulate.tune import Search
-from wlb.simulate.why import Loser, References
+from wlb.simulate.layout_search.layouts import degrees_of, pipeline_of
+from wlb.simulate.layout_search.search import Search
+from wlb.simulate.layout_search.trial import Trial
+from wlb.simulate.layout_search.why import Loser, References
 from wlb.spec import Recompute
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, cast
 
-from wlb.cost import AttentionTable, KernelProfile, Kind, ProfiledWorkload, Provenance
+from wlb.cost import AttentionTable, KernelProfile, ProfiledWorkload, Provenance, ProvenanceKind
 from wlb.report.packing.page import STYLE
 from wlb.report.plots import require_matplotlib
 from wlb.report.profile.plots import (
@@ -203,7 +203,7 @@ def _not_measured(
     lines += [
         f"{spoken(c.op)}, {spoken(c.scope)}: {c.provenance.source} ({c.provenance.kind})."
         for c in profile.collectives
-        if c.provenance.kind != Kind.MEASURED
+        if c.provenance.kind != ProvenanceKind.MEASURED
     ]
     if not lines:
         return []

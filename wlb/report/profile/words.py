@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wlb.cost import AttentionTable, Collective, Elementwise, KernelProfile, Kind, ProfiledWorkload
+from wlb.cost import (
+    AttentionTable,
+    Collective,
+    Elementwise,
+    KernelProfile,
+    ProfiledWorkload,
+    ProvenanceKind,
+)
 from wlb.report.profile.plots import rate_unit, shown_keys
 from wlb.report.profile.points import (
     PASSES,
@@ -95,7 +102,7 @@ def _communication(work: ProfiledWorkload, terms: TermCurves) -> str:
         work.profile.collective(op, span_ranks=tp)
         for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     ]
-    sources = {c.provenance.source for c in costs if c.provenance.kind != Kind.MEASURED}
+    sources = {c.provenance.source for c in costs if c.provenance.kind != ProvenanceKind.MEASURED}
     if not sources:
         return f"Collectives were measured ({spoken(costs[0].scope)})."
     return f"Collectives: {'; '.join(sorted(sources))}."

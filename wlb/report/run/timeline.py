@@ -15,11 +15,15 @@ from wlb.report.timeline import (
     row_inches,
     shade_handles,
 )
-from wlb.simulate import Kind
+from wlb.simulate import PassKind
 from wlb.spec import ParallelSpec
 
 MOST_ROWS = 16
-_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "weight": Kind.BACKWARD_WEIGHT}
+_KINDS = {
+    "forward": PassKind.FORWARD,
+    "backward": PassKind.BACKWARD,
+    "weight": PassKind.BACKWARD_WEIGHT,
+}
 
 
 class Row(NamedTuple):

@@ -1,6 +1,6 @@
 """The search of `wlb tune layout`: layout, recompute, packing and sharding for a number of devices.
 
-Step by step, each more exact and dearer than the one before (`wlb.simulate.trial`):
+Step by step, each more exact and dearer than the one before (`wlb.simulate.layout_search.trial`):
 
 1. `layouts_of`: what divides and fits, with the least recompute and with more where it makes room.
 2. `work`: what a rank has to do, of every candidate. 3. `even`: the layout's graph.
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wlb.simulate.layouts import Candidate, Layouts
-from wlb.simulate.settings import Settings, with_settings
-from wlb.simulate.trial import Bench, Outline, Sample, Trial, bench_key
-from wlb.simulate.workers import Workers
+from wlb.simulate.layout_search.layouts import Candidate, Layouts
+from wlb.simulate.layout_search.packings import PackingChoices, with_settings
+from wlb.simulate.layout_search.trial import BatchSample, Outline, Trial, TrialRunner, pricing_key
+from wlb.simulate.layout_search.workers import Workers
 from wlb.spec import RunSpec
 
 SLACK = 0.03
@@ -80,8 +80,8 @@ class Tuner:
     """top: layouts that the search has to get right. max_delay_mean: steps a token may wait on
     average."""
 
-    sample: Sample
-    settings: Settings
+    sample: BatchSample
+    settings: PackingChoices
     workers: Workers
     top: int = 10
     max_delay_mean: float = 0.5
@@ -201,7 +201,7 @@ class Tuner:
         """`function` of items that price documents alike together."""
         groups: dict[Any, list[Any]] = {}
         for item in items:
-            groups.setdefault(bench_key(spec_of(item)), []).append(item)
+            groups.setdefault(pricing_key(spec_of(item)), []).append(item)
         tasks = [(self.sample, group, *arguments) for group in groups.values()]
         out: list[Any] = []
         for made in self.workers.each(function, tasks):
@@ -228,20 +228,20 @@ def _sorted(candidates: Iterable[Candidate], time_s: Callable[[Candidate], float
     return sorted(candidates, key=lambda c: (time_s(c), c.name))
 
 
-def _as_it_is(task: tuple[Sample, RunSpec]) -> Trial:
+def _as_it_is(task: tuple[BatchSample, RunSpec]) -> Trial:
     sample, spec = task
-    return Bench.of(spec, sample).as_it_is(spec)
+    return TrialRunner.of(spec, sample).as_it_is(spec)
 
 
-def _outlines(task: tuple[Sample, Sequence[Candidate], bool]) -> list[Outline]:
+def _outlines(task: tuple[BatchSample, Sequence[Candidate], bool]) -> list[Outline]:
     sample, candidates, is_walked = task
-    bench = Bench.of(candidates[0].spec, sample)
+    bench = TrialRunner.of(candidates[0].spec, sample)
     return [bench.outline(c, is_walked=is_walked) for c in candidates]
 
 
-def _packed(task: tuple[Sample, Sequence[Candidate], Settings]) -> list[Trial | None]:
+def _packed(task: tuple[BatchSample, Sequence[Candidate], PackingChoices]) -> list[Trial | None]:
     sample, candidates, settings = task
-    bench = Bench.of(candidates[0].spec, sample)
+    bench = TrialRunner.of(candidates[0].spec, sample)
     out: list[Trial | None] = []
     for c in candidates:
         specs = (with_settings(c.spec, p, settings.strategies[0]) for p in settings.first(c))
@@ -250,20 +250,20 @@ def _packed(task: tuple[Sample, Sequence[Candidate], Settings]) -> list[Trial | 
     return out
 
 
-def _tuned(task: tuple[Sample, Sequence[Candidate], Settings, float]) -> list[Tuned]:
+def _tuned(task: tuple[BatchSample, Sequence[Candidate], PackingChoices, float]) -> list[Tuned]:
     sample, candidates, settings, max_delay_mean = task
-    bench = Bench.of(candidates[0].spec, sample)
+    bench = TrialRunner.of(candidates[0].spec, sample)
     return [_tune_one(bench, c, settings, max_delay_mean) for c in candidates]
 
 
-def _polished(task: tuple[Sample, Sequence[Tuned], Settings, float]) -> list[Tuned]:
+def _polished(task: tuple[BatchSample, Sequence[Tuned], PackingChoices, float]) -> list[Tuned]:
     sample, layouts, settings, max_delay_mean = task
-    bench = Bench.of(layouts[0].packed[0].spec, sample)
+    bench = TrialRunner.of(layouts[0].packed[0].spec, sample)
     return [_polish_one(bench, tuned, settings, max_delay_mean) for tuned in layouts]
 
 
 def _tune_one(
-    bench: Bench, candidate: Candidate, settings: Settings, max_delay_mean: float
+    bench: TrialRunner, candidate: Candidate, settings: PackingChoices, max_delay_mean: float
 ) -> Tuned:
     trials: dict[str, Trial] = {}
     for packing in settings.packings(candidate):
@@ -280,7 +280,9 @@ def _tune_one(
     )
 
 
-def _polish_one(bench: Bench, tuned: Tuned, settings: Settings, max_delay_mean: float) -> Tuned:
+def _polish_one(
+    bench: TrialRunner, tuned: Tuned, settings: PackingChoices, max_delay_mean: float
+) -> Tuned:
     best = tuned.best
     if best is None:
         return tuned

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.simulate.searched import WINDOW, N, spec_of
-from wlb.simulate.layouts import (
-    Choices,
+from tests.simulate.layout_search.searched import WINDOW, N, spec_of
+from wlb.simulate.layout_search.layouts import (
+    LayoutChoices,
     Layouts,
     degrees_of,
     divisors,
@@ -37,7 +37,7 @@ def test_divisors() -> None:
 
 
 def test_all_layouts_of_two_devices() -> None:
-    found = layouts_of(spec_of(), gpus=2, choices=Choices())
+    found = layouts_of(spec_of(), gpus=2, choices=LayoutChoices())
     named = [f"{degrees_of(c.spec)} | {pipeline_of(c.spec)}" for c in found.candidates]
     pipelines = (
         ["1f1b v 1"]
@@ -60,9 +60,9 @@ def test_all_layouts_of_two_devices() -> None:
 
 def test_overlap_is_of_layouts_that_have_something_to_overlap() -> None:
     spec = spec_of()
-    plain = layouts_of(spec, gpus=2, choices=Choices())
+    plain = layouts_of(spec, gpus=2, choices=LayoutChoices())
     asked = replace(spec, tp=replace(spec.tp, overlap=True))
-    found = layouts_of(asked, gpus=2, choices=Choices())
+    found = layouts_of(asked, gpus=2, choices=LayoutChoices())
     assert [degrees_of(c.spec) for c in found.candidates] == [
         degrees_of(c.spec) for c in plain.candidates
     ]
@@ -70,7 +70,7 @@ def test_overlap_is_of_layouts_that_have_something_to_overlap() -> None:
 
 
 def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
-    found = layouts_of(spec_of("data.row_multiple=4096"), gpus=32, choices=Choices())
+    found = layouts_of(spec_of("data.row_multiple=4096"), gpus=32, choices=LayoutChoices())
     by_reason = {r.reason: r for r in found.refusals.values()}
     tp = by_reason["tp does not divide the model"]
     assert "parallel.tp = 16 exceeds model.num_kv_heads = 8" in tp.message
@@ -90,16 +90,18 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
 
 
 def test_restrictions() -> None:
-    choices = Choices(tp=(2,), pp=(2,), schedules=(Schedule.INTERLEAVED_1F1B,), virtual_stages=(2,))
+    choices = LayoutChoices(
+        tp=(2,), pp=(2,), schedules=(Schedule.INTERLEAVED_1F1B,), virtual_stages=(2,)
+    )
     found = layouts_of(spec_of(), gpus=8, choices=choices)
     assert degrees(found) == {"tp 2 cp 1 pp 2 dp 2", "tp 2 cp 2 pp 2 dp 1"}
     assert {pipeline_of(c.spec) for c in found.candidates} == {"interleaved_1f1b v 2"}
     with pytest.raises(ValueError, match="cp = 3 does not divide 8 devices; choose from 1, 2, 4"):
-        layouts_of(spec_of(), gpus=8, choices=Choices(cp=(3,)))
+        layouts_of(spec_of(), gpus=8, choices=LayoutChoices(cp=(3,)))
     with pytest.raises(ValueError, match="no layout of 8 devices is within the restrictions"):
-        layouts_of(spec_of(), gpus=8, choices=Choices(tp=(4,), cp=(4,)))
+        layouts_of(spec_of(), gpus=8, choices=LayoutChoices(tp=(4,), cp=(4,)))
     with pytest.raises(ValueError, match=r"no layout of 32 devices is possible: tp .* \(\d+\)"):
-        layouts_of(spec_of(), gpus=32, choices=Choices(tp=(16,)))
+        layouts_of(spec_of(), gpus=32, choices=LayoutChoices(tp=(16,)))
 
 
 @pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
@@ -125,7 +127,7 @@ def test_memory_of_windows_is_that_of_the_simulated_order(
 
 
 def test_less_memory_brings_recompute_and_then_nothing() -> None:
-    few = Choices(tp=(1,), cp=(1,), pp=(2,), schedules=(Schedule.ONE_F_ONE_B,))
+    few = LayoutChoices(tp=(1,), cp=(1,), pp=(2,), schedules=(Schedule.ONE_F_ONE_B,))
 
     def ways(memory_gib: float) -> list[Recompute]:
         found = layouts_of(spec_of(f"cluster.memory_gib={memory_gib}"), gpus=2, choices=few)
@@ -149,6 +151,6 @@ def test_less_memory_brings_recompute_and_then_nothing() -> None:
 def test_the_closest_layout_and_the_missing_bytes_are_named() -> None:
     spec = spec_of("cluster.memory_gib=0.1")
     with pytest.raises(ValueError, match=r"no layout of 8 devices fits within 0\.095 GiB") as error:
-        layouts_of(spec, gpus=8, choices=Choices())
+        layouts_of(spec, gpus=8, choices=LayoutChoices())
     assert "lacks" in str(error.value)
     assert " bytes (" in str(error.value)

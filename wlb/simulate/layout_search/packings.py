@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from wlb.simulate.layouts import Candidate, planned_gib
+from wlb.simulate.layout_search.layouts import Candidate, planned_gib
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
 QUEUES = ((0.2, 0.63), (0.4,))
@@ -18,7 +18,7 @@ STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PackingChoices:
     """s_max in windows, step_tokens in global batches (0 = no cap), as in [packing]; both are
     lowered to what memory allows. queues: thresholds of Algorithm 1, besides the run's own.
     micro_batches: per window of a global batch, besides one. weight_delays: of zero-bubble, besides

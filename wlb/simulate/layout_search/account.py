@@ -30,11 +30,11 @@ RECOMPUTE = "recompute"
 BUBBLE = "bubble"
 MICRO_BATCHES = "imbalance of micro-batches"
 CP_RANKS = "imbalance of CP ranks"
-Terms = dict[str, float]
+TermSeconds = dict[str, float]
 """Seconds by name."""
 
 
-def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> Terms:
+def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
     """Seconds in passes of the mean pipeline rank, all of the one step and pipeline of `prices`."""
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
@@ -50,7 +50,7 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> Terms:
     return {name: ns * 1e-9 for name, ns in out.items() if ns > 0}
 
 
-def even_terms(simulator: Simulator, prices: StepPrices) -> Terms:
+def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
     """Seconds of the one step and pipeline of `prices`, all micro-batches alike."""
     simulation = simulator.run(prices)
     graph = simulator.graph
@@ -67,7 +67,7 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> Terms:
     return out
 
 
-def account(simulator: Simulator, prices: StepPrices, time_s: float) -> Terms:
+def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeconds:
     """Seconds of all steps of `prices`, which took `time_s` together."""
     steps = prices.shape[0]
     out = {name: s * steps for name, s in even_terms(simulator, mean_prices(prices)).items()}
@@ -106,7 +106,7 @@ def _even_ranks(prices: StepPrices) -> StepPrices:
     )
 
 
-def _move_recompute(out: Terms, prices: StepPrices, cost: ProfiledWorkload) -> None:
+def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload) -> None:
     """What backward runs again becomes a term of its own."""
     if cost.recompute == Recompute.NONE:
         return
@@ -127,5 +127,5 @@ def _move_recompute(out: Terms, prices: StepPrices, cost: ProfiledWorkload) -> N
         _add(out, RECOMPUTE, again)
 
 
-def _add(terms: Terms, name: str, value: float) -> None:
+def _add(terms: TermSeconds, name: str, value: float) -> None:
     terms[name] = terms.get(name, 0.0) + value

@@ -4,7 +4,7 @@ from itertools import islice
 
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import GlobalBatch
-from wlb.simulate.trial import Sample
+from wlb.simulate.layout_search.trial import BatchSample
 from wlb.spec import RunSpec, load
 
 WINDOW, N = 8192, 4
@@ -40,5 +40,5 @@ def batches(steps: int = 6, *, micro_batches: int = N) -> tuple[GlobalBatch, ...
     return tuple(batch for batch, _ in islice(stream.iterate(), steps))
 
 
-def sample(steps: int = 6) -> Sample:
-    return Sample(batches=batches(steps), device="cuda")
+def sample(steps: int = 6) -> BatchSample:
+    return BatchSample(batches=batches(steps), device="cuda")

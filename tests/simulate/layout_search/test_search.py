@@ -5,17 +5,17 @@ from itertools import product
 
 import pytest
 
-from tests.simulate.searched import WINDOW, N, sample, spec_of
+from tests.simulate.layout_search.searched import WINDOW, N, sample, spec_of
 from wlb.simulate import check_memory, simulate_run
-from wlb.simulate.layouts import GIB, Choices, layouts_of, planned_bytes
-from wlb.simulate.settings import Settings, with_settings
-from wlb.simulate.trial import Bench, Trial, bench_key
-from wlb.simulate.tune import Search, Tuner
-from wlb.simulate.why import difference, losers_of, references_of
-from wlb.simulate.workers import Workers
+from wlb.simulate.layout_search.layouts import GIB, LayoutChoices, layouts_of, planned_bytes
+from wlb.simulate.layout_search.packings import PackingChoices, with_settings
+from wlb.simulate.layout_search.search import Search, Tuner
+from wlb.simulate.layout_search.trial import Trial, TrialRunner, pricing_key
+from wlb.simulate.layout_search.why import difference, losers_of, references_of
+from wlb.simulate.layout_search.workers import Workers
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, Strategy
 
-FEW = Settings(
+FEW = PackingChoices(
     s_max=(1.25, 2.0), step_tokens=(0.0, 1.1), queues=(), micro_batches=(), weight_delays=()
 )
 SAMPLE = sample()
@@ -25,14 +25,14 @@ def search(
     spec: RunSpec,
     *,
     gpus: int = 8,
-    choices: Choices | None = None,
-    settings: Settings = FEW,
+    choices: LayoutChoices | None = None,
+    settings: PackingChoices = FEW,
     top: int = 3,
     own: RunSpec | None = None,
     max_delay_mean: float = 0.5,
     jobs: int = 1,
 ) -> tuple[Tuner, Search]:
-    layouts = layouts_of(spec, gpus=gpus, choices=choices or Choices())
+    layouts = layouts_of(spec, gpus=gpus, choices=choices or LayoutChoices())
     with Workers(jobs=jobs) as workers:
         tuner = Tuner(
             sample=SAMPLE,
@@ -49,13 +49,13 @@ def found() -> Search:
     return search(spec_of(), own=spec_of())[1]
 
 
-def exhaustive(known: Search, settings: Settings, max_delay_mean: float) -> list[Trial]:
+def exhaustive(known: Search, settings: PackingChoices, max_delay_mean: float) -> list[Trial]:
     """Every layout with every packing and every sharding, by `simulate_run`."""
     out: list[Trial] = []
-    benches: dict[object, Bench] = {}
+    benches: dict[object, TrialRunner] = {}
     for c in known.layouts.candidates:
-        key = bench_key(c.spec)
-        bench = benches.setdefault(key, Bench.of(c.spec, SAMPLE))
+        key = pricing_key(c.spec)
+        bench = benches.setdefault(key, TrialRunner.of(c.spec, SAMPLE))
         for packing, strategy in product(settings.packings(c), settings.strategies):
             trial = bench.sharded(with_settings(c.spec, packing, strategy))
             if trial is not None and trial.mean_delay <= max_delay_mean:
@@ -68,7 +68,7 @@ def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
     memory_gib: float, tp: tuple[int, ...]
 ) -> None:
     spec = spec_of(f"cluster.memory_gib={memory_gib}")
-    choices = Choices(tp=tp, cp=(2, 4), schedules=(Schedule.INTERLEAVED_1F1B,))
+    choices = LayoutChoices(tp=tp, cp=(2, 4), schedules=(Schedule.INTERLEAVED_1F1B,))
     settings = replace(FEW, s_max=(2.0,))
     _, known = search(spec, choices=choices, settings=settings, top=1)
     everything = exhaustive(known, settings, 0.5)
@@ -83,7 +83,7 @@ def test_more_micro_batches_and_later_weights_are_tried_on_the_best() -> None:
     """On four stages: the bubbles of 4 micro-batches are worth 6 of them, within the delay."""
     spec = spec_of("model.num_layers=8")
     schedule = Schedule.INTERLEAVED_ZERO_BUBBLE
-    choices = Choices(pp=(4,), cp=(1,), schedules=(schedule,), virtual_stages=(2,))
+    choices = LayoutChoices(pp=(4,), cp=(1,), schedules=(schedule,), virtual_stages=(2,))
     more = replace(FEW, micro_batches=(1.5,), weight_delays=(2, 4))
     plain, tried = (
         search(spec, choices=choices, settings=settings, top=1)[1].ranking[0]
@@ -94,7 +94,7 @@ def test_more_micro_batches_and_later_weights_are_tried_on_the_best() -> None:
     assert tried.time_s < 0.97 * plain.time_s
     assert tried.mean_delay <= 0.5
     assert tried.layout == plain.layout
-    again = Bench.of(tried.spec, SAMPLE)
+    again = TrialRunner.of(tried.spec, SAMPLE)
     delayed = (
         again.sharded(replace(tried.spec, pp=replace(tried.spec.pp, weight_delay=delay)))
         for delay in (1, 2, 4)
@@ -116,7 +116,7 @@ def test_micro_batches_that_no_schedule_takes_are_not_tried() -> None:
 
 def test_the_winner_is_what_simulate_says(found: Search) -> None:
     best = found.ranking[0]
-    bench = Bench.of(best.spec, SAMPLE)
+    bench = TrialRunner.of(best.spec, SAMPLE)
     run = simulate_run(best.spec, bench.cost, SAMPLE.batches)
     check_memory(run)
     assert best.time_s == pytest.approx(run.time_s / len(SAMPLE.batches), rel=1e-12)
@@ -153,7 +153,7 @@ def test_equal_inputs_give_equal_results_on_any_number_of_workers(found: Search)
 
 def test_memory_is_kept_and_costs_time(found: Search) -> None:
     gib = 1.0
-    _, tight = search(spec_of(f"cluster.memory_gib={gib}"), choices=Choices(cp=(2, 4)))
+    _, tight = search(spec_of(f"cluster.memory_gib={gib}"), choices=LayoutChoices(cp=(2, 4)))
     for trial in tight.ranking:
         assert trial.peak_memory_bytes <= planned_bytes(trial.spec) < gib * GIB
     assert found.ranking[0].peak_memory_bytes > gib * GIB
@@ -164,20 +164,22 @@ def test_the_delay_is_kept() -> None:
     tuner, known = search(spec_of(), max_delay_mean=0.1)
     assert all(t.mean_delay <= 0.1 for t in known.ranking)
     with pytest.raises(ValueError, match=r"within 0\.0001 steps; the least is 0\.\d+ \(.* on tp"):
-        search(spec_of(), max_delay_mean=0.0001, choices=Choices(tp=(2,), cp=(2,), pp=(2,)))
+        search(spec_of(), max_delay_mean=0.0001, choices=LayoutChoices(tp=(2,), cp=(2,), pp=(2,)))
     assert tuner.max_delay_mean == 0.1
 
 
 def test_original_wins_only_where_it_is_asked_for() -> None:
-    small = Choices(tp=(2,), cp=(2,), pp=(2,), schedules=(Schedule.INTERLEAVED_1F1B,))
+    small = LayoutChoices(tp=(2,), cp=(2,), pp=(2,), schedules=(Schedule.INTERLEAVED_1F1B,))
     _, known = search(spec_of(), choices=small)
     assert Policy.ORIGINAL not in {t.spec.packing.policy for t in known.ranking}
-    _, known = search(spec_of(), choices=small, settings=Settings(policies=(Policy.ORIGINAL,)))
+    _, known = search(
+        spec_of(), choices=small, settings=PackingChoices(policies=(Policy.ORIGINAL,))
+    )
     assert {t.packing for t in known.ranking} == {"original"}
 
 
 def test_a_sequence_on_one_rank_is_sharded_in_one_way() -> None:
-    _, known = search(spec_of(), choices=Choices(cp=(1,), tp=(2,)))
+    _, known = search(spec_of(), choices=LayoutChoices(cp=(1,), tp=(2,)))
     assert {t.spec.sharding.strategy for t in known.ranking} == {Strategy.BALANCED}
 
 
@@ -234,9 +236,9 @@ def test_differences_are_sorted_and_keep_the_sign() -> None:
 
 def test_settings_are_what_the_room_allows() -> None:
     (candidate,) = layouts_of(
-        spec_of(), gpus=1, choices=Choices(recompute=(Recompute.NONE,))
+        spec_of(), gpus=1, choices=LayoutChoices(recompute=(Recompute.NONE,))
     ).candidates
-    settings = Settings(s_max=(1.5,), step_tokens=(0.0, 1.1, 1.5), queues=((0.4,),))
+    settings = PackingChoices(s_max=(1.5,), step_tokens=(0.0, 1.1, 1.5), queues=((0.4,),))
     shown = [
         (str(p.policy), p.s_max, p.step_tokens, p.queue_thresholds)
         for p in settings.packings(candidate)
@@ -255,9 +257,9 @@ def test_settings_are_what_the_room_allows() -> None:
     assert [str(p.policy) for p in settings.packings(windows)] == ["fixed"]
     for name in ("policies", "s_max", "step_tokens", "strategies"):
         with pytest.raises(ValueError, match=f"{name} is empty"):
-            Settings(**{name: ()})
+            PackingChoices(**{name: ()})
     with pytest.raises(ValueError, match="policy capacity is not tried"):
-        Settings(policies=(Policy.CAPACITY,))
+        PackingChoices(policies=(Policy.CAPACITY,))
     assert candidate.spec.data.context_window == WINDOW
 
 

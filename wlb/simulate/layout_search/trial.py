@@ -7,7 +7,7 @@
 
 `even` and `work` are `Outline`s, the others `Trial`s; all are seconds a global batch, so layouts
 compare on the same documents, the flush included. Trials of layouts that have the same degrees and
-recompute price documents alike (`Bench`): plans and spans are shared between them where their
+recompute price documents alike (`TrialRunner`): plans and spans are shared between them where their
 memory gives the same S_max and T.
 """
 
@@ -22,8 +22,8 @@ from wlb.data import ListedBatches
 from wlb.packing.policies import caps_of
 from wlb.plan import GlobalBatch, IntArray, StepPlan, local_tokens, offsets_of
 from wlb.planner import Planner
-from wlb.simulate.account import Terms, account, even_terms, work_terms
-from wlb.simulate.layouts import GIB, Candidate, name_of, planned_bytes
+from wlb.simulate.layout_search.account import TermSeconds, account, even_terms, work_terms
+from wlb.simulate.layout_search.layouts import GIB, Candidate, name_of, planned_bytes
 from wlb.simulate.prices import ShardedStep, StepPrices, prices_of
 from wlb.simulate.run import RunSimulation, collected, sharded_steps, simulate_run
 from wlb.simulate.step import CHUNK, Simulator
@@ -34,7 +34,7 @@ RETRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
+class BatchSample:
     """What every trial packs. device: whose profile prices where cost.profile is auto."""
 
     batches: tuple[GlobalBatch, ...]
@@ -57,7 +57,7 @@ class Outline:
     """A bound; terms: seconds a global batch. is_walked: `even`, else `work`."""
 
     name: str
-    terms: Terms
+    terms: TermSeconds
     is_walked: bool
 
     @property
@@ -76,7 +76,7 @@ class Trial:
     num_steps: int
     time_s: float
     balanced_s: float
-    terms: Terms
+    terms: TermSeconds
     tokens_per_s: float
     mfu: float
     bubble: float
@@ -144,10 +144,10 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bench:
+class TrialRunner:
     """Trials of layouts that price documents alike, with what they share."""
 
-    sample: Sample
+    sample: BatchSample
     cost: ProfiledWorkload
     plans: dict[tuple[Any, ...], tuple[StepPlan, ...]] = field(
         default_factory=dict[tuple[Any, ...], tuple[StepPlan, ...]]
@@ -157,7 +157,7 @@ class Bench:
     )
 
     @classmethod
-    def of(cls, spec: RunSpec, sample: Sample) -> "Bench":
+    def of(cls, spec: RunSpec, sample: BatchSample) -> "TrialRunner":
         return cls(sample=sample, cost=workload_for(spec, sample.device))
 
     def outline(self, candidate: Candidate, *, is_walked: bool) -> Outline:
@@ -223,7 +223,7 @@ class Bench:
         return self.spans[key]
 
 
-def bench_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
+def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
     """Specs with equal keys price documents alike."""
     p = spec.parallel
     return p.tp, p.cp, p.pp, p.dp, str(spec.training.recompute)
@@ -242,7 +242,7 @@ def _packing_key(spec: RunSpec, caps: TokenCaps) -> tuple[Any, ...]:
     return rest, caps
 
 
-def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: Sample) -> StepPrices:
+def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
     """One mean step of one pipeline."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
     num = len(sample.batches) * spec.num_micro_batches

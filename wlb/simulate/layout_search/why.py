@@ -2,7 +2,7 @@
 
 A family is a degree of TP, CP or PP, a schedule, a way of recompute, or the run's own layout. Its
 best candidate is compared with the winner at the same depth: both tuned, or both packed with the
-first setting and with even CP ranks. Differences of terms (`wlb.simulate.account`) add up to that
+first setting and with even CP ranks. Differences of terms (`account.py`) add up to that
 of the times, so a reason is the terms that grew most. Of a family that has no candidate because of
 memory, the closest layout and what it lacks are named.
 """
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wlb.simulate.account import BUBBLE, MICRO_BATCHES, RECOMPUTE, Terms
-from wlb.simulate.layouts import Candidate, Layouts, degrees_of
-from wlb.simulate.settings import POLICIES, Settings, with_settings
-from wlb.simulate.trial import Bench, Sample, Trial
-from wlb.simulate.tune import Search, Tuner
+from wlb.simulate.layout_search.account import BUBBLE, MICRO_BATCHES, RECOMPUTE, TermSeconds
+from wlb.simulate.layout_search.layouts import Candidate, Layouts, degrees_of
+from wlb.simulate.layout_search.packings import POLICIES, PackingChoices, with_settings
+from wlb.simulate.layout_search.search import Search, Tuner
+from wlb.simulate.layout_search.trial import BatchSample, Trial, TrialRunner
 from wlb.spec import Recompute, RunSpec, Schedule
 
 OWN = "the run's own layout"
@@ -88,7 +88,7 @@ def references_of(tuner: Tuner, winner: Trial) -> References:
     return made
 
 
-def difference(loser: Terms, winner: Terms) -> Terms:
+def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
     """Seconds more (or less, if negative), largest first."""
     names = dict.fromkeys([*winner, *loser])
     found = {name: loser.get(name, 0.0) - winner.get(name, 0.0) for name in names}
@@ -195,9 +195,9 @@ def _does_not_fit(label: str, layouts: Layouts) -> str:
     return f"does not fit; closest: {closest.message}"
 
 
-def _references(task: tuple[Sample, Trial, Settings]) -> References:
+def _references(task: tuple[BatchSample, Trial, PackingChoices]) -> References:
     sample, winner, settings = task
-    bench = Bench.of(winner.spec, sample)
+    bench = TrialRunner.of(winner.spec, sample)
     candidate = Candidate(spec=winner.spec, need_bytes=0, caps=winner.caps)
     own = winner.spec.sharding.strategy
     best: dict[str, Trial] = {str(winner.spec.packing.policy): winner}

@@ -17,7 +17,7 @@ import numpy as np
 
 from wlb.cost import TokenCaps, token_caps
 from wlb.simulate.memory import pass_bytes, rest_bytes
-from wlb.simulate.order import Kind, Order, pipeline_order
+from wlb.simulate.order import Order, PassKind, pipeline_order
 from wlb.spec import PLANNED_MEMORY, ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
 
 GIB = 2**30
@@ -27,7 +27,7 @@ AXES = ("tp", "cp", "pp", "dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class LayoutChoices:
     """What a search may choose from; an empty tuple is everything that divides."""
 
     tp: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ def planned_bytes(spec: RunSpec) -> int:
     return int(planned_gib(spec) * GIB)
 
 
-def layouts_of(spec: RunSpec, *, gpus: int, choices: Choices) -> Layouts:
+def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     """Candidates for `spec` (its N micro-batches a step stay) on `gpus` devices.
 
     ValueError where a restriction or memory leaves nothing, with the counts or the closest layout.
@@ -181,7 +181,7 @@ def _with_parallel(spec: RunSpec, parallel: ParallelSpec) -> RunSpec:
     return replace(spec, parallel=parallel, tp=replace(spec.tp, overlap=overlap))
 
 
-def _degrees(gpus: int, choices: Choices) -> Iterator[tuple[int, int, int, int]]:
+def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int, int]]:
     for tp in choices.tp or divisors(gpus):
         for cp in choices.cp or divisors(gpus // tp):
             for pp in choices.pp or divisors(gpus // tp // cp if gpus % (tp * cp) == 0 else 1):
@@ -220,7 +220,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
     return False
 
 
-def _pipelines(spec: RunSpec, choices: Choices) -> Iterator[RunSpec]:
+def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
     """Schedules and virtual stages."""
     pp = spec.parallel.pp
     if pp == 1:
@@ -235,7 +235,9 @@ def _pipelines(spec: RunSpec, choices: Choices) -> Iterator[RunSpec]:
                 yield replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v))
 
 
-def _add_fitting(spec: RunSpec, kept: "tuple[Counts, ...]", choices: Choices, out: Layouts) -> None:
+def _add_fitting(
+    spec: RunSpec, kept: "tuple[Counts, ...]", choices: LayoutChoices, out: Layouts
+) -> None:
     """The ways of recompute, least first, until one has all the room."""
     has_all_room = False
     for how in (r for r in Recompute if r in choices.recompute):
@@ -302,8 +304,8 @@ def held_at_once(order: Order, layers: Sequence[int]) -> tuple[Counts, ...]:
         kept = outputs = waiting = 0
         most: dict[tuple[int, int], int] = {}
         for stage, kind, _ in passes:
-            held = (kind == Kind.FORWARD) - kind.sends_gradient
-            left = (kind == Kind.BACKWARD_INPUT) - (kind == Kind.BACKWARD_WEIGHT)
+            held = (kind == PassKind.FORWARD) - kind.sends_gradient
+            left = (kind == PassKind.BACKWARD_INPUT) - (kind == PassKind.BACKWARD_WEIGHT)
             kept, outputs = kept + held * layers[stage], outputs + held
             waiting += left * layers[stage]
             most[kept, outputs] = max(waiting, most.get((kept, outputs), 0))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulate.searched import batches, sample, spec_of
+from tests.simulate.layout_search.searched import batches, sample, spec_of
 from wlb.cost import workload_for
 from wlb.simulate import Simulator, StepPrices, planner_of, sharded_steps, simulate_run
-from wlb.simulate.account import (
+from wlb.simulate.layout_search.account import (
     BUBBLE,
     CP_RANKS,
     MICRO_BATCHES,
