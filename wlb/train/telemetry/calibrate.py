@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from wlb.cost import (
-    Kind,
     ProfiledWorkload,
     Provenance,
+    ProvenanceKind,
     Scales,
     calibrated_name,
     fit_scales,
@@ -127,7 +127,7 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
         for ns in (scales.linear_forward_extra_ns, scales.linear_backward_extra_ns)
     )
     return Provenance(
-        kind=Kind.MEASURED,
+        kind=ProvenanceKind.MEASURED,
         source=f"run {run}: profile {cost.profile.name!r} with times of {kernel} and of linear "
         f"layers multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch "
         f"and stage on top, forward and backward (weighted medians of {scales.num_records} "
