@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost import KernelProfile, Kind, Provenance, Scope, load_profile
+from wlb.cost import KernelProfile, Provenance, ProvenanceKind, Scope, load_profile
 from wlb.cost.surface import Surface
 from wlb.data import LengthFamily
 
@@ -54,7 +54,7 @@ def profile() -> KernelProfile:
     """`h100` with these constants."""
     base = load_profile("h100")
     what = "fitted to the paper's printed numbers (experiments/constants.py), no measurement"
-    assumed = Provenance(kind=Kind.ASSUMED, source=what)
+    assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=what)
     return replace(
         base,
         name="h100_paper",
