@@ -35,6 +35,7 @@ print("as installed")
 """
 
 
+@pytest.mark.process
 def test_importing_wlb_imports_nothing_and_the_planner_no_torch() -> None:
     program = (
         "import sys, wlb; assert 'numpy' not in sys.modules; from wlb import *; "
@@ -129,7 +130,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.full
 def test_wheel_and_sdist_hold_what_they_need(built: Path) -> None:
     (wheel,) = built.glob("wlb_llm-*.whl")
     (sdist,) = built.glob("wlb_llm-*.tar.gz")
@@ -145,7 +147,8 @@ def test_wheel_and_sdist_hold_what_they_need(built: Path) -> None:
     assert not any(".venv" in name or name.startswith("runs/") for name in inside)
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.full
 def test_the_wheel_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
     """The planner and `wlb plan`, with base dependencies only."""
     (wheel,) = built.glob("wlb_llm-*.whl")

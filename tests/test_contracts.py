@@ -14,6 +14,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "command", ["lint-imports", "ruff check", "ruff format --check"], ids=lambda c: c.split()[-1]
 )
@@ -29,6 +30,7 @@ def test_the_linters_of_pyproject_are_content(command: str) -> None:
     assert out.returncode == 0, f"{command}\n{out.stdout}{out.stderr}"
 
 
+@pytest.mark.process
 def test_importing_the_planner_leaves_torch_out() -> None:
     code = "import sys, wlb.planner; print(sorted(m for m in sys.modules if 'torch' in m))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

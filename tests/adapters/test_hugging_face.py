@@ -17,7 +17,7 @@ pytest.importorskip("trl", reason="needs the extra [hf]")
 
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset, IterableDataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Trainer
 
@@ -43,7 +43,6 @@ BALANCE = Balance(context_window=WINDOW)
 
 
 @pytest.mark.filterwarnings("ignore:.*leave none for the last:UserWarning")
-@settings(deadline=None, max_examples=40)
 @given(
     rows=st.lists(st.integers(1, WINDOW), min_size=1, max_size=60),
     num_ranks=st.integers(1, 3),
@@ -390,7 +389,7 @@ def launch(out: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank{r}.json").read_text("utf-8")) for r in range(2)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.dist
 def test_two_processes_train_every_row_and_resume_exactly(tmp_path: Path) -> None:
     """In a later epoch: accelerate's skipping loader would begin with the first one's rows."""
@@ -408,7 +407,7 @@ def test_two_processes_train_every_row_and_resume_exactly(tmp_path: Path) -> Non
     assert again[0]["losses"] == whole[0]["losses"]  # the log goes on from the checkpoint's
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.dist
 def test_accelerate_dispatches_micro_batches_that_are_filled_up(tmp_path: Path) -> None:
     first, second = launch(tmp_path / "out", "dispatch")

@@ -189,6 +189,7 @@ def test_refusals(store: str) -> None:
         loader(store).load_state_dict(theirs)
 
 
+@pytest.mark.process
 def test_workers_give_the_same(store: str) -> None:
     assert contents(loader(store, num_workers=1)) == contents(loader(store))
 

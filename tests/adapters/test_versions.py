@@ -34,6 +34,8 @@ def test_newer_ones_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> No
     require("numpy>=1.20.1")
 
 
+@pytest.mark.process
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "library"),
     [

@@ -52,6 +52,7 @@ def test_a_table_of_all_policies(
     assert "steps: per_" in few
 
 
+@pytest.mark.full
 def test_long_documents_of_little_weight_are_said(
     lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_tokens_over_are_dealt_one_by_one_where_that_can_be(
     assert {name for name in over if over[name] == merged[name]} >= {"per_sequence", "balanced"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["mini_batch_posid", "multipack_bfd_posid", "fixed_length"])
 def test_a_page_of_a_run_with_a_grouping_method(
     method: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -200,6 +202,7 @@ def test_other_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert once["rows"][0]["num_tokens"] <= 690 * 40
 
 
+@pytest.mark.full
 def test_solver_rows_stand_beside_greedy(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     solved = ["--steps", "6", "--ilp", "--ilp-seconds", "1", "--json"]
     data = json.loads(run(capsys, "plan", "--lengths", lengths, *solved, *SMALL))
@@ -211,6 +214,7 @@ def test_solver_rows_stand_beside_greedy(lengths: str, capsys: pytest.CaptureFix
         assert solver["num_tokens"] == greedy["num_tokens"]
 
 
+@pytest.mark.full
 def test_tuning_recommends_a_setting(
     lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +303,7 @@ def test_at_most_one_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--lengths" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_no_torch_is_needed() -> None:
     code = """
 import sys

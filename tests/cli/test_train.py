@@ -390,6 +390,8 @@ def called(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.process
+@pytest.mark.full
 def test_both_modules_can_be_run() -> None:
     short, long = called("-m", "wlb.train", "--help"), called("-m", "wlb", "train", "--help")
     assert short.returncode == long.returncode == 0
@@ -401,7 +403,7 @@ def test_both_modules_can_be_run() -> None:
     assert called("-m", "wlb").returncode == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.dist
 def test_torchrun_gives_the_ranks(tiny: Path) -> None:
     """As on a cluster: torchrun starts the ranks, rank 0 makes the store, all of them train."""
@@ -410,7 +412,7 @@ def test_torchrun_gives_the_ranks(tiny: Path) -> None:
         *torchrun,
         *["-m", "wlb", "train", str(tiny), "--set", "parallel.tp=2"],
         env=worlds.environment(OMP_NUM_THREADS="1"),
-        timeout=120,
+        timeout=600,
     )
     assert out.returncode == 0, out.stdout + out.stderr
     assert out.stdout.count("2 ranks given by torchrun for TP 2 x CP 1 x PP 1 x DP 1") == 1
@@ -421,7 +423,7 @@ def test_torchrun_gives_the_ranks(tiny: Path) -> None:
     assert (tiny.parent / "runs" / "tiny" / "checkpoints" / "step-00000002").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.dist
 def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
     """Rank 0 finds out alone that the store is too large; no rank waits for the others."""
@@ -430,7 +432,7 @@ def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
         *torchrun,
         *["-m", "wlb", "train", str(tiny), "--set", "parallel.tp=2", "model.vocab_size=100"],
         env=worlds.environment(OMP_NUM_THREADS="1"),
-        timeout=120,
+        timeout=600,
     )
     assert out.returncode != 0
     assert "wlb train: model.vocab_size = 100 is smaller than the" in out.stderr

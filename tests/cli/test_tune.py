@@ -51,6 +51,7 @@ def test_the_winner_is_written_as_a_run(made: dict[str, Any]) -> None:
     assert "# found by: wlb tune layout demo --gpus 8" in text
 
 
+@pytest.mark.full
 def test_a_run_with_a_grouping_method_is_searched_one_with_hsdp_refused(
     lengths: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_the_table_fits_terminals(
         assert "own layout is not compared: too few ranks" in " ".join(out.split())
 
 
+@pytest.mark.full
 def test_json_on_stdout_is_the_same_twice(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", "layout", "demo", "--gpus", "2", "--lengths", lengths, *SMALL, *SETTINGS]
     words += ["--pp", "2", "--json"]
@@ -111,6 +113,7 @@ def test_json_on_stdout_is_the_same_twice(lengths: str, capsys: pytest.CaptureFi
     assert json.loads(first)["gpus"] == 2
 
 
+@pytest.mark.full
 def test_another_global_batch_keeps_tokens(
     lengths: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +153,8 @@ def test_bad_input_is_refused(
     assert "Traceback" not in error
 
 
+@pytest.mark.process
+@pytest.mark.full
 def test_no_torch_is_imported(lengths: str) -> None:
     code = (
         "import sys; from wlb.cli import main; "

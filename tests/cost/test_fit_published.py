@@ -24,6 +24,7 @@ def write_table(path):
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
+@pytest.mark.full
 def test_fit_recovers_a_known_device(tmp_path):
     write_table(tmp_path / "table.csv")
     rows = read_rows(tmp_path / "table.csv")

@@ -219,6 +219,7 @@ def test_wire_bytes_follow_bus_bandwidth(h100):
     assert wire[Collective.P2P] == pytest.approx(1.0)
 
 
+@pytest.mark.process
 def test_importing_cost_leaves_torch_out():
     code = "import sys, wlb.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import (
@@ -95,7 +95,6 @@ def test_monotone_over_every_length(work):
     assert (np.diff(work.workload_ns(far)) >= 0).all()
 
 
-@settings(deadline=None)
 @given(st.sampled_from(list(WORKLOADS)), st.integers(1, 5000), st.integers(0, 140000))
 def test_more_keys_never_cost_less(name, q, more):
     kv = q + more + np.arange(300)

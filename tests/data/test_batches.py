@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.data import GlobalBatches, LengthSource, TokenStore, TokenStoreWriter, permute
@@ -76,7 +76,6 @@ def test_shuffled_order_is_that_of_permute():
     assert (ids[20:] - 20).tolist() == permute(range(20), 20, 5, 1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
     tokens_per_batch=st.integers(1, 400),
@@ -110,7 +109,6 @@ def test_every_document_once_an_epoch(lengths, tokens_per_batch, epochs, seed, s
             assert not last or total - last < (i + 1) * tokens_per_batch
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data(), epochs=st.integers(0, 3))
 def test_resumes_from_any_state(data, epochs):
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))

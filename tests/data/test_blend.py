@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.data import (
@@ -80,7 +80,6 @@ def reference(lengths, weights, *, seed, num_tokens, end=np.inf):
 LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), lengths=LENGTHS, tokens=st.integers(1, 300), epochs=st.integers(0, 3))
 def test_the_order_is_that_of_the_plain_loop(data, lengths, tokens, epochs):
     weights = [data.draw(st.sampled_from([0.1, 0.25, 1.0, 1 / 3, 7])) for _ in lengths]
@@ -98,7 +97,6 @@ def test_the_order_is_that_of_the_plain_loop(data, lengths, tokens, epochs):
         assert any(r == epochs * t for r, t in zip(read, totals, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), lengths=LENGTHS, epochs=st.integers(0, 2))
 def test_resumes_from_any_state_with_any_size_of_batches(data, lengths, epochs):
     weights = [1.0 + i for i in range(len(lengths))]

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.data import permute
@@ -24,7 +24,6 @@ def test_literal_orders_never_change():
     ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     n=st.one_of(st.integers(1, 40), st.integers(1, 5000)),
     seed=st.integers(-(2**70), 2**70),

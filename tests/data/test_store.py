@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.data import TokenStore, TokenStoreWriter
@@ -111,7 +111,6 @@ def test_dtype_holds_the_largest_id(tmp_path, vocab_size, dtype):
     assert store.read(0).tolist() == [vocab_size - 1, 0]
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(0, 69_999), min_size=1, max_size=9), max_size=9),
     vocab_size=st.sampled_from([65_536, 70_000]),

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -32,8 +32,6 @@ from wlb.parallel.rows import rank_labels
 from wlb.plan import IGNORE, PlannerState
 from wlb.planner import Planner
 from wlb.sharding import per_document
-
-QUICK = settings(deadline=None, max_examples=60)
 
 
 def write(prefix, documents, **options):
@@ -84,7 +82,6 @@ def test_the_bytes_on_disk(tmp_path):
 
 
 @given(masks(), st.data())
-@QUICK
 def test_counts_are_those_of_a_brute_force(all_masks, data):
     with TemporaryDirectory() as folder:
         store = store_of(folder, all_masks)
@@ -230,7 +227,6 @@ def packers(window: int, num: int) -> list[Packer]:
 
 
 @given(masks(), st.integers(2, 16), st.integers(1, 3))
-@settings(deadline=None, max_examples=25)
 def test_plans_of_every_policy_count_the_labels_of_the_store(all_masks, window, num):
     with TemporaryDirectory() as folder:
         store = store_of(folder, all_masks)

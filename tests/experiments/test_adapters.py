@@ -30,6 +30,8 @@ from experiments.adapters.common import (
 from wlb.adapters.dealt import RankBalance
 from wlb.plan import IGNORE
 
+pytestmark = pytest.mark.full
+
 RESULTS = Path(torchtitan.__file__).parent / "results" / "adapters.csv"
 
 
@@ -48,7 +50,7 @@ def test_the_ledger_sees_what_is_left_out_and_what_comes_twice() -> None:
     assert grouped([rank, rank]) == [[rank, rank]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("example", [torchtitan, megatron])
 def test_an_example(example: object) -> None:
@@ -67,7 +69,7 @@ def test_what_libraries_deal_is_learnt_from() -> None:
     assert after < 0.7 * before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_the_trainer_on_two_processes() -> None:
     ranks, loss = hugging_face.run("balanced", 0)

@@ -19,6 +19,8 @@ from experiments.collation.__main__ import (
     verdict,
 )
 
+pytestmark = pytest.mark.full
+
 
 def test_lengths_are_those_of_the_papers_data_sets() -> None:
     for source, (mean, _) in SOURCES.items():

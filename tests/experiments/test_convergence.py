@@ -49,6 +49,8 @@ from wlb.data import TokenStore
 from wlb.report.run.records import read_run
 from wlb.spec import load
 
+pytestmark = pytest.mark.full
+
 SOURCE = b'''
 import os
 x = 1
@@ -266,34 +268,6 @@ def test_the_page(study: Study, seeds: int, tmp_path: Path) -> None:
         picture.figure.savefig(tmp_path / f"{picture.name}.png")
 
 
-def test_runs_of_code_that_rounded_rope_tables_are_named(study: Study) -> None:
-    made = found()
-    keys = list(made)
-    for some, said in (
-        (keys[:0], ""),
-        (keys[:2], f"2 of {len(keys)} runs are of code before 84b9144"),
-        (keys, "All runs are of code before 84b9144"),
-    ):
-        old = {k: replace(made[k], commit=("cdc72cb", "346eb9b-dirty")[k == keys[0]]) for k in some}
-        text = words(study, groups_of(made | old, all_books()), range(0, 2_500_001, 500_000))
-        assert said in text
-        assert ("84b9144" in text) == bool(said)
-
-
-def test_the_longest_documents_have_a_sentence_where_there_are_any(study: Study) -> None:
-    grid = range(0, 2_500_001, 500_000)
-    assert "Documents of a window" not in words(study, groups_of(found(), all_books()), grid)
-    longest = {
-        key: replace(r, class_losses=(*r.class_losses[:3], 2 * r.final))
-        for key, r in found().items()
-    }
-    text = words(study, groups_of(longest, all_books()), grid)
-    # Twice 0.04 and 0.001 more a seed.
-    assert "less original's: fixed greedy, W = 1 +0.0220" in text
-    assert "bounded, T 1.5 +0.0880" in text
-    assert "steps late" not in text.partition("Documents of a window")[2].partition("**What")[0]
-
-
 def test_a_result_is_read_again() -> None:
     assert result_from_json(json.loads(json.dumps(asdict(result(3.0))))) == result(3.0)
 
@@ -384,7 +358,8 @@ def test_jobs_for_slurm(tmp_path: Path) -> None:
     assert (Path(__file__).parents[2] / line[-1]).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.nightly
 def test_the_quick_form(study: Study) -> None:
     """Really trained: the ledger of each run was checked to hold every token once."""
     names = ("original", "var_len", "bounded-constant", "hold-8")

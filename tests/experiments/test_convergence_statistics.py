@@ -20,6 +20,8 @@ from experiments.convergence.summary import (
 )
 from tests.experiments.convergence_runs import all_books, found, result
 
+pytestmark = pytest.mark.full
+
 
 def test_differences_are_paired_and_noise_is_what_arm_and_seed_leave() -> None:
     """Beside the textbook's two-way table of arms and seeds."""

@@ -9,6 +9,8 @@ from experiments.convergence.arms import arm_of
 from experiments.fig06.__main__ import draw_losses, loss_text
 from experiments.fig06.loss import Loss, read_losses
 
+pytestmark = pytest.mark.full
+
 HEAD = 'arm,seeds,loss,sd,less baseline,"±, end",relative,difference\n'
 
 

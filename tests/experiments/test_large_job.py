@@ -8,6 +8,8 @@ from experiments.fig04.__main__ import spreads
 from experiments.large_job import in_order, over_others, slowest
 from wlb.planner import Planner
 
+pytestmark = pytest.mark.full
+
 
 def test_the_slowest_gpu_is_left_out_of_the_others() -> None:
     found = slowest(np.array([[1.0, 1.0], [1.0, 3.0]]), tp=1)

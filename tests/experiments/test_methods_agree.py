@@ -19,6 +19,8 @@ from wlb.plan import IntArray, PackingPlan
 from wlb.planner import Planner
 from wlb.spec import load
 
+pytestmark = pytest.mark.full
+
 MSL, BS, GAS = 4096, 2, 4
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.packing_methods import __main__ as page
@@ -26,6 +26,8 @@ from experiments.packing_methods.lengths import DATASETS, FLAN, MSL, ORCA_MATH, 
 from experiments.packing_methods.paper import StepsRow, rows_rows, steps_rows
 from experiments.packing_methods.rows import RowCounts, by_thousands, row_counts
 from experiments.packing_methods.steps import StepCounts, step_counts
+
+pytestmark = pytest.mark.full
 
 ROW = 16
 EXAMPLES = st.lists(st.integers(1, ROW), min_size=1, max_size=60).map(np.array)
@@ -151,7 +153,6 @@ def test_grouped_order_is_sorted_within_megabatches() -> None:
     assert sorted(few.tolist()) == list(range(16))
 
 
-@settings(max_examples=60, deadline=None)
 @given(EXAMPLES, st.integers(1, 5), st.integers(0, 3))
 def test_every_token_is_in_a_row_or_counted(lengths: np.ndarray, bs: int, seed: int) -> None:
     for method in SHUFFLED:
@@ -164,7 +165,6 @@ def test_every_token_is_in_a_row_or_counted(lengths: np.ndarray, bs: int, seed: 
             assert made.left_out == 0
 
 
-@settings(max_examples=100, deadline=None)
 @given(EXAMPLES)
 def test_rows_are_those_of_plain_packers(lengths: np.ndarray) -> None:
     expected = next_fit(lengths.tolist(), ROW)

@@ -34,6 +34,8 @@ from experiments.packing_methods.training.summary import groups_of, noise_band, 
 from experiments.packing_methods.training.words import words
 from wlb.spec import METHODS, load
 
+pytestmark = pytest.mark.full
+
 CASES = all_cases(range(3), 1e-3)
 
 
@@ -181,7 +183,8 @@ def test_what_metrics_say(tmp_path: Path) -> None:
     assert made.tokens_per_s == pytest.approx(155.0)
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.nightly
 def test_a_run_is_measured_and_kept_and_memory_has_an_end(tmp_path: Path) -> None:
     study = Study.open(tmp_path)
     case = Case(method="random_padding", gas=1, seed=0, learning_rate=1e-3)

@@ -13,6 +13,8 @@ from experiments.padding_waste.money import job
 from experiments.padding_waste.strategies import Filled, Strategy, fill, pieces_of
 from wlb.cost import document_flops
 
+pytestmark = pytest.mark.full
+
 PACKERS = (Strategy.FIRST_FIT_DECREASING, Strategy.BEST_FIT_DECREASING, Strategy.STREAM)
 
 

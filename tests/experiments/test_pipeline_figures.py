@@ -21,6 +21,8 @@ from experiments.fig11.__main__ import draw as draw_choice
 from wlb.cost import workload_for
 from wlb.spec import Schedule
 
+pytestmark = pytest.mark.full
+
 ONE_F = LAYOUTS[0]
 
 

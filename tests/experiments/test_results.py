@@ -18,6 +18,8 @@ from experiments.results import (
 from wlb.cost import load_profile
 from wlb.cost.machine import program_version
 
+pytestmark = pytest.mark.full
+
 TABLE = Table(
     name="gains",
     title="Gains",

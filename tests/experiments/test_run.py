@@ -13,6 +13,8 @@ import pytest
 
 from experiments.run import REGISTRY, Experiment, main
 
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
 # Each appends its name and arguments to "log"; "slow" stays for as long as "hang" exists.
 NOTE = "import sys, pathlib; pathlib.Path('log').open('a').write(' '.join([*sys.argv[1:], '']))\n"
 MODULES = {
@@ -63,7 +65,7 @@ def started(root: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    for _ in range(1500):
+    for _ in range(30_000):
         if "two" in log(root):
             return child
         time.sleep(0.02)
@@ -131,7 +133,7 @@ def test_all_goes_on_after_a_kill(root: Path) -> None:
 def test_ctrl_c_ends_the_child_and_says_how_to_go_on(root: Path) -> None:
     child = started(root)
     os.killpg(child.pid, signal.SIGINT)
-    out, _ = child.communicate(timeout=30)
+    out, _ = child.communicate(timeout=600)
     assert child.returncode == 130
     assert "to go on: python -m experiments.run" in out
     assert state(root)["slow"]["status"] == "interrupted"

@@ -18,6 +18,8 @@ from experiments.table1 import __main__ as memory
 from experiments.table1.__main__ import PACKINGS, fit, words
 from wlb.cost import MemoryEstimate, load_profile, memory_estimate
 
+pytestmark = pytest.mark.full
+
 
 def test_documents_are_cut_at_the_window_and_tokens_counted(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"

@@ -1,20 +1,20 @@
 """The validation's own arithmetic: errors by step, what others took of the cores, its page."""
 
 import json
-import subprocess
-import sys
-import time
+import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments.validation import replay, training
-from experiments.validation.others import watch
+from experiments.validation import others, replay, training
 from experiments.validation.plans import draw_plans
 from experiments.validation.record import Conditions
 from experiments.validation.replay import Replayed
 from experiments.validation.training import RUNS, Trained
+
+pytestmark = pytest.mark.full
 
 AT = Conditions(commit="abc", date="2026-11-22", machine="a CPU", cores=2, load=(0.1, 2.0))
 
@@ -65,30 +65,40 @@ def test_records_survive_json_and_make_a_page() -> None:
     assert "largest 6.0%, mean 6.0%, within 5% in 0 of 2" in replay.table(back).note
 
 
-STEPS = """
-import sys, time
-for _ in range(3):
-    end = time.monotonic() + 0.4
-    while time.monotonic() < end:
-        pass
-    with open(sys.argv[1], "a") as file:
-        file.write('{"kind": "step"}\\n')
-time.sleep(0.3)
-"""
+class Running:
+    """A run that writes a line of metrics whenever it is asked whether it has ended, four times."""
+
+    pid = 7
+
+    def __init__(self, metrics: Path) -> None:
+        self.metrics, self.num_steps = metrics, 0
+
+    def poll(self) -> int | None:
+        if self.num_steps == 4:
+            return 0
+        self.num_steps += 1
+        with self.metrics.open("a") as file:
+            file.write('{"kind": "step"}\n')
+        return None
+
+
+def test_a_runs_own_time_is_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four readings of 2 s each: the cores were busy for 2, 3 and 1 s more, the run for 2, 1, 1."""
+    readings = iter(
+        others._Reading(at_s=2.0 * i, busy_s=busy, own_s=own)
+        for i, (busy, own) in enumerate([(50.0, 5.0), (52.0, 7.0), (55.0, 8.0), (56.0, 9.0)])
+    )
+    monkeypatch.setattr(others, "_read", lambda pid: next(readings))
+    monkeypatch.setattr(others, "_POLL_S", 0.0)
+    run: Any = Running(tmp_path / "metrics.jsonl")
+    assert others.watch(run, run.metrics) == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux")
-def test_a_runs_own_time_is_not_others(tmp_path: Path) -> None:
-    """Three steps, two of which are timed; what else runs here is unknown, so there is no upper
-    bound but the cores."""
-    metrics = tmp_path / "metrics.jsonl"
-    shares = []
-    for _ in range(5):
-        metrics.unlink(missing_ok=True)
-        shares = watch(subprocess.Popen([sys.executable, "-c", STEPS, str(metrics)]), metrics)
-        assert len(shares) == 2
-        assert min(shares) >= 0
-        if max(shares) < 0.5:  # its own 100 % of a core would be 1
-            return
-        time.sleep(1)
-    pytest.skip(f"the machine is busy: {shares}")
+def test_readings_are_of_this_process_and_its_machine() -> None:
+    first = others._read(os.getpid())
+    sum(range(1_000_000))
+    second = others._read(os.getpid())
+    assert 0 < first.own_s <= second.own_s
+    assert 0 < first.busy_s <= second.busy_s
+    assert first.at_s <= second.at_s

@@ -58,7 +58,7 @@ def one_rank(world: World) -> dict[str, int]:
 
 
 def test_backward_in_autograds_thread_is_timed_too() -> None:
-    (found,) = run_local(one_rank, 1, device="cuda", start_group=True, timeout_s=120.0)
+    (found,) = run_local(one_rank, 1, device="cuda", start_group=True, timeout_s=600)
     assert found.pop("recompute") == 0
     wall = found.pop("wall")
     assert all(ns > 0 for ns in found.values())

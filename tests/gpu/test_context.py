@@ -154,7 +154,7 @@ def intervals(trace: dict[str, Any], category: str, part: str) -> list[tuple[flo
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs 2 GPUs to move keys between")
 def test_keys_travel_while_queries_are_projected(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    run_local(traced_layer, 2, str(path), device="cuda", start_group=True, timeout_s=240.0)
+    run_local(traced_layer, 2, str(path), device="cuda", start_group=True, timeout_s=600)
     trace = json.loads(path.read_text())
     gathers = intervals(trace, "kernel", "AllGather")
     projections = intervals(trace, "gpu_user_annotation", "q_proj")

@@ -56,6 +56,7 @@ def results(call, segments: Segments) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, qkv, grad)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_few_graphs_serve_micro_batches_of_any_lengths(dynamic):
     """Seven micro-batches. Graphs beyond one are torch.compile's own: first sizes as constants
@@ -74,6 +75,7 @@ def test_few_graphs_serve_micro_batches_of_any_lengths(dynamic):
     assert counter.frame_count <= 3
 
 
+@pytest.mark.full
 def test_compiled_layers_work_out_the_hosts_part_once(monkeypatch):
     """Forward and backward of all: what compiled code saves for backward leads back to it too."""
     calls = []
@@ -92,6 +94,7 @@ def test_compiled_layers_work_out_the_hosts_part_once(monkeypatch):
         assert len(calls) == count
 
 
+@pytest.mark.full
 def test_the_hosts_part_outlives_segments_until_backward():
     """Backward finds again what forward worked out, and nothing stays after it."""
     gc.collect()

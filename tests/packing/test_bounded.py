@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -167,7 +167,6 @@ def test_a_higher_price_means_less_delay() -> None:
     assert runs[0].imbalance < runs[2].imbalance
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 6),
     st.lists(st.lists(st.integers(1, 3 * 64), max_size=20), min_size=1, max_size=8),
@@ -207,7 +206,6 @@ def test_bounds_and_conservation(
         assert all(int((p.step - p.pieces.arrival).max()) <= max_delay for p in plans[:-1])
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.integers(0, 9)), min_size=1, max_size=40),
     st.integers(1, 4),

@@ -1,7 +1,7 @@
 """`literal = True` against Algorithm 1 written down line by line, and what the default mends."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -68,7 +68,6 @@ def run(pack: VarLenPacker, batches: list[list[int]]) -> tuple[list[list[list[in
     return out, carry
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.lists(st.integers(1, WINDOW), max_size=12), max_size=8),
     st.integers(1, 4),

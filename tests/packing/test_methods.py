@@ -4,7 +4,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.adapters.collate.test_flat import Reader
@@ -143,7 +143,6 @@ def test_by_length_sorts_fifty_steps_at_a_time() -> None:
         assert sorted(part.tolist()) == sorted(lengths[start : start + 200])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     batches=st.lists(st.lists(st.integers(1, 90), max_size=30), max_size=6),
     n=st.integers(1, 4),

@@ -18,7 +18,7 @@ from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World, rank_device
 from wlb.spec import Dtype
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.full, pytest.mark.dist]
 
 FLOAT32_BYTES = 4
 
@@ -86,7 +86,7 @@ def built(world: World, case: Case, dtype: Dtype) -> dict[str, Any]:
 def test_a_rank_holds_its_shards_and_one_whole_parameter_at_a_time(
     case: Case, dtype: Dtype
 ) -> None:
-    results = run_local(built, case.world, case, dtype, start_group=True, timeout_s=120.0)
+    results = run_local(built, case.world, case, dtype, start_group=True, timeout_s=600)
     for found in results:
         assert found["differ"] == []
         assert found["num"] > 0

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.sets import full
 from wlb.cost import FlopsWorkload
 from wlb.kernels import Segments, attend
 from wlb.launch.local import run_local
@@ -174,10 +175,10 @@ def both(world: World) -> tuple[dict[str, Any], list[tuple[str, list[float], lis
     return float32(world), bfloat16(world)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize("cp", [1, 2, *full(4, 8)])
 def test_it_is_what_one_process_computes(cp: int) -> None:
     """Every strategy and length; also the same bits twice, and with gathered rows kept."""
-    results = run_local(both, cp, start_group=True, timeout_s=120.0)
+    results = run_local(both, cp, start_group=True, timeout_s=600)
     for single, _ in results:
         assert max(single["worst"].values()) < 2e-6
         assert single["other_bits"] == []
@@ -210,8 +211,9 @@ def compiled(world: World) -> tuple[list[bool], int]:
     return same, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 def test_compiled_code_computes_the_same_for_micro_batches_of_any_lengths() -> None:
-    for same, num_graphs in run_local(compiled, 2, start_group=True, timeout_s=120.0):
+    for same, num_graphs in run_local(compiled, 2, start_group=True, timeout_s=600):
         assert all(same), same
         assert num_graphs <= 2 * 2  # of each backend one for the first shapes and one for any
 
@@ -248,7 +250,7 @@ def gathered_alive(attention: ContextAttention, inputs: Tensors, expected: int) 
         out = attention(*inputs)
     gc.collect()
     assert out.requires_grad
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 600
     while (num_alive := sum(x() is not None for x in seen)) > expected:
         if time.monotonic() > deadline:
             break
@@ -293,7 +295,7 @@ def test_only_local_rows_are_kept_and_one_gather_more_is_made() -> None:
     """64 tokens on 2 ranks: 32 local rows, 4 and 2 heads of 8 numbers, 2 bytes a number."""
     queries = 2 * 32 * 4 * 8 * 2 + 4 * 4 * 32  # q and output, and a float32 log-sum-exp a head
     local, everywhere = 2 * 32 * 2 * 8 * 2, 2 * 64 * 2 * 8 * 2
-    for found in run_local(memory, 2, start_group=True, timeout_s=60.0):
+    for found in run_local(memory, 2, start_group=True, timeout_s=600):
         for backend in ("sdpa", "reference"):
             num_bytes, rows, alive, calls = found[backend, False]
             assert (num_bytes, rows, alive) == (queries + local, [], 0)
@@ -345,7 +347,7 @@ def refusals(world: World) -> dict[str, str]:
 
 
 def test_ranks_that_disagree_all_say_so() -> None:
-    first, *others = run_local(refusals, 3, start_group=True, timeout_s=60.0)
+    first, *others = run_local(refusals, 3, start_group=True, timeout_s=600)
     assert all(first == other for other in others)
     digests = [per_document(x, cp=3).digest() for x in ((20, 3), (19, 4))]
     start = "ranks have different arguments. "
@@ -385,7 +387,7 @@ def long_values(world: World) -> str:
 def test_values_are_compared_to_their_end() -> None:
     values = ", ".join(f"rank {rank} {'x' * 64}" for rank in range(2))
     expected = f"ranks have different arguments. long: {values}"
-    assert run_local(long_values, 2, start_group=True, timeout_s=60.0) == [expected] * 2
+    assert run_local(long_values, 2, start_group=True, timeout_s=600) == [expected] * 2
 
 
 def front_door(world: World) -> tuple[bool, list[str]]:
@@ -409,7 +411,7 @@ def front_door(world: World) -> tuple[bool, list[str]]:
 
 
 def test_the_front_door() -> None:
-    for same, told in run_local(front_door, 2, start_group=True, timeout_s=60.0):
+    for same, told in run_local(front_door, 2, start_group=True, timeout_s=600):
         assert same
         assert told == [
             f"{name}, but this attention was made for {shape}, torch.float32 on cpu"

@@ -24,10 +24,11 @@ def _workers(world: worlds.World, parallel: ParallelSpec) -> tuple[int, int]:
     return len(distributed_c10d._world.pg_map), gloo_race.num_workers()
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_each_group_of_a_mesh_has_one_worker():
     parallel = ParallelSpec(tp=2, cp=2, pp=1, dp=1)
-    for groups, workers in run_local(_workers, 4, parallel, start_group=True, timeout_s=60):
+    for groups, workers in run_local(_workers, 4, parallel, start_group=True, timeout_s=600):
         assert workers == groups >= 4  # world, tp, cp, dp x cp
 
 
@@ -35,11 +36,13 @@ EXIT = """
 import atexit, sys, torch, torch.distributed as dist
 from wlb.parallel import world as worlds
 atexit.register(lambda: print("started at exit:", dist.is_initialized()))
-worlds.init(worlds.World(), torch.device("cpu"), timeout_s=60)
+worlds.init(worlds.World(), torch.device("cpu"), timeout_s=600)
 dist.all_reduce(torch.zeros(4), async_op=True)
 """
 
 
+@pytest.mark.process
+@pytest.mark.full
 def test_groups_are_destroyed_before_the_interpreter_ends():
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "started at exit: False\n"), done.stderr
@@ -58,7 +61,7 @@ def test_a_group_has_one_worker():
     assert workers == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_minute_of_mixed_collectives_does_not_corrupt_the_heap():
     workers, collectives = _race("one", 60.0)
     assert workers == 1

@@ -36,7 +36,7 @@ def test_a_rank_outside_the_layout_is_refused():
 
 
 def test_one_process_has_a_mesh_too():
-    worlds.init(worlds.World(), torch.device("cpu"), timeout_s=60)
+    worlds.init(worlds.World(), torch.device("cpu"), timeout_s=600)
     try:
         one = mesh.build_mesh(ParallelSpec(dp=1), torch.device("cpu"))
         assert one.coordinates == (0, 0, 0, 0)
@@ -67,10 +67,11 @@ def _groups(world: worlds.World, parallel: ParallelSpec) -> dict[str, list[int]]
     return members
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_eight_ranks_form_the_groups_of_the_layout():
     parallel = ParallelSpec(tp=2, cp=2, pp=1, dp=2)
-    groups = run_local(_groups, 8, parallel, start_group=True, timeout_s=60)
+    groups = run_local(_groups, 8, parallel, start_group=True, timeout_s=600)
     assert groups[5] == {
         "tp": [4, 5],
         "cp": [5, 7],
@@ -79,7 +80,7 @@ def test_eight_ranks_form_the_groups_of_the_layout():
         "fsdp": [1, 3, 5, 7],
     }
     pipelines = run_local(
-        _groups, 8, ParallelSpec(cp=2, pp=2, dp=2), start_group=True, timeout_s=60
+        _groups, 8, ParallelSpec(cp=2, pp=2, dp=2), start_group=True, timeout_s=600
     )
     assert pipelines[5] == {
         "tp": [5],

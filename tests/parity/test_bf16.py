@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.parity.body import global_loss, whole
 from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_loss, spec_of
+from tests.sets import full
 from wlb.launch.local import run_local
 from wlb.model import build_reference, llama
 from wlb.model.rope import rotate
@@ -15,6 +16,8 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World, rank_device
 from wlb.spec import Dtype, Recompute, Schedule
+
+IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 
 
 def bf16(world: World, case: Case, device: str) -> dict[str, object]:
@@ -64,17 +67,19 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
     "case",
     [
         Case(),
-        Case(tp=2, cp=2, pp=2, v=2),
-        Case(cp=2, recompute=Recompute.FULL),
-        Case(dp=2),
-        Case(tp=2, pp=2, dp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, num_micro_batches=8),
-        # The last rank's weights' passes follow each other; no sum over ranks widens what they add.
-        Case(pp=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, num_micro_batches=8, weight_delay=8),
+        *full(
+            Case(tp=2, cp=2, pp=2, v=2),
+            Case(cp=2, recompute=Recompute.FULL),
+            Case(dp=2),
+            Case(tp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
+            # The last rank's weight passes follow each other; no sum over ranks widens them.
+            Case(pp=2, schedule=IZB, num_micro_batches=8, weight_delay=8),
+        ),
     ],
     ids=str,
 )
 def test_bf16_is_near_fp32(case: Case) -> None:
-    for result in run_local(bf16, case.world, case, "cpu", start_group=True, timeout_s=240.0):
+    for result in run_local(bf16, case.world, case, "cpu", start_group=True, timeout_s=600):
         assert result["loss"] == pytest.approx(result["expected"], rel=2e-2)
         assert result["loss"] != result["expected"]
         assert result["rotated"] == {(torch.bfloat16, torch.float32, torch.float32)}

@@ -31,7 +31,7 @@ from wlb.plan import PackingPlan
 from wlb.spec import Recompute, Schedule
 from wlb.train.telemetry.clock import Part
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.full, pytest.mark.dist]
 
 EMPTY = packing_of([[]] * 4)
 
@@ -100,7 +100,7 @@ def symbols(world: World, case: Case) -> list[tuple[int, ...]]:
 
 
 def hold(case: Case, graphs: tuple[int, int, int]) -> None:
-    for result in run_local(compiled, case.world, case, start_group=True, timeout_s=500.0):
+    for result in run_local(compiled, case.world, case, start_group=True, timeout_s=600):
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
         assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
         error, name = result["gradient"]
@@ -110,7 +110,7 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         assert result["attends_again"] == (case.recompute == Recompute.FULL)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -133,7 +133,7 @@ def test_micro_batches_without_a_token_are_one_more_graph() -> None:
 def test_only_lengths_are_symbols() -> None:
     """A head's size as a symbol made inductor's backward pass divide for each element."""
     case = Case(compile_backend="look", num_micro_batches=20, layers=2)
-    (seen,) = run_local(symbols, 1, case, start_group=True, timeout_s=500.0)
+    (seen,) = run_local(symbols, 1, case, start_group=True, timeout_s=600)
     assert (0,) in seen  # rows
     sizes = {found for found in seen if found[:1] != (-1,)}
     assert sizes <= {(), (0,)}
@@ -141,7 +141,7 @@ def test_only_lengths_are_symbols() -> None:
     assert not {(-1, head), (-1, head // 2)} & set(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_computes_the_same() -> None:
     hold(Case(compile_backend="inductor", num_micro_batches=20, layers=2), (1, 1, 1))

@@ -4,6 +4,7 @@ import pytest
 
 from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case
+from tests.sets import full
 from wlb.launch.local import run_local
 from wlb.spec import Schedule
 
@@ -13,15 +14,13 @@ F1B = Schedule.ONE_F_ONE_B
 I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 
+# One axis each.
+QUICK = [Case(tp=2), Case(cp=2), Case(dp=2), Case(pp=2, schedule=F1B)]
 CASES = [
     # One axis alone.
-    Case(tp=2),
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
-    Case(cp=2),
     Case(cp=3, strategy="per_sequence"),
     Case(cp=4, row_multiple=4),
-    Case(dp=2),
-    Case(pp=2, schedule=F1B),
     Case(pp=2, v=2),
     Case(pp=2, v=2, schedule=IZB),
     Case(tp=2, pp=2, v=2, schedule=IZB, weight_delay=3),
@@ -47,8 +46,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *full(*CASES)], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
-    results = run_local(parity, case.world, case, start_group=True, timeout_s=240.0)
+    results = run_local(parity, case.world, case, start_group=True, timeout_s=600)
     for result in results:
         expect_parity(result)

@@ -20,6 +20,7 @@ from tests.parity.case import (
 )
 from tests.parity.test_tensor import CU_SEQLENS, micro_batch, saved_bytes
 from tests.parity.test_zero_bubble import Count
+from tests.sets import full
 from wlb.cost.linear import RECOMPUTED_WORK
 from wlb.cost.memory import layer_activation_bytes
 from wlb.launch.local import run_local
@@ -155,6 +156,7 @@ def cells(times: StepTimes, kind: Pass) -> set[Cell]:
     return {cell for cell, _ in times.parts_ns if cell.kind == kind}
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "case",
@@ -181,13 +183,13 @@ def test_what_a_rank_runs_again(case: Case) -> None:
     assert names["gather_kv"] == tuple(again.attention for again in priced)
     if case.cp == 1:
         names |= {"gather_kv": (0, 0), "context_attend": (0, 0), "attend": (0, 1)}
-    for none, half, full in run_local(rerun, 4, case, start_group=True, timeout_s=120.0):
+    for none, half, all_of_it in run_local(rerun, 4, case, start_group=True, timeout_s=600):
         for name, expected in names.items():
-            more = [(calls[name] - none[0][name]) / passes for calls, _, _ in (half, full)]
+            more = [(calls[name] - none[0][name]) / passes for calls, _, _ in (half, all_of_it)]
             assert tuple(more) == expected, name
         # The clock tells attention that runs again from attention's own backward pass.
         assert (none[2], half[2]) == (0, 0)
-        assert 0 < full[2] < 4 * full[1]
+        assert 0 < all_of_it[2] < 4 * all_of_it[1]
 
 
 def steps(world: World, case: Case) -> list[dict[str, object]]:
@@ -223,19 +225,21 @@ def steps(world: World, case: Case) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tp=2, cp=2),
-        Case(tp=2, cp=2, keep_gathered_kv=True, strategy="per_sequence"),
-        Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
         Case(pp=2, v=2),
-        Case(pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
-        Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
-        Case(cp=2, dp=2, num_micro_batches=8),
-        Case(tp=2, cp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+        *full(
+            Case(tp=2, cp=2),
+            Case(tp=2, cp=2, keep_gathered_kv=True, strategy="per_sequence"),
+            Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
+            Case(pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+            Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+            Case(cp=2, dp=2, num_micro_batches=8),
+            Case(tp=2, cp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+        ),
     ],
     ids=str,
 )
 def test_layouts_equal_one_process(case: Case) -> None:
-    for results in run_local(steps, case.world, case, start_group=True, timeout_s=240.0):
+    for results in run_local(steps, case.world, case, start_group=True, timeout_s=600):
         for result in results:
             assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
             assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)

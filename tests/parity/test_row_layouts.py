@@ -11,6 +11,7 @@ import torch
 
 from tests.parity.body import global_loss, gradient_error
 from tests.parity.case import WINDOW, Case, Reader, fresh_reference, packing, pipeline_plan, spec_of
+from tests.sets import full
 from wlb.kernels import Segments, attend
 from wlb.launch.local import run_local
 from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
@@ -110,14 +111,16 @@ def laid_out(plan: PackingPlan, layout: Layout) -> PackingPlan:
     "case",
     [
         Case(num_micro_batches=8),
-        Case(cp=2, num_micro_batches=8),
-        Case(cp=2, strategy="per_sequence", row_multiple=3),
-        Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+        *full(
+            Case(cp=2, num_micro_batches=8),
+            Case(cp=2, strategy="per_sequence", row_multiple=3),
+            Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+        ),
     ],
     ids=str,
 )
 def test_examples_train_as_they_do_alone(case: Case, layout: Layout) -> None:
-    for result in run_local(body, case.world, case, layout, start_group=True, timeout_s=240.0):
+    for result in run_local(body, case.world, case, layout, start_group=True, timeout_s=600):
         assert result["targets"][0] == result["targets"][1]
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
         error, name = result["gradient"]

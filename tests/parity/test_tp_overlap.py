@@ -10,6 +10,7 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from tests.parity.body import gradient_error, run_step
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
+from tests.sets import full
 from tests.train.case import small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
@@ -59,6 +60,7 @@ def overlapped(world: World, case: Case) -> dict[str, object]:
 
 
 # A layer has two blocks: each gathers and scatters in the evaluation, in forward and in backward.
+IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 PLAIN = {"fused_all_gather_matmul": 6, "fused_matmul_reduce_scatter": 6}
 
 
@@ -67,28 +69,21 @@ PLAIN = {"fused_all_gather_matmul": 6, "fused_matmul_reduce_scatter": 6}
     ("case", "calls"),
     [
         (Case(tp=2, overlap=True), PLAIN),
-        (Case(tp=2, cp=2, overlap=True), PLAIN),
-        # Again: the gathers of both blocks, and attention's scatter; never the last product.
-        (
-            Case(tp=2, overlap=True, recompute=Recompute.FULL),
-            {"fused_all_gather_matmul": 8, "fused_matmul_reduce_scatter": 7},
-        ),
-        (
-            Case(
-                tp=2, pp=2, v=2, overlap=True, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, layers=4
+        *full(
+            (Case(tp=2, cp=2, overlap=True), PLAIN),
+            # Again: the gathers of both blocks, and attention's scatter; never the last product.
+            (
+                Case(tp=2, overlap=True, recompute=Recompute.FULL),
+                {"fused_all_gather_matmul": 8, "fused_matmul_reduce_scatter": 7},
             ),
-            PLAIN,
-        ),
-        pytest.param(
-            Case(tp=2, overlap=True, layers=1, compile_backend="aot_eager"),
-            PLAIN,
-            marks=pytest.mark.slow,
+            (Case(tp=2, pp=2, v=2, overlap=True, schedule=IZB, layers=4), PLAIN),
+            (Case(tp=2, overlap=True, layers=1, compile_backend="aot_eager"), PLAIN),
         ),
     ],
     ids=str,
 )
 def test_loss_and_gradients_are_those_of_one_process(case: Case, calls: dict[str, int]) -> None:
-    for result in run_local(overlapped, case.world, case, start_group=True, timeout_s=300.0):
+    for result in run_local(overlapped, case.world, case, start_group=True, timeout_s=600):
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
         assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
         error, name = result["gradient"]

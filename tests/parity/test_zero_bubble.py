@@ -45,9 +45,10 @@ def count(world: World, schedule: Schedule) -> dict[str, int]:
     return {name: counted.calls[name] for name in names}
 
 
+@pytest.mark.full
 def test_zero_bubble_computes_nothing_twice() -> None:
-    whole = run_local(count, 4, Schedule.INTERLEAVED_1F1B, start_group=True, timeout_s=120.0)
-    split = run_local(count, 4, Schedule.INTERLEAVED_ZERO_BUBBLE, start_group=True, timeout_s=120.0)
+    whole = run_local(count, 4, Schedule.INTERLEAVED_1F1B, start_group=True, timeout_s=600)
+    split = run_local(count, 4, Schedule.INTERLEAVED_ZERO_BUBBLE, start_group=True, timeout_s=600)
     for one, other in zip(whole, split, strict=True):
         # Only row-parallel layers gather their output's gradient in both passes: 2 a layer, 2
         # layers a rank, 4 micro-batches.
@@ -94,7 +95,7 @@ def frozen(world: World) -> dict[str, bool]:
 
 
 def test_frozen_weights_get_no_gradient() -> None:
-    for found in run_local(frozen, 2, start_group=True, timeout_s=60.0):
+    for found in run_local(frozen, 2, start_group=True, timeout_s=600):
         assert all(found[n] == ("q_proj" not in n and "down_proj" not in n) for n in found)
         assert sum(found.values()) == len(found) - 2
 
@@ -103,7 +104,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 def test_queries_keys_and_values_share_their_collectives(is_split: bool) -> None:
     """Though keys leave before queries are computed: two gathers and two scatters a pass, of
     attention's and the MLP's rows; backward gathers both inputs again, now or later."""
-    for forward, backward, later in run_local(layer, 2, is_split, start_group=True, timeout_s=60.0):
+    for forward, backward, later in run_local(layer, 2, is_split, start_group=True, timeout_s=600):
         gathers = [calls["all_gather_into_tensor"] for calls in (forward, backward, later)]
         scatters = [calls["reduce_scatter_tensor"] for calls in (forward, backward, later)]
         products = [calls["mm"] + calls["addmm_"] for calls in (forward, backward, later)]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -368,7 +368,6 @@ def test_refuse_names_both_numbers() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
 def test_splitting_loses_no_token_and_no_label(data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 60))
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=num, max_size=num)))

@@ -113,7 +113,7 @@ def test_the_store_is_that_of_a_loop_over_the_encoder(tmp_path, limit, too_long)
     assert made.longest <= (limit or 1000)
 
 
-@pytest.mark.dist
+@pytest.mark.process
 def test_processes_and_interruptions_change_neither_bytes_nor_counts(tmp_path) -> None:
     records = [*TALKS, *[{"messages": [{"role": "user", "content": "Hello?"}]}] * 3]
     path, tokenizer = jsonl(tmp_path, *records), tokenizer_file(tmp_path)

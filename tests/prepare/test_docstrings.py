@@ -73,6 +73,7 @@ def test_a_module_literally() -> None:
     assert box[5] == "`shapes.Box.cube()`\n\nAll sides equal."
 
 
+@pytest.mark.full
 def test_the_standard_library(tmp_path) -> None:
     counts = write_docstring_conversations(tmp_path / "chat.jsonl")
     lines = (tmp_path / "chat.jsonl").read_text("utf-8").splitlines()
@@ -88,6 +89,7 @@ def test_the_standard_library(tmp_path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.full
 def test_stores_without_held_out_conversations(tmp_path) -> None:
     asked = {"limit": 256, "heldout_fraction": 0.0, "seed": 0}
     made = prepare_docstrings(tmp_path, vocab_size=300, **asked)

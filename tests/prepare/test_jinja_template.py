@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -85,7 +85,6 @@ def talks(draw: st.DrawFn) -> Conversation:
     [("chatml", CHATML, {}), ("llama3", LLAMA3, {"bos_token": "<|begin_of_text|>"})],
 )
 @given(made=talks(), turns=st.sampled_from(list(Turns)), limit=st.integers(30, 90))
-@settings(deadline=None, max_examples=80)
 def test_built_in_templates_equal_their_jinja_sources(
     name, source, variables, made, turns, limit
 ) -> None:

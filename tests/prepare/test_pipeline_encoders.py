@@ -51,7 +51,7 @@ class EveryOther(EncoderChoice):
         return Encoded(tokens=np.array(numbers), trained=trained, counts=counts)
 
 
-@pytest.mark.dist
+@pytest.mark.process
 def test_another_encoder_and_its_trained_tokens(tmp_path):
     records = [[list(range(1, 2 + i % 9))] * (1 + i % 2) for i in range(60)]
     rows = [row for record in records for row in record]  # every second record is two documents
@@ -80,7 +80,7 @@ def test_another_encoder_and_its_trained_tokens(tmp_path):
     assert not (tmp_path / "x-bpe.parts").exists()
 
 
-@pytest.mark.dist
+@pytest.mark.process
 def test_counts_of_an_encoder_are_summed_whoever_encodes_and_however_often(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [[[1] * (1 + i % 3)] * (1 + i % 10) for i in range(200)]
@@ -136,7 +136,7 @@ class Dies(EveryOther):
         return super().encode(record)
 
 
-@pytest.mark.dist
+@pytest.mark.process
 def test_a_worker_that_dies_is_said_and_what_is_complete_is_kept(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [[[1, 2]]] * 90 + [[[1]] * 8]

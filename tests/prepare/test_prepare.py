@@ -205,7 +205,7 @@ print(prepared.reused, prepared.num_tokens)
 """
 
 
-@pytest.mark.dist
+@pytest.mark.process
 def test_processes_at_the_same_time_do_it_once(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -220,6 +220,7 @@ def test_processes_at_the_same_time_do_it_once(tmp_path):
     TokenStore(tmp_path / "tiny-train").verify()
 
 
+@pytest.mark.process
 def test_importing_the_room_loads_neither_torch_nor_tokenizers():
     code = (
         "import sys, wlb.prepare; "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.prepare import BadRecord, TextChoice, TextUnit
@@ -39,7 +39,6 @@ def write_lines(path, *values):
     return path
 
 
-@settings(max_examples=50, deadline=None)
 @given(lines=LINES, shard_bytes=st.integers(1, 40), ends=st.booleans())
 def test_every_line_is_in_one_shard(tmp_path_factory, lines, shard_bytes, ends):
     path = tmp_path_factory.mktemp("lines") / "a.txt"

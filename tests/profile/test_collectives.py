@@ -218,9 +218,10 @@ def _on_two_nodes(world: worlds.World, fails: str) -> list[Any]:
 
 
 def _ranks(fails: str) -> list[Any]:
-    return run_local(_on_two_nodes, 4, fails, start_group=True, timeout_s=60)
+    return run_local(_on_two_nodes, 4, fails, start_group=True, timeout_s=600)
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_started_ranks_measure_within_a_node_and_between_nodes():
     first, *others = _ranks("")
@@ -232,6 +233,7 @@ def test_started_ranks_measure_within_a_node_and_between_nodes():
     assert others == [[], [], []]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_rank_out_of_memory_fails_the_point_on_all_and_the_sweep_goes_on():
     first, *_ = _ranks("memory")
@@ -241,6 +243,7 @@ def test_a_rank_out_of_memory_fails_the_point_on_all_and_the_sweep_goes_on():
     assert len(first) == 8
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_other_ranks_are_let_go_when_rank_0_leaves_early():
     first, *others = _ranks("leader")

@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.property.test_conservation import Ledger, batches
@@ -12,8 +12,6 @@ from wlb.packing import PackerOptions
 from wlb.packing.bins import BinMethod, pack_bins
 from wlb.packing.capacity import CapacityPacker
 from wlb.plan import Carry, Pieces
-
-QUICK = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 FFD, BFD = BinMethod.FIRST_FIT_DECREASING, BinMethod.BEST_FIT_DECREASING
 NEXT_FIT, BEST_FIT = BinMethod.NEXT_FIT, BinMethod.BEST_FIT
@@ -59,7 +57,6 @@ def one_by_one(
 
 
 @given(problems(), st.sampled_from(list(BinMethod)), st.data())
-@settings(deadline=None, max_examples=400)
 def test_bins_are_those_of_placing_documents_one_by_one(
     problem: tuple[list[int], int], method: BinMethod, data: st.DataObject
 ) -> None:
@@ -98,7 +95,6 @@ windows = st.integers(1, 16)
 
 
 @given(st.data())
-@QUICK
 def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
     """Method, N, capacity, pack_batches: each push may be another packer's."""
     window = data.draw(windows)
@@ -120,7 +116,6 @@ def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@QUICK
 def test_what_is_left_over_leaves_with_the_next_steps(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window))
@@ -147,7 +142,6 @@ def _names(pieces: Pieces) -> set[tuple[int, ...]]:
 
 
 @given(st.data())
-@QUICK
 def test_next_fit_does_not_depend_on_where_batches_end(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window, method=NEXT_FIT))
@@ -161,7 +155,6 @@ def test_next_fit_does_not_depend_on_where_batches_end(data: st.DataObject) -> N
 
 
 @given(st.data())
-@QUICK
 def test_a_carry_that_went_through_json_goes_on_identically(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window))

@@ -3,7 +3,7 @@
 from itertools import chain
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.adapters.collate import (
@@ -22,8 +22,6 @@ from wlb.adapters.collate import (
 )
 from wlb.plan import IGNORE
 
-QUICK = settings(deadline=None, max_examples=100)
-
 lengths_of = st.lists(st.integers(1, 40) | st.integers(500, 900), min_size=1, max_size=12)
 documents_of = st.lists(
     st.lists(st.integers(0, 70_000), min_size=1, max_size=9), min_size=1, max_size=8
@@ -31,7 +29,6 @@ documents_of = st.lists(
 
 
 @given(lengths_of, st.integers(0, 3))
-@QUICK
 def test_lengths_offsets_and_positions_say_the_same(lengths: list[int], start: int) -> None:
     offsets = cu_seqlens_from_lengths(lengths)
     assert lengths_from_cu_seqlens(offsets).tolist() == lengths
@@ -42,7 +39,6 @@ def test_lengths_offsets_and_positions_say_the_same(lengths: list[int], start: i
 
 
 @given(documents_of, st.none() | st.integers(1, 20), st.sampled_from(["list", "int32", "buffer"]))
-@QUICK
 def test_tokens_are_conserved_and_targets_add_up(
     documents: list[list[int]], multiple: int | None, kind: str
 ) -> None:
@@ -71,7 +67,6 @@ def test_tokens_are_conserved_and_targets_add_up(
 
 
 @given(documents_of, st.data())
-@QUICK
 def test_rows_that_are_packed_already_give_the_batch_of_their_documents(
     documents: list[list[int]], data: st.DataObject
 ) -> None:
@@ -92,7 +87,6 @@ def test_rows_that_are_packed_already_give_the_batch_of_their_documents(
 
 
 @given(documents_of, st.sampled_from(list(Side)), st.integers(1, 5))
-@QUICK
 def test_padded_rows_hold_their_documents(
     documents: list[list[int]], side: Side, multiple: int
 ) -> None:
@@ -109,7 +103,6 @@ def test_padded_rows_hold_their_documents(
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.none() | st.integers(1, 6))
-@QUICK
 def test_a_mask_is_what_its_definition_says(lengths: list[int], window: int | None) -> None:
     offsets = cu_seqlens_from_lengths(lengths)
     mask = block_mask(offsets, window=window)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tempfile import NamedTemporaryFile
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -28,9 +28,6 @@ from wlb.packing import (
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, ranges
 
 MOST = 1000  # documents a source, and tokens a document, are fewer
-
-# A push draws a dozen small values; generating them is slower than packing them.
-QUICK = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -184,7 +181,6 @@ class Ledger:
 
 
 @given(st.data())
-@QUICK
 def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window))
@@ -199,7 +195,6 @@ def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@QUICK
 def test_nothing_is_lost_when_the_packer_changes_on_the_way(data: st.DataObject) -> None:
     """N, thresholds, S_max, cost: each push may be another packer's (a restart from its carry)."""
     window, policy = data.draw(windows), data.draw(st.sampled_from(POLICIES))
@@ -213,7 +208,6 @@ def test_nothing_is_lost_when_the_packer_changes_on_the_way(data: st.DataObject)
 
 
 @given(st.data())
-@QUICK
 def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window, "var_len"))
@@ -247,7 +241,6 @@ def test_var_len_stays_below_s_max_and_keeps_back_only_what_it_must(data: st.Dat
 
 
 @given(st.data())
-@QUICK
 def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window, "original"))
@@ -269,7 +262,6 @@ def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject)
 
 
 @given(st.data())
-@QUICK
 def test_packing_to_windows_fills_each_of_them(data: st.DataObject) -> None:
     """fixed, and the loader that keeps long documents whole: exactly C tokens before the flush."""
     window = data.draw(windows)
@@ -283,7 +275,6 @@ def test_packing_to_windows_fills_each_of_them(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@QUICK
 def test_labels_do_not_depend_on_the_policy(data: st.DataObject) -> None:
     window = data.draw(windows)
     stream = data.draw(batches(window))
@@ -297,7 +288,6 @@ def test_labels_do_not_depend_on_the_policy(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@QUICK
 def test_a_carry_that_went_through_json_goes_on_identically(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window))
@@ -320,7 +310,6 @@ def test_a_carry_that_went_through_json_goes_on_identically(data: st.DataObject)
 
 
 @given(st.data())
-@QUICK
 def test_plans_survive_json(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window))
@@ -334,7 +323,6 @@ def test_plans_survive_json(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@QUICK
 def test_labels_of_partly_labelled_documents_are_conserved(data: st.DataObject) -> None:
     """Fine-tuning: only some tokens have labels, no document is longer than the window."""
     window = data.draw(windows)

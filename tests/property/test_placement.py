@@ -1,6 +1,6 @@
 """The heaps of Algorithm 1 place exactly what its printed minima place."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.packing.var_len import place
@@ -30,7 +30,6 @@ def place_as_printed(
     st.integers(1, 5),
     st.integers(12, 40),
 )
-@settings(deadline=None, max_examples=300)
 def test_heaps_and_minima_agree(
     documents: list[tuple[int, int]], num_micro_batches: int, s_max: int
 ) -> None:

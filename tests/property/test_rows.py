@@ -7,7 +7,7 @@ each row, the packed position of the token that lies there, or a negative number
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -27,7 +27,6 @@ from wlb.sharding import shard
 
 COST = FlopsWorkload(quadratic_ns=1)
 MOST = 1000
-QUICK = settings(deadline=None, max_examples=250)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,6 @@ def local_ids(case: Case, rank: int) -> list[int]:
 
 
 @given(cases())
-@QUICK
 def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
     gathered = np.array([i for r in case.ranks for i in local_ids(case, r)])
     starts = offsets_of(case.sharding.lengths)
@@ -94,7 +92,6 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
 
 
 @given(cases(min_cp=2), st.integers(0, 2**32 - 1))
-@QUICK
 def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
     for rank in case.ranks:
         made = attention_rows(case.sharding, rank, case.rows)
@@ -113,7 +110,6 @@ def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
 
 
 @given(cases())
-@QUICK
 def test_one_rank_needs_no_index(case: Case) -> None:
     for rank in case.ranks:
         made = attention_rows(case.sharding, rank, case.rows)
@@ -158,7 +154,6 @@ def packed(draw: st.DrawFn) -> tuple[list[int], list[MicroBatch]]:
     st.sampled_from(["per_sequence", "per_document"]),
     st.integers(1, 3),
 )
-@QUICK
 def test_tokens_and_labels_of_all_ranks_are_the_documents(
     made: tuple[list[int], list[MicroBatch]], cp: int, strategy: str, row_multiple: int
 ) -> None:

@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -14,8 +14,6 @@ from wlb.plan import IntArray, ShardingPlan, local_tokens, row_multiple
 from wlb.sharding import NAMES, shard
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=3)
-QUICK = settings(deadline=None, max_examples=250)
-
 lengths_of = st.lists(
     st.one_of(st.integers(1, 5), st.integers(1, 40), st.sampled_from([64, 97, 128])), max_size=10
 )
@@ -47,7 +45,6 @@ def rank_pairs(plan: ShardingPlan) -> IntArray:
 
 
 @given(lengths_of, cps, strategies)
-@QUICK
 def test_every_token_is_on_one_rank_and_ranks_are_equal(
     lengths: list[int], cp: int, strategy: str
 ) -> None:
@@ -67,7 +64,6 @@ def test_every_token_is_on_one_rank_and_ranks_are_equal(
 
 
 @given(lengths_of, cps, strategies, st.integers(1, 4), st.integers(1, 12))
-@QUICK
 def test_rows_of_ranks_are_equal_multiples_with_little_padding(
     lengths: list[int], cp: int, strategy: str, tp: int, multiple: int
 ) -> None:
@@ -80,7 +76,6 @@ def test_rows_of_ranks_are_equal_multiples_with_little_padding(
 
 
 @given(lengths_of, cps)
-@QUICK
 def test_per_document_deals_symmetric_chunks_one_token_apart(lengths: list[int], cp: int) -> None:
     for length, ranks in zip(lengths, owners(made(lengths, cp, "per_document")), strict=True):
         base = length // (2 * cp)
@@ -96,7 +91,6 @@ def test_per_document_deals_symmetric_chunks_one_token_apart(lengths: list[int],
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=10), cps)
-@QUICK
 def test_per_document_balances_attention(lengths: list[int], cp: int) -> None:
     """A document's ranks are apart by the tokens over alone: at most 2 pairs a token of it."""
     pairs = rank_pairs(made(lengths, cp, "per_document"))
@@ -108,14 +102,12 @@ def test_per_document_balances_attention(lengths: list[int], cp: int) -> None:
 
 
 @given(st.integers(1, 500), st.integers(2, 6))
-@QUICK
 def test_documents_that_divide_are_balanced_exactly(chunk: int, cp: int) -> None:
     lengths = [2 * cp * chunk, 2 * cp * (chunk % 7 + 1)]
     assert len(set(rank_pairs(made(lengths, cp, "per_document")).tolist())) == 1
 
 
 @given(lengths_of, cps, strategies)
-@QUICK
 def test_json_round_trip_keeps_plan_and_digest(lengths: list[int], cp: int, strategy: str) -> None:
     plan = made(lengths, cp, strategy)
     back = ShardingPlan.from_json(json.loads(json.dumps(plan.to_json())))
@@ -127,7 +119,6 @@ def test_json_round_trip_keeps_plan_and_digest(lengths: list[int], cp: int, stra
 
 
 @given(lengths_of.filter(len), st.integers(2, 6), st.data())
-@QUICK
 def test_digest_tells_plans_apart(lengths: list[int], cp: int, data: st.DataObject) -> None:
     plan = made(lengths, cp, "per_document")
     longer = list(lengths)

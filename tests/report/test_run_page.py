@@ -247,6 +247,7 @@ def test_long_runs_make_small_pages(tmp_path: Path) -> None:
     assert len(run_page(read_run(write(tmp_path, lines)))) < 1_500_000
 
 
+@pytest.mark.process
 def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
     folder = write(tmp_path / "made", whole_run())
     code = (

@@ -4,7 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload, ProfiledWorkload, attention_latency, load_profile
@@ -75,7 +75,6 @@ documents = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(documents, st.integers(1, 9), st.sampled_from([TILES, H100]))
 def test_each_strategy_is_predicted_no_slower_than_what_it_extends(lengths, cp, cost) -> None:
     plans = {name: shard(lengths, cp=cp, strategy=name, cost=cost).validate() for name in NAMES}
@@ -129,7 +128,6 @@ def test_one_by_one_is_the_papers_remainder() -> None:
     assert merged.piece.size < plan.piece.size
 
 
-@settings(deadline=None)
 @given(documents, st.integers(1, 6))
 def test_one_by_one_places_every_token_once(lengths, cp) -> None:
     plan = shard(lengths, cp=cp, strategy="per_document", cost=TILES, remainder="one_by_one")
@@ -159,7 +157,6 @@ H100_CP2 = ProfiledWorkload(
 near_a_dip = st.lists(st.integers(990, 1024), min_size=3, max_size=16)
 
 
-@settings(deadline=None)
 @given(near_a_dip, st.integers(2, 4))
 def test_documents_whose_predicted_times_dip_are_not_lost(lengths, cp) -> None:
     """A segment of 1,024 tokens is priced below one of 1,020: degrees must not follow that."""
@@ -172,7 +169,6 @@ def test_a_known_case_of_a_dip() -> None:
     assert balanced(lengths, cp=2, cost=H100_CP2).validate().tokens.tolist() == [4045, 4045]
 
 
-@settings(deadline=None)
 @given(documents.filter(len), st.integers(2, 8), st.sampled_from([TILES, H100]))
 def test_hybrid_prices_its_thresholds_as_the_plans_they_make(lengths, cp, cost) -> None:
     """What it chooses by is what the plan costs, launches apart."""

@@ -1,7 +1,7 @@
 """The critical path: durations that add up to the step, and whom they name."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulate.runs import made, spec_of
@@ -59,7 +59,6 @@ def test_terms_and_durations_add_up(schedule: Schedule, pp: int, dp: int, v: int
         assert all(isinstance(line, str) for line in path.describe())
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(list(Schedule)), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_durations_add_up_exactly(schedule: Schedule, seed: int, has_fsdp: bool) -> None:
     size = 2 if has_fsdp else 1

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulate.steps import LAYOUTS, durations_of, graph_of, random_durations, times_of
@@ -111,7 +111,6 @@ layouts = st.sampled_from(LAYOUTS)
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.booleans(), seeds)
 def test_order_of_events(layout, has_fsdp: bool, seed: int) -> None:
     """Nothing starts before what it waits for; passes on a rank do not overlap."""
@@ -138,7 +137,6 @@ def test_order_of_events(layout, has_fsdp: bool, seed: int) -> None:
             assert (starts[after] >= ends[before]).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.booleans(), seeds)
 def test_a_step_takes_as_long_as_any_rank_and_any_micro_batch(layout, has_fsdp, seed: int) -> None:
     graph = graph_of(*layout, has_fsdp=has_fsdp)
@@ -157,7 +155,6 @@ def test_a_step_takes_as_long_as_any_rank_and_any_micro_batch(layout, has_fsdp, 
     assert step >= max(by_micro_batch.values())
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.booleans(), seeds, st.integers(1, 100))
 def test_more_time_anywhere_never_shortens_a_step(layout, has_fsdp, seed: int, more: int) -> None:
     graph = graph_of(*layout, has_fsdp=has_fsdp)
@@ -170,7 +167,6 @@ def test_more_time_anywhere_never_shortens_a_step(layout, has_fsdp, seed: int, m
     assert after.max() <= before.max() + more
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.booleans(), seeds)
 def test_the_critical_path_has_no_gap(layout, has_fsdp: bool, seed: int) -> None:
     graph = graph_of(*layout, has_fsdp=has_fsdp)
@@ -185,7 +181,6 @@ def test_the_critical_path_has_no_gap(layout, has_fsdp: bool, seed: int) -> None
         assert at == ends[:, step].max()
 
 
-@settings(max_examples=40, deadline=None)
 @given(layouts, seeds)
 def test_pipelines_meet_only_in_collectives(layout, seed: int) -> None:
     """Without FSDP until the norm, so that each is as it would be alone."""
@@ -203,7 +198,6 @@ def test_pipelines_meet_only_in_collectives(layout, seed: int) -> None:
     assert len(set(together[norm, 0].tolist())) == 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(layouts, st.booleans(), seeds)
 def test_steps_do_not_know_of_each_other(layout, has_fsdp: bool, seed: int) -> None:
     graph = graph_of(*layout, has_fsdp=has_fsdp)

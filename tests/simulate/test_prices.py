@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulate.runs import MODEL, WINDOW, cost_of, made, spec_of, steps_of
@@ -240,7 +240,6 @@ def test_evened_out_prices_have_the_same_work() -> None:
     assert (fast <= slow).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, WINDOW), min_size=1, max_size=40), st.sampled_from((1, 2, 4)))
 def test_work_of_any_documents_is_that_of_its_micro_batches(lengths, cp: int) -> None:
     spec = spec_of(cp=cp, dp=1, tp=1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulate.steps import LAYOUTS, random_durations
@@ -282,7 +282,6 @@ class Clock:
         return is_there and isinstance(p.program[p.at], Reduce) and not p.channel
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(LAYOUTS),
     st.booleans(),

@@ -139,7 +139,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}")

@@ -18,7 +18,7 @@ import pytest
 from tests.slurm.cluster import Cluster
 from tests.train.case import write_corpus
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.sh")

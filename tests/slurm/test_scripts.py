@@ -11,6 +11,8 @@ import pytest
 from tests.slurm.cluster import Cluster
 from wlb.spec import load
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "slurm"
 TABLE_1 = [

@@ -83,7 +83,7 @@ def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpe
                 "learning_rate": 0.02,
                 "min_learning_rate": 0.002,
                 "warmup_steps": 2,
-                "timeout_s": 60.0,
+                "timeout_s": 600.0,
             },
             "eval": {"steps": 1},
         },

@@ -62,7 +62,7 @@ def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path
     """Trains `spec` on local ranks; attention's forward pass takes `factor` times its CPU time on
     `rank`. log: a file for what they say."""
     world_size = spec.parallel.world_size
-    run_local(one_slowed_rank, world_size, job_of(spec), factor, rank, log, timeout_s=240.0)
+    run_local(one_slowed_rank, world_size, job_of(spec), factor, rank, log, timeout_s=600)
 
 
 def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
@@ -70,5 +70,5 @@ def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
     spec = replace(spec, run=replace(spec.run, name=name))
     made = profile_path(name, priced_by="", folder=Path(spec.run.output_dir))
     job = replace(job_of(spec), calibrate=made)
-    run_local(slowed_rank, spec.parallel.world_size, job, factor, timeout_s=240.0)
+    run_local(slowed_rank, spec.parallel.world_size, job, factor, timeout_s=600)
     return made

@@ -14,8 +14,9 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 # torch hides it while it traces, which a filter that makes errors of warnings comes before.
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_compiled_run_has_the_losses_of_another_and_says_its_graphs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

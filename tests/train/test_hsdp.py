@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.case import Run, small_spec, train, write_corpus
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.full, pytest.mark.dist]
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"parallel": {"dp": 4}},

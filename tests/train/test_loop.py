@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from tests.sets import full
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus, write_store
 from wlb.data import TokenStore
 from wlb.data.reader import StoreReader
@@ -37,13 +38,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """6 steps without a break, by layout, with checkpoints after 3 and 6."""
+    """6 steps without a break, by layout, trained when asked for; checkpoints after 3 and 6."""
     folder = tmp_path_factory.mktemp("straight")
-    runs: dict[str, Run] = {}
-    for layout in ("one", "tp2-pp2-v2", "cp2-pp2"):
-        spec = small_spec(folder, corpus, run={"name": layout}, checkpoint={"interval": 3})
-        runs[layout] = train(relaid(spec, layout))[0]
-    return runs
+
+    class Runs(dict[str, Run]):
+        def __missing__(self, layout: str) -> Run:
+            spec = small_spec(folder, corpus, run={"name": layout}, checkpoint={"interval": 3})
+            self[layout] = train(relaid(spec, layout))[0]
+            return self[layout]
+
+    return Runs()
 
 
 def test_a_run_learns_and_leaves_metrics_and_a_checkpoint(
@@ -93,7 +97,7 @@ def test_a_metrics_line_is_complete(straight: dict[str, Run]) -> None:
     assert rates[3:] == sorted(rates[3:], reverse=True)
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2-v2", "cp2-pp2"])
+@pytest.mark.parametrize("layout", ["cp2-pp2", *full("tp2-pp2-v2")])
 def test_losses_do_not_depend_on_the_layout(straight: dict[str, Run], layout: str) -> None:
     one, other = straight["one"], straight[layout]
     assert other.losses == pytest.approx(one.losses, rel=1e-4)
@@ -117,7 +121,7 @@ def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
     return again
 
 
-@pytest.mark.parametrize("layout", ["one", "cp2-pp2"])
+@pytest.mark.parametrize("layout", ["one", *full("cp2-pp2")])
 def test_resuming_on_the_same_layout_is_bit_equal(
     straight: dict[str, Run], tmp_path: Path, corpus: Path, layout: str
 ) -> None:
@@ -129,6 +133,7 @@ def test_resuming_on_the_same_layout_is_bit_equal(
     assert again.state(6).to_json() == before.state(6).to_json()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -185,6 +190,7 @@ def test_the_end_of_data_flushes_every_token(
     assert [m["step"] for m in added] == list(range(last, last + len(added)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "layout"),
     [
@@ -208,6 +214,7 @@ def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout
     assert (state.carry.policy, state.carry.num_tokens) == (policy, 0)
 
 
+@pytest.mark.full
 def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_path: Path) -> None:
     """Of 4 windows into 6: the same losses on every layout, and held-out windows stay 4 a step."""
     runs: list[Run] = []
@@ -225,7 +232,7 @@ def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_
     assert tokens + held == pytest.approx(6 * 4 * 128, rel=0.1)  # six global batches of 4 windows
 
 
-@pytest.mark.parametrize("layout", ["one", "cp2-pp2", "tp2-pp2-v2"])
+@pytest.mark.parametrize("layout", ["one", *full("cp2-pp2", "tp2-pp2-v2")])
 def test_fewer_documents_than_micro_batches(tmp_path: Path, layout: str) -> None:
     """Three documents in four micro-batches: one stays empty, and every layout agrees."""
     spec = store_spec(
@@ -237,7 +244,7 @@ def test_fewer_documents_than_micro_batches(tmp_path: Path, layout: str) -> None
     assert run.losses[0] == pytest.approx(math.log(320), abs=0.1)
 
 
-@pytest.mark.parametrize("layout", ["one", "cp2-pp2"])
+@pytest.mark.parametrize("layout", ["one", *full("cp2-pp2")])
 def test_a_step_without_a_label_moves_nothing_and_the_run_goes_on(
     tmp_path: Path, layout: str
 ) -> None:
@@ -376,7 +383,7 @@ def on_separate_nodes(world: World, *jobs: Job) -> str:
     """A trainer on a rank that plans for itself, as a node does: rank i runs jobs[i]."""
     world = replace(world, local_rank=0, local_world_size=1, node_rank=world.rank)
     job = jobs[world.rank]
-    worlds.init(world, torch.device("cpu"), timeout_s=60.0)
+    worlds.init(world, torch.device("cpu"), timeout_s=600)
     layout = build_mesh(job.spec.parallel, torch.device("cpu"))
     try:
         trainer = Trainer(job, world, layout)
@@ -417,13 +424,14 @@ def separate(
         ),
         heldout_store=write_store(folder / "heldout-1", [40] * heldout),
     )
-    return run_local(on_separate_nodes, 2, job, other, timeout_s=60.0)
+    return run_local(on_separate_nodes, 2, job, other, timeout_s=600)
 
 
 def test_nodes_that_plan_alike_train_together(corpus: Path, tmp_path: Path) -> None:
     assert separate(corpus, tmp_path) == ["9 steps", "9 steps"]
 
 
+@pytest.mark.full
 def test_nodes_that_plan_differently_stop_before_the_first_step(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -434,6 +442,7 @@ def test_nodes_that_plan_differently_stop_before_the_first_step(
     assert Run(small_spec(tmp_path, corpus)).steps == []
 
 
+@pytest.mark.full
 def test_nodes_with_other_held_out_data_stop_before_they_evaluate(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -442,6 +451,7 @@ def test_nodes_with_other_held_out_data_stop_before_they_evaluate(
     assert Run(small_spec(tmp_path, corpus)).evaluations == []
 
 
+@pytest.mark.full
 def test_a_node_without_the_kernel_of_the_others_stops_all(corpus: Path, tmp_path: Path) -> None:
     for message in separate(corpus, tmp_path, attention=AttentionBackend.TORCH_VARLEN):
         assert message.startswith(
@@ -449,6 +459,7 @@ def test_a_node_without_the_kernel_of_the_others_stops_all(corpus: Path, tmp_pat
         )
 
 
+@pytest.mark.full
 def test_nodes_whose_plans_part_later_stop_two_steps_before(corpus: Path, tmp_path: Path) -> None:
     """Rank 1 takes its data once and flushes its queues in step 5, rank 0 goes on."""
     for message in separate(corpus, tmp_path, epochs=1):

@@ -141,6 +141,7 @@ def test_a_dry_run_shows_caps(corpus: Path, tmp_path: Path) -> None:
     assert "run.memory_gib │ 0.002 GiB" in text
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_s_max_from_memory_trains(corpus: Path, tmp_path: Path) -> None:
     packing = {"policy": "bounded", "s_max": 0, "queue_thresholds": [0.5, 0.9]}

@@ -183,6 +183,7 @@ def shrunk_on_rank(world: World, which: str, case: Case) -> dict[str, float]:
     return shrunk(build_stages(spec, build_mesh(spec.parallel, torch.device("cpu"))), spec)
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("which", list(DECAYED))
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def shrunk_on_rank(world: World, which: str, case: Case) -> dict[str, float]:
     ids=["one", "tp2-fsdp2", "head-alone"],
 )
 def test_what_decays(which: str, case: Case) -> None:
-    found = run_local(shrunk_on_rank, case.world, which, case, start_group=True, timeout_s=60.0)
+    found = run_local(shrunk_on_rank, case.world, which, case, start_group=True, timeout_s=600)
     names = {name for rank in found for name in rank}
     assert {kind(name) for name in names} == {"norm", "end", "linear"}
     for rank in found:
@@ -206,6 +207,7 @@ def test_what_decays(which: str, case: Case) -> None:
     assert names == {name for rank in found for name, left in rank.items() if left == left}
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2, "dp": 2}], ids=["one", "tp2-fsdp2"])
 def test_checkpoints_go_on_with_other_groups(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.test_compose import planner
+from tests.sets import full
 from wlb.launch.local import run_local
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
@@ -74,14 +75,17 @@ PIPELINES = ParallelSpec(cp=2, dp=2)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("parallel", [ParallelSpec(tp=2, dp=1), PIPELINES], ids=["tp2", "cp2dp2"])
+@pytest.mark.parametrize(
+    "parallel", [ParallelSpec(tp=2, dp=1), *full(PIPELINES)], ids=["tp2", "cp2dp2"]
+)
 def test_equal_plans_pass(parallel: ParallelSpec) -> None:
     """Two pipelines shard different micro-batches, which is no mismatch."""
     world = parallel.world_size
-    results = run_local(outcome, world, parallel, -1, "", start_group=True, timeout_s=60)
+    results = run_local(outcome, world, parallel, -1, "", start_group=True, timeout_s=600)
     assert results == [""] * world
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("wrong", "expected"),
@@ -93,7 +97,7 @@ def test_equal_plans_pass(parallel: ParallelSpec) -> None:
 )
 def test_a_difference_on_one_rank_stops_every_rank(wrong: str, expected: str) -> None:
     # Rank 3 of cp 2 x dp 2 is in pipeline 1.
-    results = run_local(outcome, 4, PIPELINES, 3, wrong, start_group=True, timeout_s=60)
+    results = run_local(outcome, 4, PIPELINES, 3, wrong, start_group=True, timeout_s=600)
     for rank, message in enumerate(results):
         assert f"ranks planned {expected}" in message
         assert f"on rank {rank}: " in message
@@ -102,9 +106,10 @@ def test_a_difference_on_one_rank_stops_every_rank(wrong: str, expected: str) ->
     assert f"{plan.digest():015x}" in results[0]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_data_that_ends_on_one_rank_alone_stops_every_rank() -> None:
-    results = run_local(outcome, 4, PIPELINES, 1, "ended", start_group=True, timeout_s=60)
+    results = run_local(outcome, 4, PIPELINES, 1, "ended", start_group=True, timeout_s=600)
     for rank in (0, 2, 3):
         assert "(step 1;" in results[rank]
     assert "(step none (this rank's data ended);" in results[1]
@@ -122,13 +127,14 @@ def sums(world: World) -> tuple[float, float, dict[str, int]]:
     return got.loss, got.gradient_norm, got.shardings
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_sums_count_every_pipeline_once() -> None:
     """tp ranks hold copies of the loss; gradient shares are disjoint: 1 + 2 + 3 + 4."""
     chosen = [s.strategy for d in range(2) for s in step_one(d)[1].shardings]
     expected = {name: chosen.count(name) for name in STRATEGIES}
     assert sum(expected.values()) == 4
-    for got in run_local(sums, 4, start_group=True, timeout_s=60):
+    for got in run_local(sums, 4, start_group=True, timeout_s=600):
         assert got == (1.5 + 2.5, 10.0**0.5, expected)
 
 

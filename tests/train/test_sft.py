@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sets import full
 from tests.train.case import Run, relaid, small_spec, train
 from wlb.cli import main
 from wlb.data import TokenStore, TokenStoreWriter
@@ -51,7 +52,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "train", folder / "heldout"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*list(METHODS)[:1], *full(*list(METHODS)[1:])])
 def test_an_epoch_of_every_method(method: str, stores: tuple[Path, Path], tmp_path: Path) -> None:
     store = TokenStore(stores[0])
     run, _ = train(spec_of(tmp_path, method, store=stores[0], heldout=stores[1]))
@@ -77,6 +78,7 @@ def heldout_before(stores: tuple[Path, Path], folder: Path) -> tuple[int, float]
     return _BEFORE[stores[1]]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("method", ["random_padding", "fixed_length", "multipack_bfd_posid"])
 def test_the_layout_changes_nothing(method: str, stores: tuple[Path, Path], tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_the_layout_changes_nothing(method: str, stores: tuple[Path, Path], tmp_
     assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
     spec = load("sft_demo", [f"data.cache_dir={tmp_path}", "data.bpe_vocab_size=600"])
     assert check(spec) is spec

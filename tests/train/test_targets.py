@@ -29,6 +29,8 @@ def fine_tuning(folder: Path, name: str, lengths: list[int], **sections: Any) ->
     return replace(spec, data=data)
 
 
+@pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "layouts"), [("bounded", ("one", "cp2-pp2")), ("original", ("one",))]
 )

@@ -146,6 +146,8 @@ def test_padded() -> None:
     assert set(plain(features())) == {"input_ids", "labels", "attention_mask"}
 
 
+@pytest.mark.process
+@pytest.mark.full
 @pytest.mark.parametrize(
     "collator",
     [PaddingFreeCollator(return_flash_attn_kwargs=True), PaddedCollator(pad_token_id=0)],
@@ -171,6 +173,7 @@ def test_a_collator_is_a_plain_value() -> None:
     assert pickle.loads(pickle.dumps(collator)) == collator
 
 
+@pytest.mark.process
 def test_importing_the_room_leaves_torch_out() -> None:
     code = (
         "import sys; from wlb.adapters.collate import PaddingFreeCollator;"

@@ -84,7 +84,7 @@ def test_ranks_share_every_document_out(prefix: str) -> None:
     assert tokens == 2 * LENGTHS.sum()
 
 
-@pytest.mark.dist
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
 def test_worker_processes_give_the_same_steps(prefix: str, workers: int) -> None:
     alone = [content(step) for step in loader(prefix)]

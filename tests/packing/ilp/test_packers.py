@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.sets import full
 from wlb.cost import FlopsWorkload
 from wlb.packing import FixedPacker, PackerOptions
 from wlb.packing.fixed import Window, greedy
@@ -165,7 +166,7 @@ def test_eq_2_equals_brute_force(solver: Solver, objective: Objective, seed: int
 
 
 @BOTH_SOLVERS
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *full(*range(1, 6))])
 @pytest.mark.parametrize("below", [4, 8, 13])
 def test_the_bound_with_a_fluid_holds_for_every_packing_of_whole_pieces(
     solver: Solver, seed: int, below: int
@@ -194,15 +195,14 @@ def skewed(seed: int, num_tokens: int, window: int) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("num", [4, 8])
+@pytest.mark.parametrize("num", [4, *full(8)])
 def test_a_window_ends_full_with_few_cuts_and_close_to_its_bound(num: int) -> None:
     told = options(n=4, window=1024)
+    ilp = IlpOptions(time_limit_s=600, gap_limit=0.05)  # ends by its gap, however busy the machine
     reports: list[IlpReport] = []
     for seed in range(4):
         pieces = pieces_of(skewed(seed, num * 1024, 1024))
-        window, report = solve_fixed(
-            pieces, options=told, ilp=IlpOptions(time_limit_s=2), num_micro_batches=num
-        )
+        window, report = solve_fixed(pieces, options=told, ilp=ilp, num_micro_batches=num)
         reports.append(report)
         assert [sum(row) for row in lengths_in(window)] == [1024] * num
         assert len(pieces) <= len(window.pieces) < len(pieces) + num
@@ -212,7 +212,7 @@ def test_a_window_ends_full_with_few_cuts_and_close_to_its_bound(num: int) -> No
         slowest = sorted((int(loads[row].sum()) for row in window.rows), reverse=True)[::4]
         assert sum(slowest) == report.objective_ns
         assert report.bound_ns <= report.objective_ns <= report.greedy_objective_ns
-        assert report.gap < 0.1  # on a busy machine; 0.01 to 0.04 otherwise
+        assert report.gap < 0.06
     if num == 8:  # with one step, greedy leaves little
         assert any(not report.kept_greedy for report in reports)
 
@@ -222,9 +222,9 @@ def test_a_solve_stops_in_time_and_says_how_far_it_got(solver: Solver) -> None:
     told = options(n=4, window=4096)
     pieces = pieces_of(skewed(3, 8 * 4096, 4096))
     ilp = IlpOptions(solver=solver, time_limit_s=0.5, gap_limit=0, divisible_below=16)
-    began = time.perf_counter()
+    began = time.process_time()
     _, report = solve_fixed(pieces, options=told, ilp=ilp, num_micro_batches=8)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5  # of processor time, whatever else runs here
     assert report.status == "feasible"
     assert not report.optimal
     assert report.gap > 0

@@ -143,6 +143,7 @@ def test_the_own_settings_are_tried_as_they_are(found: Search) -> None:
     assert found.own.time_s > found.ranking[0].time_s
 
 
+@pytest.mark.process
 def test_equal_inputs_give_equal_results_on_any_number_of_workers(found: Search) -> None:
     _, again = search(spec_of(), own=spec_of(), jobs=2)
     assert [t.name for t in again.ranking] == [t.name for t in found.ranking]

@@ -25,6 +25,7 @@ print(full, kept, resident_kib())
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_gaps_between_blocks_in_use_are_given_back() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

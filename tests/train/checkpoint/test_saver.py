@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.sets import full
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import build_mesh
@@ -56,6 +57,7 @@ def at(folder: Path, step: int) -> Path:
     return folder / "runs" / "small" / "checkpoints" / f"step-{step:08d}"
 
 
+@pytest.mark.process
 def test_nothing_in_it_is_pickled(whole: Run) -> None:
     saved = whole.folder / "checkpoints" / "step-00000004"
     names = {path.name for path in saved.iterdir()}
@@ -79,6 +81,7 @@ def test_nothing_in_it_is_pickled(whole: Run) -> None:
     assert said.stdout.split()[0] == found[shard]["sha256"]
 
 
+@pytest.mark.process
 def test_loading_unpickles_nothing(
     whole: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +100,7 @@ def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
     """A trainer in this process that has not begun."""
     job = job_of(spec)
     device = torch.device("cpu")
-    worlds.init(World(), device, timeout_s=60.0)
+    worlds.init(World(), device, timeout_s=600)
     return Trainer(job, World(), build_mesh(job.spec.parallel, device)), job
 
 
@@ -159,6 +162,7 @@ def damaged(path: Path, how: str) -> None:
         path.write_bytes(bytes(data))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "how", "said"),
     [
@@ -222,6 +226,7 @@ def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     assert [line["steps_done"] for line in second.steps] == [1, 2, 3]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_training_waits_for_is_counted(
     asynchronous: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +260,7 @@ def test_what_training_waits_for_is_counted(
     assert all(line["write_s"] >= line["stall_s"] for line in lines)
 
 
+@pytest.mark.process
 def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +281,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
     assert all(not line["error"] for line in run.lines if line["kind"] == "checkpoint")
 
 
+@pytest.mark.process
 def test_a_save_that_fails_leaves_those_before_it(
     corpus: Path,
     tmp_path: Path,
@@ -301,6 +308,7 @@ def test_a_save_that_fails_leaves_those_before_it(
     assert ["No space" in line["error"] for line in saves] == [False, True, False]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}], ids=["one", "dp2"])
 def test_a_disk_that_is_full_at_the_end_is_an_error(
@@ -325,7 +333,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", "tp2-pp2-v2"])
+@pytest.mark.parametrize("layout", ["one", *full("tp2-pp2-v2")])
 def test_a_run_begins_with_the_weights_of_another(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -413,6 +421,7 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
     assert not (tmp_path / "runs" / "second").exists()
 
 
+@pytest.mark.process
 def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(
     corpus: Path, tmp_path: Path
 ) -> None:

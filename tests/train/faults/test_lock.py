@@ -25,7 +25,7 @@ from wlb.train.faults.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), Console())
 lock.take()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -52,6 +52,7 @@ def test_a_second_process_is_told_who_trains_the_run(
     second.close()
 
 
+@pytest.mark.process
 def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "mine")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -97,6 +98,7 @@ def test_a_file_system_without_locks_is_said_once(
     taken.close()
 
 
+@pytest.mark.process
 def test_a_run_that_is_trained_is_neither_moved_aside_nor_tidied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

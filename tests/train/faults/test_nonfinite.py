@@ -52,6 +52,7 @@ def spec_of(folder: Path, corpus: Path, action: str, most: int = 10) -> RunSpec:
     return small_spec(folder, corpus, training=training, checkpoint={"interval": 2})
 
 
+@pytest.mark.process
 def test_skip_leaves_a_step_out(
     corpus: Path,
     tmp_path: Path,
@@ -70,6 +71,7 @@ def test_skip_leaves_a_step_out(
     assert "steps: 1 skipped" in shown
 
 
+@pytest.mark.process
 def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
     corpus: Path,
     tmp_path: Path,
@@ -93,6 +95,7 @@ def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
     assert f"{trained:,} trained at" in capsys.readouterr().out
 
 
+@pytest.mark.process
 def test_many_in_a_row_stop_the_run(
     corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
 ) -> None:
@@ -101,6 +104,7 @@ def test_many_in_a_row_stop_the_run(
         train(spec_of(tmp_path, corpus, "skip", 3))
 
 
+@pytest.mark.process
 def test_rollback_of_a_passing_fault_changes_nothing(
     corpus: Path,
     tmp_path: Path,
@@ -127,6 +131,7 @@ def test_rollback_of_a_passing_fault_changes_nothing(
     assert run.evaluations[-1] == straight.evaluations[-1]
 
 
+@pytest.mark.process
 def test_rollback_skips_a_step_that_fails_again(
     corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
 ) -> None:
@@ -138,6 +143,7 @@ def test_rollback_skips_a_step_that_fails_again(
     assert run.evaluations[-1] == reference.evaluations[-1]
 
 
+@pytest.mark.process
 def test_without_a_checkpoint_a_step_is_skipped(
     corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
 ) -> None:
@@ -165,11 +171,12 @@ def rank_with_an_old_listing(world: World, job: Job) -> None:
     start._rank(world, job, "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_all_ranks_go_back_to_the_checkpoint_that_rank_0_sees(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, "rollback")
     spec = replace(spec, parallel=replace(spec.parallel, dp=2))
-    run_local(rank_with_an_old_listing, 2, job_of(spec), timeout_s=120.0, awaits_report=True)
+    run_local(rank_with_an_old_listing, 2, job_of(spec), timeout_s=600, awaits_report=True)
     starts = [line["resumed_from"] for line in Run(spec).lines if line["kind"] == "start"]
     assert starts[1].endswith("step-00000002")
 

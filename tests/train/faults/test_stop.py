@@ -40,6 +40,7 @@ def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: 
     assert str(file) in first.words[Stop.FILE]
 
 
+@pytest.mark.process
 def test_a_signal_before_there_are_ranks_is_passed_on_and_a_second_one_ends_them(
     tmp_path: Path,
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_signal_before_there_are_ranks_is_passed_on_and_a_second_one_ends_them
         os.kill(os.getpid(), signal.SIGUSR1)  # after the ranks have ended
 
 
+@pytest.mark.process
 def test_a_stop_file_ends_a_run_after_its_step(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,23 +105,24 @@ def has_steps(run: Path, num: int) -> bool:
     return path.exists() and path.read_text().count('"kind": "step"') >= num
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_run_after_its_step(
     corpus: Path, tmp_path: Path, kind: signal.Signals, layout: str
 ) -> None:
-    steps = 400  # more than there is time for
+    steps = 100_000  # more than there is time for
     data = {"epochs": 0}
     spec = relaid(small_spec(tmp_path, corpus, training={"steps": steps}, data=data), layout)
     folder = tmp_path / "runs" / "small"
     with started(spec, tmp_path) as process:
-        end = time.monotonic() + 90
+        end = time.monotonic() + 600
         while not has_steps(folder, 3) and time.monotonic() < end:
             assert process.poll() is None, process.stdout and process.stdout.read()
             time.sleep(0.05)
         process.send_signal(kind)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     run = Run(spec)
     done = len(run.steps)
@@ -128,6 +131,7 @@ def test_a_signal_ends_a_run_after_its_step(
     assert f"step-{done:08d}" in run.checkpoints
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
 def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
@@ -138,18 +142,19 @@ def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
     spec = relaid(small_spec(tmp_path, corpus, training={"steps": 400}), layout)
     folder = tmp_path / "runs" / "small"
     with started(spec, tmp_path) as process:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while not folder.exists() and time.monotonic() < end:
             assert process.poll() is None, process.stdout and process.stdout.read()
             time.sleep(0.002)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     assert not has_steps(folder, 1)
     assert "stopped after step 0 by a signal (SIGTERM or SIGUSR1); nothing is to save" in said
     assert "Summary" not in said
 
 
+@pytest.mark.process
 def test_a_signal_before_training_began_leaves_everything_as_it_was(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def counted(run: Run, spec: RunSpec, folder: Path, change: Any) -> Count:
     return count(folder, *planned(run, spec))
 
 
+@pytest.mark.process
 def test_what_is_trained_and_what_waits_is_all_that_was_given(
     run: tuple[Run, RunSpec], tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_what_is_trained_and_what_waits_is_all_that_was_given(
     assert found.waiting == run[0].steps[-1]["measured"]["num_held_tokens"] > 0
 
 
+@pytest.mark.process
 def test_a_token_that_is_lost_or_repeated_is_noticed(
     run: tuple[Run, RunSpec], tmp_path: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_lineage_forgets_what_was_undone(tmp_path: Path) -> None:
     assert (num_begun, num_undone) == (2, 2)
 
 
+@pytest.mark.process
 def test_lines_that_a_full_disk_lost_make_the_count_inexact(
     run: tuple[Run, RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_ledger_with_a_hole_is_refused(tmp_path: Path, text: str, said: str) -
         lineage(tmp_path / "nothing")
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "kills"), [("1 rank", 3), ("DP 2", 2)])
 def test_runs_that_are_killed_train_every_token_once(

@@ -119,8 +119,10 @@ def gathered(world: World) -> tuple[RankTable | None, MeasuredTimeline | None]:
     return made, meter.timeline(StepSpans(10**18, 5000, spans), 9, 10)
 
 
+@pytest.mark.dist
+@pytest.mark.full
 def test_what_four_ranks_gather() -> None:
-    (made, timeline), *others = run_local(gathered, 4, start_group=True, timeout_s=60.0)
+    (made, timeline), *others = run_local(gathered, 4, start_group=True, timeout_s=600)
     assert others == [(None, None)] * 3
     assert made.measured_us.tolist() == [2, 4, 6, 8]
     assert made.loading_us.tolist() == [10, 20, 30, 40]
@@ -155,7 +157,7 @@ def test_tables_and_timelines_come_at_their_intervals(tmp_path: Path) -> None:
     assert {line["kind"] for line in train(spec)[0].lines} == {"start", "step", "checkpoint"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_slow_rank_is_named_in_log_summary_and_record(tmp_path: Path) -> None:
     """Attention's forward pass burns four times its CPU time on rank 2 of four."""

@@ -28,13 +28,16 @@ def test_steps_that_were_undone_leave_the_tally_and_what_happened_stays() -> Non
     assert saved.losses == [3.0]  # it may be gone back to again
 
 
-def test_a_step_holds_the_waits_before_it_and_its_own_once() -> None:
+def test_a_step_holds_the_waits_before_it_and_its_own_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """2 s before a step that took 5 s, of which it waited 3 s for plans."""
     trainer: Any = object.__new__(Trainer)
     trainer.inputs = SimpleNamespace(exposed_ns=0)
     trainer.feed = SimpleNamespace(waited_ns=5_000_000_000)
     trainer._waited_before_ns, trainer._records_ns = 2_000_000_000, 0
-    exposed = trainer._exposed(time.perf_counter() - 5, 0)
-    assert exposed.step_ns * 1e-9 == pytest.approx(7.0, abs=0.5)
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    exposed = trainer._exposed(95.0, 0)
+    assert exposed.step_ns == pytest.approx(7e9)
     assert exposed.planning_ns == 5_000_000_000
     assert trainer.feed.waited_ns == 0

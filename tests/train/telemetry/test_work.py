@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sets import full
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.cost import document_flops, known_peak_tflops, rank_peak_tflops, window_flops
 from wlb.model import Llama
@@ -165,7 +166,7 @@ def ledger_counts(run: Run, model: ModelSpec) -> list[int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "peak"), [("one", 0.0), ("cp2-pp2", 0.25)])
+@pytest.mark.parametrize(("layout", "peak"), [("one", 0.0), *full(("cp2-pp2", 0.25))])
 def test_records_of_a_run_have_the_work_of_its_steps(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], layout: str, peak: float
 ) -> None:

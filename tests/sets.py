@@ -1,0 +1,16 @@
+"""Marks of single cases of a parametrized test."""
+
+from typing import Any
+
+import pytest
+
+
+def full(*cases: object) -> list[Any]:
+    """Cases that the quick set leaves out; of several arguments, a case is a tuple of their values.
+
+    `parametrize("case", [Case(tp=2), *full(Case(tp=4), Case(tp=2, cp=2))])`
+    """
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full)
+        for case in cases
+    ]
