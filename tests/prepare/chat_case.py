@@ -2,7 +2,7 @@
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from wlb.prepare import CHATML, LLAMA3
+from wlb.prepare.chat_template import CHATML, LLAMA3
 
 CHATML_TOKENS = list(CHATML.special_tokens)
 LLAMA3_TOKENS = list(LLAMA3.special_tokens)

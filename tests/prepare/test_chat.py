@@ -14,21 +14,10 @@ from tests.prepare.chat_case import (
     shown,
     trained,
 )
-from wlb.prepare import (
-    CHATML,
-    LLAMA3,
-    ChatEncoder,
-    ChatTokens,
-    Conversation,
-    Message,
-    Role,
-    TooLong,
-    Turns,
-    add_chat_tokens,
-    conversation_of,
-    fit,
-)
-from wlb.prepare.chat import InjectedToken
+from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens
+from wlb.prepare.chat import ChatTokens, InjectedToken, fit
+from wlb.prepare.chat_template import CHATML, LLAMA3
+from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
 
 TALK = [("system", "S"), ("user", "Hi"), ("assistant", "Yo"), ("user", "?"), ("assistant", "No")]
 

@@ -23,12 +23,12 @@ from wlb.prepare import (
     StoreReport,
     TooLong,
     Turns,
-    conversation_of,
-    docstring_conversations,
     load_template,
     load_tokenizer,
     prepare_store,
 )
+from wlb.prepare.conversation import conversation_of
+from wlb.prepare.docstrings import docstring_conversations
 
 SUFFIXES = (".bin", ".idx", ".json", ".targets")
 

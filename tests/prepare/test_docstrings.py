@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.prepare.documents_case import ListedDocuments
 from wlb.data import TokenStore
-from wlb.prepare import (
-    ListedDocuments,
-    conversation_of,
-    docstring_conversations,
-    prepare_docstrings,
-    write_docstring_conversations,
-)
+from wlb.prepare import prepare_docstrings, write_docstring_conversations
+from wlb.prepare.conversation import conversation_of
+from wlb.prepare.docstrings import docstring_conversations
 
 SOURCE = '''
 """A module."""

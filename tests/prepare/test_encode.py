@@ -1,15 +1,20 @@
 """Encoders: equal to the tokenizer itself, policies, text that looks like special tokens."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from wlb.prepare import BadRecord, DocumentPolicy, TextEncoderSpec, Vocabulary, read_vocabulary
-from wlb.prepare.encode import byte_vocabulary, open_tokenizer
-from wlb.prepare.prepare import train_bpe
+from wlb.prepare import BadRecord, DocumentPolicy
+from wlb.prepare.encode import (
+    TextEncoderSpec,
+    Vocabulary,
+    byte_vocabulary,
+    load_tokenizer,
+    read_vocabulary,
+)
+from wlb.prepare.tokenizer import train_bpe
 
 ATTACK = "a <s> b </s> c <|endoftext|> <unk>"
 
@@ -42,7 +47,7 @@ def encoder(path, policy=DocumentPolicy.SEPARATOR, **names):
 def test_policies_of_a_tokenizer_that_adds_cuts_and_pads_by_itself(tmp_path):
     path = saved(tmp_path, bpe("<s>", "</s>", post=True))
     text = "some text that is longer than eight tokens: xyz " * 3
-    plain = open_tokenizer(path).encode(text, add_special_tokens=False).ids
+    plain = load_tokenizer(path).encode(text, add_special_tokens=False).ids
     assert len(plain) > 16
     bos, eos = (Tokenizer.from_file(str(path)).token_to_id(t) for t in ("<s>", "</s>"))
     expected = {
@@ -60,7 +65,7 @@ def test_text_never_gives_special_tokens(tmp_path):
     path = saved(tmp_path, bpe("<s>", "</s>"))
     ids = encoder(path, DocumentPolicy.NONE).encode({"text": ATTACK})[0].tokens
     assert not set(ids.tolist()) & set(read_vocabulary(path).special)
-    assert open_tokenizer(path).decode(ids.tolist(), skip_special_tokens=False) == ATTACK
+    assert load_tokenizer(path).decode(ids.tolist(), skip_special_tokens=False) == ATTACK
 
 
 def test_a_special_token_that_is_an_ordinary_piece_too_is_refused(tmp_path):
@@ -166,7 +171,7 @@ def test_a_text_that_gives_no_token_is_empty(tmp_path):
 
 def test_long_text_of_a_foreign_tokenizer_is_encoded_whole(tmp_path, monkeypatch):
     """A Metaspace tokenizer marks the start of a text: parts would mark every part."""
-    monkeypatch.setattr(sys.modules["wlb.prepare.prepare"], "_PART_CHARACTERS", 10)
+    monkeypatch.setattr("wlb.prepare.encode._PIECE_CHARACTERS", 10)
     vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "\n": 3, "▁a": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -10,19 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.prepare.chat_case import CHATML_TOKENS, LLAMA3_TOKENS, byte_tokenizer, shown, trained
-from wlb.prepare import (
-    BUILT_IN,
-    ChatEncoder,
-    Conversation,
-    JinjaTemplate,
-    Message,
-    Role,
-    TooLong,
-    Turns,
-    add_chat_tokens,
-    fit,
-    load_template,
-)
+from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens, load_template
+from wlb.prepare.chat import fit
+from wlb.prepare.chat_template import BUILT_IN
+from wlb.prepare.conversation import Conversation, Message, Role
+from wlb.prepare.jinja_template import JinjaTemplate
 
 pytest.importorskip("jinja2")
 
@@ -219,7 +211,7 @@ def generation(source: str) -> str:
 
 
 def bpe() -> Tokenizer:
-    from wlb.prepare.prepare import train_bpe
+    from wlb.prepare.tokenizer import train_bpe
 
     tokenizer = train_bpe(["user assistant system tool the answer is a question\n\n"] * 9, 300)
     add_chat_tokens(tokenizer, BUILT_IN["chatml"])

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.prepare import BadRecord, TextChoice, TextUnit
+from wlb.prepare import BadRecord, TextUnit
+from wlb.prepare.encode import TextChoice
 from wlb.prepare.records import check_columns, list_inputs, list_shards, read_shard
 
 LINES = st.lists(

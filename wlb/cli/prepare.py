@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from wlb.data import TokenStore, verify_store
+from wlb.plan import UserError
 from wlb.prepare import (
     ChatChoice,
     DocumentPolicy,
@@ -193,7 +194,7 @@ def _chat(options: argparse.Namespace) -> ChatChoice | None:
     given = {name: value for name, value in given.items() if value is not None}
     if options.chat is None:
         if given:
-            raise ValueError(
+            raise UserError(
                 f"{_spoken(given)} is for conversations; say with --chat TEMPLATE that the records "
                 f"are such, or leave it out"
             )
@@ -201,12 +202,12 @@ def _chat(options: argparse.Namespace) -> ChatChoice | None:
     of_text = {name: getattr(options, name) for name in _OF_TEXT}
     of_text = {name: value for name, value in of_text.items() if value != _OF_TEXT[name]}
     if of_text:
-        raise ValueError(
+        raise UserError(
             f"{_spoken(of_text)} is for text; with --chat {options.chat} the template says what "
             f"stands around messages, and their keys are known, so leave it out"
         )
     if "too_long" in given and "limit" not in given:
-        raise ValueError(f"--too-long {options.too_long} needs --limit TOKENS: nothing is too long")
+        raise UserError(f"--too-long {options.too_long} needs --limit TOKENS: nothing is too long")
     return ChatChoice(template=options.chat, **given)
 
 
@@ -223,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
     screen = Console(highlight=False, markup=False)  # names of files may have brackets
     if options.out is None:
         if not options.verify:
-            raise ValueError("--out PREFIX says where the store goes; give it, or --verify")
+            raise UserError("--out PREFIX says where the store goes; give it, or --verify")
         for prefix in options.inputs:
             _verify(prefix, screen)
         return 0

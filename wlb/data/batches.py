@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from wlb.data.shuffle import permute
-from wlb.plan import Documents, GlobalBatch, IntArray, IntLike, Pieces, digest, int_array
+from wlb.plan import Documents, GlobalBatch, IntArray, IntLike, Pieces, UserError, digest, int_array
 
 State = dict[str, Any]
 
@@ -128,14 +128,14 @@ class GlobalBatches(SourceBatches):
         shuffle: bool = True,
     ) -> None:
         if tokens_per_batch < 1:
-            raise ValueError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
+            raise UserError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
         if epochs < 0:
-            raise ValueError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+            raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
         self._lengths = np.asarray(source.lengths)
         if self._lengths.dtype != np.int64:
             self._lengths = int_array("lengths", self._lengths)
         if self._lengths.size != source.num_documents:
-            raise ValueError(
+            raise UserError(
                 f"the corpus says {source.num_documents} documents and has "
                 f"{self._lengths.size} lengths"
             )
@@ -218,21 +218,21 @@ class GlobalBatches(SourceBatches):
     def _check(self, state: State) -> None:
         expected = {*_COUNTS, *self._identity}
         if state.keys() != expected:
-            raise ValueError(
+            raise UserError(
                 f"a corpus state has {sorted(expected)}, this one {sorted(state)}; it is not one "
                 f"of this program's"
             )
         for name, value in self._identity.items():
             if state[name] != value:
-                raise ValueError(
+                raise UserError(
                     f"the state to resume from has {name} = {state[name]}, this run has {value}; "
                     f"resume with the corpus and seed of the checkpoint, or start a new run"
                 )
         for name in _COUNTS:
             if not isinstance(state[name], int) or state[name] < 0:
-                raise ValueError(f"corpus state: {name} = {state[name]!r} must be at least 0")
+                raise UserError(f"corpus state: {name} = {state[name]!r} must be at least 0")
         if state["position"] >= self._lengths.size:
-            raise ValueError(
+            raise UserError(
                 f"corpus state: position = {state['position']} is past the corpus's "
                 f"{self._lengths.size} documents"
             )
@@ -253,14 +253,14 @@ def stream_rows(
 def check_lengths(lengths: IntArray) -> None:
     """ValueError unless there is a document and every one has a token."""
     if not lengths.size:
-        raise ValueError(
+        raise UserError(
             "the corpus has no document; check data.store or data.corpus, and for held-out data "
             "raise data.heldout_fraction"
         )
     bad = np.flatnonzero(lengths < 1)
     if bad.size:
         i = int(bad[0])
-        raise ValueError(
+        raise UserError(
             f"document {i} of the corpus has {lengths[i]} tokens; every document needs at least 1"
         )
 

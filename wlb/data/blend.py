@@ -34,7 +34,7 @@ from wlb.data.batches import (
     stream_rows,
 )
 from wlb.data.store import TokenArray, TokenStore
-from wlb.plan import Documents, GlobalBatch, IntArray, Pieces, digest, int_array
+from wlb.plan import Documents, GlobalBatch, IntArray, Pieces, UserError, digest, int_array
 from wlb.spec.blend import parse_blend
 
 StoreName = str | tuple[str, ...]
@@ -102,7 +102,7 @@ class BlendedStore:
 
     def _find(self, document: int) -> tuple[TokenStore, int]:
         if not 0 <= document < self.num_documents:
-            raise ValueError(
+            raise UserError(
                 f"document {document} is not in {self.prefix}, which have {self.num_documents}"
             )
         at = int(np.searchsorted(self._first, document, side="right")) - 1
@@ -126,9 +126,9 @@ class BlendedBatches(BatchStream):
     ) -> None:
         _check_weights(len(sources), weights)
         if tokens_per_batch < 1:
-            raise ValueError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
+            raise UserError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
         if epochs < 0:
-            raise ValueError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+            raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
         self.sources = tuple(sources)
         self.tokens_per_batch = tokens_per_batch
         self.epochs = epochs
@@ -278,20 +278,20 @@ class BlendedBatches(BatchStream):
     def _check(self, state: State) -> None:
         expected = {*_COUNTS, *_COLUMNS, *self._identity}
         if state.keys() != expected:
-            raise ValueError(
+            raise UserError(
                 f"the state of a blend has {sorted(expected)}, this one {sorted(state)}; resume "
                 f"with the data.blend of the checkpoint, or start a new run"
             )
         for name, value in self._identity.items():
             if state[name] != value:
-                raise ValueError(
+                raise UserError(
                     f"the state to resume from has {name} = {state[name]}, this run has {value}; "
                     f"resume with the data.blend and seed of the checkpoint, or start a new run"
                 )
         counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
         sizes = {len(state[name]) for name in _COLUMNS}
         if sizes != {len(self.sources)} or not all(isinstance(n, int) and n >= 0 for n in counts):
-            raise ValueError(f"the state of a blend has counts {counts}; it is damaged")
+            raise UserError(f"the state of a blend has counts {counts}; it is damaged")
 
 
 def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedStore:
@@ -313,7 +313,7 @@ def open_batches(
             store, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs, shuffle=shuffle
         )
     if not shuffle:
-        raise ValueError(f"the blend of {store.prefix} has no order of its own; shuffle it")
+        raise UserError(f"the blend of {store.prefix} has no order of its own; shuffle it")
     return BlendedBatches(
         store.stores, store.weights, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs
     )
@@ -326,9 +326,9 @@ def _offsets(lengths: Sequence[IntArray]) -> IntArray:
 
 def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
     if not num_sources or len(weights) != num_sources:
-        raise ValueError(f"{num_sources} sources with {len(weights)} weights; one each is needed")
+        raise UserError(f"{num_sources} sources with {len(weights)} weights; one each is needed")
     if not all(0 < weight < np.inf for weight in weights):
-        raise ValueError(f"weights {list(weights)} must all be above 0; leave out the others")
+        raise UserError(f"weights {list(weights)} must all be above 0; leave out the others")
 
 
 def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
@@ -350,7 +350,7 @@ def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
                 continue
             other, ours = first.setdefault(what, (store, theirs))
             if ours != theirs:
-                raise ValueError(
+                raise UserError(
                     f"the stores {other.prefix} and {store.prefix} of data.blend have "
                     f"different tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare "
                     f"both with the same one: wlb prepare --tokenizer {_tokenizer_of(other)}"

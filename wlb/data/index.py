@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -81,18 +81,18 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise ValueError(
+        raise UserError(
             f"{path} is not the index of a token store: it starts with {header[:9]!r}, not "
             f"{_MAGIC!r}; stores of other formats have to be prepared again"
         )
     _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
     if version != _VERSION:
-        raise ValueError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
+        raise UserError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
     if code not in _DTYPES:
-        raise ValueError(f"{path} has dtype code {code}, known are {sorted(_DTYPES)}; rewrite it")
+        raise UserError(f"{path} has dtype code {code}, known are {sorted(_DTYPES)}; rewrite it")
     size, expected = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size != expected:
-        raise ValueError(
+        raise UserError(
             f"{path} has {size} bytes, {num_sequences} sequences and {num_indices} document "
             f"indices need {expected}; copy or prepare the store again (sequence modes of "
             f"multimodal stores are not read)"
@@ -106,18 +106,18 @@ def _check_sequences(
     """Sequences must follow each other without gap or overlap and fill the `.bin`."""
     if lengths.size and int(lengths.min()) < 0:
         i = int(np.argmin(lengths))
-        raise ValueError(f"{path}: sequence {i} has length {lengths[i]}; copy the store again")
+        raise UserError(f"{path}: sequence {i} has length {lengths[i]}; copy the store again")
     ends = np.cumsum(lengths) * itemsize
     wrong = np.flatnonzero(offsets != ends - lengths * itemsize)
     if wrong.size:
         i = int(wrong[0])
-        raise ValueError(
+        raise UserError(
             f"{path}: sequence {i} is at byte {offsets[i]}, {ends[i] - lengths[i] * itemsize} is "
             f"expected (no gap or overlap after sequence {i - 1}); prepare the store again"
         )
     need = int(ends[-1]) if ends.size else 0
     if num_bytes != need:
-        raise ValueError(
+        raise UserError(
             f"{path.with_suffix('.bin')} has {num_bytes} bytes, its index needs {need}; the copy "
             f"is not complete or the two files are of different stores"
         )
@@ -127,14 +127,14 @@ def _check_documents(path: Path, firsts: IntArray, num_sequences: int, num_indic
     """Document indices must start at 0, never go back and end with the number of sequences."""
     if num_indices == 0 or firsts[0] != 0 or firsts[-1] != num_sequences:
         shown = "none" if num_indices == 0 else f"{firsts[0]} ... {firsts[-1]}"
-        raise ValueError(
+        raise UserError(
             f"{path}: document indices ({shown}) must go from 0 to the {num_sequences} sequences; "
             f"write the index with a trailing count, as Megatron does"
         )
     back = np.flatnonzero(np.diff(firsts) < 0)
     if back.size:
         i = int(back[0])
-        raise ValueError(
+        raise UserError(
             f"{path}: document {i} starts at sequence {firsts[i]}, the next one at "
             f"{firsts[i + 1]}; document indices must not go back, so prepare the store again"
         )

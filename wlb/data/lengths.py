@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IntArray, IntLike
+from wlb.plan import IntArray, IntLike, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,13 +67,13 @@ class LengthFamily:
     def __post_init__(self) -> None:
         for name in ("body_median", "tail_start"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be in (0, 1) windows")
+                raise UserError(f"{name} = {getattr(self, name)} must be in (0, 1) windows")
         for name in ("body_sigma", "tail_exponent"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
+                raise UserError(f"{name} = {getattr(self, name)} must be above 0")
         shares = (self.tail_token_share, self.atom_token_share)
         if not (min(shares) >= 0 and sum(shares) <= 1):
-            raise ValueError(
+            raise UserError(
                 f"tail_token_share = {shares[0]} and atom_token_share = {shares[1]} must be at "
                 f"least 0 and at most 1 together"
             )
@@ -94,9 +94,9 @@ class LengthFamily:
     def sample(self, num_documents: int, *, window: int, seed: int) -> IntArray:
         """`num_documents` lengths in [1, window], in random order."""
         if num_documents < 1:
-            raise ValueError(f"num_documents = {num_documents} must be at least 1")
+            raise UserError(f"num_documents = {num_documents} must be at least 1")
         if window < 2:
-            raise ValueError(f"window = {window} must be at least 2 tokens")
+            raise UserError(f"window = {window} must be at least 2 tokens")
         rng = np.random.Generator(np.random.PCG64(seed))
         body, tail, _ = self.document_shares
         part = np.searchsorted([body, body + tail], rng.random(num_documents), side="right")
@@ -142,7 +142,7 @@ def lengths_of_family(
 ) -> LengthSource:
     """`num_documents` drawn lengths of a named family for context window `window`."""
     if name not in FAMILIES:
-        raise ValueError(f"no length family {name!r}; known are {sorted(FAMILIES)}")
+        raise UserError(f"no length family {name!r}; known are {sorted(FAMILIES)}")
     lengths = FAMILIES[name].sample(num_documents, window=window, seed=seed)
     return LengthSource(name=f"{name}({window})", lengths=lengths, source_id=source_id)
 
@@ -151,7 +151,7 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
     """Lengths from `.npy` (one axis), `.json` (a list), or text with one length a line."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no file of lengths at {path}")
+        raise UserError(f"no file of lengths at {path}")
     match path.suffix:
         case ".npy":
             values = _load_npy(path)
@@ -166,7 +166,7 @@ def _load_npy(path: Path) -> npt.NDArray[Any]:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is not a .npy array of integers ({error}); save lengths with numpy.save"
         ) from error
 
@@ -175,9 +175,9 @@ def _load_json(path: Path) -> list[Any]:
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); it must hold a list of lengths") from error
+        raise UserError(f"{path} is not JSON ({error}); it must hold a list of lengths") from error
     if not isinstance(values, list):
-        raise ValueError(f"{path} holds a {type(values).__name__}; it must hold a list of lengths")
+        raise UserError(f"{path} holds a {type(values).__name__}; it must hold a list of lengths")
     return values  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -201,17 +201,17 @@ def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and values.ndim == 1:
         array = values
     elif isinstance(values, np.ndarray) and (values.ndim != 1 or values.dtype.kind not in "iuf"):
-        raise ValueError(
+        raise UserError(
             f"{name}: lengths are one axis of integers, not {values.dtype} of shape {values.shape}"
         )
     else:
         entries = values.tolist() if isinstance(values, np.ndarray) else values
         array = np.array([_whole(name, i, v) for i, v in enumerate(entries)], np.int64)
     if not array.size:
-        raise ValueError(f"{name} has no lengths; the corpus has no document")
+        raise UserError(f"{name} has no lengths; the corpus has no document")
     bad = np.flatnonzero((array < 1) | (array > 2**62))
     if bad.size:
-        raise ValueError(
+        raise UserError(
             f"{name}: length {int(bad[0])} is {array[bad[0]]}; a length is at least 1 token, so "
             f"leave empty documents out"
         )
@@ -227,6 +227,6 @@ def _whole(name: str, i: int, value: Any) -> int:
         number = operator.index(number)
         if abs(number) < 2**63:
             return number
-    raise ValueError(
+    raise UserError(
         f"{name}: length {i} is {value!r}, not a whole number; give tokens of each document"
     )

@@ -4,7 +4,7 @@ import numpy as np
 
 from wlb.data.blend import StoreName, open_store
 from wlb.data.store import TokenArray
-from wlb.plan import IGNORE
+from wlb.plan import IGNORE, UserError
 
 
 class StoreReader:
@@ -36,7 +36,7 @@ class StoreReader:
         row = self._row(document)
         tokens = self._store.read(row, start, stop)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"document {row} of the store {self._store.prefix} holds tokens {tokens.min()} to "
                 f"{tokens.max()}, outside the vocabulary of {self._vocab_size}; set "
                 f"model.vocab_size to the store's"

@@ -14,7 +14,7 @@ Cost: 15 to 30 ns an index, nothing stored, any position of any epoch on its own
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IntArray, IntLike
+from wlb.plan import IntArray, IntLike, UserError
 
 _U64 = np.uint64
 _Words = npt.NDArray[np.uint64]
@@ -32,11 +32,11 @@ def permute(index: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> IntA
     epoch: one for all, or one an index (shape [m]).
     """
     if not 1 <= n <= 1 << 62:
-        raise ValueError(f"n = {n} must be in [1, 2**62]")
+        raise UserError(f"n = {n} must be in [1, 2**62]")
     positions = np.asarray(index, np.int64)
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < n:
         bad = positions[(positions < 0) | (positions >= n)][0]
-        raise ValueError(f"index {bad} is not in [0, {n})")
+        raise UserError(f"index {bad} is not in [0, {n})")
     words = positions.astype(_U64)
     keys = _round_keys(seed, np.atleast_1d(np.asarray(epoch, np.int64)))
     bits = max(2, (n - 1).bit_length())

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
-from wlb.plan import BoolArray, IntArray, IntLike
+from wlb.plan import BoolArray, IntArray, IntLike, UserError
 
 TokenArray = npt.NDArray[Any]
 
@@ -71,7 +71,7 @@ class StoreInfo:
                 raise TypeError("vocab_size and num_tokens must be integers")
             return info
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} is not the description of a token store ({error!r}); prepare the store "
                 f"again, or remove this file and set model.vocab_size"
             ) from error
@@ -119,7 +119,7 @@ class TokenStoreWriter:
         preparation: dict[str, Any] | None = None,
     ) -> None:
         if not 1 <= vocab_size <= 1 << 31:
-            raise ValueError(f"vocab_size = {vocab_size} must be in [1, 2**31]")
+            raise UserError(f"vocab_size = {vocab_size} must be in [1, 2**31]")
         self.prefix = str(prefix)
         self.preparation = dict(preparation or {})
         self._info = StoreInfo(
@@ -161,17 +161,17 @@ class TokenStoreWriter:
         ids = np.asarray(tokens)
         number = len(self._lengths)
         if ids.ndim != 1 or not 1 <= ids.size <= _LONGEST:
-            raise ValueError(
+            raise UserError(
                 f"document {number} of {self.prefix} has shape {ids.shape}; a document is one axis "
                 f"of 1 to {_LONGEST} tokens, so leave empty ones out"
             )
         if ids.dtype.kind not in "iu":
-            raise ValueError(
+            raise UserError(
                 f"document {number} of {self.prefix} has dtype {ids.dtype}; tokens are integers"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
-            raise ValueError(
+            raise UserError(
                 f"document {number} of {self.prefix}: token {at} is {ids[at]}, outside the "
                 f"vocabulary [0, {self._vocab_size}); use the tokenizer's whole vocab_size, with "
                 f"added tokens"
@@ -189,7 +189,7 @@ class TokenStoreWriter:
         if trained is not None and number == 0:
             self._targets = TargetSpans()
         if (trained is None) != (self._targets is None):
-            raise ValueError(
+            raise UserError(
                 f"{name} {'lacks' if trained is None else 'has'} trained spans, the documents "
                 f"before it do not; give them for all documents of a store (an empty list for none "
                 f"trained) or for none"
@@ -279,7 +279,7 @@ class TokenStore:
         bin_path, index_path = store_path(prefix, ".bin"), store_path(prefix, ".idx")
         for path in (bin_path, index_path):
             if not path.is_file():
-                raise ValueError(
+                raise UserError(
                     f"no token store at {self.prefix}: {path} is missing; give the prefix without "
                     f".bin, or make the store with `wlb prepare`"
                 )
@@ -290,14 +290,14 @@ class TokenStore:
         self.num_empty_documents = index.num_empty
         self._start = index.start
         if self.info and self.info.num_tokens != index.num_tokens:
-            raise ValueError(
+            raise UserError(
                 f"{self.prefix}.json describes {self.info.num_tokens} tokens, {index_path} has "
                 f"{index.num_tokens}; prepare the store again, or remove the .json if it belongs "
                 f"to another store"
             )
         largest = np.iinfo(self.dtype).max if self.dtype.kind in "iu" else None
         if self.info and largest is not None and self.info.vocab_size > largest + 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.prefix}.json says {self.info.vocab_size} tokens of vocabulary, {bin_path} "
                 f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
             )
@@ -317,7 +317,7 @@ class TokenStore:
             says = "is missing, without which other tokens would be trained"
             if expected is None:
                 says = f"is not of this store: {self.prefix}.json does not have its checksum"
-            raise ValueError(f"{path} {says}; copy or prepare the store again")
+            raise UserError(f"{path} {says}; copy or prepare the store again")
         if self.info is None or expected is None:
             return None
         return Targets(path, first=self._start, length=self.lengths, checksum=self.info.checksum)
@@ -350,13 +350,13 @@ class TokenStore:
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
         """Tokens [start, stop) of a document as a read-only view of the mapped file."""
         if not 0 <= document < self.lengths.size:
-            raise ValueError(
+            raise UserError(
                 f"document {document} is not in {self.prefix}, which has {self.lengths.size}"
             )
         length = int(self.lengths[document])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
-            raise ValueError(
+            raise UserError(
                 f"tokens [{start}, {stop}) are not in document {document} of {self.prefix}, which "
                 f"has {length} tokens"
             )
@@ -390,7 +390,7 @@ class TokenStore:
         """ValueError unless the files have the checksums of the sidecar; reads them whole."""
         path = store_path(self.prefix, ".bin")
         if self.info is None:
-            raise ValueError(f"{path} has no checksum: {self.prefix}.json is missing")
+            raise UserError(f"{path} has no checksum: {self.prefix}.json is missing")
         expected = [(path, self.info.checksum, "tokens")]
         if self.info.targets is not None:
             targets = store_path(self.prefix, ".targets")
@@ -398,7 +398,7 @@ class TokenStore:
         for path, checksum, what in expected:
             found = file_checksum(path)
             if found != checksum:
-                raise ValueError(
+                raise UserError(
                     f"{path} has checksum {found[:16]}..., {self.prefix}.json says "
                     f"{checksum[:16]}...; the {what} changed, so prepare the store again"
                 )

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import BoolArray, IntArray, IntLike, offsets_of
+from wlb.plan import BoolArray, IntArray, IntLike, UserError, offsets_of
 
 _MAGIC = b"WLBTGTS\x00"
 _VERSION = 1
@@ -42,7 +42,7 @@ class TargetSpans:
         if rows.size == 0:
             return
         if rows.ndim != 2 or rows.shape[1] != 2 or rows.dtype.kind not in "iu":
-            raise ValueError(
+            raise UserError(
                 f"{name}: trained has shape {rows.shape} and dtype {rows.dtype}; it is int64 "
                 f"[k, 2], a half-open span of trained tokens a row"
             )
@@ -51,7 +51,7 @@ class TargetSpans:
         bad = np.flatnonzero((start < before) | (stop < start) | (stop > length))
         if bad.size:
             i = int(bad[0])
-            raise ValueError(
+            raise UserError(
                 f"{name}: span {i} of trained is [{start[i]}, {stop[i]}); spans lie in [0, "
                 f"{length}), in order, and do not overlap (the one before ends at {before[i]})"
             )
@@ -127,21 +127,21 @@ def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArr
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise ValueError(
+        raise UserError(
             f"{path} does not hold trained tokens: it starts with {header[:8]!r}, not {_MAGIC!r}; "
             f"prepare the store again"
         )
     _, version, num_documents, num_tokens, num, mark = _HEADER.unpack(header)
     if version != _VERSION:
-        raise ValueError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
+        raise UserError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
     size, expected = path.stat().st_size, _HEADER.size + 16 * num
     if size != expected:
-        raise ValueError(
+        raise UserError(
             f"{path} has {size} bytes, {num} spans need {expected}; copy or prepare the store again"
         )
     total = int(length.sum())
     if (num_documents, num_tokens) != (length.size, total) or mark.hex() != checksum:
-        raise ValueError(
+        raise UserError(
             f"{path} is of another store: it has {num_documents} documents, {num_tokens} tokens "
             f"and checksum {mark.hex()[:16]}..., the store has {length.size}, {total} and "
             f"{checksum[:16]}...; copy or prepare the store again"
@@ -165,7 +165,7 @@ def _check_spans(
     bad = np.flatnonzero(wrong)
     if bad.size:
         i = int(bad[0])
-        raise ValueError(
+        raise UserError(
             f"{path}: span {i} is [{start[i]}, {stop[i]}), which overlaps the one before or lies "
             f"in no single document; copy or prepare the store again"
         )

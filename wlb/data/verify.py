@@ -6,6 +6,7 @@ Cost: reads the tokens twice, a block at a time.
 import numpy as np
 
 from wlb.data.store import TokenStore, store_path
+from wlb.plan import UserError
 
 _BLOCK_TOKENS = 1 << 22
 
@@ -24,7 +25,7 @@ def verify_store(prefix: str) -> None:
         bad = np.flatnonzero((block < 0) | (block >= size))
         if bad.size:
             at = int(bad[0])
-            raise ValueError(
+            raise UserError(
                 f"{path}: token {start + at} is {block[at]}, outside the vocabulary [0, {size}) of "
                 f"{prefix}.json; prepare the store again"
             )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wlb.plan import BoolArray, IntArray, offsets_of
+from wlb.plan import BoolArray, IntArray, UserError, offsets_of
 from wlb.prepare.chat_template import BuiltInTemplate, ChatTemplate, Part, Rendered, Train, Turns
 from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
 from wlb.prepare.encode import add_special_tokens, unknown_id
@@ -41,7 +41,7 @@ _PROBES = (
 """Conversations that show which tokens a template uses; the first one must be possible."""
 
 
-class InjectedToken(ValueError):
+class InjectedToken(UserError):
     """Text of a conversation was encoded to a special token."""
 
 
@@ -130,7 +130,7 @@ class ChatEncoder:
         made = self.encode(conversation_of(record))
         found = [part for part in fit(made, limit, too_long) if part.num_targets]
         if not found:
-            raise ValueError(f"no token of the conversation is trained ({made.tokens.size} tokens)")
+            raise UserError(f"no token of the conversation is trained ({made.tokens.size} tokens)")
         return found
 
     def encode(self, conversation: Conversation) -> ChatTokens:
@@ -179,7 +179,7 @@ class ChatEncoder:
         if not part.is_content and pattern is not None:
             texts = pattern.split(part.text)
         if part.train == Train.END and len(texts) == 1:
-            raise ValueError(
+            raise UserError(
                 f"chat template {self.template.name} ends an assistant's turn with {part.text!r}, "
                 f"which is no special token of the tokenizer: the model could not learn to stop; "
                 f"use the tokenizer that belongs to the template, or add the token to it"
@@ -206,7 +206,7 @@ class ChatEncoder:
             probe = Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
             try:
                 rendered = self.template.render(probe, Turns.LAST)
-            except ValueError:  # not every template has system messages and tools
+            except UserError:  # not every template has system messages and tools
                 if roles == _PROBES[0]:
                     raise
                 continue
@@ -231,14 +231,14 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
     if limit is None or num <= limit:
         return [made]
     if limit < 2:
-        raise ValueError(f"limit = {limit} must be at least 2 tokens: one to predict from")
+        raise UserError(f"limit = {limit} must be at least 2 tokens: one to predict from")
     match too_long:
         case TooLong.SPLIT:
             return _split(made, limit)
         case TooLong.TRUNCATE_LEFT:
             return [_truncate_left(made, limit)]
         case TooLong.REFUSE:
-            raise ValueError(
+            raise UserError(
                 f"the conversation has {num} tokens, more than the limit of {limit}; raise the "
                 f'limit, or use too_long = "split" or "truncate_left"'
             )
@@ -261,13 +261,13 @@ def _split(made: ChatTokens, limit: int) -> list[ChatTokens]:
 def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
-        raise ValueError(
+        raise UserError(
             "this template writes the system message into the first turn, so a conversation "
             'cannot be truncated and keep it; use too_long = "split" or "refuse"'
         )
     room = limit - prefix
     if room < 2:
-        raise ValueError(
+        raise UserError(
             f"the system message has {prefix} tokens and leaves {max(room, 0)} of the limit of "
             f'{limit}; raise the limit or use too_long = "split"'
         )
@@ -335,7 +335,7 @@ def _check_built_in(tokenizer: "Tokenizer", template: ChatTemplate) -> None:
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     missing = [name for name in template.special_tokens if name not in added]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has no token {', '.join(missing)}, which chat template {template.name} "
             f"needs; use another template, or add them with wlb.prepare.add_chat_tokens"
         )
@@ -347,7 +347,7 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
         tokenizer.encode(text, add_special_tokens=False).ids for text in ("\nword", "\n", "word")
     ]
     if encoded[0] != encoded[1] + encoded[2]:
-        raise ValueError(
+        raise UserError(
             "the tokenizer puts white space in front of what it encodes, so a conversation cannot "
             "be encoded in parts and contents be kept apart from special tokens; use a tokenizer "
             "without a prefix space (byte-level BPE with add_prefix_space = false)"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wlb.data.store import file_checksum
+from wlb.plan import UserError
 from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit
 from wlb.prepare.chat_template import BUILT_IN, BuiltInTemplate, Turns
 from wlb.prepare.conversation import (
@@ -28,7 +29,7 @@ from wlb.prepare.conversation import (
     conversation_columns,
     conversation_of,
 )
-from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, open_tokenizer
+from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, load_tokenizer
 from wlb.prepare.jinja_template import load_template
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
@@ -58,12 +59,12 @@ class ChatChoice(EncoderChoice):
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 2:
-            raise ValueError(
+            raise UserError(
                 f"--limit = {self.limit} must be at least 2 tokens: one to predict from"
             )
         chosen = load_template(self.template)
         if self.add_tokens and not isinstance(chosen, BuiltInTemplate):
-            raise ValueError(
+            raise UserError(
                 f"--add-tokens is for built-in templates ({', '.join(BUILT_IN)}), not "
                 f"{self.template}; add the tokens that it needs to the tokenizer.json"
             )
@@ -101,7 +102,7 @@ class ChatChoice(EncoderChoice):
             return ()
         template = load_template(self.template)
         if not isinstance(template, BuiltInTemplate):
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer {BPE} knows the special tokens of built-in templates "
                 f"({', '.join(BUILT_IN)}), not those of {self.template}; give the tokenizer.json "
                 f"that belongs to it"
@@ -111,15 +112,15 @@ class ChatChoice(EncoderChoice):
     def spec(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatEncoderSpec":
         """Opens an encoder, so that a tokenizer without the template's tokens is refused here."""
         if not tokenizer:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer bytes has no special tokens for --chat {self.template}; use a "
                 f"tokenizer.json, or --tokenizer {BPE}"
             )
         spec = ChatEncoderSpec(tokenizer=tokenizer, vocabulary=vocabulary, choice=self)
         try:
             spec.open().encoder.encode(_PROBE)
-        except ValueError as error:
-            raise ValueError(f"--chat {self.template}: {error}") from None
+        except UserError as error:
+            raise UserError(f"--chat {self.template}: {error}") from None
         return spec
 
 
@@ -142,7 +143,7 @@ class ChatRecordEncoder:
         self._choice = spec.choice
         self._unknown = spec.vocabulary.unknown_id
         self.encoder = ChatEncoder(
-            open_tokenizer(spec.tokenizer),
+            load_tokenizer(spec.tokenizer),
             load_template(spec.choice.template),
             turns=spec.choice.turns,
         )
@@ -156,7 +157,7 @@ class ChatRecordEncoder:
             )
         try:
             parts = fit(made, self._choice.limit, self._choice.too_long)
-        except ValueError as error:
+        except UserError as error:
             raise BadRecord(Skip.TOO_LONG, str(error)) from None
         kept = [part for part in parts if part.num_targets]
         if not kept:
@@ -175,7 +176,7 @@ class ChatRecordEncoder:
             return self.encoder.encode(conversation)
         except InjectedToken as error:
             raise BadRecord(Skip.SPECIAL_TOKEN, str(error)) from None
-        except ValueError as error:
+        except UserError as error:
             raise BadRecord(Skip.NOT_RENDERED, str(error)) from None
 
     def _encoded(self, part: ChatTokens) -> Encoded:
@@ -210,7 +211,7 @@ def _conversation(record: Record) -> Conversation:
     decoded = _decoded(record)
     try:
         return conversation_of(decoded)
-    except ValueError as error:
+    except UserError as error:
         raise BadRecord(Skip.NOT_A_CONVERSATION, str(error)) from None
 
 

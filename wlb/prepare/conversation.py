@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
+from wlb.plan import UserError
+
 
 class Role(StrEnum):
     """Who speaks."""
@@ -83,14 +85,14 @@ class Conversation:
 
     def __post_init__(self) -> None:
         if not self.messages:
-            raise ValueError("the conversation has no message")
+            raise UserError("the conversation has no message")
         before: Role | None = None
         for i, message in enumerate(self.messages):
             allowed = _FOLLOWS[message.role]
             if before not in allowed:
                 names = [str(role) if role else "the start" for role in allowed]
                 place = f"after {before}" if before else "at the start"
-                raise ValueError(
+                raise UserError(
                     f"message {i} is of role {message.role} {place}; {message.role} may follow "
                     f"{' or '.join(names)}: merge or reorder the messages"
                 )
@@ -104,20 +106,20 @@ class Conversation:
 def conversation_of(record: object) -> Conversation:
     """The conversation that a JSON object holds; ValueError says what is wrong with it."""
     if not isinstance(record, Mapping):
-        raise ValueError(f"{_short(record)} is not a JSON object with messages")
+        raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}
     _refuse_more(data, "the record")
     match [shape for shape in _SHAPES if set(shape) <= set(data)]:
         case []:
-            raise ValueError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
+            raise UserError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
         case [("prompt", "completion")]:
             messages = _prompt_and_completion(data["prompt"], data["completion"])
         case [(key,)]:
             messages = _messages(data[key], key)
         case several:
             names = "; ".join(" and ".join(shape) for shape in several)
-            raise ValueError(
+            raise UserError(
                 f"the record holds more than one conversation ({names}); keep the one that is to "
                 f"be trained"
             )
@@ -132,7 +134,7 @@ def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
     Those it refuses are among them, so that a table and its rows as JSON are treated alike.
     """
     if not any(set(shape) <= set(names) for shape in _SHAPES):
-        raise ValueError(
+        raise UserError(
             f"has no column of conversations; its columns are {', '.join(names)}, and it needs "
             f"{_NEEDED}"
         )
@@ -151,7 +153,7 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
         context = tuple(Message(role=m.role, content=m.content, is_trained=False) for m in given)
         return context + _messages(cast(object, completion), "completion")
     shown = [_short(value) for value in cast(list[object], [prompt, completion])]
-    raise ValueError(
+    raise UserError(
         f"prompt is {shown[0]} and completion {shown[1]}; both must be text, or both lists of "
         f"messages"
     )
@@ -159,28 +161,26 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{key} is {_short(value)}, not a list of messages")
+        raise UserError(f"{key} is {_short(value)}, not a list of messages")
     return tuple(_message(item, f"message {i}") for i, item in enumerate(cast(list[object], value)))
 
 
 def _message(value: object, name: str) -> Message:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is {_short(value)}, not an object with role and content")
+        raise UserError(f"{name} is {_short(value)}, not an object with role and content")
     data = cast(dict[str, Any], value)
     _refuse_more(data, name)
     keys = ("from", "value") if data.get("from") is not None else ("role", "content")
     missing = [key for key in keys if key not in data]
     if missing:
-        raise ValueError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
+        raise UserError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
     role = data[keys[0]]
     known = _FROM if keys[0] == "from" else {str(role): role for role in Role}
     if not isinstance(role, str) or role not in known:
-        raise ValueError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
+        raise UserError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
     weight = 1 if data.get("weight") is None else data["weight"]
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise ValueError(
-            f"{name} has weight {_short(weight)}; it is 1 (trained) or 0 (not trained)"
-        )
+        raise UserError(f"{name} has weight {_short(weight)}; it is 1 (trained) or 0 (not trained)")
     return Message(
         role=known[role],
         content=_text(data[keys[1]], f"{keys[1]} of {name}"),
@@ -190,18 +190,18 @@ def _message(value: object, name: str) -> Message:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {_short(value)}; only text is read")
+        raise UserError(f"{name} is {_short(value)}; only text is read")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid Unicode ({error.reason})") from error
+        raise UserError(f"{name} is not valid Unicode ({error.reason})") from error
     return value
 
 
 def _refuse_more(data: dict[str, Any], name: str) -> None:
     for key in _MORE:
         if data.get(key):
-            raise ValueError(
+            raise UserError(
                 f"{name} has {key} = {_short(data[key])}, which would be lost; write it into a "
                 f"message's content as the model is to see it, or remove it"
             )

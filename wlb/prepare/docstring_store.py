@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wlb.data.store import TokenStore, store_path
-from wlb.plan import digest
+from wlb.plan import UserError, digest
 from wlb.prepare.chat_encode import ChatChoice
 from wlb.prepare.docstrings import write_docstring_conversations
 from wlb.prepare.encode import BPE
+from wlb.prepare.files import locked
 from wlb.prepare.pipeline import prepare_store
-from wlb.prepare.prepare import locked
 from wlb.prepare.request import PrepareOptions
 
 _FORMAT = 2
@@ -48,7 +48,7 @@ def prepare_docstrings(
     vocab_size: of the model, ChatML's tokens included.
     """
     if vocab_size <= _LEAST_VOCAB:
-        raise ValueError(
+        raise UserError(
             f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}: 256 bytes and three "
             f"special tokens"
         )
@@ -99,7 +99,7 @@ def _find(prefix: Path, heldout_fraction: float) -> DocstringStores | None:
     try:
         train = TokenStore(prefix)
         heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None
-    except (ValueError, OSError):
+    except (UserError, OSError):
         return None
     assert train.vocab_size is not None
     return DocstringStores(

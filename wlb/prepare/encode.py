@@ -11,7 +11,7 @@ Cost: 2 to 3 MB/s a process for BPE and some 100 bytes a token of the longest do
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,17 +20,19 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from wlb.data.store import TokenArray
-from wlb.plan import IntArray
-from wlb.prepare.prepare import encode_texts
+from wlb.plan import IntArray, UserError
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+END_OF_TEXT = "<|endoftext|>"
+"""The special token of a BPE that is trained here; it ends every document."""
 BYTES = "bytes"
 BPE = "bpe"
 BYTES_BOS, BYTES_EOS, BYTES_VOCAB = 256, 257, 258
+_PIECE_CHARACTERS = 1 << 20
 
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofsentence|>")
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
@@ -104,7 +106,7 @@ class EncoderChoice(Protocol):
 
     def texts(self, record: Record) -> Sequence[str]:
         """What a BPE may be trained on; `BadRecord` for a record that is left out."""
-        raise ValueError(
+        raise UserError(
             f"--tokenizer {BPE}: these records have no text to train one on; give a tokenizer.json"
         )
 
@@ -140,7 +142,7 @@ class TextChoice(EncoderChoice):
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
         if self.text_key not in names:
-            raise ValueError(
+            raise UserError(
                 f"has no column {self.text_key!r}; its columns are {', '.join(names)}: choose one "
                 f"with --text-key"
             )
@@ -192,7 +194,7 @@ class TextEncoder:
         self._before, self._after = around(spec.policy, vocabulary)
         self._ids: Callable[[str], TokenArray] = byte_ids
         if spec.tokenizer:
-            tokenizer = open_tokenizer(spec.tokenizer)
+            tokenizer = load_tokenizer(spec.tokenizer)
             whole = _in_parts if spec.in_parts else _whole
             self._ids = lambda text: whole(tokenizer, text)
 
@@ -222,7 +224,7 @@ def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, In
         ("--bos", bos, policy == DocumentPolicy.EOS_BOS),
     ):
         if wanted and token is None:
-            raise ValueError(
+            raise UserError(
                 f"--documents {policy} needs a token that the tokenizer does not name; say which "
                 f"with {option} TOKEN, or use --documents none"
             )
@@ -261,7 +263,7 @@ def byte_ids(text: str) -> TokenArray:
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
 
 
-def open_tokenizer(path: str | Path) -> "Tokenizer":
+def load_tokenizer(path: str | Path) -> "Tokenizer":
     """A tokenizer that takes all of a text as text: no special tokens, nothing cut or padded.
 
     ValueError without the tokenizers library, or for a file that it cannot read.
@@ -269,13 +271,13 @@ def open_tokenizer(path: str | Path) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
-        raise ValueError(
+        raise UserError(
             "tokenizers is not installed; pip install 'wlb-llm[data]', or use --tokenizer bytes"
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+        raise UserError(f"{path} is not a tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -289,7 +291,19 @@ def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
 
 
 def _in_parts(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    return next(encode_texts(tokenizer, [text]))
+    """Encodes a long text piece by piece: an encoding takes some 100 bytes a token until freed."""
+    return np.concatenate([_whole(tokenizer, piece) for piece in _pieces(text)])
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Pieces of at most `_PIECE_CHARACTERS`, which end with a line where they can."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE_CHARACTERS
+        if stop < len(text):
+            stop = (text.rfind("\n", start, stop) + 1) or stop
+        yield text[start:stop]
+        start = stop
 
 
 def byte_vocabulary() -> Vocabulary:
@@ -314,7 +328,7 @@ def read_vocabulary(
     says, or else the one special token with a usual name. size: the largest id, added tokens
     included, plus one.
     """
-    tokenizer = open_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
@@ -348,7 +362,7 @@ def _special_id(
     if name:
         if name not in vocabulary:
             some = ", ".join(list(special.values())[:12]) or "none"
-            raise ValueError(
+            raise UserError(
                 f"{path} has no token {name!r} for {option}; its special tokens are {some}"
             )
         return vocabulary[name]
@@ -372,9 +386,9 @@ def _config(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); repair or remove it") from None
+        raise UserError(f"{path} cannot be read ({error}); repair or remove it") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path} is not a JSON object; repair or remove it")
+        raise UserError(f"{path} is not a JSON object; repair or remove it")
     found: dict[str, str] = {}
     for key in ("bos_token", "eos_token"):
         token = cast("dict[str, Any]", data).get(key)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from wlb.plan import UserError
 from wlb.prepare.chat_template import (
     BUILT_IN,
     ChatTemplate,
@@ -79,7 +80,7 @@ class JinjaTemplate:
         self._template, self.has_generation, wanted = _compile(source, name)
         missing = sorted(w for w in wanted - self._variables.keys() if w.endswith("_token"))
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"chat template {name} uses {', '.join(missing)}, which nothing gives; put it into "
                 f"the tokenizer_config.json beside it, or give it as a variable"
             )
@@ -90,7 +91,7 @@ class JinjaTemplate:
         contents = [message.content for message in conversation.messages]
         for i, content in enumerate(contents):
             if _MARK in content:
-                raise ValueError(f"message {i} contains {_MARK!a}, which marks contents here")
+                raise UserError(f"message {i} contains {_MARK!a}, which marks contents here")
         roles = conversation.roles
         shape = self._shape(roles)
         contents = self._as_rendered(shape, contents, roles)
@@ -127,7 +128,7 @@ class JinjaTemplate:
         if piece.is_content:
             return Train.ALL
         if not shape.is_end_known[piece.owner]:
-            raise ValueError(
+            raise UserError(
                 f"chat template {self.name} writes message {piece.owner} differently when more "
                 f"messages follow, so where its turn ends is not known; put what the assistant "
                 f"generates into {{% generation %}} blocks, or train only the last turn"
@@ -145,7 +146,7 @@ class JinjaTemplate:
             text = "".join(made[p.owner] if p.is_content else p.text for p in shape.pieces)
             if text == real:
                 return made
-        raise ValueError(
+        raise UserError(
             f"chat template {self.name} changes the contents of this conversation (it does more "
             f"than remove white space around them), so what is trained is not exactly known; use "
             f"a template that writes contents as they are"
@@ -170,7 +171,7 @@ class JinjaTemplate:
                 ends[i] = self._end(roles[: i + 1], markers, plain)
         found = [int(t.strip(_MARK)) for t in _MARKS.split(marked)[1::2] if t not in (_BEGIN, _END)]
         if found != list(range(len(roles))):
-            raise ValueError(
+            raise UserError(
                 f"chat template {self.name} writes the contents of messages {found} of "
                 f"{len(roles)} ({', '.join(roles)}): it repeats, leaves out or changes some, so "
                 f"what is trained is not exactly known"
@@ -178,7 +179,7 @@ class JinjaTemplate:
         pieces = _pieces(marked, ends, start=str(self._variables.get("bos_token", "")))
         for piece in pieces:
             if piece.is_content and piece.is_generated and roles[piece.owner] != Role.ASSISTANT:
-                raise ValueError(
+                raise UserError(
                     f"chat template {self.name} has the {roles[piece.owner]}'s message "
                     f"{piece.owner} in a {{% generation %}} block, which would train it"
                 )
@@ -188,7 +189,7 @@ class JinjaTemplate:
         """Characters of the rendering of the first messages, if `plain` begins with it."""
         try:
             text = self._text(roles, markers[: len(roles)])
-        except ValueError:  # templates may refuse a conversation that is not complete
+        except UserError:  # templates may refuse a conversation that is not complete
             return None
         text = text.replace(_BEGIN, "").replace(_END, "")
         is_whole = markers[len(roles) - 1] in text  # a system message may wait for the user's
@@ -206,7 +207,7 @@ class JinjaTemplate:
                 {**self._variables, "messages": messages, "add_generation_prompt": False}
             )
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"chat template {self.name} refuses it: {error}") from error
+            raise UserError(f"chat template {self.name} refuses it: {error}") from error
 
 
 def _pieces(marked: str, ends: Sequence[int | None], *, start: str) -> list[_Piece]:
@@ -285,7 +286,7 @@ def _compile(source: str, name: str) -> tuple["Template", bool, set[str]]:
         blocks.clear()
         return environment.from_string(source), bool(blocks), wanted
     except TemplateError as error:
-        raise ValueError(f"{name} is not a Jinja template: {error}") from error
+        raise UserError(f"{name} is not a Jinja template: {error}") from error
 
 
 def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
@@ -298,11 +299,11 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
     given = dict(variables or {})
     if str(name) in BUILT_IN:
         if given:
-            raise ValueError(f"chat template {name} has no variables, got {sorted(given)}")
+            raise UserError(f"chat template {name} has no variables, got {sorted(given)}")
         return BUILT_IN[str(name)]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"no chat template {name}: give one of {', '.join(BUILT_IN)}, a tokenizer_config.json "
             f"or a file with a Jinja template"
         )
@@ -312,7 +313,7 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
         try:
             config = cast(dict[str, Any], json.loads(config_path.read_bytes()))
         except ValueError as error:
-            raise ValueError(f"{config_path} is not JSON: {error}") from error
+            raise UserError(f"{config_path} is not JSON: {error}") from error
     source = _source_of(config, path) if path.suffix == ".json" else path.read_text("utf-8")
     tokens = {key: _token(value) for key, value in config.items() if key.endswith("_token")}
     known = {key: value for key, value in tokens.items() if value is not None}
@@ -325,7 +326,7 @@ def _source_of(config: dict[str, Any], path: Path) -> str:
         named = {t["name"]: t["template"] for t in cast(list[dict[str, str]], found)}
         found = named.get("default")
     if not isinstance(found, str):
-        raise ValueError(f"{path} has no chat_template; give the file that has it")
+        raise UserError(f"{path} has no chat_template; give the file that has it")
     return found
 
 

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from wlb.prepare.prepare import write_text
+from wlb.plan import UserError
+from wlb.prepare.files import write_text
 from wlb.prepare.records import InputFile
 
 Manifest = dict[str, Any]
@@ -67,12 +68,12 @@ def open_manifest(path: Path, manifest: Manifest) -> bool:
         write_text(path, json.dumps(manifest))
         return False
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is not the manifest of a preparation ({error!r}); remove its folder, or use "
             f"--overwrite"
         ) from None
     if found:
-        raise ValueError(
+        raise UserError(
             f"an interrupted preparation in {path.parent} was asked for something else: "
             f"{'; '.join(found)}. Go on with what it was asked for, or start anew with --overwrite"
         )
@@ -88,7 +89,7 @@ def check_unchanged(files: Sequence[InputFile]) -> None:
         except OSError:
             now = None
         if now != (file.size, file.mtime_ns):
-            raise ValueError(
+            raise UserError(
                 f"{file.path} changed while it was prepared; prepare again with --overwrite when "
                 f"nothing writes to it"
             )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from wlb.plan import UserError
+
 Columns = Callable[[Sequence[str]], tuple[str, ...]]
 """Chooses, of a table's columns, those to read; ValueError, without the path, where some lack."""
 
@@ -25,13 +27,13 @@ def open_parquet(path: str) -> Any:
     try:
         pa, pq = _pyarrow(), _pyarrow(".parquet")
     except ModuleNotFoundError:
-        raise ValueError(
+        raise UserError(
             f"{path}: Parquet needs pyarrow, which is not installed; pip install 'wlb-llm[data]'"
         ) from None
     try:
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a Parquet file or is corrupt ({error})") from None
+        raise UserError(f"{path} is not a Parquet file or is corrupt ({error})") from None
 
 
 def row_groups(path: str, *, shard_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -62,7 +64,7 @@ def parquet_records(
                 yield row, dict(zip(names, items, strict=True))
                 row += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is corrupt near row {row} ({error}); get it again") from None
+        raise UserError(f"{path} is corrupt near row {row} ({error}); get it again") from None
 
 
 def _values(column: Any) -> list[Any]:

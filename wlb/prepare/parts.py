@@ -18,11 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.data.store import TokenStore, TokenStoreWriter
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 from wlb.prepare.encode import Encoded, EncoderSpec, RecordEncoder
+from wlb.prepare.files import write_text
 from wlb.prepare.parquet import Columns
-from wlb.prepare.prepare import draw, write_text
-from wlb.prepare.records import BadRecord, OnError, Position, Shard, read_shard
+from wlb.prepare.records import (
+    AnyShard,
+    BadRecord,
+    OnError,
+    RecordPosition,
+    read_shard,
+)
+from wlb.prepare.split import draw
 from wlb.prepare.text import Skip
 
 SIDES = ("train", "heldout")
@@ -90,7 +97,7 @@ class PartSummary:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _ShardCounts:
     """Counts of one shard while it is encoded."""
 
     job: PartJob
@@ -99,13 +106,13 @@ class _Tally:
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     num_unknown: int = 0
 
-    def leave_out(self, position: Position, bad: BadRecord) -> None:
+    def leave_out(self, position: RecordPosition, bad: BadRecord) -> None:
         """Counts a record that is no document, or raises ValueError with where it is."""
         action, option = self.job.on_error, "--on-error"
         if bad.reason in self.job.actions:
             action, option = self.job.actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
-            raise ValueError(
+            raise UserError(
                 f"{position.spoken()}: {bad}. Correct it, or leave out and count such records "
                 f"with {option} skip"
             )
@@ -123,12 +130,12 @@ def encode_shard(
     job: PartJob,
     encoder: RecordEncoder,
     number: int,
-    shard: Shard,
+    shard: AnyShard,
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> PartSummary:
     """Writes the part of shard `number`; ValueError for a bad record unless those are skipped."""
-    tally = _Tally(job)
+    counts = _ShardCounts(job)
     nearest: list[_Nearest | None] = [None, None]
     with ExitStack() as stack:
         writers = [
@@ -137,14 +144,14 @@ def encode_shard(
             )
             for side in range(2)
         ]
-        for position, documents in _records(job, encoder, shard, tally, is_stopped):
+        for position, documents in _records(job, encoder, shard, counts, is_stopped):
             drawn = draw(job.seed, position.name)
             side = int(drawn < job.heldout_fraction)
             at = nearest[side]
             if at is None or (drawn > at[0] if side else drawn < at[0]):
                 nearest[side] = (drawn, writers[side].num_documents, len(documents))
             for encoded in documents:
-                tally.add(encoded)
+                counts.add(encoded)
                 add(writers[side], encoded, position)
         sizes = [(writer.num_documents, writer.num_tokens) for writer in writers]
     summary = PartSummary(
@@ -152,10 +159,10 @@ def encode_shard(
         size=shard.size,
         num_documents=(sizes[0][0], sizes[1][0]),
         num_tokens=(sizes[0][1], sizes[1][1]),
-        num_unknown=tally.num_unknown,
-        counts=dict(tally.counts),
-        skipped=dict(tally.skipped),
-        examples=tally.examples,
+        num_unknown=counts.num_unknown,
+        counts=dict(counts.counts),
+        skipped=dict(counts.skipped),
+        examples=counts.examples,
         nearest=(nearest[0], nearest[1]),
     )
     write_text(job.summary_path(number), json.dumps(asdict(summary)))
@@ -165,10 +172,10 @@ def encode_shard(
 def _records(
     job: PartJob,
     encoder: RecordEncoder,
-    shard: Shard,
-    tally: _Tally,
+    shard: AnyShard,
+    counts: _ShardCounts,
     is_stopped: Callable[[], bool],
-) -> Iterator[tuple[Position, Sequence[Encoded]]]:
+) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
     """(position, its documents) of the records that are not left out."""
     records = read_shard(shard, text_key=job.text_key, columns=job.columns)
     for number, (position, record) in enumerate(records):
@@ -179,19 +186,19 @@ def _records(
                 raise record
             made = encoder.encode(record)
         except BadRecord as bad:
-            tally.leave_out(position, bad)
+            counts.leave_out(position, bad)
             continue
         if not made:
-            raise ValueError(f"{position.spoken()}: the encoder gave neither document nor reason")
+            raise UserError(f"{position.spoken()}: the encoder gave neither document nor reason")
         yield position, made
 
 
-def add(writer: TokenStoreWriter, encoded: Encoded, position: Position) -> None:
+def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) -> None:
     """Appends a document; a ValueError of the store says where the document came from."""
     try:
         writer.add(encoded.tokens, encoded.trained)
-    except ValueError as error:
-        raise ValueError(f"{position.spoken()}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{position.spoken()}: {error}") from None
 
 
 def find_part(job: PartJob, shard: int) -> PartSummary | None:

@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 
 from wlb.data.store import TokenStore, TokenStoreWriter, store_path
+from wlb.plan import UserError
 from wlb.prepare.encode import BPE, EncoderChoice, TextChoice
+from wlb.prepare.files import locked, write_text
 from wlb.prepare.manifest import (
     Manifest,
     check_unchanged,
@@ -41,11 +43,10 @@ from wlb.prepare.parts import (
     remove_unfinished,
     totals,
 )
-from wlb.prepare.prepare import locked, write_text
 from wlb.prepare.records import (
+    AnyShard,
     InputFile,
     OnError,
-    Shard,
     check_columns,
     list_inputs,
     list_shards,
@@ -79,19 +80,19 @@ def prepare_store(
     report = progress or _unseen
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(options.out).resolve().parents:
-            raise ValueError(
+            raise UserError(
                 f"--out {options.out} lies in the input folder {folder}: the store would be read "
                 f"as input the next time; write it elsewhere"
             )
     files, skipped = list_inputs(options.inputs, text_unit=options.text_unit)
     _refuse_own_outputs(options.out, files)
     if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
-        raise ValueError(
+        raise UserError(
             f"{count} files or folders of {', '.join(options.inputs)} cannot be read; change their "
             f"permissions, or leave them out and count them with --on-error skip"
         )
     if not files:
-        raise ValueError(f"all files of {', '.join(options.inputs)} are empty")
+        raise UserError(f"all files of {', '.join(options.inputs)} are empty")
     arguments = arguments_of(options)
     if encoder is not None:
         arguments["encoder"] = encoder.arguments
@@ -127,7 +128,7 @@ def _check_heldout(options: PrepareOptions, manifest: Manifest) -> None:
     if options.heldout_fraction:
         ours.add(manifest_digest(manifest))
     if _mark_of(heldout) not in ours:
-        raise ValueError(
+        raise UserError(
             f"{heldout} is a store that was not made together with {options.out}, whose held-out "
             f"documents go there; write to another --out, or move it away"
         )
@@ -137,7 +138,7 @@ def _mark_of(prefix: str) -> str | None:
     """Digest of the manifest that made a store; None where there is none, or none that says."""
     try:
         info = TokenStore(prefix).info
-    except ValueError:
+    except UserError:
         return None
     return None if info is None else info.preparation.get("manifest")
 
@@ -149,7 +150,7 @@ def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
     own = {store_path(out, end).resolve() for end in ends}
     for file in files:
         if Path(file.path).resolve() in own:
-            raise ValueError(
+            raise UserError(
                 f"the inputs hold {file.path}, which --out {out} writes: it would be read as text; "
                 f"write it elsewhere"
             )
@@ -167,7 +168,7 @@ def _finished(
     damage = ""
     try:
         stores = [TokenStore(p) for p in (prefix, heldout_prefix) if p]
-    except ValueError as error:
+    except UserError as error:
         stores, damage = [], str(error)
     mark = manifest_digest(manifest)
     infos = [store.info for store in stores if store.info is not None]
@@ -175,7 +176,7 @@ def _finished(
         if options.overwrite:
             return None
         what = f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
-        raise ValueError(
+        raise UserError(
             f"{prefix} is there already and {what}; write to another --out, or replace it with "
             f"--overwrite"
         )
@@ -234,7 +235,7 @@ def _prepare(
     try:
         tokenizer = prepare_tokenizer(options, choice, folder, shards)
         spec = choice.spec(tokenizer.path, tokenizer.vocabulary)
-    except ValueError:  # nothing was made yet that another tokenizer could not go on from
+    except UserError:  # nothing was made yet that another tokenizer could not go on from
         if not is_begun:
             shutil.rmtree(folder)
         raise
@@ -249,7 +250,7 @@ def _prepare(
         on_error=options.on_error,
         actions=choice.actions,
     )
-    summaries = _encode(job, shards, processes=options.processes, report=report)
+    summaries = encode_parts(job, shards, processes=options.processes, report=report)
     num_kept = sum(kept for _, kept in summaries)
     check_unchanged(files)
     parts = [summary for summary, _ in summaries]
@@ -259,8 +260,13 @@ def _prepare(
     return len(shards), num_kept
 
 
-def _encode(
-    job: PartJob, shards: Sequence[Shard], *, processes: int, report: Progress
+def encode_parts(
+    job: PartJob,
+    shards: Sequence[AnyShard],
+    *,
+    processes: int,
+    in_threads: bool = False,
+    report: Progress,
 ) -> list[tuple[PartSummary, bool]]:
     """(summary, was there already) of every shard, in order."""
     made: dict[int, tuple[PartSummary, bool]] = {}
@@ -281,7 +287,8 @@ def _encode(
         if (summary := find_part(job, number)) is not None:
             done(summary, True)
     missing = [number for number in range(len(shards)) if number not in made]
-    with closing(encode_shards(job, shards, missing, processes=processes)) as summaries:
+    encoding = encode_shards(job, shards, missing, processes=processes, in_threads=in_threads)
+    with closing(encoding) as summaries:
         for summary in summaries:
             done(summary, False)
     return [made[number] for number in range(len(shards))]
@@ -302,7 +309,7 @@ def _publish(
     for reason, count in listed.items():
         left_out["skipped"][reason] = left_out["skipped"].get(reason, 0) + count
     if not sum(sum(part.num_documents) for part in parts):
-        raise ValueError(
+        raise UserError(
             f"no document is left of {', '.join(options.inputs)} (left out: "
             f"{left_out['skipped']}, such as {left_out['examples']})"
         )
@@ -328,6 +335,22 @@ def _publish(
     if not options.heldout_fraction:  # what a store that is overwritten held out
         for suffix in (".idx", ".bin", ".json", ".targets"):
             store_path(heldout, suffix).unlink(missing_ok=True)
+    prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
+    merge_stores(job, parts, prefixes, about, report=report)
+
+
+def merge_stores(
+    job: PartJob,
+    parts: Sequence[PartSummary],
+    prefixes: Sequence[str],
+    about: dict[str, Any],
+    *,
+    report: Progress,
+) -> None:
+    """Writes the stores `prefixes` (train and held-out, or train alone) from the parts in order.
+
+    about: keywords of `TokenStoreWriter`.
+    """
     total, done = sum(part.size for part in parts), 0
 
     def merged(shard: int) -> None:
@@ -336,6 +359,5 @@ def _publish(
         report(Status(stage="merge", size=total, done=done))
 
     with ExitStack() as stack:  # leaves the held-out store first, so that the store comes last
-        prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
         writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
         merge_parts(job, parts, writers, progress=merged)

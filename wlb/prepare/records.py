@@ -26,8 +26,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, cast
 
+from wlb.plan import UserError
 from wlb.prepare.parquet import Columns, open_parquet, parquet_records, row_groups
-from wlb.prepare.text import Skip, folder_documents
+from wlb.prepare.text import Skip, TextDocuments, folder_documents
 
 Record = Mapping[str, Any]
 
@@ -38,7 +39,7 @@ _MOST_FILES = 4096
 _BOM = b"\xef\xbb\xbf"
 
 
-class Kind(StrEnum):
+class FileKind(StrEnum):
     """How a file is read."""
 
     TEXT = "text"
@@ -61,7 +62,7 @@ class OnError(StrEnum):
     SKIP = "skip"
 
 
-class BadRecord(ValueError):
+class BadRecord(UserError):
     """A line, row or file that is no document; `reason` is what it is counted under."""
 
     def __init__(self, reason: Skip, detail: str) -> None:
@@ -75,7 +76,7 @@ class InputFile:
 
     path: str
     name: str
-    kind: Kind
+    kind: FileKind
     size: int
     mtime_ns: int
 
@@ -95,7 +96,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class RecordPosition:
     """Where a record is. offset: bytes before a line, rows before a row; None for a whole file.
 
     name: what the held-out rule hashes; it does not depend on where the corpus lies.
@@ -112,12 +113,22 @@ class Position:
         """For messages: the path, with the line (from 1) or the row (from 0)."""
         if self.offset is None:
             return self.file.path
-        if self.file.kind == Kind.PARQUET:
+        if self.file.kind == FileKind.PARQUET:
             return f"{self.file.path}, row {self.offset}"
         return f"{self.file.path}, line {_line_number(self.file.path, self.offset)}"
 
 
-Read = tuple[Position, Record | BadRecord]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentShard:
+    """Consecutive documents of a listing."""
+
+    documents: TextDocuments
+    rows: range
+    size: int
+
+
+AnyShard = Shard | DocumentShard
+Read = tuple[RecordPosition, Record | BadRecord]
 
 
 def list_inputs(
@@ -133,14 +144,14 @@ def list_inputs(
         for path, name in _expand(text, skipped):
             resolved = str(path.resolve())
             if resolved in found:
-                raise ValueError(
+                raise UserError(
                     f"{path} is in the inputs twice; to repeat data give its store a larger weight "
                     f"in data.blend"
                 )
             found[resolved] = _input_file(path, name, text_unit)
     if not found:
         counts = {str(reason): count for reason, count in skipped.items() if count}
-        raise ValueError(f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts})")
+        raise UserError(f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts})")
     filled = [file for file in found.values() if file.size]
     skipped[Skip.EMPTY] += len(found) - len(filled)
     return filled, +skipped
@@ -159,7 +170,7 @@ def _expand(text: str, skipped: Counter[Skip]) -> Iterator[tuple[Path, str]]:
         matches = sorted(glob.glob(text, recursive=True))
         files = [Path(match) for match in matches if Path(match).is_file()]
         if not files:
-            raise ValueError(f"no file matches {text!r}; give files, folders or patterns that do")
+            raise UserError(f"no file matches {text!r}; give files, folders or patterns that do")
         yield from ((file, file.name) for file in files)
 
 
@@ -167,22 +178,22 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     try:
         status = path.stat()
     except OSError as error:
-        raise ValueError(f"the input {path} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"the input {path} cannot be read: {error.strerror or error}") from None
     if not path.is_file():
-        raise ValueError(f"the input {path} is not a file or folder; pipes cannot be read again")
+        raise UserError(f"the input {path} is not a file or folder; pipes cannot be read again")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _UNKNOWN_PACKING:
-        raise ValueError(
+        raise UserError(
             f"{path}: {suffixes[-1]} is not read; unpack it, or use {', '.join(_OPENERS)}"
         )
     inner = suffixes[:-1] if suffixes and suffixes[-1] in _OPENERS else suffixes
-    kind = Kind.TEXT if text_unit == TextUnit.FILE else Kind.LINES
+    kind = FileKind.TEXT if text_unit == TextUnit.FILE else FileKind.LINES
     if inner and inner[-1] in (".jsonl", ".ndjson"):
-        kind = Kind.JSONL
+        kind = FileKind.JSONL
     elif inner and inner[-1] == ".parquet":
-        kind = Kind.PARQUET
+        kind = FileKind.PARQUET
         if inner is not suffixes:
-            raise ValueError(f"{path}: a Parquet file is compressed inside; unpack it")
+            raise UserError(f"{path}: a Parquet file is compressed inside; unpack it")
     return InputFile(
         path=str(path), name=name, kind=kind, size=status.st_size, mtime_ns=status.st_mtime_ns
     )
@@ -202,7 +213,7 @@ def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
             size = 0
 
     for file in files:
-        if file.kind == Kind.TEXT:
+        if file.kind == FileKind.TEXT:
             group.append(file)
             size += file.size
             if size >= shard_bytes or len(group) >= _MOST_FILES:
@@ -215,7 +226,7 @@ def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
 
 
 def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
-    if file.kind == Kind.PARQUET:
+    if file.kind == FileKind.PARQUET:
         for start, stop, size in row_groups(file.path, shard_bytes=shard_bytes):
             yield Shard(files=(file,), start=start, stop=stop, size=size)
     elif Path(file.path).suffix.lower() in _OPENERS:
@@ -226,27 +237,55 @@ def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
             yield Shard(files=(file,), start=start, stop=stop, size=stop - start)
 
 
-def read_shard(shard: Shard, *, text_key: str, columns: Columns) -> Iterator[Read]:
+def document_shards(documents: TextDocuments, *, shard_bytes: int) -> list[DocumentShard]:
+    """The documents in order, as shards of about `shard_bytes`."""
+    shards: list[DocumentShard] = []
+    first = size = 0
+    for row, document_size in enumerate(documents.sizes):
+        size += document_size
+        if size >= shard_bytes or row + 1 == len(documents.sizes):
+            shards.append(DocumentShard(documents=documents, rows=range(first, row + 1), size=size))
+            first, size = row + 1, 0
+    return shards
+
+
+def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[Read]:
     """(position, record or BadRecord) of everything in a shard.
 
     text_key: the key that a text file's or line's text gets. columns: of those of a Parquet file,
     the ones that are read.
     ValueError for a file that is corrupt as a whole, with its path.
     """
-    if shard.files[0].kind == Kind.TEXT:
+    if isinstance(shard, DocumentShard):
+        yield from _listed_records(shard, text_key)
+        return
+    if shard.files[0].kind == FileKind.TEXT:
         for file in shard.files:
-            yield Position(file=file), _text_record(file, text_key)
+            yield RecordPosition(file=file), _text_record(file, text_key)
         return
     file = shard.files[0]
-    if file.kind == Kind.PARQUET:
+    if file.kind == FileKind.PARQUET:
         for row, record in parquet_records(
             file.path, groups=range(shard.start, shard.stop), columns=columns
         ):
-            yield Position(file=file, offset=row), record
+            yield RecordPosition(file=file, offset=row), record
         return
-    parse = _json_record if file.kind == Kind.JSONL else _line_record
+    parse = _json_record if file.kind == FileKind.JSONL else _line_record
     for offset, line in _lines(file.path, shard.start, shard.stop):
-        yield Position(file=file, offset=offset), parse(line, text_key)
+        yield RecordPosition(file=file, offset=offset), parse(line, text_key)
+
+
+def _listed_records(shard: DocumentShard, text_key: str) -> Iterator[Read]:
+    documents = shard.documents
+    for row in shard.rows:
+        name, size = documents.names[row], documents.sizes[row]
+        path = f"{name} of {documents.description}"
+        file = InputFile(path=path, name=name, kind=FileKind.TEXT, size=size, mtime_ns=0)
+        text = documents.read(row)
+        if isinstance(text, Skip):
+            yield RecordPosition(file=file), BadRecord(text, "no UTF-8 text")
+        else:
+            yield RecordPosition(file=file), {text_key: text}
 
 
 def _open(path: str) -> IO[bytes]:
@@ -289,7 +328,7 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
                 yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
                 offset += len(line)
     except _CORRUPT as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read to its end ({error}); if it is truncated or corrupt, get it "
             f"again"
         ) from None
@@ -331,9 +370,9 @@ def _line_number(path: str, offset: int) -> int:
 def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
     """ValueError for the first Parquet file that lacks what `columns` looks for."""
     for file in files:
-        if file.kind == Kind.PARQUET:
+        if file.kind == FileKind.PARQUET:
             names = open_parquet(file.path).schema_arrow.names
             try:
                 columns(names)
-            except ValueError as error:
-                raise ValueError(f"{file.path} {error}") from None
+            except UserError as error:
+                raise UserError(f"{file.path} {error}") from None

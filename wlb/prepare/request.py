@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from wlb.data.store import file_checksum
-from wlb.prepare.encode import BPE, BYTES, DocumentPolicy
-from wlb.prepare.prepare import END_OF_TEXT
+from wlb.plan import UserError
+from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
 
 
@@ -39,19 +39,19 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if not self.inputs:
-            raise ValueError("there is no input; give files, folders or glob patterns")
+            raise UserError("there is no input; give files, folders or glob patterns")
         if self.tokenizer == BPE and self.vocab_size <= 256:
-            raise ValueError(
+            raise UserError(
                 f"--vocab-size = {self.vocab_size} must be above 256: 256 bytes and {END_OF_TEXT}"
             )
         if not 0 <= self.heldout_fraction < 1:
-            raise ValueError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
+            raise UserError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
         if self.tokenizer == BYTES and (self.bos or self.eos):
-            raise ValueError("--bos and --eos are for a tokenizer.json; bytes have their own")
+            raise UserError("--bos and --eos are for a tokenizer.json; bytes have their own")
         if self.tokenizer != BPE:
             self._refuse_options_of_the_bpe()
         if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
-            raise ValueError(
+            raise UserError(
                 f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
                 f"'{END_OF_TEXT}' to use it on both sides"
             )
@@ -59,13 +59,13 @@ class PrepareOptions:
         for name, least in minimum.items():
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
-                raise ValueError(f"--{option} = {getattr(self, name)} must be at least {least}")
+                raise UserError(f"--{option} = {getattr(self, name)} must be at least {least}")
 
     def _refuse_options_of_the_bpe(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("vocab_size", "sample_bytes") and value != field.default:
-                raise ValueError(
+                raise UserError(
                     f"--{field.name.replace('_', '-')} {value} is for training a BPE; --tokenizer "
                     f"{self.tokenizer} has its vocabulary: leave it out, or say --tokenizer {BPE}"
                 )
@@ -136,7 +136,7 @@ def tokenizer_path(text: str) -> Path:
     """The tokenizer.json that `text` (a file, or a folder with one) names; ValueError if none."""
     path = Path(text, "tokenizer.json") if Path(text).is_dir() else Path(text)
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"--tokenizer {text}: there is no file {path}; give a tokenizer.json, {BPE!r} or "
             f"{BYTES!r}"
         )

@@ -1,4 +1,4 @@
-"""Text to train on: Python's own sources, the files of a folder, or texts in memory.
+"""Text to train on: Python's own sources, or the files of a folder.
 
 A corpus of text is listed first (names and sizes, sorted, so that every machine with the same files
 has the same order) and read document by document after that. Nothing is passed over silently:
@@ -13,11 +13,13 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
+
+from wlb.plan import UserError
 
 STDLIB = "stdlib"
 
@@ -60,21 +62,13 @@ class TextDocuments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDocuments:
-    """Files under `root`, one document each; iterating gives (name, text) of those with text."""
+    """Files under `root`, one document each."""
 
     description: str
     root: Path
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     skipped: Mapping[Skip, int]
-
-    def __len__(self) -> int:
-        """Files that are listed; some of them may turn out not to be UTF-8."""
-        return len(self.names)
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        for row, text in read_texts(self, skipped=Counter()):
-            yield self.names[row], text
 
     def read(self, row: int) -> str | Skip:
         try:
@@ -85,61 +79,6 @@ class FileDocuments:
             return data.decode("utf-8") or Skip.EMPTY
         except UnicodeDecodeError:
             return Skip.NOT_UTF8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedDocuments:
-    """Texts in memory as (name, text)."""
-
-    description: str
-    items: tuple[tuple[str, str], ...]
-    skipped: Mapping[Skip, int] = field(default_factory=dict[Skip, int])
-
-    def __post_init__(self) -> None:
-        items = tuple(self.items)
-        repeated = [name for name, count in Counter(n for n, _ in items).items() if count > 1]
-        if repeated:
-            raise ValueError(f"{self.description}: two documents have the name {repeated[0]!r}")
-        filled = tuple((name, text) for name, text in items if text)
-        if not filled:
-            raise ValueError(_empty(self.description))
-        empty = {Skip.EMPTY: len(items) - len(filled)} if len(filled) < len(items) else {}
-        object.__setattr__(self, "items", filled)
-        object.__setattr__(self, "skipped", Counter(self.skipped) + Counter(empty))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.items)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(len(text.encode("utf-8", "surrogatepass")) for _, text in self.items)
-
-    def read(self, row: int) -> str | Skip:
-        text = self.items[row][1]
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # lone surrogates have no UTF-8
-            return Skip.NOT_UTF8
-        return text
-
-
-def read_texts(documents: TextDocuments, *, skipped: Counter[Skip]) -> Iterator[tuple[int, str]]:
-    """(row, text) of every document with text; `skipped` collects why others were left out.
-
-    ValueError at the end if there was no text at all.
-    """
-    skipped.update(documents.skipped)
-    num_read = 0
-    for row in range(len(documents.names)):
-        text = documents.read(row)
-        if isinstance(text, Skip):
-            skipped[text] += 1
-        else:
-            num_read += 1
-            yield row, text
-    if not num_read:
-        raise ValueError(_empty(documents.description, skipped))
 
 
 def text_documents(corpus: str) -> FileDocuments:
@@ -165,7 +104,7 @@ def folder_documents(path: str | Path) -> FileDocuments:
     """
     root = Path(path)
     if not root.is_dir():
-        raise ValueError(
+        raise UserError(
             f'data.corpus = "{path}" is not a folder; give a folder of text files, or "{STDLIB}"'
         )
     return _listed(str(path), root)
@@ -191,7 +130,7 @@ def _listed(
                 else:
                     found.append((path.relative_to(root).as_posix(), size))
     if not found:
-        raise ValueError(_empty(description, skipped))
+        raise UserError(describe_empty(description, skipped))
     found.sort()
     return FileDocuments(
         description=description,
@@ -217,8 +156,9 @@ def _size(path: Path) -> int | Skip:
     return status.st_size or Skip.EMPTY
 
 
-def _empty(description: str, skipped: Mapping[Skip, int] | None = None) -> str:
-    counts = {str(reason): count for reason, count in (skipped or {}).items() if count}
+def describe_empty(description: str, skipped: Mapping[Skip, int] | Mapping[str, int]) -> str:
+    """The message for documents without any UTF-8 text."""
+    counts = {str(reason): count for reason, count in skipped.items() if count}
     reasons = f" (left out: {counts})" if counts else ""
     return (
         f"the corpus has no document: no UTF-8 text in {description}{reasons}; give a folder "

@@ -4,27 +4,34 @@ A BPE is trained on training records alone: from all shards in seeded order, so 
 depends neither on their order nor on processes. Cost: reads each shard until it has its share.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wlb.data.shuffle import permute
 from wlb.data.store import file_checksum
+from wlb.plan import UserError
 from wlb.prepare.encode import (
     BPE,
     BYTES,
+    END_OF_TEXT,
     EncoderChoice,
     Vocabulary,
     add_special_tokens,
     byte_vocabulary,
-    open_tokenizer,
+    load_tokenizer,
     read_vocabulary,
 )
-from wlb.prepare.prepare import END_OF_TEXT, draw, train_bpe, write_text
+from wlb.prepare.files import write_text
 from wlb.prepare.records import BadRecord, Shard, read_shard
 from wlb.prepare.request import PrepareOptions, tokenizer_path
+from wlb.prepare.split import draw
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,7 @@ def _copied(source: Path, names: Sequence[str]) -> str:
     if names:
         from tokenizers import Tokenizer
 
-        open_tokenizer(source)  # refuses what is no tokenizer
+        load_tokenizer(source)  # refuses what is no tokenizer
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
             return tokenizer.to_str(pretty=True)
@@ -82,36 +89,74 @@ def _trained(
     """A BPE of `options.vocab_size` tokens, `names` among them."""
     size = options.vocab_size - len(names)
     if size <= 256:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes, "
             f"{', '.join([END_OF_TEXT, *names])}"
         )
     if not shards:  # Parquet files without a row group have none
-        raise ValueError(
+        raise UserError(
             f"--tokenizer {BPE}: {', '.join(options.inputs)} holds no record to train one on"
         )
-    made = train_bpe(_sample(options, choice, shards), vocab_size=size)
-    add_special_tokens(made, names)
-    return made.to_str(pretty=True)
+
+    def texts(number: int) -> Iterator[str]:
+        return _texts(options, choice, shards[number])
+
+    share = max(1 << 16, -(-options.sample_bytes // len(shards)))
+    sample = sample_texts(
+        len(shards),
+        texts,
+        seed=options.seed,
+        sample_bytes=options.sample_bytes,
+        share_bytes=share,
+    )
+    tokenizer = train_bpe(sample, vocab_size=size)
+    add_special_tokens(tokenizer, names)
+    return tokenizer.to_str(pretty=True)
 
 
-def _sample(
-    options: PrepareOptions, choice: EncoderChoice, shards: Sequence[Shard]
+def sample_texts(
+    num_groups: int,
+    texts: Callable[[int], Iterable[str]],
+    *,
+    seed: int,
+    sample_bytes: int,
+    share_bytes: int,
 ) -> Iterator[str]:
-    """Texts of training records of about sample_bytes, from all shards in seeded order."""
-    missing = options.sample_bytes
-    of_shard = max(1 << 16, -(-missing // len(shards)))
-    for number in permute(np.arange(len(shards)), len(shards), options.seed):
-        left = min(of_shard, missing)
-        for text in _texts(options, choice, shards[int(number)]):
+    """About `sample_bytes` of text from groups in seeded order, at most `share_bytes` of each."""
+    missing = sample_bytes
+    for number in permute(np.arange(num_groups), max(1, num_groups), seed):
+        left = min(share_bytes, missing)
+        for text in texts(int(number)):
             part = text[:left]
-            left -= len(part.encode())
-            missing -= len(part.encode())
+            size = len(part.encode())
+            left -= size
+            missing -= size
             yield part
             if left <= 0:
                 break
         if missing <= 0:
             return
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """A byte-level BPE with `<|endoftext|>`, which never matches special tokens in text.
+
+    All 256 bytes are in the vocabulary, so every text encodes and decodes to itself.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iterator[str]:

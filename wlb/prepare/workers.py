@@ -7,22 +7,35 @@ imported (`if __name__ == "__main__"`). A worker ends when the process that star
 import os
 import signal
 import threading
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import (
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
+from wlb.plan import UserError
 from wlb.prepare.encode import RecordEncoder
 from wlb.prepare.parts import PartJob, PartSummary, encode_shard
-from wlb.prepare.records import Shard
+from wlb.prepare.records import AnyShard
 
 
 def encode_shards(
-    job: PartJob, shards: Sequence[Shard], numbers: Sequence[int], *, processes: int
+    job: PartJob,
+    shards: Sequence[AnyShard],
+    numbers: Sequence[int],
+    *,
+    processes: int,
+    in_threads: bool = False,
 ) -> Generator[PartSummary]:
     """Encodes the shards of `numbers`; summaries as they are made, in any order.
 
+    in_threads: with threads of this process, which need no main module that can be imported.
     A ValueError of a shard stops the others; of several that of the first shard is raised. What is
     complete stays. RuntimeError if a worker dies. One process encodes in this one.
     """
@@ -32,15 +45,8 @@ def encode_shards(
             assert encoder is not None
             yield encode_shard(job, encoder, number, shards[number])
         return
-    context = get_context("spawn")
-    stop = context.Event()
-    pool = ProcessPoolExecutor(
-        min(processes, len(numbers)),
-        mp_context=context,
-        initializer=_start_worker,
-        initargs=(job, stop),
-    )
-    futures = {pool.submit(_encode, number, shards[number]): number for number in numbers}
+    pool, stop, encode = _open_pool(job, min(processes, len(numbers)), in_threads=in_threads)
+    futures = {pool.submit(encode, number, shards[number]): number for number in numbers}
     try:
         for future in as_completed(futures):
             yield future.result()
@@ -49,12 +55,31 @@ def encode_shards(
             "a worker process died (killed, or out of memory); run the same command again to go "
             "on from the parts that are complete, with fewer --processes if memory was short"
         ) from None
-    except ValueError:
+    except UserError:
         pool.shutdown(wait=True, cancel_futures=True)
         raise _first_error(futures) from None
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _open_pool(
+    job: PartJob, num_workers: int, *, in_threads: bool
+) -> tuple[Executor, Any, Callable[[int, AnyShard], PartSummary]]:
+    """The pool, the event that stops its workers, and what they call with a shard."""
+    if in_threads:
+        stop, encoder = threading.Event(), job.encoder.open()
+
+        def encode(number: int, shard: AnyShard) -> PartSummary:
+            return encode_shard(job, encoder, number, shard, is_stopped=stop.is_set)
+
+        return ThreadPoolExecutor(num_workers), stop, encode
+    context = get_context("spawn")
+    stop = context.Event()
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_start_worker, initargs=(job, stop)
+    )
+    return pool, stop, _encode
 
 
 def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
@@ -83,7 +108,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(number: int, shard: Shard) -> PartSummary:
+def _encode(number: int, shard: AnyShard) -> PartSummary:
     assert _worker is not None
     job, encoder, stop = _worker
     return encode_shard(job, encoder, number, shard, is_stopped=stop.is_set)

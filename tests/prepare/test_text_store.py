@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 
+from tests.prepare.documents_case import ListedDocuments
 from wlb.data import TokenStore
-from wlb.prepare import END_OF_TEXT, ListedDocuments, folder_documents, load_tokenizer, prepare
-from wlb.prepare import prepare as prepare_function
-from wlb.prepare.prepare import _heldout, _parts
+from wlb.prepare import folder_documents, load_tokenizer, prepare
+from wlb.prepare.encode import END_OF_TEXT, _pieces
+from wlb.prepare.split import heldout_rows
 
 OPTIONS = {"vocab_size": 300, "heldout_fraction": 0.2, "seed": 1}
 TEXTS = {f"doc{i:02}": f"line {i}\n" * (i + 1) + "é ✓ \t end" for i in range(40)} | {
@@ -136,7 +137,7 @@ def test_progress_and_skips_of_a_folder(tmp_path):
     assert prepared.skipped == {"empty": 1, "not_utf8": 1}
     assert sorted(both(all_texts(prepared))) == sorted(TEXTS.values())
     total = sum(len(text.encode()) for text in TEXTS.values()) + 2
-    assert calls == [(total - 2, total), (total, total)]
+    assert calls == [(total, total)]
     assert prepare(folder_documents(folder), tmp_path / "tiny", **OPTIONS).skipped == {
         "empty": 1,
         "not_utf8": 1,
@@ -144,26 +145,25 @@ def test_progress_and_skips_of_a_folder(tmp_path):
 
 
 def test_long_documents_are_encoded_in_parts(tmp_path, monkeypatch):
-    module = sys.modules[prepare_function.__module__]
-    monkeypatch.setattr(module, "_PART_CHARACTERS", 100)
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr("wlb.prepare.encode._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("wlb.prepare.text_store._SHARD_BYTES", 700)
     texts = {"long": "some words\n" * 99 + "x" * 333, "a": "short", "b": "y" * 100}
     prepared = prepare(corpus(texts), tmp_path / "tiny", **OPTIONS)
     assert sorted(both(all_texts(prepared))) == sorted(texts.values())
-    assert [len(part) for part in _parts("a" * 50 + "\n" + "b" * 230)] == [51, 100, 100, 30]
+    assert [len(part) for part in _pieces("a" * 50 + "\n" + "b" * 230)] == [51, 100, 100, 30]
 
 
 def test_split_is_stable_and_leaves_no_side_empty():
     names = [f"d{i}" for i in range(2000)]
-    heldout = _heldout(names, fraction=0.1, seed=0)
+    heldout = heldout_rows(names, fraction=0.1, seed=0)
     assert 150 < heldout.sum() < 250
-    more = _heldout([*names, "new"], fraction=0.1, seed=0)
+    more = heldout_rows([*names, "new"], fraction=0.1, seed=0)
     assert np.array_equal(more[:-1], heldout)
-    assert not np.array_equal(_heldout(names, fraction=0.1, seed=1), heldout)
+    assert not np.array_equal(heldout_rows(names, fraction=0.1, seed=1), heldout)
     for fraction in (1e-9, 0.999999999):
-        assert _heldout(names[:2], fraction=fraction, seed=0).sum() == 1
-    assert _heldout(names[:1], fraction=0.999999999, seed=0).tolist() == [False]
-    assert _heldout(names, fraction=0.0, seed=0).sum() == 0
+        assert heldout_rows(names[:2], fraction=fraction, seed=0).sum() == 1
+    assert heldout_rows(names[:1], fraction=0.999999999, seed=0).tolist() == [False]
+    assert heldout_rows(names, fraction=0.0, seed=0).sum() == 0
 
 
 def test_no_held_out_documents(tmp_path):

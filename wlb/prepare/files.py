@@ -1,0 +1,30 @@
+"""Files that are complete or absent, and locks that let one process prepare a store."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wlb.data.store import temporary_name
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file that is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Holds a lock file; goes on without it where the file system has no locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass
+        yield  # closing the file releases the lock, also when the process dies

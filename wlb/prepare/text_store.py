@@ -1,0 +1,226 @@
+"""`prepare`: text documents to two token stores in one call, for `data.corpus` of a training run.
+
+It is the pipeline of `wlb prepare` (`pipeline.py`) for documents that are listed already: a
+byte-level BPE is trained on about `sample_bytes` of training documents in seeded order, threads
+encode the documents, and each ends with `<|endoftext|>`, which text itself never encodes to.
+A second call with equal inputs (document names and sizes, Python version, arguments) finds the
+stores without reading text, so an edit that keeps a file's size is not noticed. Processes that
+prepare the same prefix wait for the first one where the file system has locks.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from wlb.data.store import TokenStore, file_checksum, store_path
+from wlb.plan import IntArray, UserError
+from wlb.prepare.encode import END_OF_TEXT, TextChoice, Vocabulary
+from wlb.prepare.files import locked, write_text
+from wlb.prepare.parts import PartJob, totals
+from wlb.prepare.pipeline import encode_parts, merge_stores
+from wlb.prepare.records import OnError, document_shards
+from wlb.prepare.request import Status
+from wlb.prepare.split import heldout_rows
+from wlb.prepare.text import Skip, TextDocuments, describe_empty
+from wlb.prepare.tokenizer import sample_texts, train_bpe
+
+_FORMAT = 1
+_NUM_BYTES = 256
+_SHARD_BYTES = 1 << 22
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes of text done, bytes of text in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStores:
+    """Prefixes of the two stores, the tokenizer's file, and what went into them.
+
+    skipped: files left out, by reason. reused: the stores were there already. time_s: of this call.
+    """
+
+    train: str
+    heldout: str
+    tokenizer: str
+    vocab_size: int
+    eos_id: int
+    num_documents: int
+    num_tokens: int
+    num_heldout_documents: int
+    num_heldout_tokens: int
+    skipped: dict[str, int]
+    reused: bool
+    time_s: float
+
+
+def prepare(
+    documents: TextDocuments,
+    prefix: str | Path,
+    *,
+    vocab_size: int,
+    heldout_fraction: float,
+    seed: int,
+    sample_bytes: int = 2_000_000,
+    progress: Progress | None = None,
+) -> PreparedStores:
+    """Writes, or finds, `<prefix>-train`, `<prefix>-heldout` and `<prefix>-tokenizer.json`.
+
+    UserError for arguments out of range and for documents without any UTF-8 text.
+    """
+    if vocab_size <= _NUM_BYTES:
+        raise UserError(
+            f"data.bpe_vocab_size = {vocab_size} must be above {_NUM_BYTES}: 256 bytes and "
+            f"{END_OF_TEXT}"
+        )
+    if not 0 <= heldout_fraction < 1:
+        raise UserError(f"data.heldout_fraction = {heldout_fraction} must be in [0, 1)")
+    if sample_bytes < 1:
+        raise UserError(f"sample_bytes = {sample_bytes} must be at least 1")
+    began = time.perf_counter()
+    fingerprint = _fingerprint(documents, vocab_size, heldout_fraction, seed, sample_bytes)
+    found = _find(prefix, fingerprint)
+    if found is None:
+        with locked(store_path(prefix, ".lock")):
+            found = _find(prefix, fingerprint)  # another process may have been faster
+            if found is None:
+                texts = _sample(documents, heldout_fraction, seed, sample_bytes)
+                tokenizer = train_bpe(texts, vocab_size)
+                write_text(_paths(prefix)[2], tokenizer.to_str(pretty=True))
+                eos_id = tokenizer.token_to_id(END_OF_TEXT)
+                assert eos_id is not None
+                vocabulary = Vocabulary(
+                    size=tokenizer.get_vocab_size(), eos_id=eos_id, special=(eos_id,)
+                )
+                _write(
+                    documents,
+                    prefix,
+                    vocabulary,
+                    heldout_fraction=heldout_fraction,
+                    seed=seed,
+                    fingerprint=fingerprint,
+                    progress=progress,
+                )
+                found = _find(prefix, fingerprint)
+                if found is None:
+                    raise RuntimeError(f"another process replaced {prefix} with other settings")
+                found = replace(found, reused=False)
+    return replace(found, time_s=time.perf_counter() - began)
+
+
+def _paths(prefix: str | Path) -> tuple[str, str, Path]:
+    return f"{prefix}-train", f"{prefix}-heldout", store_path(prefix, "-tokenizer.json")
+
+
+def _fingerprint(documents: TextDocuments, *arguments: object) -> str:
+    listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]
+    inputs = [_FORMAT, platform.python_version(), listing, *arguments]
+    return hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
+
+
+def _find(prefix: str | Path, fingerprint: str) -> PreparedStores | None:
+    """The stores of `fingerprint` if all files are there and belong together."""
+    train_prefix, heldout_prefix, tokenizer = _paths(prefix)
+    try:
+        train, heldout = TokenStore(train_prefix), TokenStore(heldout_prefix)
+        checksum = file_checksum(tokenizer)
+    except (UserError, OSError):  # absent, not complete, or of another preparation
+        return None
+    info = train.info
+    if info is None or heldout.info is None or info.eos_id is None:
+        return None
+    mark = {"fingerprint": fingerprint, "tokenizer_checksum": checksum}
+    if any(not mark.items() <= side.preparation.items() for side in (info, heldout.info)):
+        return None
+    return PreparedStores(
+        train=train_prefix,
+        heldout=heldout_prefix,
+        tokenizer=str(tokenizer),
+        vocab_size=info.vocab_size,
+        eos_id=info.eos_id,
+        num_documents=train.num_documents,
+        num_tokens=train.num_tokens,
+        num_heldout_documents=heldout.num_documents,
+        num_heldout_tokens=heldout.num_tokens,
+        skipped=dict(info.preparation.get("skipped", {})),
+        reused=True,
+        time_s=0.0,
+    )
+
+
+def _sample(
+    documents: TextDocuments, heldout_fraction: float, seed: int, sample_bytes: int
+) -> Iterator[str]:
+    """Texts of training documents, whole but for the last one."""
+    heldout = heldout_rows(documents.names, fraction=heldout_fraction, seed=seed)
+    rows: IntArray = np.flatnonzero(~heldout)
+
+    def texts(number: int) -> Iterator[str]:
+        text = documents.read(int(rows[number]))
+        if not isinstance(text, Skip):
+            yield text
+
+    return sample_texts(
+        rows.size, texts, seed=seed, sample_bytes=sample_bytes, share_bytes=sample_bytes
+    )
+
+
+def _write(
+    documents: TextDocuments,
+    prefix: str | Path,
+    vocabulary: Vocabulary,
+    *,
+    heldout_fraction: float,
+    seed: int,
+    fingerprint: str,
+    progress: Progress | None,
+) -> None:
+    """Encodes into temporary parts and merges them into the two stores."""
+    *prefixes, tokenizer = _paths(prefix)
+    choice = TextChoice(in_parts=True)
+
+    def report(status: Status) -> None:
+        if progress and status.stage == "encode":
+            progress(status.done, status.size)
+
+    with tempfile.TemporaryDirectory(prefix=f".{tokenizer.name}.", dir=tokenizer.parent) as folder:
+        job = PartJob(
+            folder=folder,
+            encoder=choice.spec(str(tokenizer), vocabulary),
+            vocab_size=vocabulary.size,
+            text_key=choice.text_key,
+            columns=choice.columns,
+            heldout_fraction=heldout_fraction,
+            seed=seed,
+            on_error=OnError.SKIP,
+        )
+        shards = document_shards(documents, shard_bytes=_SHARD_BYTES)
+        encoded = encode_parts(
+            job, shards, processes=os.cpu_count() or 1, in_threads=True, report=report
+        )
+        parts = [part for part, _ in encoded]
+        counts = Counter({str(reason): count for reason, count in documents.skipped.items()})
+        counts.update(totals(parts)["skipped"])
+        skipped = dict(counts)
+        if not any(sum(part.num_documents) for part in parts):
+            raise UserError(describe_empty(documents.description, skipped))
+        about = {
+            "vocab_size": vocabulary.size,
+            "eos_id": vocabulary.eos_id,
+            "tokenizer": tokenizer.name,
+            "source": documents.description,
+            "preparation": {
+                "fingerprint": fingerprint,
+                "tokenizer_checksum": file_checksum(tokenizer),
+                "skipped": skipped,
+            },
+        }
+        merge_stores(job, parts, prefixes, about, report=report)
