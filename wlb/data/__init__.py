@@ -1,4 +1,4 @@
-"""What training reads: token stores, blends, document lengths, shuffled global batches."""
+"""What training reads: token stores, blends, document lengths, global batches."""
 
 from wlb.data.batches import (
     GlobalBatches,

@@ -1,20 +1,11 @@
 """Several stores mixed by weights of tokens, as one corpus.
 
-Documents of store s come in that store's own shuffled order, epoch after epoch. One that s gives
-after t of its tokens has the tag t / w_s, and the blend is all documents in the order of their tags
-(of equal ones in the order of stores): start-time fair queueing (Goyal et al., SIGCOMM'96), where
-tokens are the packets' lengths. So at any point of the stream t_s / w_s differs between two stores
-by at most their longest documents over their weights, and shares converge to the weights as 1 / t,
-for any sizes of batches. A store that is too small for its weight is repeated.
-
-Rows of a blend are those of its stores one after the other, and `Documents.id` is the store's own
-epoch * the blend's documents + row: unique in the run, and `id % num_documents` is the row, as for
-a single store. `Documents.source` is the store's number.
-
-Guarantees: deterministic; the state is a JSON-able dict with two counts a store, and `next` with
-equal states returns equal batches. A blend of one store is that store's `GlobalBatches`.
-Cost: that of `GlobalBatches`, plus sorting; documents that are looked at and not yet due are looked
-up again for the next batch, at least 64 a store. 16 bytes a document are kept.
+Each store gives documents in its own shuffled order. A document that s gives after t of its
+tokens has the tag t / w_s, and the blend is all documents by tag: start-time fair queueing (Goyal,
+SIGCOMM'96). So t_s / w_s of two stores never differ by more than their longest documents over
+their weights. Rows of a blend are those of its stores one after the other; `Documents.source` is
+the store's number.
+Guarantees: as `batches.py`; the state has two counts a store. Cost: also 16 bytes a document.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,11 @@
-"""Corpora of which only document lengths are known: measured ones from a file, drawn ones.
+"""Corpora of which only document lengths are known: measured ones from a file, or drawn ones.
 
-They plan, simulate and tune exactly as a token store does. `LengthFamily` is a mixture of three
-parts with given shares of TOKENS: a lognormal body, a Pareto tail from a fraction of the window up
-to the window, and an atom at the window (documents cut there by whoever made the corpus). Its
-default constants are the set that reproduces Table 2 and Figure 12 of WLB-LLM; they come from a fit
-to printed numbers, so they are a consistent set and not the only one.
-
-Guarantees: equal arguments give equal lengths; every length is in [1, window] for a family and at
-least 1 from a file. Cost: 8 bytes a document; some 30 ns to draw one.
+They plan, simulate and tune as a token store does. `LengthFamily` mixes, by shares of TOKENS, a
+lognormal body, a Pareto tail up to the window, and documents cut at the window. Its defaults
+reproduce Table 2 and Figure 12 of WLB-LLM; they are fitted to printed numbers, so other constants
+might as well.
+Guarantees: equal arguments give equal lengths, in [1, window] for a family, at least 1 from a file.
+Cost: 8 bytes a document; some 30 ns to draw one.
 """
 
 import json

@@ -1,18 +1,11 @@
 """Token stores: documents as token ids in a `.bin` + `.idx` pair, Megatron's IndexedDataset.
 
-`.bin` is the tokens, concatenated, and `.idx` says where documents lie (`index.py`). Beside them
-`<prefix>.json` (`StoreInfo`), which Megatron ignores, holds what a token file cannot say itself:
-vocabulary, EOS id, tokenizer, checksum, origin. A store for fine-tuning also has `<prefix>.targets`
-(`targets.py`), which says what tokens are trained.
-
-Guarantees: a store is seen whole or not at all. The writer works under temporary names and renames
-the index last, after taking an old one away. A store that does not fit its index is refused when it
-is opened. Documents that hold no token (Megatron permits them) are left out and counted, so a row
-of `TokenStore.lengths` is never 0; without such documents rows are Megatron's document numbers.
-A document of several sequences reads as one.
-
-Cost: writing keeps 8 bytes a document in memory, and 16 a span of trained tokens. Opening reads the
-index once; tokens are mapped and a read copies nothing. A pickled store is only its prefix.
+Beside them: `<prefix>.json` (`StoreInfo`: vocabulary, EOS id, tokenizer, checksum, origin), which
+Megatron ignores, and for fine-tuning `<prefix>.targets` (`targets.py`).
+Guarantees: a store is seen whole or not at all, since the writer renames the index last; a store
+that does not fit its index is refused. Empty documents, which Megatron permits, are left out and
+counted; without them rows are Megatron's document numbers. Documents of several sequences are one.
+Cost: writing keeps 8 bytes a document; tokens are mapped, so a read copies nothing.
 """
 
 import hashlib

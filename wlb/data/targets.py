@@ -1,15 +1,11 @@
 """Which tokens of a store are trained: `<prefix>.targets`, for fine-tuning data.
 
-A token is trained when it is a label, that is when it is predicted from the token before it; the
-first token of a document never is. Trained tokens are half-open spans of positions in the whole
-`.bin`, in ascending order; none crosses a document's end, and spans that touch are one.
-
+Trained tokens are labels, so the first token of a document never is one. They are half-open spans
+of positions in the whole `.bin`, none across a document's end; spans that touch are one.
 Little-endian: magic `WLBTGTS\\0`, uint64 version, uint64 number of documents, of tokens and of
-spans, 32 bytes blake2b of the `.bin` they belong to, then int64 first token of every span, then
-int64 end of every span. A store without this file trains every token but each document's first.
-
+spans, 32 bytes blake2b of the `.bin`, int64 first token of every span, int64 end of every span.
 Guarantees: a file that is cut short, damaged or of another store is refused when it is opened.
-Cost: 16 bytes a span in the file and 24 in memory; counts take two binary searches each.
+Cost: 16 bytes a span in the file and 24 in memory; a count takes two binary searches.
 """
 
 import struct

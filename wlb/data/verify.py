@@ -1,4 +1,4 @@
-"""Whether a finished store is what its sidecar says: checksum, and every token in the vocabulary.
+"""Checks a finished store against its sidecar: checksum, and every token inside the vocabulary.
 
 Cost: reads the tokens twice, a block at a time.
 """

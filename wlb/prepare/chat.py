@@ -1,19 +1,11 @@
 """Conversations to tokens, with the spans that are trained.
 
-1. A template renders a conversation in parts (`chat_template.py`).
-2. Special tokens are looked for in the template's own text only and become their ids. All other
-   text, contents above all, is encoded with special tokens never matched, so a user who writes
-   "<|im_end|>" gets ordinary tokens. (Tokens that the template uses are protected so even where the
-   tokenizer does not call them special.) A tokenizer that makes one out of text all the same (a
-   vocabulary entry that is an ordinary piece too) has that conversation refused.
-3. Trained are the contents of assistants and the special token that ends their turn; with a
-   template that has generation blocks, exactly what is in them. Text is cut where training begins
-   and ends, so no token is half trained, and the header is tokenised as it is in generation.
-4. A conversation of more than `limit` tokens is refused, split, or truncated (`Fit`).
-
-Guarantees: equal to encoding the rendered text at once, wherever contents hold no special token and
-no token would cross the beginning of a trained text. Cost: 0.1 ms a message beside what the
-tokenizer takes.
+A template renders a conversation in parts (`chat_template.py`). Special tokens are matched only in
+the template's own text, so a user who writes "<|im_end|>" gets ordinary tokens. Trained are the
+contents of assistants and the token that ends their turn, or what generation blocks hold; text is
+cut where training begins and ends, so that no token is half trained.
+Guarantees: equal to encoding the rendered text at once wherever contents hold no special token and
+no token would cross the beginning of a trained text. Cost: 0.1 ms a message beside the tokenizer.
 """
 
 import json

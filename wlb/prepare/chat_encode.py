@@ -1,16 +1,9 @@
 """Conversations as records of `prepare_store`: which template, what is trained, what is too long.
 
-A record is a JSON object or a row of Parquet in one of `conversation.py`'s shapes. Its documents
-are those of `ChatEncoder.documents`. What that leaves out or cuts away is counted:
-- left out by reason (`Skip`) are records that are no conversation, that the template cannot render,
-  that contain a special token, have no trained token (also after truncation) or are too long;
-- `counts` of the rest: conversations that were `split`, and the `split_documents` of them that were
-  kept; parts without a trained token that were not (`untrained_parts`, `untrained_part_tokens`);
-  conversations that were `truncated`, with `truncated_tokens` and `truncated_targets`, the trained
-  ones of them.
-
-Like every record, a conversation is held out by its name: file and offset. One that comes twice may
-be on both sides. Cost: as `chat.py`, one conversation at a time.
+Records that are no conversation, cannot be rendered, contain a special token, have no trained token
+or are too long are left out by reason (`Skip`). `counts` of the others: conversations `split` and
+their `split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`;
+conversations `truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
 """
 
 from collections.abc import Mapping, Sequence

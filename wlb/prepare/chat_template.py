@@ -1,8 +1,7 @@
 """Chat templates: a conversation as text, in parts that say whose they are and what is trained.
 
-The parts are what keeps users apart from the template: special tokens are looked for in the text of
-the template and nowhere else (`chat.py`). ChatML and Llama-3 are built in; `jinja_template.py` does
-the same for any Jinja template.
+Parts keep users apart from the template: special tokens are looked for only in the template's own
+text (`chat.py`). ChatML and Llama 3 are built in; `jinja_template.py` renders any Jinja template.
 """
 
 from collections.abc import Sequence

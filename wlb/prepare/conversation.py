@@ -1,17 +1,11 @@
 """Conversations: messages with roles, in the three shapes that records of them usually have.
 
-A record is a JSON object or a row of Parquet:
-- {"messages": [{"role": "user", "content": "..."}, ...]};
-- {"conversations": [{"from": "human", "value": "..."}, ...]};
-- {"prompt": ..., "completion": ...}: two strings (a user's and an assistant's message) or two lists
-  of messages, of which only the completion is trained.
-Text in "system" beside any of them is a system message before the others. A record of two shapes is
-refused: one of them would be lost.
-An assistant's message may have "weight": 0, which leaves it untrained. A key that holds null is not
-there, as Parquet cannot tell the two apart.
-
-Nothing is guessed: roles out of order, missing keys, contents that are no text, and keys that hold
-more of the conversation than these (tool calls, images) are refused, with the message's number.
+{"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]}, or {"prompt",
+"completion"} (two strings, or two lists of messages of which only the completion is trained). Text
+under "system" is a system message before the others; "weight": 0 leaves an assistant's message
+untrained; null is a key that is absent, as in Parquet.
+Nothing is guessed: roles out of order, contents that are no text, a record of two shapes, and keys
+that would be lost (tool calls, images) are refused with the message's number.
 """
 
 from collections.abc import Mapping, Sequence

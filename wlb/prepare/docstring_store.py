@@ -1,7 +1,7 @@
-"""Conversations of `docstrings.py` as token stores: what `data.corpus = "docstrings"` trains on.
+"""Token stores of the conversations of `docstrings.py`: `data.corpus = "docstrings"`.
 
-Made once for a Python version and these arguments, and found again. The tokenizer is a byte-level
-BPE of the conversations' own text with ChatML's two tokens.
+They are made once for a Python version and arguments. The tokenizer is a byte-level BPE
+of the conversations' own text with ChatML's two tokens.
 """
 
 import platform

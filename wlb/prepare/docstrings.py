@@ -1,11 +1,9 @@
-"""Conversations about the Python standard library, from its docstrings: real text on any machine.
+"""Conversations about the Python standard library from its docstrings: real text on any machine.
 
 A public function's docstring answers a question about it; a class is a conversation in several
-turns, the class first and then its methods in the order of the source. Sources are parsed, never
-imported. Which words a question has is decided by a hash of what it asks for, so equal sources give
-equal conversations. For trying fine-tuning out, as the standard library's sources are for
-pre-training (`text.py`); lengths are heavy-tailed, as those of real conversations are.
-
+turns, the class first and then its methods in source order. Sources are parsed, never imported. A
+hash of the name chooses the words of a question, so equal sources give equal conversations. They
+are for trying fine-tuning out; lengths are heavy-tailed, as those of real conversations are.
 Cost: parsing takes 2 to 4 s; one file is held at a time.
 """
 

@@ -1,13 +1,10 @@
-"""Records to tokens: which tokenizer, which special tokens around a document.
+"""Records to tokens: which tokenizer, and which special tokens stand around a document.
 
-Tokenizers: any `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. Special tokens come
-from the policy alone: they are matched nowhere in text, and a tokenizer that makes one out of text
-all the same (a vocabulary entry that is an ordinary piece too) has that document refused.
-
-An encoder turns a record into one or more `Encoded`. All that a preparation knows of a kind of
-records (text here, conversations in `chat_encode.py`) is its `EncoderChoice`. Encoders travel to
-worker processes as an `EncoderSpec`, which is plain data.
-Cost: 2 to 3 MB/s a process for BPE and some 100 bytes a token of the longest document.
+Tokenizers are a `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. Special tokens come
+from the policy alone; a document whose text encodes to one all the same (an ordinary piece of the
+vocabulary) is refused. All that a preparation knows of a kind of records is its `EncoderChoice`;
+encoders travel to worker processes as an `EncoderSpec`, which is plain data.
+Cost: 2 to 3 MB/s a process for BPE, and some 100 bytes a token of the longest piece of text.
 """
 
 import json

@@ -1,18 +1,11 @@
-"""Jinja chat templates, in exact parts.
+"""Jinja chat templates in exact parts, found by running the template.
 
-A template is a program, so where its contents and turns lie is found by running it:
-1. It is rendered once for a sequence of roles with a marker in place of each content. Every marker
-   must come out once and in order. What lies between them is the template's own text.
-2. Where it marks what the assistant generates ({% generation %} ... {% endgeneration %}), exactly
-   that is trained. Otherwise a turn ends where the text of the conversation up to there ends, which
-   must be how the longer text begins; trained are the content and what follows it up to the first
-   special token.
-3. A conversation is rendered with its contents as well. The markers, replaced by the contents (with
-   or without white space around them, role by role), must give the same text.
-
-Refused is what cannot be exact: a template that changes, repeats or leaves out contents, or that
-writes a turn differently when more follow and has no generation blocks. Templates run in jinja2's
-sandbox. Cost: one rendering a conversation, and a few for every new sequence of roles.
+1. Render a sequence of roles once with a marker for each content; all must come out, in order.
+2. Trained is what {% generation %} blocks hold. Without them a turn ends where the text of the
+conversation up to there ends, which must start the longer text; trained are the content and
+what follows it up to the first special token.
+3. Render each conversation with its contents too: the parts must add up to the same text, so a
+template that changes, repeats or drops contents is refused. Templates run in jinja2's sandbox.
 """
 
 import itertools

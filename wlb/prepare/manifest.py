@@ -1,7 +1,7 @@
 """What a preparation was asked for, kept beside its parts and in its store.
 
-An interrupted preparation goes on only with equal arguments and unchanged inputs (path, size,
-modification time); a difference is named, so that nothing is mixed silently.
+An interrupted preparation continues only with equal arguments and unchanged inputs (path, size,
+modification time); otherwise the difference is named.
 """
 
 import hashlib

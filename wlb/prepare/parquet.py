@@ -1,8 +1,8 @@
 """Parquet files as records, some rows at a time.
 
-pyarrow (extra `[data]`) is imported where a Parquet file is met. Strings, also those inside lists
-and structs, come as bytes: a string column may hold invalid UTF-8, which is a row's own fault.
-Cost: memory of one batch of rows, and of the compressed pages that they lie in.
+pyarrow (extra `[data]`) is imported where a Parquet file is met. Strings, also inside lists and
+structs, are given as bytes: a column may hold invalid UTF-8, which is an error of that row alone.
+Cost: memory of one batch of rows and of the compressed pages that they lie in.
 """
 
 from collections.abc import Callable, Iterator, Sequence

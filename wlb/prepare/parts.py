@@ -1,8 +1,8 @@
-"""Parts: the stores that shards become, one pair (train, held-out) a shard, and their merging.
+"""Parts: the pair of stores (train, held-out) that a shard becomes, and their merging.
 
-A part is complete when its summary is there, which is written after both of its stores. Merging
-goes through parts in order and reads a document at a time, so the result does not depend on who
-made which part, nor on when. Cost: memory of one document, and 8 bytes a document of the writer.
+A part is complete when its summary exists, which is written after both of its stores. Merging reads
+parts in order, a document at a time, so the result does not depend on who made which part or when.
+Cost: memory of one document, and 8 bytes a document of the writer.
 """
 
 import json

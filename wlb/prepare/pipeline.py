@@ -1,17 +1,11 @@
 """Files to one token store, by several processes: `wlb prepare`.
 
-1. List the inputs and divide them into shards (`wlb.prepare.records`).
-2. Tokenizer: copy it, or train a BPE on a sample of training documents, into `<out>.parts`
-   (`wlb.prepare.tokenizer`).
-3. Encode every shard into a part (`wlb.prepare.parts`); parts that an interrupted call completed
-   are kept, after their checksums were compared.
-4. Merge parts in order into `<out>`, and what is held out into `<out>-heldout`.
-
-Guarantees: stores are complete or absent, and byte for byte the same for any number of processes
-and after any interruption. Every record is a document or is counted by reason. A second call with
-the same inputs finds the store; other arguments never overwrite it unless told to.
-Cost: memory of one document a process (100 bytes a token for a `tokenizer.json`), 16 bytes a
-document at the end, some 300 bytes an input file; on disk the tokens twice until parts are removed.
+1. List the inputs and divide them into shards (`records.py`). 2. Copy the tokenizer, or train a BPE
+on training records, into `<out>.parts` (`tokenizer.py`). 3. Encode every shard into a part
+(`parts.py`). 4. Merge parts in order into `<out>` and `<out>-heldout`.
+Guarantees: stores are complete or absent, and the same to the byte for any number of processes and
+after any interruption. A second call with equal inputs finds them.
+Cost: memory of one document a process; on disk the tokens twice until parts are removed.
 """
 
 import shutil

@@ -1,16 +1,11 @@
-"""Records to tokenize: text files, JSONL and Parquet, in shards that any process can read.
+"""Inputs to records: text files, JSONL and Parquet in shards that any process can read.
 
-`list_inputs` lists files (of folders, recursively, and of glob patterns), sorted, and `list_shards`
-divides them: JSONL and files of a document a line at line ends, Parquet by row groups, text files
-in groups, each shard of about `shard_bytes`. A compressed file is one shard. What a shard holds
-depends on its bytes alone, never on who reads it.
-
-A record is the mapping that a line or row holds; a text file is {text_key: its text}. What cannot
-be one raises `BadRecord` where it is read, and reading can go on after it.
-
+Listed files are divided: JSONL and line files at line ends, Parquet by row groups, text files into
+groups; a compressed file is one shard. What a shard holds depends on its bytes alone. A
+record is the mapping of a line or row; a text file is {text_key: its text}. What is no record is
+given as a `BadRecord`, and reading continues after it.
 Guarantees: shards in order give every line, row and file once, in the order of the inputs.
-Cost: listing stats each file and opens each Parquet file; reading holds one line, one file, or
-`_PARQUET_ROWS` rows.
+Cost: listing stats each file and opens Parquet files; reading holds one line or file, or 256 rows.
 """
 
 import bz2

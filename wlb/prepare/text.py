@@ -1,12 +1,9 @@
 """Text to train on: Python's own sources, or the files of a folder.
 
-A corpus of text is listed first (names and sizes, sorted, so that every machine with the same files
-has the same order) and read document by document after that. Nothing is passed over silently:
-files without text are counted by the reason they were left out (`Skip`).
-
+Documents are listed first (names and sizes, sorted, so every machine with the same files has the
+same order) and read one by one later. Files without text are counted by reason (`Skip`).
 The standard library is the default corpus because it is real, heavy-tailed and on every machine:
-some 1,700 documents from a few tokens to 200K, half of all tokens in documents above 16K.
-Cost: listing stats each file, reading holds one document at a time.
+some 1,700 documents of up to 200K tokens, half of all tokens in documents above 16K.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The tokenizer of a preparation: a copy of a file, or a BPE trained on a sample of its records.
 
-A BPE is trained on training records alone: from all shards in seeded order, so that the sample
-depends neither on their order nor on processes. Cost: reads each shard until it has its share.
+A BPE is trained on training records only, from all shards in seeded order, so the sample does not
+depend on the order of the shards or on processes. Cost: reads each shard until it has its share.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Worker processes that encode shards. Each opens the encoder once and writes whole parts.
+"""Workers that encode shards: threads, or processes that open the encoder once each.
 
-Workers are spawned, so nothing of the calling process is in them: call from a program that can be
-imported (`if __name__ == "__main__"`). A worker ends when the process that started it has gone.
+Processes are spawned and import the main module again: call from a program that guards its entry
+with `if __name__ == "__main__"`. A worker process ends when the process that started it has gone.
 """
 
 import os
