@@ -24,7 +24,7 @@ from experiments.streams import COST, RATIO, WINDOW, batches_of, title_of
 from wlb.cost.machine import program_version as commit
 from wlb.packing import BoundedPacker, PackerOptions, PackingSummary, measure
 from wlb.packing.bounded import DELAY_PRICE
-from wlb.packing.study.tune import Grid, Tuning, finish, tune_points
+from wlb.packing.study.tune import Tuning, TuningGrid, finish, tune_points
 from wlb.plan import GlobalBatch
 from wlb.planner import deal
 from wlb.spec import Policy, RunSpec
@@ -68,7 +68,7 @@ def tuned(batches: list[GlobalBatch], caps: Caps, n: int, *, max_queues: int) ->
         spec,
         data=replace(spec.data, context_window=WINDOW, num_windows=n),
     )
-    grid = Grid(
+    grid = TuningGrid(
         policies=(Policy.VAR_LEN,),
         s_max=(caps.s_max,),
         step_tokens=(caps.step_tokens,),

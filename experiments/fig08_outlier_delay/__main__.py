@@ -108,7 +108,7 @@ def first_window(steps: list[Step], num: int) -> int:
             continue
         for step in steps[first : first + num]:
             released = step.leaves & (step.level == 2)
-            if len(np.unique(step.waiting.arrival[released])) > 1:
+            if len(np.unique(step.waiting.arrival_step[released])) > 1:
                 return first
     raise SystemExit(f"no window of {num} steps in {len(steps)} shows level 2 fill and release")
 
@@ -117,7 +117,7 @@ def block(step: Step, row: int) -> Block:
     level = int(step.level[row])
     return Block(
         size=int(step.waiting.length[row]) / WINDOW,
-        arrival=int(step.waiting.arrival[row]),
+        arrival=int(step.waiting.arrival_step[row]),
         is_outlier=level > 0,
         leaves=bool(step.leaves[row]),
         is_delayed=bool(step.slot[row] >= 0),
@@ -165,7 +165,7 @@ def micro_batches(step: Step) -> list[list[Block]]:
     out: list[list[Block]] = []
     for batch in step.plan.micro_batches:
         work = COST.workload_ns(batch.lengths)
-        arrival = batch.pieces.arrival
+        arrival = batch.pieces.arrival_step
         blocks = [
             Block(
                 size=int(work[row]) / unit,
@@ -209,7 +209,7 @@ def write_csv(path: Path, runs: dict[str, list[Step]]) -> None:
                 number = step.plan.step
                 for batch in step.plan.micro_batches:
                     p = batch.pieces
-                    columns = (p.document, p.length, COST.workload_ns(p.length), p.arrival)
+                    columns = (p.document, p.length, COST.workload_ns(p.length), p.arrival_step)
                     for row in zip(*(column.tolist() for column in columns), strict=True):
                         writer.writerow([policy, number, batch.index, *row, number - row[-1]])
 

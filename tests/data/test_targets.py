@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import struct
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,7 +28,7 @@ from wlb.packing import (
     WindowCut,
 )
 from wlb.parallel.rows import rank_labels
-from wlb.plan import IGNORE, PlannerState
+from wlb.plan import IGNORE, UNCOUNTED, PlannerState, UserError
 from wlb.planner import Planner
 from wlb.sharding import per_document
 
@@ -194,11 +193,11 @@ def test_leaving_the_writer_by_an_exception_leaves_no_trace(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_global_batches_know_the_targets(tmp_path):
+def test_global_batches_leave_targets_to_be_counted(tmp_path):
     store = write(tmp_path / "s", [(5, [[1, 2], [3, 5]]), (3, [])])
     stream = GlobalBatches(store, tokens_per_batch=8, seed=0, epochs=2, shuffle=False)
     for batch, _ in stream.iterate():
-        assert batch.documents.num_targets.tolist() == [3, 0]
+        assert batch.documents.num_targets.tolist() == [UNCOUNTED, UNCOUNTED]
     other = write(tmp_path / "s", [(5, [[1, 2]]), (3, [])])
     with pytest.raises(ValueError, match="the state to resume from has targets"):
         GlobalBatches(other, tokens_per_batch=8, seed=0, epochs=2, shuffle=False).next(
@@ -293,11 +292,11 @@ def test_labels_are_literal(tmp_path):
     assert reader.read(0, 0, 6).tolist() == tokens
 
 
-def test_a_planner_without_counts_refuses_to_cut(tmp_path):
+def test_a_plan_that_is_not_counted_refuses_to_say_its_labels(tmp_path):
     store = write(tmp_path / "s", [(6, [[2, 4]])])
     batch, _ = next(iter(GlobalBatches(store, tokens_per_batch=6, seed=0, epochs=1).iterate()))
     packer = packers(3, 2)[0]
-    with pytest.raises(ValueError, match=r"2 labels on 6 tokens.* plan with wlb\.planner\.Planner"):
-        packer.push(batch, packer.start())
-    whole = replace(batch.documents, num_targets=batch.documents.length - 1)
-    assert packer.push(replace(batch, documents=whole), packer.start())[0]
+    (plan,), _ = packer.push(batch, packer.start())
+    for counted in (plan, plan.micro_batch(0)):
+        with pytest.raises(UserError, match=r"labels of document 0 .* wlb\.planner\.Planner"):
+            _ = counted.num_targets

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
-from wlb.packing.release import Limits, choose
+from wlb.packing.release import StepLimits, choose
 from wlb.packing.study.measure import measure
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
 
@@ -38,7 +38,7 @@ def packer(
 
 
 def batch(index: int, lengths: list[int]) -> GlobalBatch:
-    documents = Documents.from_lengths(lengths, first_id=1000 * index, arrival=index)
+    documents = Documents.from_lengths(lengths, first_id=1000 * index)
     return GlobalBatch(index=index, documents=documents)
 
 
@@ -99,7 +99,7 @@ def test_overruns_of_the_maximum_delay_are_counted() -> None:
     """Three batches' tokens at once and a cap of 1.1: no order can keep a delay of 2."""
     pack = packer(step_tokens=1.1, s_max=1.5, max_delay=2)
     plans, carry = run(pack, [ORDINARY * 3, *[ORDINARY] * 40])
-    late = sum(int((p.step - p.pieces.arrival > 2).sum()) for p in plans)
+    late = sum(int((p.step - p.pieces.arrival_step > 2).sum()) for p in plans)
     assert sum(p.num_overdue for p in plans) == late > 0
     assert carry.num_tokens == 0
 
@@ -203,7 +203,7 @@ def test_bounds_and_conservation(
         assert plan.num_tokens <= pack.limits.step_tokens
     cap, tokens = pack.limits.step_tokens, sum(map(sum, batches))
     if tokens <= cap // 2:  # nothing can be crowded out
-        assert all(int((p.step - p.pieces.arrival).max()) <= max_delay for p in plans[:-1])
+        assert all(int((p.step - p.pieces.arrival_step).max()) <= max_delay for p in plans[:-1])
 
 
 @given(
@@ -216,7 +216,7 @@ def test_a_choice_takes_something_and_what_must_leave(
 ) -> None:
     length = np.array([d[0] for d in documents])
     age = np.array([d[1] for d in documents])
-    limits = Limits(
+    limits = StepLimits(
         num_micro_batches=n,
         tokens_per_step=n * 64,
         s_max=128,
@@ -234,7 +234,7 @@ def test_a_choice_takes_something_and_what_must_leave(
 
 
 def test_equal_documents_leave_oldest_first() -> None:
-    limits = Limits(
+    limits = StepLimits(
         num_micro_batches=2,
         tokens_per_step=200,
         s_max=150,
@@ -286,7 +286,7 @@ def test_no_lengths_no_steps() -> None:
 
 def waiting_for(policy: str, lengths: list[int], arrival: list[int], step: int) -> Carry:
     pieces = Pieces.whole(Documents.from_lengths(lengths))
-    pieces = replace(pieces, arrival=np.array(arrival))
+    pieces = replace(pieces, arrival_step=np.array(arrival))
     slot = np.zeros(len(lengths), np.int64)
     return Carry(policy=policy, pieces=pieces, slot=slot, next_step=step)
 

@@ -20,7 +20,7 @@ def packer(
 
 
 def batch(index: int, lengths: list[int], first_id: int = 0) -> GlobalBatch:
-    documents = Documents.from_lengths(lengths, first_id=first_id, arrival=index)
+    documents = Documents.from_lengths(lengths, first_id=first_id)
     return GlobalBatch(index=index, documents=documents)
 
 
@@ -109,7 +109,7 @@ def test_a_short_document_is_not_held_back_again_and_again(w: int) -> None:
     for made, _ in stream.iterate():
         plans, carry = pack.push(made, carry)
         for plan in plans:
-            late = max(late, int((plan.step - plan.pieces.arrival).max()))
+            late = max(late, int((plan.step - plan.pieces.arrival_step).max()))
     assert late <= 2 * w
 
 
@@ -131,9 +131,11 @@ def test_a_window_of_batches_is_grouped_into_steps_by_load() -> None:
 def test_a_document_is_due_when_its_batch_would_have_been_trained() -> None:
     pack = packer(w=2)
     _, carry = pack.push(batch(0, [8, 8]), pack.start())
-    assert carry.pieces.arrival.tolist() == [0, 0]
+    assert carry.pieces.arrival_step.tolist() == [0, 0]
     plans, _ = pack.push(batch(1, [8, 8], first_id=2), carry)
-    due = {d: a for p in plans for d, a in zip(p.pieces.document, p.pieces.arrival, strict=True)}
+    due = {
+        d: a for p in plans for d, a in zip(p.pieces.document, p.pieces.arrival_step, strict=True)
+    }
     assert due == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
@@ -146,7 +148,7 @@ def test_no_later_than_the_window() -> None:
         first += 5
         for plan in plans:
             assert plan.tokens.tolist() == [16, 16]
-            assert int((plan.step - plan.pieces.arrival).max()) <= 4
+            assert int((plan.step - plan.pieces.arrival_step).max()) <= 4
 
 
 def test_window_batches_must_be_positive() -> None:

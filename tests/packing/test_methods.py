@@ -113,7 +113,7 @@ def push_all(
 ) -> list[PackingPlan]:
     carry, plans, first = packer.start(), list[PackingPlan](), 0
     for index, lengths in enumerate(batches):
-        documents = Documents.from_lengths(lengths, first_id=first, arrival=index)
+        documents = Documents.from_lengths(lengths, first_id=first)
         first += len(lengths)
         made, carry = packer.push(GlobalBatch(index=index, documents=documents), carry)
         plans += made

@@ -8,7 +8,7 @@ OPTIONS = PackerOptions(num_micro_batches=2, context_window=8, cost=FlopsWorkloa
 
 
 def batch(index: int, lengths: list[int], first_id: int = 0) -> GlobalBatch:
-    documents = Documents.from_lengths(lengths, first_id=first_id, arrival=index)
+    documents = Documents.from_lengths(lengths, first_id=first_id)
     return GlobalBatch(index=index, documents=documents)
 
 

@@ -20,7 +20,7 @@ def packer(*, s_max: int = 12, thresholds: tuple[int, ...] = (6, 8), n: int = 2)
 
 
 def batch(index: int, lengths: list[int], first_id: int = 0) -> GlobalBatch:
-    documents = Documents.from_lengths(lengths, first_id=first_id, arrival=index)
+    documents = Documents.from_lengths(lengths, first_id=first_id)
     return GlobalBatch(index=index, documents=documents)
 
 
@@ -93,7 +93,7 @@ def test_held_outliers_that_are_all_there_is_make_a_step_for_every_batch() -> No
     for i in range(1, 6):
         (plan,), carry = pack.push(batch(i, [7, 8], first_id=2 * i), carry)
         made.append(plan)
-        delays += (plan.step - plan.pieces.arrival).tolist()
+        delays += (plan.step - plan.pieces.arrival_step).tolist()
     # Each leaves a step early: the oldest batch of those that wait.
     trained = [sorted(p.pieces.document.tolist()) for p in made]
     assert trained == [[1], [0], [2, 3], [4, 5], [6, 7], [8, 9]]

@@ -163,7 +163,7 @@ def packing_of(micro_batches: list[list[str]], *, step: int = 0) -> PackingPlan:
         stop=table[:, 2],
         num_targets=length - (table[:, 2] == ends),
         source=zeros,
-        arrival=zeros,
+        arrival_step=zeros,
     )
     return PackingPlan(
         step=step,

@@ -50,7 +50,7 @@ def test_long_documents_can_be_refused() -> None:
 
 def test_a_document_with_labels_on_some_tokens_is_not_cut() -> None:
     zero = [0]
-    documents = Documents(id=[7], length=[12], num_targets=[3], source=zero, arrival=zero)
+    documents = Documents(id=[7], length=[12], num_targets=[3], source=zero)
     with pytest.raises(ValueError, match="document 7 has 3 labels on 12 tokens"):
         split_long(documents, window=5, long_documents="split")
 
@@ -83,7 +83,7 @@ def test_columns_are_read_only_and_of_one_length() -> None:
     with pytest.raises(ValueError, match="read-only"):
         documents.length[0] = 9
     with pytest.raises(ValueError, match="differ in length"):
-        Documents(id=[1], length=[1, 2], num_targets=[0], source=[0], arrival=[0])
+        Documents(id=[1], length=[1, 2], num_targets=[0], source=[0])
 
 
 def plan() -> PackingPlan:
@@ -123,6 +123,23 @@ def test_plans_and_carries_survive_json() -> None:
     assert back.in_slot(1).document.tolist() == [1, 2]
 
 
+def test_files_from_before_columns_were_renamed_are_read(tmp_path: Path) -> None:
+    columns = {"document": [3], "start": [0], "stop": [4], "num_targets": [3], "source": [0]}
+    data = {"policy": "p", "pieces": {**columns, "arrival": [2]}, "slot": [0], "next_step": 5}
+    carry = Carry.from_json(data)
+    assert carry.pieces.arrival_step.tolist() == [2]
+    assert carry.to_json() == data
+    carry.save(tmp_path / "carry.npz")
+    assert "arrival" in np.load(tmp_path / "carry.npz").files
+    assert Carry.load(tmp_path / "carry.npz").pieces == carry.pieces
+
+
+def test_ids_count_on_from_epoch_to_epoch() -> None:
+    ids = DocumentIds(num_documents=10)
+    assert ids.of(2, int_array("row", [0, 7])).tolist() == [20, 27]
+    assert ids.row(27) == 7
+
+
 @pytest.mark.parametrize("kind", [Carry, PackingPlan, PlannerState, ShardingPlan, StepPlan])
 @pytest.mark.parametrize(
     "data", [{}, [], None, 3, {"pieces": {}}, {"pieces": 3}, {"more": 1}, {"carry": [1]}]
@@ -158,10 +175,10 @@ def test_predicted_metrics() -> None:
 
 def test_a_token_that_is_trained_early_does_not_cancel_another_ones_delay() -> None:
     # At step 3: 5 tokens a step late, 2 in time, 9 two steps early.
-    pieces = replace(plan().pieces, arrival=int_array("arrival", [2, 3, 5]))
+    pieces = replace(plan().pieces, arrival_step=int_array("arrival_step", [2, 3, 5]))
     metrics = predict(replace(plan(), pieces=pieces))
     assert (metrics.mean_delay, metrics.max_delay) == (5 / 16, 1)
-    early = replace(plan(), pieces=plan().pieces.stamped(4))
+    early = replace(plan(), pieces=replace(plan().pieces, arrival_step=[4, 4, 4]))
     assert (predict(early).mean_delay, predict(early).max_delay) == (0.0, 0)
 
 

@@ -52,7 +52,6 @@ def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
             length=lengths,
             num_targets=lengths - 1,
             source=[source for source, _ in rows],
-            arrival=np.full(len(rows), index),
         )
         out.append(GlobalBatch(index=index, documents=documents))
     return out
@@ -166,7 +165,7 @@ class Ledger:
         assert len(self.placed) + plan.num_held_tokens == len(self.arrived)
         assert plan.num_tokens == int(plan.tokens.sum()) > 0
         if plan.policy not in WINDOWED:  # they train some documents before they are due
-            assert int((plan.step - plan.pieces.arrival).min(initial=0)) >= 0
+            assert int((plan.step - plan.pieces.arrival_step).min(initial=0)) >= 0
 
     def _check_pieces(self, pieces: Pieces) -> None:
         for i in range(len(pieces)):
@@ -175,8 +174,8 @@ class Ledger:
             # Every token is labelled with the document's next one, so all but the last have one.
             assert piece.num_targets == piece.stop - piece.start - (piece.stop == length)
             came_at = self.came_at[piece.source, piece.document]
-            assert piece.arrival == came_at or (
-                self.carry.policy in WINDOWED and piece.arrival > came_at
+            assert piece.arrival_step == came_at or (
+                self.carry.policy in WINDOWED and piece.arrival_step > came_at
             )
 
 
@@ -343,7 +342,6 @@ def test_labels_of_partly_labelled_documents_are_conserved(data: st.DataObject) 
                 length=[n for n, _ in batch_rows],
                 num_targets=targets,
                 source=ids * 0,
-                arrival=ids * 0,
             )
             batch = GlobalBatch(index=0, documents=documents)
         plans, carry = packer.push(batch, carry)

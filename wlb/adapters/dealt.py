@@ -10,7 +10,7 @@ import numpy as np
 
 from wlb.cost import WorkloadModel
 from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray, IntLike, offsets_of
+from wlb.plan import DocumentIds, IntArray, IntLike, offsets_of
 from wlb.planner import Planner
 
 
@@ -35,17 +35,18 @@ class DealtRows:
         if getattr(planner.source, "epochs", 1) < 1:
             raise ValueError("epochs = 0 is a stream without end, which cannot be dealt; give some")
         rows: list[IntArray] = []
+        ids = DocumentIds(num_documents=num_documents)
         planner = replace(planner, baseline=None)  # what Plain-4D would do is not asked for
         for plan in planner.steps():
             for i in plan.pipelines.T.ravel().tolist():
                 pieces = plan.packing.micro_batch(i).pieces
                 if pieces.start.any():
-                    bad = int(pieces.document[pieces.start.argmax()] % num_documents)
+                    bad = int(ids.row(pieces.document)[pieces.start.argmax()])
                     raise ValueError(
                         f"document {bad} is cut into pieces, but here a row is trained whole; cut "
                         f"it in the dataset, or use a longer context window"
                     )
-                rows.append(pieces.document % num_documents)
+                rows.append(ids.row(pieces.document))
         return cls(
             rows=np.concatenate(rows) if rows else np.zeros(0, np.int64),
             offsets=offsets_of([len(r) for r in rows]),

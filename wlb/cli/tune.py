@@ -22,8 +22,8 @@ from wlb.packing.study.tune import (
     S_MAX,
     STEP_TOKENS,
     THRESHOLDS,
-    Grid,
     Tuning,
+    TuningGrid,
     finish,
     tune_points,
 )
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     spec = sources.with_vocabulary(spec, options)
     spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
-    grid = Grid(
+    grid = TuningGrid(
         policies=tuple(Policy(name) for name in options.policies),
         thresholds=tuple(options.thresholds),
         max_queues=options.max_queues,

@@ -15,7 +15,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from wlb.data.shuffle import permute
-from wlb.plan import Documents, GlobalBatch, IntArray, IntLike, Pieces, UserError, digest, int_array
+from wlb.plan import (
+    UNCOUNTED,
+    DocumentIds,
+    Documents,
+    GlobalBatch,
+    IntArray,
+    IntLike,
+    Pieces,
+    UserError,
+    digest,
+    int_array,
+)
 
 State = dict[str, Any]
 
@@ -78,10 +89,11 @@ class BatchStream(ABC):
 
 
 class SourceBatches(BatchStream):
-    """Of one source, whose documents have the ids epoch * num_documents + row."""
+    """Of one source; `ids` tells a document's epoch and its row in the source."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.ids = DocumentIds(num_documents=source.num_documents)
         self._targets: TargetSource | None = None
         if isinstance(source, TargetSource) and source.has_targets:
             self._targets = source
@@ -95,21 +107,16 @@ class SourceBatches(BatchStream):
         """Trained labels of pieces of this source's documents, shape [num_pieces]."""
         if self._targets is None:
             return pieces.num_targets
-        rows = pieces.document % self.source.num_documents
+        rows = self.ids.row(pieces.document)
         return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
-    def _num_targets(self, ids: IntArray, lengths: IntArray) -> IntArray:
-        """Trained labels of whole documents, shape [num_documents]."""
-        if self._targets is None:
-            return lengths - 1
-        return self._targets.num_targets[ids % self.source.num_documents]
+    def _num_targets(self, lengths: IntArray) -> IntArray:
+        """Labels of whole documents, UNCOUNTED if the source trains only some of their tokens."""
+        return lengths - 1 if self._targets is None else np.full(lengths.size, UNCOUNTED)
 
 
 class GlobalBatches(SourceBatches):
-    """Batches of `source`; epochs = 0 never ends, shuffle = False keeps the source's order.
-
-    `Documents.id` is epoch * num_documents + row, so `id % num_documents` is the source's row.
-    """
+    """Batches of `source`; epochs = 0 never ends, shuffle = False keeps the source's order."""
 
     def __init__(
         self,
@@ -160,13 +167,11 @@ class GlobalBatches(SourceBatches):
         has_ended = bool(self.epochs) and first >= self.epochs * num_documents
         if not ids.size and (missing > 0 or has_ended):
             return None
-        arrival = np.full(ids.size, state["batch"], np.int64)
         documents = Documents(
             id=ids,
             length=lengths,
-            num_targets=self._num_targets(ids, lengths),
+            num_targets=self._num_targets(lengths),
             source=np.full(ids.size, self.source.source_id, np.int64),
-            arrival=arrival,
         )
         epoch, position = divmod(first + ids.size, num_documents)
         after = {
@@ -202,11 +207,11 @@ class GlobalBatches(SourceBatches):
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of `size` documents of the stream, shape [size] each."""
-        num_documents, identity = self._lengths.size, self._identity
+        identity = self._identity
         epoch, rows = stream_rows(
-            first, size, num_documents, seed=identity["seed"], shuffle=identity["shuffle"]
+            first, size, self._lengths.size, seed=identity["seed"], shuffle=identity["shuffle"]
         )
-        return epoch * num_documents + rows, self._lengths[rows]
+        return self.ids.of(epoch, rows), self._lengths[rows]
 
     def _check(self, state: State) -> None:
         expected = {*_COUNTS, *self._identity}

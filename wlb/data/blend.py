@@ -25,7 +25,17 @@ from wlb.data.batches import (
     stream_rows,
 )
 from wlb.data.store import TokenArray, TokenStore
-from wlb.plan import Documents, GlobalBatch, IntArray, Pieces, UserError, digest, int_array
+from wlb.plan import (
+    UNCOUNTED,
+    DocumentIds,
+    Documents,
+    GlobalBatch,
+    IntArray,
+    Pieces,
+    UserError,
+    digest,
+    int_array,
+)
 from wlb.spec.blend import parse_blend
 
 StoreName = str | tuple[str, ...]
@@ -129,11 +139,13 @@ class BlendedBatches(BatchStream):
             check_lengths(lengths)
         self._tokens = [int(lengths.sum()) for lengths in self._lengths]
         self._first = _offsets(self._lengths)
+        self.ids = DocumentIds(num_documents=int(self._first[-1]))
         self._seed = seed
         self._targets = [
             source if isinstance(source, TargetSource) and source.has_targets else None
             for source in sources
         ]
+        self._is_masked = np.array([targets is not None for targets in self._targets])
         self._identity: State = {
             "num_documents": [lengths.size for lengths in self._lengths],
             "num_tokens": self._tokens,
@@ -148,14 +160,14 @@ class BlendedBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        return any(targets is not None for targets in self._targets)
+        return bool(self._is_masked.any())
 
     def count_targets(self, pieces: Pieces) -> IntArray:
         """Trained labels of pieces of these sources' documents, shape [num_pieces]."""
         out = pieces.num_targets.copy()
         for number, source in enumerate(self._targets):
             here = np.flatnonzero(pieces.source == number)
-            rows = pieces.document[here] % int(self._first[-1]) - self._first[number]
+            rows = self.ids.row(pieces.document[here]) - self._first[number]
             if source is not None:
                 out[here] = source.count_targets(rows, pieces.start[here], pieces.stop[here])
         return out
@@ -183,9 +195,8 @@ class BlendedBatches(BatchStream):
         documents = Documents(
             id=ids,
             length=lengths,
-            num_targets=self._num_targets(source, ids, lengths),
+            num_targets=np.where(self._is_masked[source], UNCOUNTED, lengths - 1),
             source=source,
-            arrival=np.full(ids.size, state["batch"], np.int64),
         )
         after = {
             "batch": state["batch"] + 1,
@@ -255,16 +266,7 @@ class BlendedBatches(BatchStream):
         lengths = self._lengths[number]
         seed = self._seed + number * _SEED_STEP
         epoch, rows = stream_rows(first, size, lengths.size, seed=seed)
-        return epoch * int(self._first[-1]) + int(self._first[number]) + rows, lengths[rows]
-
-    def _num_targets(self, source: IntArray, ids: IntArray, lengths: IntArray) -> IntArray:
-        out = lengths - 1
-        for number, targets in enumerate(self._targets):
-            if targets is not None:
-                here = np.flatnonzero(source == number)
-                rows = ids[here] % int(self._first[-1]) - self._first[number]
-                out[here] = targets.num_targets[rows]
-        return out
+        return self.ids.of(epoch, int(self._first[number]) + rows), lengths[rows]
 
     def _check(self, state: State) -> None:
         expected = {*_COUNTS, *_COLUMNS, *self._identity}

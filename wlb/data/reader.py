@@ -4,11 +4,11 @@ import numpy as np
 
 from wlb.data.blend import StoreName, open_store
 from wlb.data.store import TokenArray
-from wlb.plan import IGNORE, UserError
+from wlb.plan import IGNORE, DocumentIds, UserError
 
 
 class StoreReader:
-    """A store or blend as `wlb.parallel.rows.LabelReader`: ids count on from epoch to epoch.
+    """A store or blend as `wlb.parallel.rows.LabelReader`.
 
     Refuses tokens outside the vocabulary: under tensor parallelism they would train as zeros.
     """
@@ -17,23 +17,21 @@ class StoreReader:
         self._store = open_store(name)
         self._vocab_size = vocab_size
         self._lengths = self._store.lengths
-
-    def _row(self, document: int) -> int:
-        return document % self._store.num_documents
+        self._ids = DocumentIds(num_documents=self._store.num_documents)
 
     def length(self, document: int) -> int:
-        return int(self._lengths[self._row(document)])
+        return int(self._lengths[self._ids.row(document)])
 
     def labels(self, document: int, start: int, stop: int) -> TokenArray:
         """Tokens [start, stop), IGNORE where they are not trained, shape [stop - start]."""
         tokens = self.read(document, start, stop)
         if not self._store.has_targets:
             return tokens
-        trained = self._store.trained(self._row(document), start, stop)
+        trained = self._store.trained(self._ids.row(document), start, stop)
         return np.where(trained, tokens.astype(np.int64), IGNORE)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        row = self._row(document)
+        row = self._ids.row(document)
         tokens = self._store.read(row, start, stop)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(

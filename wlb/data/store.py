@@ -262,8 +262,7 @@ class TokenStore:
 
     lengths: int64 tokens of each document, read-only, shape [num_documents]. num_targets: how many
     of them are trained, likewise; all but the first one, where no `.targets` file says otherwise
-    (`has_targets`). Token ranges of a `Piece` read as
-    `store.read(piece.document % store.num_documents, piece.start, piece.stop)`.
+    (`has_targets`). `StoreReader` reads by the ids that plans use.
     """
 
     def __init__(self, prefix: str | Path, *, source_id: int = 0) -> None:

@@ -83,20 +83,22 @@ class PackerOptions:
         check_at_least("num_windows", self.num_windows, 0)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
-        """The batch's documents as pieces of at most a window, stamped with the step that is next.
+        """The batch's documents as pieces of at most a window that came when `step` was next.
 
         split = False leaves long documents whole (for a policy that cuts windows itself), unless
-        they are to be refused. Delay counts from that step: batches and steps need not be one to
-        one.
+        they are to be refused. Delay counts from that step, not from the batch's index: batches and
+        steps need not be one to one.
         """
         if batch is None:
             return Pieces.empty()
-        pieces = Pieces.whole(batch.documents)
-        if split or self.long_documents == "refuse":
-            pieces = split_long(
-                batch.documents, window=self.context_window, long_documents=self.long_documents
-            )
-        return pieces.stamped(step)
+        if not split and self.long_documents != "refuse":
+            return Pieces.whole(batch.documents, arrival_step=step)
+        return split_long(
+            batch.documents,
+            window=self.context_window,
+            long_documents=self.long_documents,
+            arrival_step=step,
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -213,7 +215,7 @@ def build_plan(
         offsets=offsets,
         workload_ns=_micro_batch_ns(options, placed, work_ns[index], offsets),
         num_held_tokens=num_held_tokens,
-        num_overdue=0 if max_delay is None else int((step - placed.arrival > max_delay).sum()),
+        num_overdue=0 if max_delay is None else int((step - placed.arrival_step > max_delay).sum()),
         layout=options.layout,
         num_joined_targets=_num_joined(placed, offsets) if options.layout == Layout.JOINED else 0,
     )

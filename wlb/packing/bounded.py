@@ -25,7 +25,7 @@ import numpy as np
 
 from wlb.packing.base import PolicyPacker, build_plan, check_fits, check_s_max
 from wlb.packing.refine import refine
-from wlb.packing.release import Limits, choose
+from wlb.packing.release import StepLimits, choose
 from wlb.packing.var_len import place
 from wlb.plan import (
     BoolArray,
@@ -75,11 +75,11 @@ class BoundedPacker(PolicyPacker):
             raise ValueError(f"delay_price = {self.delay_price} must be above 0 and finite")
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> StepLimits:
         """What a step may take, in tokens and steps."""
         num = self.num_micro_batches
         most = num * self.s_max
-        return Limits(
+        return StepLimits(
             num_micro_batches=num,
             tokens_per_step=self.options.tokens_per_step,
             s_max=self.s_max,
@@ -111,7 +111,7 @@ class BoundedPacker(PolicyPacker):
     def _step(self, waiting: Pieces, step: int, *, flush: bool) -> tuple[PackingPlan, Pieces]:
         work = self.options.workloads(waiting)
         limits = self.limits
-        age = step - waiting.arrival
+        age = step - waiting.arrival_step
         is_due = age >= self.max_delay
         if flush:
             taken = _tallest_first(waiting, work, is_due, limits.step_tokens)

@@ -48,7 +48,7 @@ NUM_PACKED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class StepLimits:
     """What a step may take. Tokens; max_delay in steps; price: of a global batch held for a step,
     in typical micro-batch times."""
 
@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class ReleaseChoices:
     """Outliers [i, i + k) and [j, no) are released; arrays of shape [num_choices]."""
 
     i: IntArray
@@ -75,14 +75,14 @@ class Choices:
         return rows
 
 
-class Waiting:
+class WaitingDocuments:
     """All waiting documents in the order of the decision, with the sums that scoring needs.
 
     Arrays are indexed by position: outliers (by class, oldest first), then ordinary documents by
     descending work. forced: those that must leave now. `order[position]` is the row of the input.
     """
 
-    def __init__(self, length: IntArray, work: IntArray, age: IntArray, limits: Limits) -> None:
+    def __init__(self, length: IntArray, work: IntArray, age: IntArray, limits: StepLimits) -> None:
         self.limits = limits
         total = max(1, int(length.sum()))
         per_micro_batch = limits.tokens_per_step / limits.num_micro_batches
@@ -129,7 +129,7 @@ class Waiting:
 class Fluid:
     """Ordinary documents that need not leave, by descending work; shapes [num + 1] for the sums."""
 
-    def __init__(self, waiting: Waiting) -> None:
+    def __init__(self, waiting: WaitingDocuments) -> None:
         no = waiting.num_outliers
         self.rows = no + np.flatnonzero(~waiting.forced[no:])
         length, work = waiting.length[self.rows], waiting.work[self.rows]
@@ -165,9 +165,9 @@ class Fluid:
         return first, int(last[first])
 
 
-def choose(length: IntArray, work: IntArray, age: IntArray, limits: Limits) -> BoolArray:
+def choose(length: IntArray, work: IntArray, age: IntArray, limits: StepLimits) -> BoolArray:
     """Which of the waiting documents (shapes [n], n >= 1) the next step takes: shape [n]."""
-    waiting = Waiting(length, work, age, limits)
+    waiting = WaitingDocuments(length, work, age, limits)
     choices = _choices(waiting)
     score = _score(waiting, choices)
     best_score, best_rows = np.inf, None
@@ -193,7 +193,7 @@ def _classes(work: IntArray) -> IntArray:
     return np.array(starts, np.int64)
 
 
-def _choices(waiting: Waiting) -> Choices:
+def _choices(waiting: WaitingDocuments) -> ReleaseChoices:
     """All choices of the form that fit the token cap."""
     no, num = waiting.num_outliers, waiting.limits.num_micro_batches
     starts = np.append(waiting.starts, no)
@@ -217,10 +217,10 @@ def _choices(waiting: Waiting) -> Choices:
     possible = np.minimum(taken + waiting.fluid.tokens, waiting.limits.step_tokens)
     least = min(LEAST * waiting.limits.tokens_per_step, int(possible[fits].max()))
     keep = fits & (possible >= max(1.0, least))
-    return Choices(i=i[keep], end=end[keep], j=j[keep])
+    return ReleaseChoices(i=i[keep], end=end[keep], j=j[keep])
 
 
-def _score(waiting: Waiting, choices: Choices) -> FloatArray:
+def _score(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     """Scores with a lower bound on the slowest micro-batch, shape [num_choices]."""
     limits, fluid, no = waiting.limits, waiting.fluid, waiting.num_outliers
     i, end, j = choices.i, choices.end, choices.j
@@ -250,7 +250,11 @@ def _score(waiting: Waiting, choices: Choices) -> FloatArray:
 
 
 def _total(
-    waiting: Waiting, choices: Choices, wait: FloatArray, price_held: FloatArray, held: IntArray
+    waiting: WaitingDocuments,
+    choices: ReleaseChoices,
+    wait: FloatArray,
+    price_held: FloatArray,
+    held: IntArray,
 ) -> FloatArray:
     """The score's terms added up; wait and the result have shape [num_choices]."""
     limits = waiting.limits
@@ -262,7 +266,7 @@ def _total(
     return x + x * x / CURVATURE + limits.price * delay + _shortfall(waiting, choices)
 
 
-def _tallest(waiting: Waiting, choices: Choices) -> IntArray:
+def _tallest(waiting: WaitingDocuments, choices: ReleaseChoices) -> IntArray:
     """Work of the tallest released outlier, shape [num_choices]."""
     no = waiting.num_outliers
     if not no:
@@ -274,13 +278,13 @@ def _tallest(waiting: Waiting, choices: Choices) -> IntArray:
     return np.maximum(height[first], forced_height)
 
 
-def _running_max_from(waiting: Waiting) -> IntArray:
+def _running_max_from(waiting: WaitingDocuments) -> IntArray:
     """Most work from a position on: classes descend, but inside a class age decides the order."""
     work = waiting.work[: waiting.num_outliers]
     return np.maximum.accumulate(work[::-1])[::-1]
 
 
-def _pigeonhole(waiting: Waiting, choices: Choices) -> FloatArray:
+def _pigeonhole(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     """Of N + 1 outliers two share a micro-batch, of 2N + 1 three do: at least the least of them."""
     num, no = waiting.limits.num_micro_batches, waiting.num_outliers
     work = np.append(waiting.work[:no], 0)
@@ -296,7 +300,9 @@ def _pigeonhole(waiting: Waiting, choices: Choices) -> FloatArray:
     return CLASS * np.maximum(two, three)
 
 
-def _crowded(waiting: Waiting, choices: Choices, tokens: IntArray, work: IntArray) -> FloatArray:
+def _crowded(
+    waiting: WaitingDocuments, choices: ReleaseChoices, tokens: IntArray, work: IntArray
+) -> FloatArray:
     """The first k documents have a micro-batch each; what does not fit the other N - k under S_max
     comes on top of them. With k once the tallest class, once as many as there are micro-batches."""
     num, s_max = waiting.limits.num_micro_batches, waiting.limits.s_max
@@ -318,7 +324,7 @@ def _crowded(waiting: Waiting, choices: Choices, tokens: IntArray, work: IntArra
     return out
 
 
-def _shortfall(waiting: Waiting, choices: Choices) -> FloatArray:
+def _shortfall(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     """What a held document that is taller than the mean lacks in company, times its urgency."""
     limits, no = waiting.limits, waiting.num_outliers
     if not no:
@@ -347,7 +353,9 @@ def _shortfall(waiting: Waiting, choices: Choices) -> FloatArray:
     return np.where(is_tall, URGENCY * urgency * urgency * urgency * lacking, 0.0)
 
 
-def _packed_score(waiting: Waiting, choices: Choices, c: int) -> tuple[float, IntArray]:
+def _packed_score(
+    waiting: WaitingDocuments, choices: ReleaseChoices, c: int
+) -> tuple[float, IntArray]:
     """(score, positions released) of choice c with its outliers really packed."""
     limits, fluid, no = waiting.limits, waiting.fluid, waiting.num_outliers
     rows = np.flatnonzero(choices.released(c, no) | waiting.forced[:no])
@@ -370,7 +378,7 @@ def _packed_score(waiting: Waiting, choices: Choices, c: int) -> tuple[float, In
     held = waiting.length[left]
     price = int((held * (waiting.age[left] + 1)).sum())
     wait = level - (sum(loads) + ordinary + fluid.forced_work) / num
-    one = Choices(i=choices.i[[c]], end=choices.end[[c]], j=choices.j[[c]])
+    one = ReleaseChoices(i=choices.i[[c]], end=choices.end[[c]], j=choices.j[[c]])
     score = _total(
         waiting, one, np.array([wait]), np.array([float(price)]), held.sum(keepdims=True)
     )

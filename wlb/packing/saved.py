@@ -29,6 +29,7 @@ from wlb.plan import (
     Layout,
     PackingPlan,
     Pieces,
+    UserError,
     digest,
     offsets_of,
 )
@@ -57,20 +58,22 @@ class Packs:
 
     @classmethod
     def of(cls, plans: Iterable[PackingPlan], source: Source, *, window: int) -> "Packs":
-        """Packs of one epoch's plans; ValueError where a document was cut or is missing."""
+        """Packs of one epoch's plans; UserError where a document was cut or is missing."""
         made = list(plans)
         rows = np.concatenate([np.zeros(0, np.int64), *(p.pieces.document for p in made)])
         length = np.concatenate([np.zeros(0, np.int64), *(p.pieces.length for p in made)])
-        cut = np.flatnonzero(length != source.lengths[rows % max(1, source.num_documents)])
+        if not np.array_equal(np.unique(rows), np.arange(source.num_documents)):
+            raise UserError(
+                f"{np.unique(rows).size} documents of {source.num_documents} were packed"
+            )
+        cut = np.flatnonzero(length != source.lengths[rows])
         if cut.size:
             row = int(rows[cut[0]])
-            raise ValueError(
+            raise UserError(
                 f"document {row} was cut ({length[cut[0]]} of its {source.lengths[row]} tokens); "
                 f"only whole documents are packed offline: use a method that cuts none and a "
                 f"context window of at least {int(source.lengths.max())} tokens"
             )
-        if not np.array_equal(np.sort(rows), np.arange(source.num_documents)):
-            raise ValueError(f"{rows.size} documents of {source.num_documents} were packed")
         counts = np.concatenate([np.diff(p.offsets) for p in made])
         return cls(
             rows=rows,
@@ -98,7 +101,7 @@ class Packs:
 
     @classmethod
     def load(cls, path: str | Path) -> "Packs":
-        """ValueError for a file that holds no packs."""
+        """UserError for a file that holds no packs."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 data: dict[str, Any] = {name: file[name] for name in file.files}
@@ -114,14 +117,14 @@ class Packs:
                 lengths=int(data["lengths"]),
             )
         except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
-            raise ValueError(
+            raise UserError(
                 f"packing.packs: {path} holds no packs ({error}); make them with `wlb pack`"
             ) from error
 
     def check(self, source: Source, options: PackerOptions) -> None:
-        """ValueError unless they are of this store, and of as many micro-batches a step."""
+        """UserError unless they are of this store, and of as many micro-batches a step."""
         if self.lengths != digest(source.lengths):
-            raise ValueError(
+            raise UserError(
                 "packing.packs were made of another store (its documents' lengths differ); make "
                 "them again with `wlb pack`"
             )
@@ -131,7 +134,7 @@ class Packs:
             ("layout", str(options.layout), str(self.layout)),
         ):
             if ours != theirs:
-                raise ValueError(
+                raise UserError(
                     f"packing.packs have {theirs} {name}, the run {ours}; make them again with "
                     f"`wlb pack`, or run with theirs"
                 )
@@ -149,9 +152,9 @@ class PackedBatches(SourceBatches):
         return {"step": 0, **self._identity}
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
-        """The batch of the step after `state`; ValueError for a state of something else."""
+        """The batch of the step after `state`; UserError for a state of something else."""
         if state.keys() != {"step", "packs"} or state["packs"] != self._identity["packs"]:
-            raise ValueError(
+            raise UserError(
                 "the state to resume from is not of these packs; resume with the checkpoint's own "
                 "packing.packs, or start a new run"
             )
@@ -162,13 +165,11 @@ class PackedBatches(SourceBatches):
         n = packs.num_micro_batches
         rows = packs.rows[packs.offsets[step * n] : packs.offsets[(step + 1) * n]]
         length = self.source.lengths[rows]
-        same = np.zeros(rows.size, np.int64)
         documents = Documents(
-            id=epoch * self.source.num_documents + rows,
+            id=self.ids.of(epoch, rows),
             length=length,
-            num_targets=self._num_targets(rows, length),
-            source=same + self.source.source_id,
-            arrival=same + at,
+            num_targets=self._num_targets(length),
+            source=np.full(rows.size, self.source.source_id, np.int64),
         )
         return GlobalBatch(index=at, documents=documents), {**state, "step": at + 1}
 
@@ -184,7 +185,7 @@ class SavedPacker(PolicyPacker):
         self, batch: GlobalBatch | None, carry: Carry
     ) -> tuple[tuple[PackingPlan, ...], Carry]:
         if len(carry.pieces):
-            raise ValueError(
+            raise UserError(
                 f"{len(carry.pieces)} documents wait from a run with packing.policy = "
                 f"{carry.policy}; packs made offline have no place for them: start a new run"
             )

@@ -139,8 +139,8 @@ class VarLenPacker(PolicyPacker):
         """
         latest = step - self.hold
         if has_come and (queue > LEFTOVER).all():
-            latest = max(latest, int(pieces.arrival.min()))
-        return pieces.arrival <= latest
+            latest = max(latest, int(pieces.arrival_step.min()))
+        return pieces.arrival_step <= latest
 
     def _admit(
         self,

@@ -11,7 +11,17 @@ from wlb.plan.arrays import (
     int_array,
     offsets_of,
 )
-from wlb.plan.documents import IGNORE, Documents, GlobalBatch, Piece, Pieces, cut_at, split_long
+from wlb.plan.documents import (
+    IGNORE,
+    UNCOUNTED,
+    DocumentIds,
+    Documents,
+    GlobalBatch,
+    Piece,
+    Pieces,
+    cut_at,
+    split_long,
+)
 from wlb.plan.errors import UserError
 from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
 from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
@@ -32,8 +42,10 @@ __all__ = [
     "DIGEST_BITS",
     "IGNORE",
     "TERMS",
+    "UNCOUNTED",
     "BoolArray",
     "Carry",
+    "DocumentIds",
     "Documents",
     "GlobalBatch",
     "IntArray",

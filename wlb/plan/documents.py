@@ -8,14 +8,39 @@ labels does not depend on how documents were cut.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from wlb.plan.arrays import IntArray, IntLike, check_minimum, int_array
+from wlb.plan.errors import UserError
 
 IGNORE = -100
 """Label of a token that is not trained."""
+UNCOUNTED = -1
+"""num_targets where only some tokens are trained: `wlb.planner` counts a step's labels once, in the
+store, when its plan leaves."""
+_NAMES_IN_FILES = {"arrival_step": "arrival"}
+"""Columns that were renamed after files had been written."""
+_Ids = TypeVar("_Ids", int, IntArray)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentIds:
+    """Ids of a source's documents over all epochs: epoch * num_documents + row.
+
+    num_documents: of the source, or of all sources of a blend.
+    """
+
+    num_documents: int
+
+    def of(self, epoch: int | IntArray, row: IntArray) -> IntArray:
+        """The ids of rows (shape [n]) in an epoch, or each in its own."""
+        return epoch * self.num_documents + row
+
+    def row(self, document: _Ids) -> _Ids:
+        """Where documents are in the source, whatever the epoch."""
+        return document % self.num_documents
 
 
 class _Columns:
@@ -85,22 +110,20 @@ class _Columns:
 class Documents(_Columns):
     """Documents in stream order; every column has shape [num_documents].
 
-    id: unique within `source` over the whole run (epoch * documents of the source + row).
-    length: tokens, at least 1. num_targets: tokens that carry a label. source: which corpus.
-    arrival: index of the global batch that brought the document.
+    id: unique within `source` over the whole run (`DocumentIds`). length: tokens, at least 1.
+    num_targets: tokens that carry a label, or UNCOUNTED. source: which corpus.
     """
 
-    _names: ClassVar[tuple[str, ...]] = ("id", "length", "num_targets", "source", "arrival")
+    _names: ClassVar[tuple[str, ...]] = ("id", "length", "num_targets", "source")
     id: IntArray
     length: IntArray
     num_targets: IntArray
     source: IntArray
-    arrival: IntArray
 
     def __post_init__(self) -> None:
         self._freeze()
         check_minimum("Documents.length", self.length, 1)
-        check_minimum("Documents.num_targets", self.num_targets, 0)
+        check_minimum("Documents.num_targets", self.num_targets, UNCOUNTED)
         over = np.flatnonzero(self.num_targets > self.length)
         if over.size:
             i = int(over[0])
@@ -110,17 +133,15 @@ class Documents(_Columns):
             )
 
     @classmethod
-    def from_lengths(cls, lengths: IntLike, *, first_id: int = 0, arrival: int = 0) -> "Documents":
+    def from_lengths(cls, lengths: IntLike, *, first_id: int = 0) -> "Documents":
         """Plain pre-training documents: every token but a document's last one has a label."""
         length = int_array("lengths", lengths)
         check_minimum("lengths", length, 1)
-        same = np.zeros(length.size, np.int64)
         return cls(
             id=first_id + np.arange(length.size),
             length=length,
             num_targets=length - 1,
-            source=same,
-            arrival=same + arrival,
+            source=np.zeros(length.size, np.int64),
         )
 
     @property
@@ -130,22 +151,23 @@ class Documents(_Columns):
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of document `document` of corpus `source`."""
+    """Tokens [start, stop) of document `document` of corpus `source`; columns as in `Pieces`."""
 
     document: int
     start: int
     stop: int
     num_targets: int
     source: int
-    arrival: int
+    arrival_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces(_Columns):
     """Contiguous parts [start, stop) of documents; every column has shape [num_pieces].
 
-    document: its id. num_targets: valid labels. source: number of the corpus it is from. arrival:
-    the step that was next when the piece's batch came, as packers stamp it; delay counts from it.
+    document: its id. num_targets: tokens that carry a label, or UNCOUNTED. source: number of the
+    corpus it is from. arrival_step: the step that was next when the piece's global batch came, from
+    which its delay counts.
     """
 
     _names: ClassVar[tuple[str, ...]] = (
@@ -154,14 +176,14 @@ class Pieces(_Columns):
         "stop",
         "num_targets",
         "source",
-        "arrival",
+        "arrival_step",
     )
     document: IntArray
     start: IntArray
     stop: IntArray
     num_targets: IntArray
     source: IntArray
-    arrival: IntArray
+    arrival_step: IntArray
 
     def __post_init__(self) -> None:
         self._freeze()
@@ -181,25 +203,50 @@ class Pieces(_Columns):
         """Tokens of all pieces."""
         return int((self.stop - self.start).sum())
 
-    @classmethod
-    def whole(cls, documents: Documents) -> "Pieces":
-        """A piece for each document, all of it."""
-        start = np.zeros(len(documents), np.int64)
-        d = documents
-        return cls._of_valid([d.id, start, d.length, d.num_targets, d.source, d.arrival])
+    @property
+    def total_targets(self) -> int:
+        """Labels of all pieces; UserError where they are not counted."""
+        uncounted = np.flatnonzero(self.num_targets == UNCOUNTED)
+        if uncounted.size:
+            raise UserError(
+                f"the labels of document {self.document[uncounted[0]]} are not counted, because "
+                f"its store trains only some tokens; plan with wlb.planner.Planner, which counts"
+            )
+        return int(self.num_targets.sum())
 
-    def stamped(self, arrival: int) -> Self:
-        """The same pieces, all arrived at step `arrival`."""
-        columns = [getattr(self, name) for name in self._names[:-1]]
-        return self._of_valid([*columns, np.full(len(self), arrival, np.int64)])
+    @classmethod
+    def whole(cls, documents: Documents, *, arrival_step: int = 0) -> "Pieces":
+        """A piece for each document, all of it."""
+        d, start = documents, np.zeros(len(documents), np.int64)
+        arrived = np.full(len(documents), arrival_step, np.int64)
+        return cls._of_valid([d.id, start, d.length, d.num_targets, d.source, arrived])
+
+    def to_json(self) -> dict[str, list[int]]:
+        """Columns by their names in files, as plain lists."""
+        return {name: column.tolist() for name, column in self.file_columns().items()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, list[int]]) -> "Pieces":
+        """What `to_json` gave."""
+        return cls.from_file_columns({n: int_array(n, values) for n, values in data.items()})
+
+    def file_columns(self) -> dict[str, IntArray]:
+        """Columns by the names that they have in files."""
+        return {_NAMES_IN_FILES.get(name, name): column for name, column in self.columns().items()}
+
+    @classmethod
+    def from_file_columns(cls, columns: dict[str, Any]) -> "Pieces":
+        """What `file_columns` gave; TypeError for a column that is missing or unknown."""
+        names = {in_files: name for name, in_files in _NAMES_IN_FILES.items()}
+        return cls(**{names.get(name, name): column for name, column in columns.items()})
 
 
 def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     """`pieces` in order, cut wherever one of the token `offsets` into their sequence falls.
 
     Every label is kept: the last token of a part that is not the piece's last one is labelled with
-    the piece's next token. ValueError for a piece with labels on only some of its tokens, because
-    how many fall into each part is not known here.
+    the piece's next token. Parts of an UNCOUNTED piece are UNCOUNTED. UserError for a piece that is
+    known to have labels on only some of its tokens, because each part's share is not known here.
     """
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if ends.size else 0
@@ -210,10 +257,11 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     length = np.diff(edges)
     is_last = edges[1:] == ends[row]
     unlabelled = (pieces.length - pieces.num_targets)[row]
-    partial = np.flatnonzero((unlabelled > 1) & ~is_last)
+    is_counted = pieces.num_targets[row] != UNCOUNTED
+    partial = np.flatnonzero((unlabelled > 1) & ~is_last & is_counted)
     if partial.size:
         piece = pieces[int(row[partial[0]])]
-        raise ValueError(
+        raise UserError(
             f"document {piece.document} has {piece.num_targets} labels on "
             f"{piece.stop - piece.start} tokens, so how many fall into each part of a cut is not "
             f"known; plan with wlb.planner.Planner on their store, which counts them, or use "
@@ -223,30 +271,32 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
         document=pieces.document[row],
         start=begin,
         stop=begin + length,
-        num_targets=length - np.where(is_last, unlabelled, 0),
+        num_targets=np.where(is_counted, length - np.where(is_last, unlabelled, 0), UNCOUNTED),
         source=pieces.source[row],
-        arrival=pieces.arrival[row],
+        arrival_step=pieces.arrival_step[row],
     )
 
 
-def split_long(documents: Documents, *, window: int, long_documents: str) -> Pieces:
+def split_long(
+    documents: Documents, *, window: int, long_documents: str, arrival_step: int = 0
+) -> Pieces:
     """Documents as pieces of at most `window` tokens, in order; nothing is dropped or truncated.
 
     long_documents: "split" cuts a longer document every `window` tokens, "refuse" raises a
-    ValueError that names it.
+    UserError that names it.
     """
-    whole = Pieces.whole(documents)
+    whole = Pieces.whole(documents, arrival_step=arrival_step)
     long_rows = np.flatnonzero(documents.length > window)
     if not long_rows.size:
         return whole
     row = int(long_rows[0])
     if long_documents == "refuse":
-        raise ValueError(
+        raise UserError(
             f"document {documents.id[row]} has {documents.length[row]} tokens, more than the "
             f'context window of {window}; use data.long_documents = "split" or a larger window'
         )
     if long_documents != "split":
-        raise ValueError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
+        raise UserError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
     begins = np.cumsum(documents.length) - documents.length
     num_cuts = (documents.length[long_rows] - 1) // window
     nth = np.arange(int(num_cuts.sum())) - np.repeat(np.cumsum(num_cuts) - num_cuts, num_cuts) + 1

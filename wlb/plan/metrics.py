@@ -88,7 +88,7 @@ def token_delay(plan: PackingPlan) -> tuple[float, int]:
     if not len(plan.pieces):
         return 0.0, 0
     # Policies that pack several batches train some tokens early; they cancel nobody's delay.
-    delay = np.maximum(plan.step - plan.pieces.arrival, 0)
+    delay = np.maximum(plan.step - plan.pieces.arrival_step, 0)
     return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
 
 

@@ -60,7 +60,7 @@ class MicroBatch:
     @property
     def num_targets(self) -> int:
         """Tokens that carry a label."""
-        return int(self.pieces.num_targets.sum())
+        return self.pieces.total_targets
 
     @property
     def cu_seqlens(self) -> IntArray:
@@ -143,7 +143,7 @@ class PackingPlan:
     @property
     def num_targets(self) -> int:
         """Valid labels of the whole step: what the loss is divided by."""
-        return int(self.pieces.num_targets.sum()) + self.num_joined_targets
+        return self.pieces.total_targets + self.num_joined_targets
 
     @property
     def attended(self) -> IntArray:
@@ -195,7 +195,7 @@ class PackingPlan:
         return {
             "step": self.step,
             "policy": self.policy,
-            "pieces": pieces_to_json(self.pieces),
+            "pieces": self.pieces.to_json(),
             "offsets": self.offsets.tolist(),
             "workload_ns": self.workload_ns.tolist(),
             "num_held_tokens": self.num_held_tokens,
@@ -208,7 +208,7 @@ class PackingPlan:
     def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
         """What `to_json` gave; ValueError where it is no plan."""
         with parsing("packing plan"):
-            values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
+            values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
 
 
@@ -252,7 +252,7 @@ class Carry:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         return {
             "policy": self.policy,
-            "pieces": pieces_to_json(self.pieces),
+            "pieces": self.pieces.to_json(),
             "slot": self.slot.tolist(),
             "next_step": self.next_step,
         }
@@ -261,7 +261,7 @@ class Carry:
     def from_json(cls, data: dict[str, Any]) -> "Carry":
         """What `to_json` gave; ValueError where it is no carry."""
         with parsing("carry"):
-            values: dict[str, Any] = {**data, "pieces": pieces_from_json(data["pieces"])}
+            values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -271,7 +271,7 @@ class Carry:
                 "policy": np.array(self.policy),
                 "next_step": np.array(self.next_step, np.int64),
                 "slot": self.slot,
-                **self.pieces.columns(),
+                **self.pieces.file_columns(),
             }
             np.savez(file, allow_pickle=False, **arrays)
 
@@ -285,15 +285,7 @@ class Carry:
                 policy=str(arrays.pop("policy")),
                 next_step=int(arrays.pop("next_step")),
                 slot=arrays.pop("slot"),
-                pieces=Pieces(**arrays),
+                pieces=Pieces.from_file_columns(arrays),
             )
         except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise ValueError(f"{path} is not a carry that `Carry.save` wrote: {error}") from error
-
-
-def pieces_to_json(pieces: Pieces) -> dict[str, list[int]]:
-    return {name: column.tolist() for name, column in pieces.columns().items()}
-
-
-def pieces_from_json(data: dict[str, list[int]]) -> Pieces:
-    return Pieces(**{name: int_array(name, values) for name, values in data.items()})

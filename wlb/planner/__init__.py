@@ -2,8 +2,8 @@
 
 from wlb.planner.compose import (
     LLAMA2_7B,
+    BatchSource,
     Planner,
-    Source,
     open_heldout_planner,
     open_planner,
     packs_of,
@@ -12,8 +12,8 @@ from wlb.planner.deal import deal
 
 __all__ = [
     "LLAMA2_7B",
+    "BatchSource",
     "Planner",
-    "Source",
     "deal",
     "open_heldout_planner",
     "open_planner",

@@ -4,8 +4,7 @@
 carries the state after it, or None when the data has ended and everything was flushed. Both are
 pure, so plans can be made ahead, in another process, and again after a restart from the state that
 a checkpoint stored. `shard(plan, pipeline)` adds the spans of one pipeline, lazily: the other
-pipelines' spans are never computed here. What waits in a state has the label counts of plain
-documents; the labels of a plan that leaves are counted (`targets`).
+pipelines' spans are never computed here. The labels of a plan that leaves are counted (`targets`).
 """
 
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
-from wlb.planner.targets import counted, counter_of, uncounted
+from wlb.planner.targets import counted
 from wlb.sharding import NAMES, shard
 from wlb.spec import BinMethod, Policy, Remainder, RunSpec, WindowCut
 
@@ -55,7 +54,7 @@ LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
 (its parameters) * d for linear layers; only the ratio matters."""
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Global batches with explicit state (`wlb.data.GlobalBatches`)."""
 
     def start(self) -> dict[str, Any]: ...
@@ -74,7 +73,7 @@ class Planner:
     only predicts, on the same stream, or None.
     """
 
-    source: Source
+    source: BatchSource
     packer: Packer
     baseline: Packer | None
     cost: WorkloadModel
@@ -99,7 +98,7 @@ class Planner:
             )
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, source: Source, cost: WorkloadModel) -> "Planner":
+    def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> "Planner":
         """The planner of a run; `spec.parallel.dp` must be filled in."""
         return cls(
             source=source,
@@ -195,7 +194,7 @@ class Planner:
             state = self._push(state)
         if not state.ready:
             return None
-        plan = counted(state.ready[0], counter_of(self.source))
+        plan = counted(state.ready[0], self.source)
         baseline, rest = self._baseline(state, plan.step)
         return StepPlan(
             packing=plan,
@@ -267,16 +266,13 @@ class Planner:
     def _push(self, state: PlannerState) -> PlannerState:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
-        counter = counter_of(self.source)
-        if batch is not None and counter is not None:
-            batch = uncounted(batch)
         plans, carry = self.packer.push(batch, state.carry)
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
             if baseline.policy != self.baseline.policy:  # it was off until now
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
             also, baseline = self.baseline.push(batch, baseline)
-            made += tuple(predict(counted(plan, counter)) for plan in also)
+            made += tuple(predict(counted(plan, self.source)) for plan in also)
         return PlannerState(
             carry=carry,
             baseline=baseline,

@@ -64,7 +64,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlanningJob:
     """What a planner process is told. make(*args) builds the planner inside the process."""
 
     make: Callable[..., Planner]
@@ -105,7 +105,7 @@ class PlannerProcess:
         self.address = address or Address.new()
         self._folder = Path(self.address.path).parent
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        job = Job(
+        job = PlanningJob(
             make=make,
             args=args,
             state=state,
@@ -182,14 +182,14 @@ class PlanClient:
                 self._received.append(item)
 
 
-class _Server:
+class PlanServer:
     """Answers clients; plans one more step whenever nobody asks.
 
     plans: steps that some client does not have yet, from step index `dropped` on. The last one is
     None at the end of data, or the text of an error: what was planned before it still runs.
     """
 
-    def __init__(self, job: Job, listener: Listener) -> None:
+    def __init__(self, job: PlanningJob, listener: Listener) -> None:
         self.job = job
         self.planner: Planner | None = None
         self.state: PlannerState | None = job.state
@@ -278,13 +278,13 @@ def _held_back() -> Generator[None]:
 def _main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    job: Job = pickle.load(sys.stdin.buffer)
+    job: PlanningJob = pickle.load(sys.stdin.buffer)
     watch = threading.Thread(target=_end_with, args=(os.getppid(), job.address), daemon=True)
     watch.start()
     with Listener(job.address.path, authkey=job.address.key) as listener:
         sys.stdout.write("listening\n")
         sys.stdout.flush()
-        _Server(job, listener).serve()
+        PlanServer(job, listener).serve()
     shutil.rmtree(Path(job.address.path).parent, ignore_errors=True)
 
 

@@ -1,18 +1,15 @@
-"""Exact label counts of pieces, wherever packing cut the documents.
+"""Label counts of a plan's pieces, made once: when the plan leaves the planner.
 
 The loss of a step is divided by its labels, so a plan has to know them. Where only some tokens are
-trained (fine-tuning), the labels of a part of a document are known by its store alone. Packers
-therefore see such documents as plain ones, every token but the first trained, which they can cut
-anywhere; the pieces of a plan that leaves the planner are counted in the store. Nothing that is
-packed by depends on labels, so the placement is the same.
-
+trained (fine-tuning), only the store knows the labels of a part of a document. Such pieces are
+UNCOUNTED while they are packed and wait, since nothing is packed by labels.
 Cost: four binary searches a piece.
 """
 
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from wlb.plan import GlobalBatch, IntArray, PackingPlan, Pieces
+from wlb.plan import IntArray, PackingPlan, Pieces
 
 
 @runtime_checkable
@@ -25,22 +22,10 @@ class TargetCounter(Protocol):
     def count_targets(self, pieces: Pieces) -> IntArray: ...
 
 
-def counter_of(source: object) -> TargetCounter | None:
-    """`source` if its documents are trained in part, else None."""
-    return source if isinstance(source, TargetCounter) and source.has_targets else None
-
-
-def uncounted(batch: GlobalBatch) -> GlobalBatch:
-    """The batch as plain documents, which can be cut anywhere."""
-    documents = batch.documents
-    plain = replace(documents, num_targets=documents.length - 1)
-    return replace(batch, documents=plain)
-
-
-def counted(plan: PackingPlan, counter: TargetCounter | None) -> PackingPlan:
-    """The plan with the labels of its pieces counted; as it is without a counter."""
-    if counter is None:
+def counted(plan: PackingPlan, source: object) -> PackingPlan:
+    """The plan with its pieces' labels counted; as it is if `source` trains every token."""
+    if not (isinstance(source, TargetCounter) and source.has_targets):
         return plan
-    pieces = replace(plan.pieces, num_targets=counter.count_targets(plan.pieces))
+    pieces = replace(plan.pieces, num_targets=source.count_targets(plan.pieces))
     # A document's first token is trained nowhere, joined to another document or not.
     return replace(plan, pieces=pieces, num_joined_targets=0)

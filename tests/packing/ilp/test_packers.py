@@ -256,7 +256,7 @@ def batches(seed: int, num_batches: int, tokens: int, window: int) -> list[Globa
     first = 0
     for index in range(num_batches):
         lengths = skewed(1000 * seed + index, tokens, window)
-        documents = Documents.from_lengths(lengths, first_id=first, arrival=index)
+        documents = Documents.from_lengths(lengths, first_id=first)
         made.append(GlobalBatch(index=index, documents=documents))
         first += len(lengths)
     return made
@@ -337,7 +337,7 @@ def test_the_fixed_form_packs_the_same_windows_as_greedy() -> None:
 
 
 def batch_of(index: int, lengths: list[int], first_id: int) -> GlobalBatch:
-    documents = Documents.from_lengths(lengths, first_id=first_id, arrival=index)
+    documents = Documents.from_lengths(lengths, first_id=first_id)
     return GlobalBatch(index=index, documents=documents)
 
 

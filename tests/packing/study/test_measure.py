@@ -15,7 +15,7 @@ COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
 
 
 def batch(index: int, lengths: list[int]) -> GlobalBatch:
-    documents = Documents.from_lengths(lengths, first_id=100 * index, arrival=index)
+    documents = Documents.from_lengths(lengths, first_id=100 * index)
     return GlobalBatch(index=index, documents=documents)
 
 

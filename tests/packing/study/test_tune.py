@@ -7,14 +7,14 @@ import pytest
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.packing import measure, packer_for
-from wlb.packing.study.tune import Grid, TunePoint, Tuning, finish, pareto_front, tune
+from wlb.packing.study.tune import TunePoint, Tuning, TuningGrid, finish, pareto_front, tune
 from wlb.plan import GlobalBatch
 from wlb.spec import PackingSection, Policy, RunSpec, load
 
 C = 2048
 COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
 SPEC = replace(RunSpec(), data=replace(RunSpec().data, context_window=C, num_windows=4))
-GRID = Grid(thresholds=(0.2, 0.63), s_max=(1.1, 2.0), step_tokens=(0.0, 1.5), prices=(1.0,))
+GRID = TuningGrid(thresholds=(0.2, 0.63), s_max=(1.1, 2.0), step_tokens=(0.0, 1.5), prices=(1.0,))
 
 
 def batches(num: int = 40) -> list[GlobalBatch]:
@@ -133,7 +133,7 @@ def test_nothing_left_to_try() -> None:
 def test_settings_without_room_for_a_global_batch_are_left_out() -> None:
     """Three micro-batches of 1.1 windows hold no global batch of four, of 1.4 just so."""
     run = replace(SPEC, packing=PackingSection(num_micro_batches=3, s_max=1.5))
-    grid = Grid(thresholds=(0.2,), s_max=(1.1, 4 / 3, 1.4), step_tokens=(0.0,), prices=(1.0,))
+    grid = TuningGrid(thresholds=(0.2,), s_max=(1.1, 4 / 3, 1.4), step_tokens=(0.0,), prices=(1.0,))
     points = tune(run, batches(12), COST, grid=grid).points
     assert [(p.section.s_max, p.section.policy) for p in points] == [
         (1.4, Policy.VAR_LEN),

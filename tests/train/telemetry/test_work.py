@@ -47,7 +47,7 @@ def plan_of(batches: list[list[tuple[int, int, int]]], layout: Layout) -> Packin
             stop=rows[:, 2],
             num_targets=rows[:, 2] - rows[:, 1] - 1,
             source=zeros,
-            arrival=zeros,
+            arrival_step=zeros,
         ),
         offsets=np.cumsum([0] + [len(batch) for batch in batches]),
         workload_ns=np.zeros(len(batches), np.int64),

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from wlb.packing.ilp.solvers import Limits, Outcome, Solver, modeller, run
+from wlb.packing.ilp.solvers import Outcome, Solver, SolverLimits, modeller, run
 
 TOLERANCE = 1e-6
 """Relative: what solvers may violate a row by."""
@@ -144,7 +144,7 @@ class Solution:
     status: str
 
 
-def solve(problem: Problem, start: Assignment, *, solver: Solver, limits: Limits) -> Solution:
+def solve(problem: Problem, start: Assignment, *, solver: Solver, limits: SolverLimits) -> Solution:
     """The best assignment found from `start`, and a bound."""
     model = _Model(problem)
     model.start_at(_relabelled(problem, start))

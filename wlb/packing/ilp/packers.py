@@ -48,7 +48,7 @@ from wlb.packing.base import (
 from wlb.packing.fixed import FixedPacker, Window, greedy
 from wlb.packing.ilp.fluid import Shape, items_of, placed
 from wlb.packing.ilp.model import Objective, solve
-from wlb.packing.ilp.solvers import Limits, Solver
+from wlb.packing.ilp.solvers import Solver, SolverLimits
 from wlb.packing.var_len import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least
 
@@ -210,7 +210,7 @@ def _solve(
     began = time.perf_counter()
     below = ilp.below(context_window)
     items = items_of(pieces, start, shape=shape, divisible_below=below, cost=cost)
-    limits = Limits(
+    limits = SolverLimits(
         time_limit_s=ilp.time_limit_s, gap=ilp.gap_limit, threads=ilp.threads, seed=ilp.seed
     )
     solution = solve(items.problem, items.start, solver=ilp.solver, limits=limits)

@@ -37,7 +37,7 @@ class Solver(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SolverLimits:
     """When a solve ends. gap: relative difference of objective and bound; seed: the solver's."""
 
     time_limit_s: float
@@ -64,7 +64,7 @@ def modeller() -> Any:
     return _module("pulp", "an ILP is modelled in the package")
 
 
-def run(problem: Any, solver: Solver, limits: Limits) -> Outcome:
+def run(problem: Any, solver: Solver, limits: SolverLimits) -> Outcome:
     """Minimise the PuLP `problem` from its variables' values; ValueError for a missing solver."""
     match solver:
         case Solver.HIGHS:
@@ -80,7 +80,7 @@ def _module(name: str, purpose: str) -> ModuleType:
         raise ValueError(f"{purpose} {name}, which is not installed: pip install {name}") from error
 
 
-def _run_highs(problem: Any, limits: Limits) -> Outcome:
+def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
     highspy: Any = _module("highspy", 'solver = "highs" is the package')
     # HiGHS keeps one pool of threads a process and refuses to run with another number of them.
     highspy.Highs.resetGlobalScheduler(True)
@@ -118,7 +118,7 @@ def _run_highs(problem: Any, limits: Limits) -> Outcome:
     )
 
 
-def _run_cbc(problem: Any, limits: Limits) -> Outcome:
+def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
     pulp = modeller()
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
     seed = 1 + limits.seed % (2**31 - 1)  # 0 would be the time of day

@@ -117,7 +117,7 @@ class PackingRun:
 
 
 @dataclass(slots=True)
-class _Tally:
+class PackingTally:
     """Sums over plans: `add` takes each plan once."""
 
     cost: WorkloadModel
@@ -143,7 +143,7 @@ class _Tally:
 
     def add(self, plan: PackingPlan, *, is_flush: bool) -> None:
         pieces = plan.pieces
-        late = plan.step - pieces.arrival
+        late = plan.step - pieces.arrival_step
         self.advance += int(np.where(late < 0, -late, 0) @ pieces.length)
         bins = np.clip(late, 0, DELAY_BINS - 1)
         self.delay += np.bincount(bins, pieces.length, DELAY_BINS).astype(np.int64)
@@ -200,7 +200,7 @@ def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
     """`packer` on `batches` and the flush after them; ValueError if there is nothing to train."""
-    tally = _Tally(cost)
+    tally = PackingTally(cost)
     times: list[float] = []
     carry = packer.start()
     for batch in batches:
@@ -230,7 +230,7 @@ def label_weights(labels: IntArray) -> FloatArray:
 
 
 def _summary(
-    tally: _Tally, forward: FloatArray, times: list[float], label: str, policy: str
+    tally: PackingTally, forward: FloatArray, times: list[float], label: str, policy: str
 ) -> PackingSummary:
     tokens = np.array(tally.tokens or [0], np.float64)
     attention = tally.ratios(tally.attention)

@@ -41,7 +41,7 @@ OBJECTIVES = ("step_time_weighted", "mean_delay", "p99_delay", "max_delay", "tok
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class TuningGrid:
     """What is tried. max_queues: most outlier queues of Algorithm 1."""
 
     policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)
@@ -148,15 +148,17 @@ def tune(
     batches: Sequence[GlobalBatch],
     cost: WorkloadModel,
     *,
-    grid: Grid | None = None,
+    grid: TuningGrid | None = None,
     delay_budget: float = 0.5,
 ) -> Tuning:
     """Every setting of `grid` on the same `batches`."""
-    return finish(tune_points(spec, batches, cost, grid=grid or Grid()), delay_budget=delay_budget)
+    return finish(
+        tune_points(spec, batches, cost, grid=grid or TuningGrid()), delay_budget=delay_budget
+    )
 
 
 def tune_points(
-    spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel, *, grid: Grid
+    spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel, *, grid: TuningGrid
 ) -> Iterator[TunePoint]:
     """The points one after the other, so that a caller can show progress."""
     for section in grid.sections(spec):
