@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from wlb.plan import (
     Carry,
+    DocumentIds,
     Documents,
     PackingPlan,
     Pieces,
