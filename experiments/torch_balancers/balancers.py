@@ -111,5 +111,4 @@ def plan_of(shuffled: Shuffled, cp: int, *, strategy: str) -> ShardingPlan:
         start=index[first] - offsets[piece[first]],
         stop=index[last] + 1 - offsets[piece[last]],
         rank_offsets=np.searchsorted(rank[first], np.arange(cp + 1)),
-        latency_ns=np.zeros(cp, np.int64),
     ).validate()

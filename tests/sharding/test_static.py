@@ -67,7 +67,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_validate_sees_gaps_overlaps_and_uneven_ranks() -> None:
-    good = {"strategy": "x", "lengths": [4], "latency_ns": [0, 0]}
+    good = {"strategy": "x", "lengths": [4]}
     one = {"piece": [0, 0], "rank_offsets": [0, 1, 2]}
     ShardingPlan(**good, **one, start=[0, 2], stop=[2, 4]).validate()
     for start, stop in (([0, 3], [2, 4]), ([0, 1], [2, 4]), ([0, 2], [2, 3])):
@@ -84,6 +84,6 @@ def test_rank_offsets_must_divide_the_spans() -> None:
     plan = {"strategy": "x", "lengths": [2], "piece": [0, 0], "start": [0, 1], "stop": [1, 2]}
     for offsets in ([0, 1], [1, 2]):
         with pytest.raises(ValueError, match=r"do not divide 2 spans"):
-            ShardingPlan(**plan, rank_offsets=offsets, latency_ns=[0])
+            ShardingPlan(**plan, rank_offsets=offsets)
     with pytest.raises(ValueError, match=r"rank_offsets \[0, 2, 1, 2\] do not divide 2 spans"):
-        ShardingPlan(**plan, rank_offsets=[0, 2, 1, 2], latency_ns=[0, 0, 0])
+        ShardingPlan(**plan, rank_offsets=[0, 2, 1, 2])

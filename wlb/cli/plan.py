@@ -14,7 +14,7 @@ from rich.console import Console
 
 from wlb import __version__
 from wlb.cli import sources
-from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns, workload_for
+from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure, with_s_max
 from wlb.packing.study.compare import compare, solver_packers, variants_of
@@ -189,7 +189,7 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload)
             shard(pieces, cp=cp, strategy=name, cost=cost, remainder=remainder)
             for pieces in lengths
         ]
-        slowest = sum(attention_latency(plan, cost).slowest_kernels_ns for plan in made)
+        slowest = sum(plan.slowest_kernels_ns for plan in made)
         over[name] = slowest / ideal if ideal else 1.0
         if name == own:
             counts.update(plan.strategy for plan in made)

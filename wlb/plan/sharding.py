@@ -6,7 +6,7 @@ The packed sequence of S tokens is divided over cp ranks. A rank holds an ordere
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,14 +41,17 @@ class Span(NamedTuple):
     stop: int
 
 
+_COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardingPlan:
     """Spans of one micro-batch on `cp` ranks, rank-major.
 
     strategy: that made them (of `adaptive` the chosen one). lengths: tokens of each piece, shape
     [num_pieces]. piece, start, stop: shape [num_spans]. rank_offsets: shape [cp + 1]; rank r holds
-    spans [rank_offsets[r], rank_offsets[r + 1]). latency_ns: predicted attention time of each rank,
-    shape [cp] (zeros where not predicted).
+    spans [rank_offsets[r], rank_offsets[r + 1]). forward_ns, backward_ns: predicted time of each
+    rank's attention kernels and launches, shape [cp]; zeros where it is not predicted.
     """
 
     strategy: str
@@ -57,13 +60,18 @@ class ShardingPlan:
     start: IntArray
     stop: IntArray
     rank_offsets: IntArray
-    latency_ns: IntArray
+    forward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "piece", "start", "stop", "rank_offsets", "latency_ns"):
+        for name in _COLUMNS:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
-        if self.latency_ns.size != self.cp:
-            raise ValueError(f"{self.latency_ns.size} latencies for {self.cp} ranks")
+        for name in ("forward_ns", "backward_ns"):
+            times = getattr(self, name)
+            if not times.size:
+                object.__setattr__(self, name, np.zeros(self.cp, np.int64))
+            elif times.size != self.cp:
+                raise ValueError(f"{times.size} {name} for {self.cp} ranks")
         ends_ok = self.rank_offsets[0] == 0 and self.rank_offsets[-1] == self.piece.size
         if not ends_ok or bool(np.any(np.diff(self.rank_offsets) < 0)):
             raise ValueError(
@@ -88,6 +96,16 @@ class ShardingPlan:
     def num_tokens(self) -> int:
         """Document tokens of the micro-batch."""
         return int(self.lengths.sum())
+
+    @property
+    def latency_ns(self) -> IntArray:
+        """Predicted attention time of each rank, both passes, shape [cp]."""
+        return self.forward_ns + self.backward_ns
+
+    @property
+    def slowest_kernels_ns(self) -> int:
+        """The slowest rank's forward plus the slowest rank's backward: ranks meet in each pass."""
+        return int(self.forward_ns.max()) + int(self.backward_ns.max())
 
     @property
     def tokens(self) -> IntArray:
@@ -135,14 +153,16 @@ class ShardingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
-        names = ("lengths", "piece", "start", "stop", "rank_offsets", "latency_ns")
+        names = (*_COLUMNS, "latency_ns")
         return {"strategy": self.strategy, **{n: getattr(self, n).tolist() for n in names}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
         """What `to_json` gave; ValueError where it is no sharding."""
         with parsing("sharding"):
-            return cls(**data)
+            values = {**data}
+            both = values.pop("latency_ns")
+            return cls(**{"forward_ns": both, **values})  # once only the sum of both was written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,11 +20,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost import WorkloadModel, attention_latency
+from wlb.cost import WorkloadModel
 from wlb.plan import IntArray, IntLike, ShardingPlan, int_array
 from wlb.sharding.hybrid import hybrid, shares_of
 from wlb.sharding.per_document import document_chunks
 from wlb.sharding.per_sequence import head_tail_ranks
+from wlb.sharding.prices import cheapest
 from wlb.sharding.spans import check_arguments, from_spans
 
 STRATEGY = "balanced"
@@ -39,11 +40,11 @@ def balanced(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
     pieces = int_array("lengths", lengths)
     check_arguments(pieces, cp)
-    plans = [hybrid(pieces, cp=cp, cost=cost)]
+    best = hybrid(pieces, cp=cp, cost=cost)
     if cp > 1 and pieces.size:
         order = np.argsort(-pieces, kind="stable")
-        plans += [_dealt(pieces, order, cp, cost, share) for share in SHARES]
-    best = min(plans, key=lambda plan: attention_latency(plan, cost).slowest_kernels_ns)
+        plans = [_dealt(pieces, order, cp, cost, share) for share in SHARES]
+        best = min(best, cheapest(plans, cost), key=lambda plan: plan.slowest_kernels_ns)
     return replace(best, strategy=STRATEGY)
 
 

@@ -14,14 +14,15 @@ Cost: the chunks of all documents are priced once (every threshold takes a prefi
 few NumPy passes over the pieces for each threshold.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.cost import WorkloadModel, attention_latency
+from wlb.cost import WorkloadModel
 from wlb.plan import IntArray, IntLike, ShardingPlan, int_array, offsets_of
 from wlb.sharding.per_document import document_chunks, per_document
 from wlb.sharding.per_sequence import head_tail_ranks, per_sequence
+from wlb.sharding.prices import cheapest
 from wlb.sharding.spans import check_arguments, cut_sequence, from_spans
 
 STRATEGY = "hybrid"
@@ -45,8 +46,7 @@ def hybrid(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
     plans = [per_sequence(pieces, cp=cp)]
     if cp > 1 and pieces.size:
         plans += [per_document(pieces, cp=cp), _best_threshold(pieces, cp, cost)]
-    best = min(plans, key=lambda plan: attention_latency(plan, cost).slowest_kernels_ns)
-    return replace(best, strategy=STRATEGY)
+    return cheapest(plans, cost, strategy=STRATEGY)
 
 
 def _best_threshold(pieces: IntArray, cp: int, cost: WorkloadModel) -> ShardingPlan:

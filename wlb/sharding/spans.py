@@ -41,7 +41,6 @@ def from_spans(
         start=start[first],
         stop=stop[last[: first.size]],
         rank_offsets=np.searchsorted(rank, np.arange(cp + 1)),
-        latency_ns=np.zeros(cp, np.int64),
     )
 
 

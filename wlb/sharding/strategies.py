@@ -1,15 +1,15 @@
 """Strategies by name, as a run's `sharding.strategy` chooses them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from wlb.cost import WorkloadModel, attention_latency
-from wlb.plan import IntLike, ShardingPlan
+from wlb.cost import WorkloadModel
+from wlb.plan import IntLike, ShardingPlan, UserError
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
 from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.prices import cheapest
 from wlb.spec import Remainder
 
 STRATEGIES: dict[str, Callable[..., ShardingPlan]] = {
@@ -36,20 +36,20 @@ def shard(
     """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
 
     lengths: tokens of each piece, shape [num_pieces]. remainder: what per_document does with tokens
-    over (also as adaptive's candidate). ValueError for an unknown strategy, for a remainder that
-    the strategy does not have, and for a plan that would lose or repeat a token.
+    over (also as adaptive's candidate). UserError for an unknown strategy, for a remainder that
+    the strategy does not have; ValueError for a plan that would lose or repeat a token.
     """
     if Remainder(remainder) != Remainder.MERGED and strategy not in WITH_REMAINDER:
-        raise ValueError(f"{strategy} merges tokens over; it has no remainder {remainder!r}")
+        raise UserError(f"{strategy} merges tokens over; it has no remainder {remainder!r}")
     match strategy:
         case "per_sequence":
-            plan = per_sequence(lengths, cp=cp)
+            plan = cheapest([per_sequence(lengths, cp=cp)], cost)
         case "per_document":
-            plan = per_document(lengths, cp=cp, remainder=remainder)
+            plan = cheapest([per_document(lengths, cp=cp, remainder=remainder)], cost)
         case "adaptive":
             plan = adaptive(lengths, cp=cp, cost=cost, remainder=remainder)
         case "hybrid" | "balanced":
             plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost)
         case _:
-            raise ValueError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
-    return replace(plan.validate(), latency_ns=attention_latency(plan, cost).kernels_ns)
+            raise UserError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
+    return plan.validate()
