@@ -13,7 +13,7 @@ from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.packing import PackingRun
 from wlb.packing.study.compare import compare, variants_of
-from wlb.packing.study.tune import Grid, Tuning, tune
+from wlb.packing.study.tune import Tuning, TuningGrid, tune
 from wlb.plan import int_array
 from wlb.report import facts_of, packing_page, packing_table, remarks, tuning_table
 from wlb.report.packing.plots import (
@@ -41,7 +41,7 @@ def runs() -> list[PackingRun]:
 
 @pytest.fixture(scope="module")
 def tuning() -> Tuning:
-    return tune(SPEC, BATCHES, COST, grid=Grid(thresholds=(0.2, 0.63), s_max=(1.5,)))
+    return tune(SPEC, BATCHES, COST, grid=TuningGrid(thresholds=(0.2, 0.63), s_max=(1.5,)))
 
 
 def printed(table: object, width: int) -> str:

@@ -274,7 +274,7 @@ Policy = IlpFixedPacker | IlpVarLenPacker
 
 def packers(*, window_batches: int = 2, reports: list[IlpReport] | None = None) -> list[Policy]:
     told, sink = options(n=2, window=256), None if reports is None else reports.append
-    ilp = IlpOptions(gap_limit=1e-3, time_limit_s=30)
+    ilp = IlpOptions(gap_limit=1e-3, time_limit_s=600)
     return [
         IlpFixedPacker(options=told, window_batches=window_batches, ilp=ilp, on_report=sink),
         IlpVarLenPacker(
