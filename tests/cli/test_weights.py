@@ -28,7 +28,7 @@ def test_import_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     num_bytes = sum(value.nbytes for part in held for value in part.values())
     assert f"{out}: {saved} in bfloat16, {num_bytes:,} bytes in {len(held)} files" in said
     assert len(held) > 1
-    assert "tokenizer: none copied (--tokenizer FILE): the checkpoint is of no token store" in said
+    assert "tokenizer: none copied (--tokenizer FILE): the checkpoint names no token store" in said
 
 
 def test_bad_input_is_refused_without_a_traceback(

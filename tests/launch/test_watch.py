@@ -43,4 +43,4 @@ def test_who_waits_for_a_posted_collective_is_not_the_cause() -> None:
     ]
     report = compose_report(seen, 4, silence_s=4.0, stuck_s=60.0)
     assert report.rank == 1
-    assert "takes no part in what the others have waited for" in report.text
+    assert "has not joined the collective" in report.text

@@ -29,7 +29,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not silu"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},
-        r"quantization_config = .*gptq.* is of quantised weights; import the original",
+        r"quantization_config = .*gptq.* means quantised weights; import the original",
     ),
     "sliding window": (
         {
@@ -49,7 +49,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope by layer type": (
         {"rope_scaling": None, "rope_parameters": {"full": {"rope_type": "default"}}},
-        r"rope_parameters: full = .* is of some layers only: wlb rotates all of them alike",
+        r"rope_parameters: full = .* differs between layers",
     ),
     "contradicting bases": ({"rope_theta": 7.0}, r"rope_theta = 7.0 contradicts the 5000.0 of"),
     "contradicting scalings": (
@@ -215,7 +215,7 @@ def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
     broken(r"gate_proj.weight in shape \[48, 32\], .* wants \[64, 32\]")
     (copy() / "run.json").write_text("{}", "utf-8")
     rewritten()
-    broken(r"run.json does not say of which model it is \(KeyError\('spec'\)\)")
+    broken(r"run.json does not describe its model \(KeyError\('spec'\)\)")
     (copy() / "manifest.json").unlink()
     broken(r"manifest.json cannot be read .*there is no checkpoint before it")
     next(copy().glob("*.safetensors")).unlink()

@@ -1,4 +1,4 @@
-"""The report of ranks that ended a run, from what rank 0 saw of all of them."""
+"""Compose the report of a failed run from the states of all ranks that rank 0 knows."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +15,18 @@ _WAITS = (
     "wlb/train/evaluate.py",
     "wlb/train/telemetry/meter.py",
 )
-"""Parts of a file's path: what waits for other ranks has one of them in the end of its stack. On
-CUDA collectives are only posted, and a rank waits where it reads what came of them."""
+"""Path parts in the innermost stack frames of a rank that waits for other ranks. On CUDA
+collectives are asynchronous: a rank waits where it reads their result."""
 _INNERMOST = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class RankStatus:
-    """What is known of a rank. at: `Position.to_json`. order: as which rank it failed, from 1.
-    lines: the end of its traceback or log. is_gone: it left as it should. is_told: it knows of the
-    end."""
+    """State of a rank as rank 0 knows it.
+
+    at: `Position.to_json`. order: its place among the failed ranks, from 1. lines: last lines of
+    its traceback or log. is_gone: it said goodbye. is_told: it was told to end.
+    """
 
     rank: int
     place: str
@@ -40,17 +42,17 @@ class RankStatus:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, by the end of its main thread's stack."""
+        """Whether its main thread waits for other ranks, judging by the innermost frames."""
         return any(part in line for line in self.stack[-_INNERMOST:] for part in _WAITS)
 
     @property
     def where(self) -> str:
-        return describe(self.at) if self.at else "before it said anything"
+        return describe(self.at) if self.at else "before its first message"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """rank: the one that the run ended for. error: in a line. text: everything."""
+    """rank: the cause of the failure. error: one line. text: the whole report."""
 
     rank: int
     error: str
@@ -60,12 +62,12 @@ class FailureReport:
 def compose_report(
     ranks: list[RankStatus], world_size: int, *, silence_s: float, stuck_s: float
 ) -> FailureReport:
-    """Names the ranks that others failed for, if there are any, before those that complained."""
+    """Name the ranks that caused the failure before those that failed as a consequence."""
     first, what = _cause(ranks, silence_s, stuck_s)
     cause = first[0]
     lines = [f"rank {cause.rank} of {world_size} {what}", *_about(cause)]
     for other in first[1:]:
-        lines += [f"so did rank {other.rank}", *_about(other)]
+        lines += [f"rank {other.rank} as well", *_about(other)]
     alike = [s for s in ranks if s not in first and s.failure and s.failure == cause.failure]
     if alike:
         lines.append(f"the same on rank {', '.join(str(s.rank) for s in alike)}")
@@ -78,23 +80,23 @@ def compose_report(
         lines.append(f"and {len(rest) - _MOST_OTHERS} more ranks")
     missing = sorted(set(range(world_size)) - {seen.rank for seen in ranks})
     if missing:
-        lines.append(f"never heard of: rank {', '.join(map(str, missing))}")
+        lines.append(f"no message ever from rank {', '.join(map(str, missing))}")
     return FailureReport(rank=cause.rank, error=cause.failure or what, text="\n".join(lines))
 
 
 def rank_zero_gone(
     world_size: int, *, silence_s: float, reporter: RankStatus, lines: list[str]
 ) -> FailureReport:
-    """What is left to say when rank 0, which knows of all, is gone. silence_s: 0 if it died."""
+    """Report the loss of rank 0, which knew the other ranks' states. silence_s: 0 if it died."""
     what = f"gave no sign of life for {silence_s:g} s" if silence_s else "died"
-    text = [f"rank 0 of {world_size} {what}; it knew where the others are", *_tail(lines, "log")]
+    text = [f"rank 0 of {world_size} {what}; the other ranks reported to it", *_tail(lines, "log")]
     return FailureReport(rank=0, error=what, text="\n".join([*text, _line(reporter)]))
 
 
 def _cause(
     ranks: list[RankStatus], silence_s: float, stuck_s: float
 ) -> tuple[list[RankStatus], str]:
-    """Ranks with which it began, and what they did."""
+    """Return the ranks that caused the failure, and what they did."""
     if dead := [s for s in ranks if s.is_dead and not s.failure]:
         return dead, "died"
     if silent := [s for s in ranks if s.is_silent]:
@@ -104,22 +106,22 @@ def _cause(
         return failed[:1], f"failed: {failed[0].failure}"
     idle = [s for s in ranks if not (s.failure or s.is_gone or s.is_dead)]
     if apart := [s for s in idle if not s.waits]:
-        return apart, f"takes no part in what the others have waited for, {stuck_s:g} s"
+        return apart, f"has not joined the collective that others have waited for ({stuck_s:g} s)"
     if failed:
         return failed[:1], f"failed: {failed[0].failure}"
-    return idle, f"has waited for other ranks for {stuck_s:g} s, as all of them do"
+    return idle, f"waits for other ranks, as all ranks have for {stuck_s:g} s"
 
 
 def _about(seen: RankStatus) -> list[str]:
-    last = "last heard of " if seen.is_dead or seen.is_silent else ""
-    lines = [f"  {last}in {seen.where}", f"  {seen.place}"]
+    preposition = "last message from" if seen.is_dead or seen.is_silent else "in"
+    lines = [f"  {preposition} {seen.where}", f"  {seen.place}"]
     if seen.stack and not seen.failure:
         lines += _tail(seen.stack, "stack")
     return lines + _tail(seen.lines, "traceback" if seen.failure else "log")
 
 
 def _tail(lines: list[str], of: str) -> list[str]:
-    return [f"  the end of its {of}:", *(f"    {line}" for line in lines)] if lines else []
+    return [f"  last lines of its {of}:", *(f"    {line}" for line in lines)] if lines else []
 
 
 def _line(seen: RankStatus) -> str:

@@ -1,16 +1,10 @@
-"""Start the ranks of one machine and bring back their results, or the first failure.
+"""Run a function on local ranks and return their results, or raise the first failure.
 
-A forkserver that has torch imported forks one process a rank (8 ranks start in about a third of a
-second, where fresh interpreters need ten). Guarantees:
-
-- The first rank that fails stops all others at once; its traceback is the error.
-- A rank that dies (signal, out of memory) is reported with its exit code.
-- `timeout_s` bounds the whole run; past it every rank's stack is reported.
-- No process outlives the call, nor the launching process, however that ends. A rank is the leader
-  of a process group of its own, so processes that it started go with it.
-
-Ranks meet through a file in a temporary directory: there is no port to race for. Ranks inherit
-stdout and stderr, see this process's environment as it is now, and import `fn` by its name.
+A forkserver that has imported torch forks one process per rank (8 ranks start in about 0.3 s
+instead of 10 s). The first failing rank ends all others; a rank that dies is reported with its exit
+code; after `timeout_s` every rank's stack is reported. No process outlives the call or the
+launching process: every rank leads a process group, which is killed with it. Ranks rendezvous
+through a file, inherit stdout, stderr and the current environment, and import `fn` by name.
 """
 
 import contextlib
@@ -34,6 +28,7 @@ from types import FrameType
 from typing import Any
 
 from wlb.parallel import world as worlds
+from wlb.plan import UserError
 
 PRELOAD = (
     "__main__",
@@ -48,7 +43,7 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# Slow imports of test modules: once in the server instead of once a rank.
+# Slow imports of test modules, made once in the server instead of once per rank.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -56,12 +51,12 @@ _STACK_WAIT_S = 2.0
 _PEER_WAIT_S = 0.2
 _REPORT_WAIT_S = 10.0
 _LAST_WORD_S = 0.5
-"""For a rank that its peers report: it may have died, and its exit code says how."""
+"""Wait for a rank that others reported: if it died, its exit code says how."""
 _JOIN_S = 10.0
 
 
 class RankFailure(RuntimeError):
-    """A rank failed, died or hung. `rank` failed first (-1: the run was out of time)."""
+    """A rank failed, died or hung. `rank` failed first; -1 if the run exceeded its time limit."""
 
     def __init__(self, message: str, *, rank: int, error: str) -> None:
         super().__init__(message)
@@ -71,7 +66,7 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankJob:
-    """What a rank is told. task: pickled (fn, args)."""
+    """Arguments of a rank's process. task: pickled (fn, args)."""
 
     world: worlds.World
     task: bytes
@@ -85,8 +80,8 @@ class _RankJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """at_s: the machine's monotonic clock; 0 for a rank that died without a word. is_report: one
-    of all ranks, by whoever watched over them."""
+    """at_s: time of the failure by the monotonic clock, 0 for a rank that died silently. is_report:
+    `details` is the report of all ranks by their watch."""
 
     rank: int
     error: str
@@ -105,17 +100,16 @@ def run_local(
     preload: Sequence[str] = (),
     awaits_report: bool = False,
 ) -> list[Any]:
-    """Results of fn(world, *args) on `world_size` ranks of this machine, in rank order.
+    """Return the results of fn(world, *args) on `world_size` local ranks, in rank order.
 
-    device: "cpu" or "cuda", already chosen. start_group: the process group is started before `fn`
-    and ended after it; otherwise `fn` calls `worlds.init`. preload: more modules for the forkserver
-    to import once; it starts at the first call of a process and later additions come too late.
-    awaits_report: ranks watch over each other (`wlb.launch.watch`), so that when one fails a
-    report of all comes a moment later. SIGTERM and SIGHUP end this process and the ranks, unless
-    the caller has handlers of its own.
+    device: "cpu" or "cuda", already chosen. start_group: start the process group before `fn` and
+    end it afterwards; otherwise `fn` calls `worlds.init`. preload: more modules that the forkserver
+    imports; only the first call of a process can add some. awaits_report: ranks watch each other
+    (`wlb.launch.watch`), so a failure is followed by a report of all ranks. SIGTERM and SIGHUP end
+    this process and the ranks, unless the caller handles them. Raises RankFailure.
     """
     if world_size < 1:
-        raise ValueError(f"world_size = {world_size} must be at least 1")
+        raise UserError(f"world_size = {world_size} must be at least 1")
     task = _pickled_task(fn, args)
     ranks = _LocalRanks()
     with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
@@ -125,7 +119,7 @@ def run_local(
                 task=task,
                 device=device,
                 start_group=start_group,
-                # Later than the launcher's own limit, which reports more.
+                # Longer than the launcher's own limit, whose report says more.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 num_threads=worlds.threads_per_rank(world_size),
                 environment=worlds.environment(
@@ -146,11 +140,11 @@ def run_local(
 
 
 def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Plain pickle: torch's own reducers would share memory with a process that may be gone."""
+    """Pickle without torch's reducers, which would share memory with a process that may be gone."""
     try:
         return pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to ranks: "
             f"{error}; use a function at the top of a module and plain arguments"
         ) from error
@@ -169,7 +163,8 @@ def _world_of(rank: int, world_size: int, folder: str) -> worlds.World:
 
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind this process, so that ranks and temporary files go at once."""
+    """Make SIGTERM and SIGHUP unwind this process, so that ranks and temporary files are
+    removed."""
     is_main = threading.current_thread() is threading.main_thread()
     kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
 
@@ -187,7 +182,7 @@ def _signals_exit() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _LocalRanks:
-    """The processes of a run, in rank order, and the pipes that bring their results."""
+    """Processes of a run in rank order, and the pipes that carry their results."""
 
     jobs: list[_RankJob] = field(default_factory=list)
     processes: list[ForkServerProcess] = field(default_factory=list)
@@ -204,7 +199,7 @@ class _LocalRanks:
         for job in jobs:
             receiver, sender = context.Pipe(duplex=False)
             self.pending[receiver] = job.world.rank
-            # Not a daemon: a rank may start processes of its own.
+            # Not a daemon, because a rank may start processes.
             process = context.Process(target=_rank_main, args=(job, sender), daemon=False)
             process.start()
             self.processes.append(process)
@@ -223,8 +218,8 @@ class _LocalRanks:
         return [self.results[rank] for rank in range(len(self.jobs))]
 
     def _peers(self, first: list[_Failure], awaits_report: bool) -> list[_Failure]:
-        """Failures a moment after the one seen first, which may be their consequence, or until a
-        report of all."""
+        """Collect failures that follow the first one seen, which may be a consequence of them,
+        until the report of all ranks arrives."""
         failures: list[_Failure] = []
         end = time.monotonic() + (_REPORT_WAIT_S if awaits_report else _PEER_WAIT_S)
         while self.pending and (left := end - time.monotonic()) > 0:
@@ -232,7 +227,7 @@ class _LocalRanks:
                 break
             failures += self._take(wait(list(self.pending), timeout=left))
         reported = {failure.rank for failure in first + failures if failure.is_report}
-        # Peers may have told of a rank's death before its own line, which ends with it, was read.
+        # A peer may report a rank's death before the end of that rank's own pipe is read.
         lines = [line for line, rank in self.pending.items() if rank in reported]
         return failures + self._take(wait(lines, timeout=_LAST_WORD_S) if lines else [])
 
@@ -262,8 +257,8 @@ class _LocalRanks:
         return _Failure(rank=rank, error=error, details=self._stack(rank))
 
     def _failed(self, failures: list[_Failure]) -> RankFailure:
-        """The first failure in full; a rank that died goes before those that complained. With the
-        report of all ranks instead, if there is one."""
+        """Compose the error from the report of all ranks if there is one, else from the first
+        failure; a rank that died comes before ranks that raised."""
         for report in failures:
             if report.is_report:
                 died = [
@@ -290,13 +285,14 @@ class _LocalRanks:
         end = time.monotonic() + _STACK_WAIT_S
         while time.monotonic() < end and not all(self._stack(rank) for rank in running):
             time.sleep(0.02)
-        time.sleep(0.05)  # the last stack may still be growing
+        time.sleep(0.05)  # the last stack may still be written
         error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
         stacks = [f"--- rank {rank}\n{self._stack(rank) or 'no stack'}" for rank in running]
         return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
 
     def _stack(self, rank: int) -> str:
-        """What faulthandler wrote, without the thread that watches the launcher."""
+        """Return the stack that faulthandler wrote, without the thread that watches the
+        launcher."""
         path = Path(self.jobs[rank].stack_file)
         text = path.read_text(errors="replace") if path.exists() else ""
         threads = text.strip().split("\n\n")
@@ -306,7 +302,7 @@ class _LocalRanks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
-            process.kill()  # a rank that had no time to lead its own group
+            process.kill()  # a rank that does not lead its process group yet
 
     def join(self) -> None:
         for receiver in self.pending:
@@ -325,7 +321,7 @@ def _pid(process: ForkServerProcess) -> int:
 
 
 class _ResultPipe:
-    """A rank's line to its launcher, which reads one message from it."""
+    """The pipe of a rank to its launcher, which reads one message."""
 
     def __init__(self, sender: Connection) -> None:
         self._sender = sender
@@ -333,7 +329,7 @@ class _ResultPipe:
         self._is_used = False
 
     def send(self, message: bytes) -> None:
-        """The first message; what comes later is not sent."""
+        """Send the first message and drop later ones."""
         with self._lock:
             if not self._is_used:
                 self._is_used = True
@@ -344,8 +340,12 @@ _result_pipe: _ResultPipe | None = None
 
 
 def report_failure(rank: int, error: str, text: str) -> bool:
-    """Has `run_local` fail with a report of all ranks, for `rank`; False, and nothing is done, in a
-    process that it did not start. Any thread may call it; the launcher ends all ranks then."""
+    """Make `run_local` fail because of `rank`, with a report of all ranks; the launcher then ends
+    them.
+
+    Any thread may call it. Returns False, without effect, in a process that `run_local` did not
+    start.
+    """
     if _result_pipe is None:
         return False
     _result_pipe.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
@@ -358,7 +358,7 @@ def is_launched() -> bool:
 
 
 def _rank_main(job: _RankJob, sender: Connection) -> None:
-    """A rank's life: everything that goes wrong in it becomes one message."""
+    """Main function of a rank: send its result or its failure as one message."""
     global _result_pipe
     _result_pipe = _ResultPipe(sender)
     os.setpgid(0, 0)
@@ -392,7 +392,7 @@ def _run_task(job: _RankJob) -> Any:
         worlds.init(job.world, device, timeout_s=job.group_timeout_s)
     result = fn(job.world, *args)
     if job.start_group and torch.distributed.is_initialized():
-        # On CPU tensors, so by Gloo: a rank that leaves early would break its peers' connections.
+        # Wait for all ranks, over Gloo: leaving early would break connections of peers.
         torch.distributed.all_reduce(torch.zeros(1))
     worlds.shutdown()
     return result
@@ -405,17 +405,15 @@ def _failure_of(rank: int, error: BaseException) -> _Failure:
 
 
 def _await_end() -> None:
-    """Stay until the launcher kills: leaving first would make the peers fail in their collectives.
-
-    Bounded, for a launcher that is gone.
-    """
+    """Wait (for at most _JOIN_S) to be killed: leaving first would make peers fail in
+    collectives."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_JOIN_S)
 
 
 def _end_with_parent() -> None:
-    """Kill this rank's process group when the launching process ends, however it ends."""
+    """Kill this rank's process group when the launching process ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,14 +1,14 @@
-"""Where a rank is in its work, for reports of a run that failed or hangs."""
+"""Position of a rank in its work, for reports of runs that fail or hang."""
 
 from typing import Any
 
 
 class Position:
-    """Set by the thread that trains, read by the one that watches; setting it costs 0.2 us.
+    """Set by the training thread and read by the watching thread; setting it costs 0.2 us.
 
-    step: the planned step at work, -1 before the first. doing: a few words. cell: pass, stage and
-    micro-batch at work, or the last one of this step, if any. num_changes: grows with each.
-    is_slow: what it does may take any time.
+    step: the current planned step, -1 before the first. doing: activity in a few words. cell: pass,
+    stage and micro-batch that run now or ran last in this step. num_changes: number of updates.
+    is_slow: the activity has no time limit.
     """
 
     __slots__ = ("cell", "doing", "is_slow", "num_changes", "step")
@@ -21,14 +21,14 @@ class Position:
         self.cell: tuple[str, int, int] | None = None
 
     def enter(self, doing: str, *, step: int | None = None, is_slow: bool = False) -> None:
-        """Something else begins; step: if that is a new step."""
+        """Begin another activity; step: set when it begins a new step."""
         self.doing, self.is_slow = doing, is_slow
         self.num_changes += 1
         if step is not None:
             self.step, self.cell = step, None
 
     def chunk(self, kind: str, stage: int, micro_batch: int) -> None:
-        """A pass of a micro-batch through a stage begins."""
+        """Begin a pass of a micro-batch through a stage."""
         self.cell = (kind, stage, micro_batch)
         self.num_changes += 1
 
@@ -37,7 +37,7 @@ class Position:
 
 
 def describe(position: dict[str, Any]) -> str:
-    """In words, of `Position.to_json`: "step 12, micro-batch 3 (backward, stage 1): computing"."""
+    """Describe a `Position.to_json`: "step 12, micro-batch 3 (backward, stage 1): computing"."""
     step, cell, doing = position["step"], position["cell"], position["doing"]
     if step < 0:
         return f"before the first step: {doing}"

@@ -1,22 +1,10 @@
-"""Watching over the ranks of a run: one that dies, stops, hangs or raises ends them all, with one
-report of who it was, where it was in its work, and the last lines that it wrote.
+"""Ranks watch each other: one that dies, stops, hangs or raises ends all of them with one report.
 
-Every rank has a thread that sends a line of JSON to rank 0 each `beat_s` (its position, and what it
-failed of), over a TCP connection of its own, which works while the main thread waits in a
-collective. Rank 0 takes a rank for
-
-- **dead**, when its connection closes without a goodbye: at once;
-- **silent**, when it says nothing for `silence_s`: a stopped process, a lost node;
-- **failed**, when it says so; others are given `_SETTLE_S`, since what raises first is often the
-  neighbour of what died;
-- **taking no part**, when it lives and has not failed while others' collectives ran out of time, or
-  while nothing has changed on any rank for `stuck_s`, and its stack is not one that waits.
-
-Then all ranks are asked for the stacks of their main threads, the report is written once, and all
-processes end: in time bounded by silence_s, or by stuck_s for a rank that hangs alive.
-If rank 0 is the one that is gone, rank 1 reports it and every rank ends.
-
-Cost: a thread that wakes once a beat; rank 0 handles world_size small messages a beat.
+A thread of every rank sends its position or failure to rank 0 each `beat_s`, over a TCP connection
+that works while the main thread waits in a collective. README.md describes how rank 0 tells dead,
+silent, failed and hanging ranks apart. All processes end within silence_s, or stuck_s for a rank
+that hangs alive; rank 1 reports the loss of rank 0. Cost: one thread per rank that wakes once per
+beat; rank 0 handles world_size small messages per beat.
 """
 
 import asyncio
@@ -38,21 +26,22 @@ import torch.distributed as dist
 from wlb.launch.failure import FailureReport, RankStatus, compose_report, rank_zero_gone
 from wlb.launch.position import Position
 from wlb.parallel.world import World
+from wlb.plan import UserError
 
 _SETTLE_S = 2.0
 _STACKS_S = 2.0
 _LAST_LINES = 20
 _MOST_CHARACTERS = 4000
 _MOST_BYTES = 1 << 22
-"""Of a message: a failure's lines and a stack, four bytes a character."""
+"""Longest message: the lines of a failure and a stack, four bytes per character."""
 _DEPUTY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
-    """silence_s: without a sign of life a rank is taken for gone after this. stuck_s: without a
-    change on any rank the run is taken for hung after this, unless one does something slow. logs:
-    folder of the ranks' logs, `rank-<n>.log`. place: of a rank, in words."""
+    """silence_s: a rank without a sign of life for this long counts as lost. stuck_s: a run without
+    progress on any rank for this long counts as hung, unless a slow activity is under way. logs:
+    folder of the logs `rank-<n>.log`. place: where this rank runs, in words."""
 
     silence_s: float
     stuck_s: float
@@ -60,15 +49,15 @@ class WatchOptions:
     place: str
 
     def beat_s(self, world_size: int) -> float:
-        """Between messages of a rank: rank 0 reads at most 1,000 a second."""
+        """Seconds between messages of a rank; rank 0 reads at most 1,000 messages per second."""
         return min(max(0.1, world_size / 1000), self.silence_s / 4)
 
 
 class Watch:
-    """Of one rank; all ranks construct it together once the process group stands.
+    """The watch of one rank; all ranks construct it together after the process group is set up.
 
-    end: is given the report on the one rank that reports, and None on others; it ends the process
-    and does not return.
+    end: called with the report on the one rank that reports and with None on others; it ends the
+    process and does not return.
     """
 
     def __init__(
@@ -96,18 +85,19 @@ class Watch:
         problems: list[Any] = [None] * world.world_size
         dist.all_gather_object(problems, problem)
         if found := [p for p in problems if p]:
-            raise ValueError(
-                f"{found[0]}; ranks watch over each other on a port of rank 0's node: open it, or "
-                f"set training.heartbeat_s = 0 to train without"
+            raise UserError(
+                f"{found[0]}; ranks watch each other through a port of rank 0's node: open it, or "
+                f"set training.heartbeat_s = 0 to train without a watch"
             )
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._thread.start()
 
     def raised(self, error: BaseException) -> None:
-        """This rank failed: says so to rank 0, and waits to be ended. Returns where that fails."""
+        """Report this rank's failure to rank 0 and wait to be ended; return if that does not
+        happen."""
         lines = traceback.format_exception(error)
         cause = error
-        while cause.__cause__ is not None:  # torch's schedules wrap what a stage raises
+        while cause.__cause__ is not None:  # torch's schedules wrap exceptions of a stage
             cause = cause.__cause__
         self._failure = {
             "error": _short(traceback.format_exception_only(cause)[0].strip()),
@@ -117,7 +107,7 @@ class Watch:
         self._thread.join(timeout=self.options.silence_s + _SETTLE_S + 2 * _STACKS_S + _DEPUTY_S)
 
     def close(self) -> None:
-        """Says goodbye; all ranks close at the end of a run."""
+        """Say goodbye; all ranks close at the end of a run."""
         self._is_closing = True
         self._wake.set()
         self._thread.join(timeout=self.options.silence_s)
@@ -126,7 +116,7 @@ class Watch:
             self._server.close()
 
     def _beat(self) -> None:
-        """The thread's life: a message and its answer, again and again."""
+        """Send messages and read answers until the run ends."""
         file = self._socket.makefile("rw", encoding="utf-8", newline="\n")
         ask = "ok"
         while True:
@@ -154,14 +144,14 @@ class Watch:
             ask = json.loads(answer)
             if ask == "end":
                 if self._server is not None:
-                    self._server.join()  # which reports; the failed main thread waits for this one
+                    self._server.join()  # it reports; the failed main thread waits for this thread
                 self._end(None)
                 return
             if ask == "ok":
                 self._wake.wait(self.options.beat_s(self.world.world_size))
 
     def _stack(self) -> list[str]:
-        """The last lines of the main thread's stack."""
+        """Return the last lines of the main thread's stack."""
         frame = sys._current_frames().get(self._main)
         lines = traceback.format_stack(frame) if frame is not None else []
         return "".join(lines).splitlines()[-_LAST_LINES:]
@@ -186,12 +176,12 @@ class Watch:
 
 
 def _short(text: str) -> str:
-    """A compiler's message can be of any length; rank 0 reads lines of `_MOST_BYTES`."""
+    """Shorten a message of any length, e.g. a compiler's; rank 0 reads at most `_MOST_BYTES`."""
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 class _WatchServer:
-    """Rank 0's view of all ranks, in a thread with an event loop of its own."""
+    """Rank 0's server, which knows the state of all ranks; a thread with its own event loop."""
 
     def __init__(
         self, world: World, options: WatchOptions, end: Callable[[FailureReport | None], None]
@@ -212,12 +202,12 @@ class _WatchServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until every rank has said goodbye, but not for ever."""
+        """Wait until every rank has said goodbye, for at most silence_s."""
         self._is_closing = True
         self._thread.join(timeout=self.options.silence_s)
 
     def join(self) -> None:
-        """Waits for the thread's end."""
+        """Wait for the end of the thread."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -259,7 +249,7 @@ class _WatchServer:
         return seen
 
     async def _is_over(self) -> bool:
-        """Whether all have left; if one has not left as it should, everything ends here."""
+        """Whether all ranks said goodbye; ends the run if a rank failed, died or hangs."""
         ranks = self._seen.values()
         if len(self._seen) == self.world.world_size and all(seen.is_gone for seen in ranks):
             return True
@@ -287,12 +277,11 @@ class _WatchServer:
         return True
 
     async def _note_silence(self) -> bool:
-        """Marks who has been silent too long; whether this process itself was stopped meanwhile,
-        so that nothing can be said of the others yet."""
+        """Mark silent ranks; True if this process was itself suspended, so nothing is known yet."""
         now = time.monotonic()
         own = self._heard_s.get(0, now)
         if now - own > self.options.silence_s / 2:
-            # This process slept as well, its own thread's messages too: they are all asked anew.
+            # We were suspended too; reset all timers.
             self._heard_s, self._changed_s = dict.fromkeys(self._heard_s, now), now
             return True
         for rank, heard_s in self._heard_s.items():
@@ -300,7 +289,7 @@ class _WatchServer:
         return False
 
     async def _settle(self) -> None:
-        """What died may be found a moment after its neighbours complained."""
+        """Wait for dead ranks to be found; their neighbours often fail first."""
         seen = self._seen.values()
         await self._until(lambda: all(s.is_dead or s.failure or s.is_gone for s in seen), _SETTLE_S)
 
@@ -314,7 +303,7 @@ class _WatchServer:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a log, if there is one."""
+    """Return the last lines of a log, none if it cannot be read."""
     try:
         return log.read_text("utf-8", errors="replace").splitlines()[-_LAST_LINES:]
     except OSError:

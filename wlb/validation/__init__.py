@@ -1,1 +1,1 @@
-"""Hold simulated and predicted times against measured ones."""
+"""Compare simulated and predicted times with measured ones."""

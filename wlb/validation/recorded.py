@@ -1,9 +1,8 @@
-"""A finished run beside its simulation: the very steps that it trained, simulated, and their times.
+"""Simulate the steps that a finished run trained, and compare them with its measured times.
 
-The run's configuration is that of its last checkpoint, its measured times those of `metrics.jsonl`.
-The planner runs again from the start on the same store; where its plans are not those that were
-trained (another store, code or kernel profile), that is refused. Steps can be priced with another
-profile than the one that planned them, which is how a calibration is tested.
+The last checkpoint has the configuration and `metrics.jsonl` the times. The planner runs again on
+the same store; plans that differ from the trained ones (another store, code or kernel profile) are
+refused. Steps can be priced with another kernel profile, which is how a calibration is tested.
 """
 
 import json
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from wlb.cost import KernelProfile, workload_for
 from wlb.parallel.world import choose_device
-from wlb.plan import StepMetrics
+from wlb.plan import StepMetrics, UserError
 from wlb.planner import open_planner
 from wlb.report.run.simulated import refuse_other_plan
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
@@ -36,8 +35,8 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRun:
-    """Steps of a run, measured and simulated. simulations: of consecutive steps. left_out: steps
-    before them."""
+    """Measured and simulated steps of a run. simulations: of consecutive steps. left_out: number of
+    steps before them."""
 
     spec: RunSpec
     left_out: int
@@ -46,12 +45,12 @@ class RecordedRun:
 
     @property
     def profile(self) -> KernelProfile:
-        """What the steps were simulated with."""
+        """Kernel profile of the simulation."""
         return self.simulations[0].simulator.cost.profile
 
     @property
     def measured_s(self) -> FloatArray:
-        """Shape [steps], as simulated_s."""
+        """Measured step times, shape [steps]."""
         return np.array([m.step_time_s for m in self.measured], np.float64)
 
     @property
@@ -65,22 +64,22 @@ class RecordedRun:
 
     @property
     def ratio(self) -> float:
-        """Simulated over measured time of all steps."""
+        """Total simulated time over total measured time."""
         return float(self.simulated_s.sum() / self.measured_s.sum())
 
     @property
     def correlation(self) -> float:
-        """Pearson's, over steps."""
+        """Pearson's correlation over steps."""
         return float(np.corrcoef(self.measured_s, self.simulated_s)[0, 1])
 
 
 def simulate_recorded(
     folder: Path, *, profile: str = "", skip: int | None = None, console: Console | None = None
 ) -> RecordedRun:
-    """The run in `folder` (run.output_dir/run.name), on the device that it would take here.
+    """Simulate the run in `folder` (run.output_dir/run.name), on the device that it would use here.
 
-    profile: name or path of the kernel profile to simulate with; "" for the run's own. skip: steps
-    at the start that are left out; None for telemetry.warmup_steps.
+    profile: name or path of a kernel profile; "" = the run's own. skip: first steps that are left
+    out; None = telemetry.warmup_steps.
     """
     written = folder / "metrics.jsonl"
     metrics = _metrics(written)
@@ -88,7 +87,7 @@ def simulate_recorded(
     left_out = spec.telemetry.warmup_steps if skip is None else skip
     metrics = metrics[left_out:]
     if not metrics:
-        raise ValueError(f"{written} has no step after the first {left_out}")
+        raise UserError(f"{written} has no step after the first {left_out}")
     stores = open_stores(spec, console or Console(quiet=True))
     device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
     spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
@@ -107,9 +106,9 @@ def simulate_recorded(
 def _spec(folder: Path) -> RunSpec:
     saved = checkpoint.list_complete(folder / "checkpoints")
     if not saved:
-        raise ValueError(
-            f"{folder} has no checkpoint, which says how the run was configured; give the folder "
-            f"of a run that was saved (run.output_dir/run.name)"
+        raise UserError(
+            f"{folder} has no checkpoint with the run's configuration; give the folder of a run "
+            f"that was saved (run.output_dir/run.name)"
         )
     path = saved[-1] / "run.json"
     data = json.loads(path.read_text("utf-8"))
@@ -117,10 +116,10 @@ def _spec(folder: Path) -> RunSpec:
 
 
 def _metrics(path: Path) -> list[StepMetrics]:
-    """Measured steps in order, since the run was last started or resumed: the last checkpoint says
-    how those were configured."""
+    """Return measured steps in order since the last start of the run, whose configuration the last
+    checkpoint has."""
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give the folder of a run that trained")
+        raise UserError(f"{path} does not exist; give the folder of a run that trained")
     lines = list(_lines(path))
     starts = [i for i, line in enumerate(lines) if line["kind"] == "start"]
     last = lines[max(starts, default=0) :]
@@ -130,14 +129,14 @@ def _metrics(path: Path) -> list[StepMetrics]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text("utf-8", errors="replace").splitlines():
-        with suppress(ValueError):  # half a line, of a run that was killed
+        with suppress(ValueError):  # an incomplete line of a run that was killed
             yield json.loads(text)
 
 
 def _chunks(
     steps: Iterator[ShardedStep], wanted: dict[int, StepMetrics], written: Path
 ) -> Iterator[tuple[ShardedStep, ...]]:
-    """The wanted ones; ValueError for a plan that is not the one that was trained."""
+    """Yield the wanted steps in chunks; UserError for a plan that differs from the trained one."""
     chosen = (step for step in steps if step.plan.step in wanted)
     while chunk := tuple(islice(chosen, _CHUNK)):
         for step in chunk:

@@ -1,23 +1,10 @@
-"""Replay a simulated step: real pipeline schedules and messages, computing replaced by waits.
+"""Replay a simulated step with real pipeline schedules and messages; passes are timed waits.
 
-A simulator predicts how long a step takes from how long each compute takes. The replay runs the
-same computes as timed waits on one process a rank, through the pipeline of training
-(`wlb.parallel.pipeline`) over Gloo: the order of computes, the messages between stages, the waits
-for them and the weight gradients put off are real; the time of a compute is given and messages are
-small. So it tells whether a simulator's order and waits are right, not whether latencies are.
-
-What a rank does in a compute:
-- F, B, I begin with a collective of the CP group (the gather of keys and values): their wait
-  counts from when the group's last rank got there. They end with another one, so the stage takes
-  as long as its slowest CP rank. W (zero-bubble's weight gradients) is each rank's own.
-- B is I and W in one: it takes `backward` + `weight`.
-
-The step ends with an all-reduce over the stage's dp x cp ranks, in the place of the gradients'.
-
-Processes sleep while they wait, so 32 of them share two cores. A step takes longer than its waits
-say, never shorter: about 1 ms a compute on the critical path, 2 ms with CP ranks (8 to 32 processes
-on two cores), however long the waits are. Scale all waits up by the same factor until that is
-little: of 22 computes of 20 to 60 ms it is 3 %, at four times the length 0.8 %.
+One process per rank runs the pipeline of training (`wlb.parallel.pipeline`) over Gloo: order,
+messages and delayed weight gradients are real, pass times are given and messages are small. So a
+replay verifies the order and the waits of the simulator, not its latencies. README.md describes the
+passes. Cost: a step takes longer than its waits by 1 ms per pass on the critical path, 2 ms with CP
+(8 to 32 processes on two cores), so waits should be scaled up until that is negligible.
 """
 
 import gc
@@ -42,7 +29,7 @@ from wlb.simulate import PassKind, pipeline_order
 from wlb.spec import ParallelSpec, Schedule
 
 MIN_WAIT_S = 0.005
-"""Below, a wait is no more than the replay's own time (a message, a collective, being woken)."""
+"""Shorter waits would be dominated by the replay's overhead (messages, collectives, waking up)."""
 
 _START_S = 0.02
 _START_PER_RANK_S = 0.001
@@ -51,11 +38,11 @@ _LAUNCH_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepWaits:
-    """Seconds that each CP rank computes in one step; zero is no wait.
+    """Seconds that each CP rank computes in one step; 0 = no wait.
 
-    forward, backward, weight: [dp, n, num_stages, cp]. backward: without what `weight` holds, the
-    weight gradients that a zero-bubble schedule computes apart; other schedules add the two.
-    rows: [dp, n] rows that stages exchange, shrunk.
+    forward, backward, weight: [dp, n, num_stages, cp]; n micro-batches per pipeline. weight: weight
+    gradients, a separate pass in zero-bubble schedules; other schedules add it to backward. rows:
+    [dp, n] rows in messages between stages, scaled down.
     """
 
     forward: npt.NDArray[np.float64]
@@ -86,7 +73,7 @@ class StepWaits:
 
     @property
     def by_kind(self) -> dict[PassKind, npt.NDArray[np.float64]]:
-        """What each kind of pass waits."""
+        """Waits of each kind of pass."""
         return {
             PassKind.FORWARD: self.forward,
             PassKind.BACKWARD: self.backward + self.weight,
@@ -96,7 +83,7 @@ class StepWaits:
 
     @property
     def bound_s(self) -> float:
-        """No order of computes takes longer: the slowest pipeline's computes one by one."""
+        """Upper bound of the step time: all passes of the slowest pipeline in sequence."""
         total = (self.forward + self.backward + self.weight).max(axis=3)
         return float(total.sum(axis=(1, 2)).max())
 
@@ -110,7 +97,7 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
         (bad, "a wait is a finite number of seconds, at least 0"),
         (
             short,
-            f"a wait below {MIN_WAIT_S} s drowns in the replay's own time; multiply all waits by "
+            f"a wait below {MIN_WAIT_S} s is dominated by overhead; multiply all waits by "
             "the same factor (20 ms and more are good)",
         ),
     ):
@@ -120,7 +107,7 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
 
 
 class TimedWait(NamedTuple):
-    """One compute of a rank, in seconds since the step began; its collectives are inside."""
+    """One pass of a rank, in seconds since the step began, including its collectives."""
 
     stage: int
     kind: PassKind
@@ -133,8 +120,8 @@ class TimedWait(NamedTuple):
 class Replayed:
     """One run of a step.
 
-    step_s: from the ranks' common start to the end of the slowest rank's last all-reduce.
-    spans: by (dp, pp, cp) rank its computes, in the order in which they ran.
+    step_s: from the common start to the end of the last all-reduce of the slowest rank. spans: the
+    passes of each (dp, pp, cp) rank, in order.
     """
 
     step_s: float
@@ -151,10 +138,10 @@ def replay(
     width: int = 16,
     weight_delay: int = 1,
 ) -> list[list[Replayed]]:
-    """Every step's `repeats` runs, on dp * pp * cp processes; TP is 1.
+    """Run every step `repeats` times, on dp * pp * cp processes; TP is 1.
 
-    Each step runs once without waits first, which opens its connections. pp = 1 has no schedule:
-    F and B of each micro-batch in turn. width: of the messages' rows (float32).
+    Each step first runs once without waits, which opens its connections. pp = 1 runs F and B of
+    each micro-batch in turn. width: width of the messages' rows (float32).
     """
     if repeats < 1 or width < 1:
         raise ValueError(f"repeats = {repeats} and width = {width} must be at least 1")
@@ -226,7 +213,7 @@ def _check_layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplaySettings:
-    """What all ranks are told beside the steps."""
+    """Settings that all ranks share."""
 
     parallel: ParallelSpec
     schedule: Schedule
@@ -245,7 +232,7 @@ class _ReplaySettings:
 
 
 class _RankTimes(NamedTuple):
-    """One run of a step as one rank saw it. at: (dp, pp, cp)."""
+    """One run of a step on one rank. at: (dp, pp, cp)."""
 
     at: tuple[int, int, int]
     stop_s: float
@@ -254,7 +241,7 @@ class _RankTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _WaitingMicroBatch:
-    """In the place of a `Rows` record. seconds: [num_stages] of each action."""
+    """Replaces a `Rows` record. seconds: [num_stages] of each kind of pass."""
 
     index: int
     seconds: dict[PassKind, npt.NDArray[np.float64]]
@@ -262,7 +249,7 @@ class _WaitingMicroBatch:
 
 @dataclass(slots=True)
 class _Timer:
-    """Makes a rank's computes take their time, and notes when they ran."""
+    """Makes the passes of a rank take their time, and records when they ran."""
 
     group: dist.ProcessGroup | None
     origin_s: float = 0.0
@@ -274,7 +261,7 @@ class _Timer:
     def compute(self, kind: PassKind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
         start_s = time.perf_counter()
         group = None if kind == PassKind.BACKWARD_WEIGHT else self.group
-        # The collective's own time is part of the wait, as it is part of a predicted latency.
+        # Predicted latencies include the collective, so the wait includes it too.
         ready_s = start_s if group is None else _latest(start_s, group)
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
@@ -291,7 +278,7 @@ class _Timer:
 
 
 def _latest(instant_s: float, group: dist.ProcessGroup) -> float:
-    """The latest of the group's instants: one machine's processes have one perf_counter."""
+    """Return the group's latest instant; processes of one machine share perf_counter."""
     latest = torch.tensor([instant_s], dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
     return latest.item()
@@ -303,7 +290,7 @@ def _sleep_until(instant_s: float) -> None:
 
 
 class _WaitingStage(nn.Module):
-    """In the place of a stage's layers: waits, and gives rows that depend on its input."""
+    """Replaces the layers of a stage: waits, and returns rows that depend on its input."""
 
     def __init__(
         self, index: int, job: _ReplaySettings, *, timer: _Timer, queue: WeightQueue | None = None
@@ -314,12 +301,12 @@ class _WaitingStage(nn.Module):
         self.scale = nn.Parameter(torch.ones(job.width))
 
     def forward(self, x: Tensor, rows: _WaitingMicroBatch) -> Tensor:
-        out: Tensor = _WaitingPass.apply(x, self.scale, self, rows)  # pyright: ignore[reportAssignmentType]
+        out: Any = _WaitingPass.apply(x, self.scale, self, rows)
         return out
 
 
 class _WaitingPass(torch.autograd.Function):
-    """Rows (of tokens, on the first stage) times a weight; the last stage's sum is the loss."""
+    """Multiplies rows (tokens on the first stage) by a weight; the last stage's sum is the loss."""
 
     @staticmethod
     def forward(
@@ -355,7 +342,7 @@ class _WaitingPass(torch.autograd.Function):
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """A rank's stages. pipeline: None with one pipeline rank, which has one stage."""
+    """Stages of a rank. pipeline: None for pp = 1, which has one stage."""
 
     job: _ReplaySettings
     mesh: Mesh
@@ -364,7 +351,7 @@ class _Rank:
     pipeline: Pipeline | None
 
     def run(self, step: StepWaits, *, factor: float) -> _RankTimes:
-        """One run of `step`, its waits multiplied."""
+        """Run `step` once, with its waits multiplied by `factor`."""
         mesh = self.mesh
         num_rows = [int(r) for r in step.rows[mesh.dp_rank]]
         tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.pp_rank == 0 else None
@@ -390,8 +377,7 @@ class _Rank:
         ]
 
     def _common_start_s(self) -> float:
-        """An instant that no rank has reached yet, the same on all: ranks leave a barrier one after
-        another, as the cores let them."""
+        """Wait for a common instant; ranks would leave a barrier at different times."""
         group = self.mesh.world_group
         ahead_s = _START_S + _START_PER_RANK_S * self.mesh.world_size
         start_s = _latest(time.perf_counter(), group) + ahead_s
@@ -405,10 +391,10 @@ class _Rank:
 
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
-    """What a rank saw of each step's repeats."""
-    del world  # the mesh knows
+    """Return this rank's times of each step's repeats."""
+    del world  # build_mesh reads it from the process group
     rank = _build_rank(job)
-    # A full collection of what torch loads takes 140 ms of a core, and every rank would do it.
+    # A full garbage collection takes 140 ms per rank, because torch loads many objects.
     gc.freeze()
     gc.disable()
     seen: list[list[_RankTimes]] = []

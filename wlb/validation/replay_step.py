@@ -1,8 +1,7 @@
-"""Simulated steps replayed on real processes, and how far the two differ.
+"""Compare simulated steps with their replay on real processes.
 
-A step's passes become waits of each CP rank, scaled so that the shortest is long enough to measure;
-the simulator walks the same waits, with messages and collectives that take no time, so what is
-compared is order, dependencies and who waits for whom.
+Passes become waits of each CP rank, scaled so that the shortest can be measured. The simulator uses
+the same waits with free messages and collectives, so that order and dependencies are compared.
 """
 
 from collections.abc import Sequence
@@ -12,19 +11,20 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
+from wlb.plan import UserError
 from wlb.simulate import NodeKind, PassKind, Simulation, step_graph
 from wlb.spec import Schedule
 from wlb.validation.replay import StepWaits, replay
 
 ROWS_PER_TOKEN = 1 / 2048
 MOST_SPREAD = 20
-"""A wait is at least the mean over this: an empty micro-batch must not make a step of minutes."""
+"""A wait is at least the mean over this; scaling up an empty micro-batch would take minutes."""
 MOST_PROCESSES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """One step, seconds. replayed_s: of every repeat."""
+    """Times of one step. replayed_s: of every repeat."""
 
     label: str
     schedule: Schedule
@@ -38,7 +38,7 @@ class Agreement:
 
 
 def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWaits:
-    """The passes of a simulated step as waits, the shortest of them `shortest_s`."""
+    """Return the passes of a simulated step as waits, the shortest of `shortest_s`."""
     spec, prices = simulation.simulator.spec, simulation.prices
     _, dp, n, cp = prices.shape
     kinds = list(prices.linear)
@@ -66,7 +66,7 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
 def simulated_s(
     waits: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int, weight_delay: int = 1
 ) -> float:
-    """The step time that the simulator gives for these waits."""
+    """Return the simulated step time of these waits."""
     dp, n, _, _ = waits.shape
     _, graph = step_graph(
         schedule,
@@ -96,12 +96,12 @@ def compare(
     weight_delay: int = 1,
     repeats: int = 3,
 ) -> list[Agreement]:
-    """Simulated and replayed times of each step; ValueError for too many processes."""
+    """Simulate and replay each step; UserError if that takes too many processes."""
     dp, _, _, cp = waits[0].shape
     if dp * pp * cp > MOST_PROCESSES:
-        raise ValueError(
-            f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, more than "
-            f"{MOST_PROCESSES}; lower parallel.dp, cp or pp"
+        raise UserError(
+            f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, but at most "
+            f"{MOST_PROCESSES} are allowed; lower parallel.dp, cp or pp"
         )
     runs = replay(
         waits,

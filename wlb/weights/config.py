@@ -1,8 +1,8 @@
-"""Hugging Face's config.json <-> ModelSpec.
+"""Convert between Hugging Face's config.json and ModelSpec.
 
-Reads what transformers 4 writes (`rope_theta`, `rope_scaling`) and what transformers 5 writes
-(`rope_parameters`), with transformers' defaults for what is left out; writes both. A configuration
-that computes something else than `wlb.model` is refused with the key, its value and the remedy.
+Reads the keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) with
+transformers' defaults for missing keys, and writes both. A configuration that `wlb.model` would
+compute differently is refused with the key, its value and the remedy.
 """
 
 import json
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from wlb.plan import UserError
 from wlb.spec import ModelSpec, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""By model_type. Mistral without a sliding window computes what Llama does."""
+"""Architectures by model_type. Mistral without a sliding window computes the same as Llama."""
 
 _MISTRAL_WINDOW = 4096
-"""What transformers takes for a Mistral whose config.json does not say."""
+"""Default of transformers for a Mistral whose config.json has no sliding_window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """What a config.json says. is_tied: the head is the embedding. max_positions: of the text that
-    it was trained on. bos_id, eos_ids: None and empty where unknown."""
+    """Contents of a config.json. is_tied: the head is the embedding. max_positions: longest text in
+    training. bos_id, eos_ids: None and empty if unknown."""
 
     spec: ModelSpec
     is_tied: bool
@@ -33,7 +34,7 @@ class HubModel:
 
 
 class _Keys:
-    """Typed look-ups in a JSON object; ValueError with the file, the key and its value."""
+    """Typed look-ups in a JSON object; UserError with the file, the key and its value."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
@@ -54,13 +55,13 @@ class _Keys:
             raise self.error(name, "must be a number")
         return float(value)
 
-    def error(self, name: str, why: str) -> ValueError:
+    def error(self, name: str, why: str) -> UserError:
         said = repr(self.values[name]) if name in self.values else "(missing)"
-        return ValueError(f"{self.where}: {name} = {said} {why}")
+        return UserError(f"{self.where}: {name} = {said} {why}")
 
 
 def read_config(path: Path) -> HubModel:
-    """The model of a config.json; ValueError for one that `wlb.model` would not compute."""
+    """Read the model of a config.json; UserError for a model that `wlb.model` cannot compute."""
     values = read_json(path)
     keys = _Keys(values, str(path))
     model_type = _architecture(keys)
@@ -68,7 +69,7 @@ def read_config(path: Path) -> HubModel:
     num_heads = keys.whole("num_attention_heads")
     max_positions = keys.whole("max_position_embeddings", 2048)
     theta, scaling = _rope(keys, max_positions)
-    # A Mistral's default is 8 whatever num_attention_heads is: too odd to rely on.
+    # Mistral's default is 8, independent of num_attention_heads, so the key is required.
     needs_kv = model_type == "mistral" and "num_key_value_heads" not in values
     spec = ModelSpec(
         vocab_size=keys.whole("vocab_size"),
@@ -85,8 +86,8 @@ def read_config(path: Path) -> HubModel:
     )
     try:
         spec.check()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return HubModel(
         spec=spec,
         is_tied=bool(values.get("tie_word_embeddings", False)),
@@ -99,7 +100,7 @@ def read_config(path: Path) -> HubModel:
 def config_json(
     spec: ModelSpec, *, max_positions: int, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str
 ) -> dict[str, Any]:
-    """The config.json of a model, for transformers 4 and 5. dtype: as in "bfloat16"."""
+    """Return the config.json of a model, for transformers 4 and 5. dtype: such as "bfloat16"."""
     rope: dict[str, Any] = {"rope_type": "default"}
     scaling = spec.rope_scaling
     if scaling.factor != 1.0:
@@ -131,7 +132,7 @@ def config_json(
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        # Written also where unknown: LlamaConfig would take 1 and 2.
+        # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
         "eos_token_id": one_or_many(eos_ids),
         "torch_dtype": dtype,
@@ -140,23 +141,23 @@ def config_json(
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
-    """Token ids as config.json has them: nothing, one, or a list."""
+    """Return token ids as in config.json: null, one id, or a list."""
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError naming the file for anything else."""
+    """Read a JSON object; UserError naming the file for anything else."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+        raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: must be a JSON object, got {type(values).__name__}")
+        raise UserError(f"{path}: must be a JSON object, got {type(values).__name__}")
     return cast("dict[str, Any]", values)
 
 
 def _architecture(keys: _Keys) -> str:
-    """model_type, where it and `architectures` are ones we know."""
+    """Return model_type; UserError if it or `architectures` is not supported."""
     known = ", ".join(ARCHITECTURES.values())
     model_type = keys.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -170,7 +171,7 @@ def _architecture(keys: _Keys) -> str:
 def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
     values = keys.values
     if values.get("quantization_config"):
-        raise keys.error("quantization_config", "is of quantised weights; import the original ones")
+        raise keys.error("quantization_config", "means quantised weights; import the original ones")
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
@@ -178,14 +179,14 @@ def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
             raise keys.error(name, "asks for biases, which wlb's linear layers do not have")
     window = values.get("sliding_window", _MISTRAL_WINDOW)
     if is_mistral and window is not None:
-        raise ValueError(
+        raise UserError(
             f"{keys.where}: sliding_window = {window}: wlb's attention has no window; only a "
-            f"Mistral with sliding_window = null is a Llama"
+            f"Mistral with sliding_window = null computes the same as a Llama"
         )
 
 
 def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
-    """Base and scaling, from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     values = keys.values
     places = ("rope_parameters", "rope_scaling")
     given = {name: values[name] for name in places if values.get(name)}
@@ -198,7 +199,7 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
     } or {"rope_theta": (keys.real("rope_theta", 10000.0), RopeScaling())}
     first, *others = read.values()
     if any(other != first for other in others):
-        raise ValueError(
+        raise UserError(
             f"{keys.where}: rope_parameters = {given['rope_parameters']} and rope_scaling = "
             f"{given['rope_scaling']} (rope_theta = {values.get('rope_theta')}) contradict each "
             f"other; remove the wrong one"
@@ -209,7 +210,7 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
 def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
     for name, value in rope.values.items():
         if isinstance(value, dict):
-            raise rope.error(name, "is of some layers only: wlb rotates all of them alike")
+            raise rope.error(name, "differs between layers: wlb uses the same RoPE in all layers")
     theta = rope.real("rope_theta", keys.real("rope_theta", 10000.0))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
@@ -227,7 +228,7 @@ def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, Rope
                 original_context=rope.whole("original_max_position_embeddings", max_positions),
             )
         case other:
-            raise ValueError(
+            raise UserError(
                 f"{rope.where}: rope_type = {other!r} is not known here; wlb computes default and "
                 f"llama3"
             )

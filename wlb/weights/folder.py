@@ -1,4 +1,4 @@
-"""Folders that are complete or absent."""
+"""Create folders that are either complete or absent."""
 
 import shutil
 from collections.abc import Generator
@@ -6,18 +6,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wlb.data.store import temporary_name
+from wlb.plan import UserError
 
 
 def refuse_existing(out: Path) -> None:
-    """ValueError where something is at `out` already."""
+    """UserError if `out` exists."""
     if out.exists():
-        raise ValueError(f"--out {out} exists already; remove it or give another folder")
+        raise UserError(f"--out {out} exists already; remove it or give another folder")
 
 
 @contextmanager
 def new_folder(out: Path) -> Generator[Path]:
-    """A folder to fill, beside `out` under another name; leaving the block normally makes it `out`,
-    leaving it by an exception leaves nothing."""
+    """Give a temporary folder beside `out`, renamed to `out` at the end of the block; an exception
+    removes it."""
     refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = temporary_name(out)

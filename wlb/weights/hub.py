@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face folder: `model.safetensors`, or shards with their index.
+"""Read tensors of a Hugging Face folder: `model.safetensors`, or shards with their index.
 
-Only headers are read until a tensor is asked for. Pickled weights are never opened.
+Only headers are read until a tensor is requested. Pickled weights are never opened.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from wlb.plan import UserError
 from wlb.weights.config import read_json
 from wlb.weights.names import EMBEDDING, HEAD, NOT_WEIGHTS, Parameter
 
@@ -33,7 +34,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
-    """Tensors by name, as their files' headers say. is_tied: the head's value is the embedding."""
+    """Tensors by name, from the files' headers. is_tied: the head is the embedding."""
 
     tensors: dict[str, StoredTensor] = field(repr=False)
     is_tied: bool
@@ -42,7 +43,7 @@ class HubTensors:
         return self.tensors[EMBEDDING if self.is_tied and name == HEAD else name]
 
     def read(self, name: str) -> Tensor:
-        """One tensor's value; ValueError naming a file that cannot be read."""
+        """Read one tensor; UserError naming a file that cannot be read."""
         source = EMBEDDING if self.is_tied and name == HEAD else name
         path = self.tensors[source].file
         try:
@@ -55,16 +56,16 @@ class HubTensors:
 def open_tensors(
     folder: Path, parameters: Iterable[Parameter], *, is_tied: bool, config: Path
 ) -> HubTensors:
-    """The tensors of `folder`, which must be exactly those of a model, of the right shapes.
+    """Open the tensors of `folder`, which must be exactly those of a model, in the right shapes.
 
-    config: the file that says which model, for messages.
+    config: the model's config.json, for messages.
     """
     expected = {p.name: p for p in parameters}
     tensors: dict[str, StoredTensor] = {}
     for path, listed in _files(folder).items():
         header = _header(path)
         if absent := sorted((listed or set()) - header.keys()):
-            raise ValueError(
+            raise UserError(
                 f"{path} does not have {_some(absent)}, which {folder / INDEX} says it has; "
                 f"download the folder again"
             )
@@ -75,15 +76,15 @@ def open_tensors(
         hint = ""
         if missing == [HEAD]:
             hint = "; if the head is the embedding, set tie_word_embeddings = true in config.json"
-        raise ValueError(f"{folder} lacks {_some(missing)} of the model of {config}{hint}")
+        raise UserError(f"{folder} lacks {_some(missing)} of the model of {config}{hint}")
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise ValueError(
-            f"{folder} has {_some(unknown)}, which the model of {config} does not; this is another "
-            f"architecture than its config.json says"
+        raise UserError(
+            f"{folder} has {_some(unknown)}, which the model of {config} does not; its "
+            f"config.json describes another architecture"
         )
     for name, stored in tensors.items():
         if stored.shape != expected[name].unpadded:
-            raise ValueError(
+            raise UserError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}, the model of {config} "
                 f"wants {list(expected[name].unpadded)}"
             )
@@ -96,46 +97,46 @@ def open_tensors(
 def _refuse_untied(found: HubTensors, config: Path) -> None:
     head = HubTensors(tensors=found.tensors, is_tied=False).read(HEAD)
     if not torch.equal(head, found.read(EMBEDDING)):
-        raise ValueError(
+        raise UserError(
             f"{config}: tie_word_embeddings = true, but {HEAD} in {found.tensors[HEAD].file} is "
-            f"not equal to {EMBEDDING}; set it to false if the head was trained apart"
+            f"not equal to {EMBEDDING}; set it to false if the head was trained separately"
         )
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files of a folder and which tensors to take of each; None = all that it has."""
+    """Return the files of a folder and the tensors to read from each; None = all."""
     if (folder / INDEX).is_file():
         return _indexed(folder)
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: None}
     pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
     if pickled:
-        raise ValueError(
-            f"{folder} has pickled weights only ({_some(pickled)}), which can run code when they "
-            f"are read; convert them to safetensors (transformers' save_pretrained)"
+        raise UserError(
+            f"{folder} has pickled weights only ({_some(pickled)}), which can run code when "
+            f"loaded; convert them to safetensors (transformers' save_pretrained)"
         )
     shards = sorted(p.name for p in folder.glob("*.safetensors"))
     if shards:
-        raise ValueError(f"{folder} has {_some(shards)} but neither {SINGLE} nor {INDEX}")
-    raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
+        raise UserError(f"{folder} has {_some(shards)} but neither {SINGLE} nor {INDEX}")
+    raise UserError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 
 
 def _indexed(folder: Path) -> dict[Path, set[str] | None]:
     index = folder / INDEX
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
-        raise ValueError(f"{index}: weight_map must say which tensor is in which file")
+        raise UserError(f"{index}: weight_map must say which tensor is in which file")
     files: dict[Path, set[str] | None] = {}
     for name, file in cast("dict[str, Any]", where).items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index}: {name} is in {file!r}, which is not a file's name")
+            raise UserError(f"{index}: {name} is in {file!r}, which is not a file's name")
         if not file.endswith(".safetensors"):
-            raise ValueError(f"{index}: {name} is in {file!r}; wlb reads only .safetensors")
+            raise UserError(f"{index}: {name} is in {file!r}; wlb reads only .safetensors")
         names = files.setdefault(folder / file, set())
         assert names is not None
         names.add(name)
     if gone := sorted(path.name for path in files if not path.is_file()):
-        raise ValueError(f"{folder} lacks {_some(gone)} of {index.name}; download it again")
+        raise UserError(f"{folder} lacks {_some(gone)} of {index.name}; download it again")
     return files
 
 
@@ -148,7 +149,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                 part = file.get_slice(name)
                 dtype = str(part.get_dtype())
                 if dtype not in _DTYPES and not name.endswith(NOT_WEIGHTS):
-                    raise ValueError(
+                    raise UserError(
                         f"{path}: {name} has dtype {dtype}; wlb reads {', '.join(_DTYPES)}, not "
                         f"quantised weights: import the original ones"
                     )
@@ -161,15 +162,15 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _opened(path: Path) -> Any:
-    """An open file, to be used as a context; untyped, as its stubs are partial."""
+    """Open a file as a context; untyped, because safetensors' stubs are incomplete."""
     return cast(Any, safe_open)(path, framework="pt")
 
 
-def _corrupt(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is not a whole safetensors file ({error}); download it again")
+def _corrupt(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is not a whole safetensors file ({error}); download it again")
 
 
 def _some(names: list[str], most: int = 3) -> str:
-    """The first of `names`, and how many more there are."""
+    """Return the first of `names`, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,8 +1,8 @@
-"""A checkpoint of any layout becomes a folder that transformers, vLLM and others load.
+"""Export a checkpoint of any layout as a folder that transformers, vLLM and others load.
 
-safetensors under Hugging Face's names, the vocabulary without its padding, `config.json`,
-`generation_config.json` where an end-of-text token is known, and the tokenizer of the run's store.
-Cost: one process on the CPU; about one shard is held in memory, at most a tensor more.
+Writes safetensors under Hugging Face's names with an unpadded vocabulary, `config.json`,
+`generation_config.json` if an end-of-text token is known, and the tokenizer of the run's store.
+Cost: one CPU process that holds about one shard in memory.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 
+from wlb.plan import UserError
 from wlb.spec import Dtype
 from wlb.train import checkpoint
 from wlb.weights.config import config_json, one_or_many
@@ -32,7 +33,7 @@ _save_file = cast(Any, safetensors.torch.save_file)  # pyright: ignore[reportUnk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A folder that was made. tokenizer: where its tokenizer is from, or why it has none."""
+    """An exported folder. tokenizer: source of its tokenizer, or why it has none."""
 
     folder: Path
     checkpoint: Path
@@ -50,14 +51,14 @@ def export(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     tokenizer: Path | None = None,
 ) -> Exported:
-    """Makes folder `out` of a checkpoint, or of a run's newest; complete or absent.
+    """Export a checkpoint, or the newest one of a run, to the new folder `out`.
 
-    dtype: None = as saved (float32 where tensors differ). shard_bytes: most of a file, unless one
-    tensor is more. tokenizer: a tokenizer.json instead of the one that the run's store names.
+    dtype: None = as saved (float32 if tensors differ). shard_bytes: largest file, unless a single
+    tensor is larger. tokenizer: a tokenizer.json instead of that of the run's token store.
     """
     refuse_existing(out)
     if shard_bytes < 1:
-        raise ValueError(f"--shard-size {shard_bytes} must be at least 1 byte")
+        raise UserError(f"--shard-size {shard_bytes} must be at least 1 byte")
     saved = open_saved(checkpoint.resolve(source, str(source)))
     taken = _dtype(saved, dtype)
     found = tokenizer_of_run(saved.run)
@@ -85,7 +86,7 @@ def export(
 def shards_of(
     parameters: Iterable[Parameter], itemsize: int, most_bytes: int
 ) -> Iterator[list[Parameter]]:
-    """Parameters in order, as many a shard as fit; one that does not fit has a shard of its own."""
+    """Fill shards with parameters in order; a parameter larger than a shard gets its own."""
     shard: list[Parameter] = []
     held = 0
     for parameter in parameters:
@@ -102,7 +103,7 @@ def shards_of(
 def _write_shards(
     saved: SavedModel, shards: list[list[Parameter]], dtype: torch.dtype, folder: Path
 ) -> int:
-    """Writes the weights' files, with an index for several; bytes of all tensors."""
+    """Write the weights, with an index if there are several files; return the tensors' bytes."""
     where: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
@@ -110,9 +111,9 @@ def _write_shards(
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         values = saved.read((p.name for p in shard), dtype)
-        # Without this mark transformers refuses the file.
+        # transformers refuses files without this metadata.
         _save_file(values, folder / name, metadata={"format": "pt"})
-        # Newer safetensors let only their owner read them; as the folder permits, here.
+        # Newer safetensors make files private to the owner; use the folder's permissions.
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
@@ -128,9 +129,10 @@ def _write_configs(saved: SavedModel, dtype: torch.dtype, eos_id: int | None, fo
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
     eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
-    if eos_id is not None and eos_id not in eos_ids:  # one of several ends texts, the others turns
+    # One of several ids ends a text; the others end a turn.
+    if eos_id is not None and eos_id not in eos_ids:
         eos_ids = (eos_id,)
-    # A run on shorter windows than the model was made for leaves it as long as it was.
+    # Training on shorter windows does not shorten the model's context.
     window = run["spec"].get("data", {}).get("context_window", 0)
     positions = max(imported.get("max_position_embeddings", 0), window)
     config = config_json(

@@ -1,9 +1,8 @@
-"""A Hugging Face folder becomes a checkpoint that `checkpoint.init_from` takes, for any layout.
+"""Import a Hugging Face folder as a checkpoint for `checkpoint.init_from`, for any layout.
 
-The checkpoint is torch.distributed.checkpoint's, weights alone, in the files' dtypes: loading
-converts to the run's. A tied head becomes a tensor of its own. Rows that pad the vocabulary are
-zero; no token is there to look them up, and the loss leaves their logits out.
-Cost: headers, then a file of a GiB at a time is read, padded and written.
+The checkpoint holds weights in the files' dtypes; loading converts them to the run's dtype. A tied
+head becomes a separate tensor. Padding rows of the vocabulary are zero; no token uses them and the
+loss ignores their logits. Cost: tensors are read, padded and written in files of about 1 GiB.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
+from wlb.plan import UserError
 from wlb.spec import RunSpec, to_dict, to_toml
 from wlb.train import checkpoint
 from wlb.weights.config import HubModel, read_config
@@ -25,13 +25,13 @@ from wlb.weights.one_process import save_tensors
 
 MODEL_FILE = "model.toml"
 _FILE_BYTES = 1 << 30
-"""Of tensors in a file of the checkpoint, unless a single one is larger."""
+"""Size of a file of the checkpoint, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A checkpoint that was made. toml: keys that a run which begins with it needs, also in its
-    `model.toml`. dtypes: of its tensors. num_padding_rows: zeros after the vocabulary's rows."""
+    """An imported checkpoint. toml: its `model.toml`, with the keys of a run that starts from it.
+    dtypes: of its tensors. num_padding_rows: zero rows after the vocabulary."""
 
     checkpoint: Path
     model: HubModel
@@ -41,11 +41,11 @@ class Imported:
 
 
 def import_folder(source: Path, out: Path) -> Imported:
-    """Makes checkpoint `out` of the Llama in `source`; complete or absent."""
+    """Import the Llama in `source` as the new checkpoint `out`."""
     refuse_existing(out)
     config = source / "config.json"
     if not config.is_file():
-        raise ValueError(
+        raise UserError(
             f"{source} is not a Hugging Face folder: there is no {config}; download the model's "
             f"whole folder"
         )
@@ -68,12 +68,12 @@ def import_folder(source: Path, out: Path) -> Imported:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As in "bfloat16"."""
+    """Return a name such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 class _FromFiles(DefaultSavePlanner):
-    """Plans with tensors that have no data yet, and reads each when it is written."""
+    """Plans with meta tensors, and reads each tensor when it is written."""
 
     def __init__(self, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
         super().__init__()

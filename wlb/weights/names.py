@@ -1,8 +1,7 @@
-"""Parameters of a model and the tensors of Hugging Face's Llama that hold them.
+"""Map parameters of a model to the tensors of Hugging Face's Llama.
 
-The model's names are Hugging Face's, nothing is fused, and rotary embedding turns the same pairs of
-channels (i, i + D / 2), so a tensor is a parameter's value as it is. One difference remains: our
-vocabulary is padded to a multiple of 256 rows, in the embedding and in the head.
+`wlb.model` uses Hugging Face's names, fuses nothing and rotates the same pairs of channels (i, i +
+D / 2), so tensors are equal except for the vocabulary, which wlb pads to a multiple of 256 rows.
 """
 
 from dataclasses import dataclass
@@ -16,15 +15,15 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 CHECKPOINT_ROOT = "model"
-"""Under which key of a checkpoint's state dict the parameters are."""
+"""Key of the parameters in a checkpoint's state dict."""
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq",)
-"""Ends of names of tensors that older files hold and a configuration determines."""
+"""Name suffixes of tensors in older files that follow from the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter: `shape` in a checkpoint, and without the vocabulary's padding elsewhere."""
+    """A parameter. shape: in a checkpoint. unpadded: shape without the vocabulary's padding."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,12 +35,12 @@ class Parameter:
 
     @property
     def saved_as(self) -> str:
-        """Its flat name in a checkpoint."""
+        """Flat name in a checkpoint."""
         return f"{CHECKPOINT_ROOT}.{self.name}"
 
 
 def parameters_of(spec: ModelSpec) -> dict[str, Parameter]:
-    """Every parameter by name, in the order in which they compute; nothing is allocated."""
+    """Return every parameter by name, in the order of the forward pass; nothing is allocated."""
     with torch.device("meta"):
         model = Llama(spec)
     found: dict[str, Parameter] = {}

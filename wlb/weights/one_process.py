@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in one process, without process groups."""
+"""Use torch.distributed.checkpoint (DCP) in one process, without process groups."""
 
 import warnings
 from collections.abc import Generator, Mapping
@@ -15,14 +15,16 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.planner import SavePlanner
 
-# Their signatures are typed in part only.
+from wlb.plan import UserError
+
+# DCP's signatures are typed incompletely.
 _load = cast(Any, state_dict_loader.load)  # pyright: ignore[reportUnknownMemberType]
 _save = cast(Any, state_dict_saver.save)  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_tensors(state: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Fills the tensors of `state` from a checkpoint of any layout, reading nothing else."""
-    with _alone(f"the checkpoint {folder} cannot be read; use another one"):
+    """Fill the tensors of `state` from a checkpoint of any layout, reading nothing else."""
+    with _single_process(f"the checkpoint {folder} cannot be read; use another one"):
         _load(
             {key: dict(value) for key, value in state.items()},
             storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -37,11 +39,11 @@ def save_tensors(
     *,
     files: Mapping[str, int],
 ) -> None:
-    """Writes a checkpoint of what `planner` gives for the tensors of `state`.
+    """Write a checkpoint with the values that `planner` gives for the tensors of `state`.
 
-    files: number, from 1, of the file of each tensor; one file at a time is held in memory.
+    files: number of each tensor's file, from 1; one file at a time is held in memory.
     """
-    with _alone(f"the checkpoint {folder} cannot be written"):
+    with _single_process(f"the checkpoint {folder} cannot be written"):
         _save(
             {key: dict(value) for key, value in state.items()},
             storage_writer=HuggingFaceStorageWriter(
@@ -53,10 +55,10 @@ def save_tensors(
 
 
 @contextmanager
-def _alone(failed: str) -> Generator[None]:
-    """Without the warning that this is one process, as is meant; failures as ValueError or OSError.
+def _single_process(failed: str) -> Generator[None]:
+    """Silence DCP's warning about a single process, and turn its exception into a UserError.
 
-    DCP's own exception is not an Exception, so that no handler would see it.
+    CheckpointException derives from BaseException, so other handlers would not see it.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -64,4 +66,4 @@ def _alone(failed: str) -> Generator[None]:
             yield
         except CheckpointException as error:
             cause = next((failure for failure, _ in error.failures.values()), error)
-            raise ValueError(f"{failed}: {cause!r}") from error
+            raise UserError(f"{failed}: {cause!r}") from error

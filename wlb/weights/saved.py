@@ -1,7 +1,6 @@
-"""The weights of a checkpoint, read in one process whatever layout it was saved by.
+"""Read the weights of a checkpoint of any layout in one process.
 
-Reads `run.json` and torch.distributed.checkpoint's safetensors files, after their checksums were
-compared, and of those only the tensors that are asked for.
+Verifies checksums first, then reads only the requested tensors.
 """
 
 import json
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from wlb.plan import UserError
 from wlb.spec import ModelSpec, apply
 from wlb.train import checkpoint
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
@@ -24,7 +24,7 @@ from wlb.weights.one_process import load_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """A checkpoint's model. run: its run.json. dtypes: of each parameter, as saved."""
+    """Model of a checkpoint. run: its run.json. dtypes: dtype of each parameter, as saved."""
 
     folder: Path
     run: dict[str, Any] = field(repr=False)
@@ -33,14 +33,14 @@ class SavedModel:
     dtypes: dict[str, torch.dtype] = field(repr=False)
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Whole tensors without the vocabulary's padding, converted to `dtype`."""
+        """Read whole tensors, converted to `dtype`, without the vocabulary's padding."""
         state = {name: torch.empty(self.parameters[name].shape, dtype=dtype) for name in names}
         load_tensors({CHECKPOINT_ROOT: state}, self.folder)
         return {n: value[: self.parameters[n].unpadded[0]] for n, value in state.items()}
 
 
 def open_saved(folder: Path) -> SavedModel:
-    """What `folder` holds; ValueError where that is not the model of its run.json."""
+    """Open a checkpoint; UserError if it does not hold the model of its run.json."""
     file = folder / checkpoint.RUN
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
@@ -48,16 +48,16 @@ def open_saved(folder: Path) -> SavedModel:
         run = json.loads(file.read_text("utf-8"))
         spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} does not say of which model it is ({error!r})") from None
+        raise UserError(f"{file} does not describe its model ({error!r})") from None
     parameters = parameters_of(spec)
     saved = _metadata(folder)
     dtypes: dict[str, torch.dtype] = {}
     for parameter in parameters.values():
         found = saved.get(parameter.saved_as)
         if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(f"the checkpoint {folder} lacks {parameter.name} of {file}'s model")
+            raise UserError(f"the checkpoint {folder} lacks {parameter.name} of {file}'s model")
         if tuple(found.size) != parameter.shape:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint {folder} has {parameter.name} in shape {list(found.size)}, "
                 f"{file}'s model wants {list(parameter.shape)}"
             )
@@ -70,6 +70,6 @@ def _metadata(folder: Path) -> dict[str, Any]:
         reader = HuggingFaceStorageReader(str(folder))
         return dict(reader.read_metadata().state_dict_metadata)
     except (OSError, SafetensorError) as error:
-        raise ValueError(
+        raise UserError(
             f"{folder} is not a whole checkpoint ({error!r}); use another one"
         ) from None

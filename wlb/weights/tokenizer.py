@@ -1,6 +1,6 @@
-"""The tokenizer that goes with exported weights: the one that the run's token store names.
+"""Find the tokenizer for exported weights: the one that the run's token store names.
 
-Nothing is guessed: where no store is known, or it names no tokenizer, none is found, and why.
+If no store is known, or it names no tokenizer, the result says why.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 from wlb.data import BlendedStore, open_store
 from wlb.data.store import store_path
+from wlb.plan import UserError
 from wlb.prepare import load_tokenizer
 from wlb.spec import RunSpec, apply
 from wlb.train.start import train_store
@@ -18,8 +19,8 @@ from wlb.train.start import train_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTokenizer:
-    """file: a tokenizer.json, or None. eos_id: what ends a document in the store. why: for people,
-    where the file is from or why there is none."""
+    """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. why: source of
+    the file, or why there is none."""
 
     file: Path | None
     eos_id: int | None
@@ -27,18 +28,18 @@ class FoundTokenizer:
 
 
 def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
-    """What the store of a run.json names, if the store is (still) there."""
+    """Find the tokenizer that the token store of a run.json names, if the store still exists."""
     sections = run["spec"]
     if "data" not in sections:
-        return FoundTokenizer(file=None, eos_id=None, why="the checkpoint is of no token store")
+        return FoundTokenizer(file=None, eos_id=None, why="the checkpoint names no token store")
     known = {name: sections[name] for name in ("data", "model")}
     name = train_store(apply(RunSpec(), known, source="run.json", is_stored=True))
     try:
         opened = open_store(name)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         return FoundTokenizer(file=None, eos_id=None, why=f"its token store: {error}")
     stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
-    # The stores of a blend were made with one tokenizer, or it would not have opened.
+    # All stores of a blend have the same tokenizer; opening it checked this.
     infos = [(store, store.info) for store in stores if store.info is not None]
     eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
     for store, info in infos:
@@ -51,28 +52,28 @@ def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
 
 
 def check_tokenizer(file: Path, vocab_size: int) -> None:
-    """ValueError for a file that is no tokenizer.json, or has tokens that the model has not."""
+    """UserError for a file that is no tokenizer.json, or has more tokens than the model."""
     if not file.is_file():
-        raise ValueError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
+        raise UserError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
     try:
         size = load_tokenizer(file).get_vocab_size()
-    except Exception as error:  # the library raises Exception itself
-        raise ValueError(f"--tokenizer {file} is not a tokenizer.json: {error}") from None
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise UserError(f"--tokenizer {file} is not a tokenizer.json: {error}") from None
     if size > vocab_size:
-        raise ValueError(
-            f"{file} has {size} tokens, the model {vocab_size}; give --tokenizer the file that its "
-            f"text was encoded with"
+        raise UserError(
+            f"{file} has {size} tokens, but the model has {vocab_size}; give --tokenizer the file "
+            f"that encoded the training text"
         )
 
 
 def copy_tokenizer(file: Path, folder: Path, *, eos_id: int | None) -> None:
-    """tokenizer.json, and a tokenizer_config.json with which transformers takes it as it is."""
+    """Copy tokenizer.json, and a tokenizer_config.json so that transformers uses it as it is."""
     shutil.copyfile(file, folder / "tokenizer.json")
     beside = file.with_name("tokenizer_config.json")
     if file.name == "tokenizer.json" and beside.is_file():
         shutil.copyfile(beside, folder / beside.name)
         return
-    # Without a class, transformers would rebuild it as Llama's, whose parts differ.
+    # Without a class, transformers would rebuild it as a Llama tokenizer, which differs.
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     eos = None if eos_id is None else load_tokenizer(file).id_to_token(eos_id)
     if eos is not None:

@@ -167,7 +167,7 @@ def damaged(path: Path, how: str) -> None:
     ("name", "how", "said"),
     [
         ("shard-00001-model-00001-of-00001.safetensors", "a bit", "is corrupt: its SHA-256"),
-        ("shard-00001-model-00001-of-00001.safetensors", "the end", "bytes, it was saved with"),
+        ("shard-00001-model-00001-of-00001.safetensors", "the end", "bytes, but was saved with"),
         ("shard-00001-model-00001-of-00001.safetensors", "all", "is missing"),
         ("planner.json", "a bit", "is corrupt: its SHA-256"),
         ("run.json", "a bit", "is corrupt: its SHA-256"),

@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, corpus: Path, rank: int) -> None:
     assert f"rank {rank} of 4 died" in text
     assert [line.strip() for line in text.splitlines() if " line " in line] == log_lines(rank)
     if rank:
-        assert f"  last heard of in step {STEP}: computing\n" in text
+        assert f"  last message from step {STEP}: computing\n" in text
         assert "pp 1, dp 0; process" in text
     assert time_s < BOUND_S
 
@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_alive_is_named_and_not_those_that_wait(
     text = str(failure)
     assert failure.rank == 3
     assert text.startswith(
-        f"rank 3 of 4 takes no part in what the others have waited for, {WAIT_S:g} s"
+        f"rank 3 of 4 has not joined the collective that others have waited for ({WAIT_S:g} s)"
     )
     assert "time.sleep(1000)" in text  # its stack
     assert time_s < BOUND_S
@@ -242,7 +242,7 @@ def test_processes_that_nobody_watches_end_each_other(
         what = "died" if kind == signal.SIGKILL else f"gave no sign of life for {HEARTBEAT_S:g} s"
         assert out.count(f"wlb train: rank {rank} of 2 {what}") == 1
         if rank:
-            assert re.search(r"  last heard of in step \d+", out)
+            assert re.search(r"  last message from step \d+", out)
     finally:
         for process in processes:
             with suppress(ProcessLookupError):

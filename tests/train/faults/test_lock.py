@@ -41,8 +41,8 @@ def test_a_second_process_is_told_who_trains_the_run(
     first, second = said_by(tmp_path / "runs" / "mine")[0], said_by(tmp_path / "runs" / "mine")[0]
     first.take()
     first.take()
-    owner = rf"runs/mine is being trained by process {os.getpid()} on {socket.gethostname()}, since"
-    with pytest.raises(ValueError, match=rf"{owner} .*; end that one or set run\.name"):
+    owner = rf"runs/mine is being trained by process {os.getpid()} on {socket.gethostname()} since"
+    with pytest.raises(ValueError, match=rf"{owner} .*; end that process or set run\.name"):
         second.take()
     other = said_by(tmp_path / "runs" / "other")[0]
     other.take()

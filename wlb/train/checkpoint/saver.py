@@ -1,12 +1,9 @@
-"""Saving without stopping: a copy of the state is written by a thread while training goes on.
+"""Asynchronous checkpoints: training waits only for a copy of the state in host memory.
 
-`save` copies weights, optimiser and RNG state to host memory, which is all that training waits for;
-the thread then writes them with torch.distributed.checkpoint, hashes its files, and rank 0 writes
-the manifest and renames the folder. Ranks talk through a Gloo group of their own, so that their
-messages do not mix with training's. One save is under way at a time: the next waits for it.
-
-A save that fails (disk full, folder gone) leaves the checkpoints before it as they were, and the
-state in memory; every rank learns of it.
+A thread then writes the copy with torch.distributed.checkpoint and hashes the files; rank 0 writes
+the manifest and renames the folder. Ranks use a separate Gloo group, so that their messages do not
+mix with those of training. One save runs at a time. A save that fails (e.g. disk full) leaves older
+checkpoints untouched, and every rank learns of it.
 """
 
 import contextlib
@@ -42,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from wlb.model import Llama
 from wlb.parallel.collectives import agree
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PlannerState
+from wlb.plan import PlannerState, UserError
 from wlb.spec import RunSpec
 from wlb.train import checkpoint
 from wlb.train.checkpoint.host_memory import give_back_freed
@@ -51,21 +48,20 @@ from wlb.train.optimizer import Optimizers
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "state."
 _TIMEOUT = timedelta(hours=2)
-"""Of messages about a save: a rank may write its share much later than others."""
+"""Timeout of messages about a save: a rank may finish writing much later than others."""
 
 Stages = dict[int, Llama]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; older ones are untouched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A save that ended. stall_s: what training waited, also for the save before. write_s: from the
-    beginning of that wait to its end. num_bytes: of all ranks, on rank 0.
-
-    error: "" for a checkpoint that is complete.
+    """A finished save. stall_s: time that training waited, including for the previous save.
+    write_s: time from the start of that wait to the end of the save. num_bytes: of all ranks, on
+    rank 0. error: "" for a complete checkpoint.
     """
 
     step: int
@@ -77,7 +73,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What the thread is given: `tensors` are a copy. began_s: by time.perf_counter."""
+    """Arguments of the writing thread. tensors: a copy. began_s: by time.perf_counter."""
 
     step: int
     tensors: dict[str, Any]
@@ -87,10 +83,10 @@ class _Task:
 
 
 class CheckpointSaver:
-    """Of one rank; all ranks construct it and call the same methods in the same order.
+    """Saver of one rank; all ranks construct it and call the same methods in the same order.
 
-    directory: of the run's checkpoints. profile: name of the kernel profile in use. origin: the
-    checkpoint that the run began with, whose word about a model that was imported is handed on.
+    directory: folder of the run's checkpoints. profile: name of the kernel profile. origin: the
+    checkpoint that the run started from; its record of an imported model is copied.
     """
 
     def __init__(
@@ -110,15 +106,17 @@ class CheckpointSaver:
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
+        assert isinstance(group, dist.ProcessGroup)  # the group has all ranks
         self._group = group
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
 
     def save(self, step: int, state: PlannerState, *, began_s: float | None = None) -> list[Saved]:
-        """Save after `step` executed steps; what ended meanwhile, this save too unless it goes on
-        behind training (`checkpoint.asynchronous`). began_s: when training began to wait, by
-        time.perf_counter; now unless given."""
+        """Save after `step` executed steps; return the saves that finished.
+
+        With `checkpoint.asynchronous`, this save finishes later. began_s: when training began to
+        wait, by time.perf_counter; default: now.
+        """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
         tensors = _tensors(self.stages, self.optimizers) | _rng(self.mesh.rank)
@@ -134,37 +132,37 @@ class CheckpointSaver:
         return ended if self.spec.checkpoint.asynchronous else ended + self.wait()
 
     def poll(self) -> list[Saved]:
-        """The last save if it has ended, without waiting; `wait` returns it again."""
+        """Return the last save if it has finished, without waiting; `wait` returns it again."""
         pending = self._pending
         return [pending.result()] if pending is not None and pending.done() else []
 
     def wait(self) -> list[Saved]:
-        """The save under way, when it has ended."""
+        """Wait for the current save and return it."""
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]
 
     def finish_for_reading(self) -> None:
-        """Waits until the save under way can be read on every rank; `wait` still returns it."""
+        """Wait until the current save can be read on every rank; `wait` still returns it."""
         if self._pending is not None:
             self._pending.result()
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Wait for the current save."""
         self._pool.shutdown(wait=True)
 
     def _write(self, task: _Task) -> Saved:
         num_bytes, error = 0, ""
         try:
             num_bytes = self._write_all(task)
-        # Of any kind: training goes on without this checkpoint. Theirs is a BaseException.
+        # Training continues without this checkpoint. DCP's exception is a BaseException.
         except (Exception, CheckpointException) as failure:
-            error = _words(failure)
+            error = _cause_of(failure)
             if self.mesh.rank == 0:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
-        give_back_freed()  # copies of older saves, and what steps left
+        give_back_freed()  # memory of older copies and of steps
         stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
         return Saved(
             step=task.step, stall_s=stall_s, write_s=write_s, num_bytes=num_bytes, error=error
@@ -186,13 +184,13 @@ class CheckpointSaver:
         return sum(about["bytes"] for about in files.values())
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Runs `action` on rank 0; CheckpointError on all ranks if it fails there."""
+        """Run `action` on rank 0; CheckpointError on all ranks if it fails."""
         said: list[str] = [""]
         if self.mesh.rank == 0:
             try:
                 action()
             except Exception as failure:
-                said = [_words(failure)]
+                said = [_cause_of(failure)]
         dist.broadcast_object_list(said, src=0, group=self._group)
         if said[0]:
             raise CheckpointError(said[0])
@@ -203,7 +201,8 @@ class CheckpointSaver:
         partial.mkdir(parents=True)
 
     def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Of all ranks; CheckpointError on all of them if one cannot read its own again."""
+        """Gather the manifest entries of all ranks; CheckpointError on all if one cannot read its
+        files."""
         own: dict[str, dict[str, Any]] | str
         try:
             own = self._own_files(partial)
@@ -216,7 +215,7 @@ class CheckpointSaver:
         return {name: about for found in written for name, about in found.items()}
 
     def _own_files(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Size and checksum of what this rank wrote."""
+        """Return the manifest entries of this rank's files."""
         paths = partial.glob(f"shard-{self.mesh.rank + 1:05d}-*")
         return {path.name: checkpoint.manifest_entry(path) for path in sorted(paths)}
 
@@ -227,7 +226,7 @@ class CheckpointSaver:
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)
-        # Each rank has hashed what it sees itself, which need not be what rank 0 sees.
+        # Ranks hashed the files that they see, which rank 0 need not see on an unshared folder.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
                 f"rank 0 on {socket.gethostname()} does not see what other ranks wrote: {problem}; "
@@ -247,7 +246,7 @@ class CheckpointSaver:
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Opens the headers of all files once, however often it is asked what there is."""
+    """Reads the headers of all files only once."""
 
     _known: Metadata | None = None
 
@@ -258,27 +257,27 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
-    """Load weights, optimiser and RNG state in place, from any layout; the executed steps.
+    """Load weights, optimiser and RNG state in place, from any layout; return the executed steps.
 
-    All ranks call it. ValueError on all of them for a file whose checksum is wrong.
+    All ranks call it. UserError on all of them for a file with a wrong checksum.
     """
     _verify(saved_in, mesh)
     tensors = _tensors(stages, optimizers)
     rng = _rng(mesh.rank)
     reader = _Reader(str(saved_in))
     known = reader.read_metadata().state_dict_metadata
-    # A rank that the saved run did not have keeps the state of its seed.
+    # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
     state_dict_loader.load(tensors | rng, storage_reader=reader)
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
-    optimizers.configure()  # not the checkpoint's: --set on resume counts
+    optimizers.configure()  # hyper-parameters come from the current spec, not from the checkpoint
     return int(checkpoint.read_run(saved_in)["step"])
 
 
 def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
-    """Load weights alone, in place, from any layout; all ranks call it. mesh: None in one process
+    """Load only weights, in place, from any layout; all ranks call it. mesh: None in one process
     without process groups."""
     if mesh is None:
         checkpoint.check_share(saved_in, index=0, num=1)
@@ -292,17 +291,17 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
 def _verify(saved_in: Path, mesh: Mesh) -> None:
     problem = None
     try:
-        if mesh.world_size > 1:  # rank 0 may have renamed the folder just now
+        if mesh.world_size > 1:  # rank 0 may have just renamed the folder
             checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
-    except ValueError as error:
+    except UserError as error:
         problem = error
     group = dist.group.WORLD if mesh.world_size > 1 else None
     agree({"checkpoint": saved_in.name}, problem, group=group)
 
 
 def _weights(stages: Stages) -> dict[str, Any]:
-    """`model.<name>` of all stages of this rank, shards as DTensors."""
+    """Return `model.<name>` of this rank's stages, shards as DTensors."""
     return {
         f"model.{name}": tensor
         for stage in stages.values()
@@ -311,7 +310,7 @@ def _weights(stages: Stages) -> dict[str, Any]:
 
 
 def _tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
-    """Weights and `optimizer.state.<name>.<moment>`; hyper-parameters are the configuration's."""
+    """Return weights and `optimizer.state.<name>.<moment>`, without hyper-parameters."""
     out = _weights(stages)
     for index, stage in stages.items():
         state = get_optimizer_state_dict(stage, optimizers.by_stage[index], options=_FLAT)
@@ -334,8 +333,8 @@ def _set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, A
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host. Not by torch's stagers, which deepcopy: FSDP's parameters cannot be. Of a
-    DTensor's local part, as the first `to` of each kind of DTensor takes 2 ms to be worked out."""
+    """Copy to the host. torch's stagers deepcopy, which FSDP's parameters do not support. Copies
+    the local part of a DTensor, because the first `to` of each kind of DTensor takes 2 ms."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     local = tensor._local_tensor.detach().to("cpu", copy=True)
@@ -343,7 +342,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rng(rank: int) -> dict[str, torch.Tensor]:
-    """States of this rank's generators, uint8."""
+    """Return the states of this rank's generators, uint8."""
     states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -357,8 +356,8 @@ def _set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
         torch.cuda.set_rng_state(cuda)
 
 
-def _words(failure: BaseException) -> str:
-    """The cause inside of torch's CheckpointException, which lists failures by rank."""
+def _cause_of(failure: BaseException) -> str:
+    """Return the cause inside torch's CheckpointException, which lists failures by rank."""
     failures = getattr(failure, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(sorted(failures.items())))
@@ -367,9 +366,9 @@ def _words(failure: BaseException) -> str:
 
 
 def _remove(checkpoint_folder: Path) -> None:
-    """Under another name first: a crash halfway would leave what looks like a checkpoint.
+    """Rename before removing, so that a crash leaves nothing that looks like a checkpoint.
 
-    What cannot be removed, as on NFS while somebody reads it, costs room and fails nothing.
+    A folder that cannot be removed (e.g. on NFS while it is read) only costs space.
     """
     partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
     with contextlib.suppress(OSError):
@@ -378,7 +377,7 @@ def _remove(checkpoint_folder: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Names in it survive a power cut."""
+    """Make the names in a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,1 +1,1 @@
-"""What ends or interrupts training: signals, locks, losses that are not finite, ranks that fail."""
+"""Interruptions of training: signals, locks, non-finite losses, failing ranks."""

@@ -1,9 +1,9 @@
-"""One training at a time in a run's folder: two would mix their checkpoints.
+"""Lock of a run's folder: two trainings at a time would mix their checkpoints.
 
-The process that starts a run's ranks, or rank 0 of given ones, holds `.NAME.lock` beside the folder
-by flock, which ends with the process however that ends; the file says who holds it. A process of
-this machine that holds it is alive. One of another machine may have gone with it: a file server
-then holds the lock for its clients' lease, for which a requeued job waits.
+The launching process, or rank 0 of ranks started by others, holds `.NAME.lock` beside the folder by
+flock, which ends with the process; the file names the owner. An owner on this machine is alive. An
+owner on another machine may be gone with it: a file server then keeps the lock for the client's
+lease, which a requeued job waits for.
 """
 
 import contextlib
@@ -19,15 +19,17 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from wlb.plan import UserError
+
 SAME_MACHINE_S = 2.0
-"""For a process that is on its way out, as of a job that was just killed."""
+"""Wait for an owner on this machine, which may be ending."""
 OTHER_MACHINE_S = 120.0
-"""NFSv4 servers keep the locks of a client that is gone for 90 s by default."""
+"""Wait for an owner elsewhere: NFSv4 servers keep locks of a lost client for 90 s by default."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """Of the run in `directory`; `take` and `close` may come repeatedly."""
+    """Lock of the run in `directory`; `take` and `close` may be called repeatedly."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self.directory, self.console = directory, console
@@ -35,8 +37,10 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """ValueError naming the process that trains the run already; OSError where no file can be
-        written. Waits for one that is on its way out."""
+        """Take the lock, waiting for an owner that may be ending.
+
+        UserError naming the process that trains the run; OSError if the file cannot be written.
+        """
         begin, is_said = time.monotonic(), False
         while self._file is None:
             if self._attempt():
@@ -45,12 +49,12 @@ class RunLock:
             is_here = owner.get("host") == socket.gethostname()
             words = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
             if time.monotonic() - begin > (SAME_MACHINE_S if is_here else OTHER_MACHINE_S):
-                raise ValueError(
-                    f"{self.directory} is being trained by {words}, since {owner.get('since')}; "
-                    f"end that one or set run.name (if that machine is gone, remove {self.path})"
+                raise UserError(
+                    f"{self.directory} is being trained by {words} since {owner.get('since')}; end "
+                    f"that process or set run.name (if its machine is gone, remove {self.path})"
                 )
             if not (is_here or is_said):
-                self.console.print(f"waiting for {self.path}, which is held by {words}")
+                self.console.print(f"waiting for {self.path}, held by {words}")
                 is_said = True
             time.sleep(0.1)
 
@@ -59,7 +63,7 @@ class RunLock:
         file = self.path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Someone may have removed the file between its opening and its locking.
+            # The file may have been removed between opening and locking it.
             if os.fstat(file.fileno()).st_ino != self.path.stat().st_ino:
                 file.close()
                 return False
@@ -71,8 +75,8 @@ class RunLock:
                 file.close()
                 raise
             self.console.print(
-                f"{self.path.parent} is on a file system without locks ({error.strerror}): nothing "
-                f"keeps a second process from training {self.directory.name} at the same time"
+                f"{self.path.parent} is on a file system without locks ({error.strerror}): make "
+                f"sure that no second process trains {self.directory.name} at the same time"
             )
         file.truncate(0)
         since = datetime.now().isoformat(timespec="seconds")
@@ -82,7 +86,7 @@ class RunLock:
         return True
 
     def _owner(self) -> dict[str, Any]:
-        """What the file says; nothing where it is just being written."""
+        """Read the owner; empty while the file is being written."""
         try:
             found = json.loads(self.path.read_text("utf-8"))
         except (OSError, ValueError):
@@ -90,7 +94,7 @@ class RunLock:
         return found if isinstance(found, dict) else {}
 
     def close(self) -> None:
-        """Lets go, and removes the file, which is this process's until it is closed."""
+        """Remove the file and release the lock."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()

@@ -1,6 +1,6 @@
-"""What follows a step whose loss or gradient is not finite (`training.on_nonfinite`).
+"""Decide what follows a non-finite loss or gradient (`training.on_nonfinite`).
 
-All ranks see the same sums, so they decide alike without talking.
+All ranks see the same sums, so they decide alike without communication.
 """
 
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from wlb.spec import OnNonfinite
 
 @dataclass(slots=True)
 class NonfiniteSteps:
-    """Decides. most_in_a_row: skipped updates that are taken as chance.
+    """most_in_a_row: consecutive skipped updates that are tolerated.
 
-    rollback trains again from the last checkpoint; a step that fails again is skipped then, since
-    its documents and not a passing fault of the hardware are the cause.
+    After a rollback, a step that fails again is skipped, since its documents are the cause rather
+    than a transient hardware fault.
     """
 
     action: OnNonfinite
@@ -22,13 +22,13 @@ class NonfiniteSteps:
     _failed: set[int] = field(default_factory=set[int])
 
     def decide(self, step: int, *, loss: float, norm: float, has_checkpoint: bool) -> OnNonfinite:
-        """SKIP or ROLLBACK; FloatingPointError where the run has to stop."""
+        """Return SKIP or ROLLBACK; FloatingPointError if the run has to stop."""
         found = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.action == OnNonfinite.STOP:
             raise FloatingPointError(
-                f"{found}; nothing was updated. Lower training.learning_rate or go on from the "
-                f"last checkpoint with --resume, with training.on_nonfinite = skip if such steps "
-                f"are rare"
+                f"{found}; nothing was updated. Lower training.learning_rate or continue from "
+                f"the last checkpoint with --resume, with training.on_nonfinite = skip if such "
+                f"steps are rare"
             )
         is_new = step not in self._failed
         self._failed.add(step)
@@ -40,10 +40,10 @@ class NonfiniteSteps:
             raise FloatingPointError(
                 f"{found}; {self._in_a_row} steps in a row were not finite, more than "
                 f"training.max_nonfinite = {self.most_in_a_row}. Lower training.learning_rate and "
-                f"go on from a checkpoint with --resume"
+                f"continue from a checkpoint with --resume"
             )
         return OnNonfinite.SKIP
 
     def passed(self) -> None:
-        """A step was finite."""
+        """Record a finite step."""
         self._in_a_row = 0

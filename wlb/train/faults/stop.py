@@ -1,9 +1,9 @@
 """Requests to stop: SIGTERM or SIGUSR1 to any rank, or a file that rank 0 sees.
 
-Slurm and torchrun announce pre-emption by a signal, or the batch script by a file on the shared
-file system. A request is only noted here; all ranks learn of it with the step's all-reduce, finish
-that step, save and leave with exit status 0. Signals are caught from a process's first moments on,
-long before there are ranks: one that comes until then ends the run before its first step.
+Slurm and torchrun announce pre-emption by a signal, a batch script may do so by a file. A request
+is only noted here; all ranks learn of it from the all-reduce of the step, finish the step, save and
+exit with status 0. Signals are caught long before ranks start; an early one ends the run before
+step 1.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stop(IntEnum):
-    """Who asked, so that the largest of all ranks' says it."""
+    """Source of a request; the maximum over ranks counts."""
 
     NO = 0
     FILE = 1
@@ -26,11 +26,11 @@ class Stop(IntEnum):
 
 
 class StoppedEarly(Exception):
-    """A signal came before there was anything to save."""
+    """A signal arrived before there was anything to save."""
 
 
 class Signals:
-    """Notes SIGTERM and SIGUSR1 to this process, in a block of its main thread."""
+    """Context manager of the main thread that notes SIGTERM and SIGUSR1."""
 
     def __init__(self) -> None:
         self.came = False
@@ -54,26 +54,30 @@ class Signals:
         self._is_terminated |= number == signal.SIGTERM
         self.came = True
         if self._passed_on is not None:
-            with contextlib.suppress(FileNotFoundError):  # the ranks and its folder are gone
+            with contextlib.suppress(FileNotFoundError):  # the ranks and the file's folder are gone
                 self._passed_on.touch()
 
     def pass_on(self, file: Path) -> None:
-        """What has come, or comes, makes `file`, which the ranks that this process starts look for
-        (`StopRequest`): a signal sent to one of them before it catches any would kill it. A second
-        SIGTERM ends this process, and so its ranks."""
+        """Create `file` on a signal, now or later, for the ranks that this process starts.
+
+        `StopRequest` looks for it: forwarding the signal would kill a rank that does not catch
+        signals yet. A second SIGTERM ends this process and thereby its ranks.
+        """
         self._passed_on = file
         if self.came:
             file.touch()
 
     def check(self) -> None:
-        """StoppedEarly if a signal has come."""
+        """Raise StoppedEarly if a signal has arrived."""
         if self.came:
             raise StoppedEarly
 
 
 class StopRequest:
-    """Of one rank. file: its existence is a request; "" for none, looked for on rank 0 alone, as
-    told: the file that the process that started the ranks makes when it gets a signal."""
+    """Stop requests of one rank; only rank 0 looks for files.
+
+    file: run.stop_file, "" for none. told: the file that the launching process creates on a signal.
+    """
 
     def __init__(
         self, file: str, *, rank: int, signals: Signals | None = None, told: Path | None = None
@@ -84,12 +88,12 @@ class StopRequest:
 
     @property
     def signalled(self) -> Stop:
-        """What signals asked of this rank so far."""
+        """Request by signals so far."""
         is_told = self._told is not None and self._told.exists()
         return Stop.SIGNAL if self._signals.came or is_told else Stop.NO
 
     def now(self) -> Stop:
-        """What this rank has been asked so far."""
+        """Return the request to this rank so far."""
         if not self.signalled and self._file is not None and self._file.exists():
             return Stop.FILE
         return self.signalled

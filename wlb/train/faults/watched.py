@@ -1,4 +1,4 @@
-"""A rank's training under the watch of the others (`wlb.launch.watch`), with a log of its own."""
+"""Run a rank's training with its own log, watched by the other ranks (`wlb.launch.watch`)."""
 
 import os
 import socket
@@ -27,11 +27,10 @@ FAILURE = "failure.txt"
 def watched(
     directory: Path, spec: RunSpec, *, world: World, mesh: Mesh, position: Position
 ) -> Iterator[None]:
-    """What is inside is one rank's part of a run in `directory`; all ranks enter it together.
+    """Context of one rank's part of the run in `directory`; all ranks enter it together.
 
-    An exception is told to the other ranks, and ends this process with theirs where no launcher
-    does. Without a watch where training.heartbeat_s is 0. A single rank has none: no one waits for
-    it.
+    An exception is reported to the other ranks and ends all of them. Single ranks, and runs with
+    training.heartbeat_s = 0, have no watch.
     """
     if world.world_size == 1:
         try:
@@ -65,9 +64,9 @@ def watched(
 
 
 def _end(report: FailureReport | None, directory: Path) -> None:
-    """Ends this process, or has its launcher do that; only the rank with the report says why."""
+    """End this process, or let its launcher do so; only the rank with the report prints it."""
     if report is not None:
-        # The disk may be what failed; the report goes on all the same.
+        # A full disk may be the cause of the failure; report it anyway.
         with suppress(OSError), (directory / FAILURE).open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
         if report_failure(report.rank, report.error, report.text):
@@ -76,14 +75,16 @@ def _end(report: FailureReport | None, directory: Path) -> None:
         sys.stderr.flush()
     elif is_launched():
         return
-    # Not sys.exit: threads that wait for lost ranks, in a save or a collective, would be joined.
+    # sys.exit would join threads that wait for lost ranks in a save or a collective.
     os._exit(1)
 
 
 @contextmanager
 def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
-    """What this process writes to stderr goes to `folder/rank-<n>.log` as well, and so does its
-    stdout but for rank 0, which shows the run there. What libraries write past Python does not."""
+    """Copy stderr, and stdout except on rank 0, to `folder/rank-<n>.log`.
+
+    Output that libraries write past Python's streams is not copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     before = sys.stdout, sys.stderr
     with closing(AppendedFile(folder / f"rank-{rank}.log")) as log:
@@ -98,7 +99,7 @@ def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
 
 
 class _Tee:
-    """A stream that writes to a log as well."""
+    """A stream that also writes to a log."""
 
     def __init__(self, stream: IO[str], log: AppendedFile) -> None:
         self._stream, self._log = stream, log
