@@ -1,4 +1,4 @@
-"""The command line: parse, call, print."""
+"""The command line: one module per command parses options, calls the rooms and prints."""
 
 from wlb.cli.main import main
 

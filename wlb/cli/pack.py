@@ -1,4 +1,4 @@
-"""`wlb pack`: an epoch of a token store packed offline, for `packing.packs`. No torch."""
+"""`wlb pack`: pack an epoch of a token store offline, for `packing.packs`; needs no torch."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ from wlb.cli import sources
 from wlb.cost import workload_for
 from wlb.data import TokenStore
 from wlb.packing import Packs
-from wlb.plan import offsets_of, segment_lengths
+from wlb.plan import UserError, offsets_of, segment_lengths
 from wlb.planner import packs_of
 from wlb.spec import METHODS, load
 
@@ -21,9 +21,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "pack",
         help="pack an epoch of a token store offline, for packing.packs",
-        description="Pack one epoch of data.store with the packing of NAME (such as --set "
-        "packing.method=multipack_bfd_posid) and keep it in a file that `--set "
-        "packing.packs=FILE` trains. Methods: " + ", ".join(METHODS) + ".",
+        description="Pack one epoch of data.store with the packing settings of NAME and write a "
+        "file that `--set packing.packs=FILE` trains. Values of packing.method: "
+        + ", ".join(METHODS)
+        + ".",
+        epilog="example: wlb pack my_run.toml --set data.store=stores/chat "
+        "packing.method=multipack_bfd_posid --out packs.npz",
     )
     parser.add_argument("name", help="a preset or TOML file; data.store must be set")
     parser.add_argument("--set", nargs="+", action="extend", default=[], dest="overrides")
@@ -34,12 +37,12 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     spec = load(options.name, options.overrides)
     if not spec.data.store:
-        raise ValueError("data.store is empty: say which store is packed, --set data.store=PREFIX")
+        raise UserError("data.store is empty; name the store to pack by --set data.store=PREFIX")
     if spec.packing.packs:
-        raise ValueError("packing.packs is what `wlb pack` writes; leave it empty here")
+        raise UserError("packing.packs is set, but `wlb pack` writes such a file; leave it empty")
     path = Path(options.out)
     if path.suffix != ".npz":
-        raise ValueError(f"--out {options.out}: packs are an .npz file, such as packs.npz")
+        raise UserError(f"--out {options.out} must be an .npz file, such as packs.npz")
     sources.check_outputs(options.out, needs_plots=False)
     store = TokenStore(spec.data.store)
     packs = packs_of(spec, store, workload_for(spec, "cpu"))

@@ -1,4 +1,4 @@
-"""`wlb profile`, the same as `python -m wlb.profile`: measure this machine's kernels, fit, save."""
+"""`wlb profile`, the same as `python -m wlb.profile`: measure kernels and fit a kernel profile."""
 
 import argparse
 import datetime
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.cost.machine import program_version, short_name
+from wlb.plan import UserError
 from wlb.spec import Device, load, presets
 
 
@@ -19,56 +20,63 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
         help="measure kernels on this machine and fit the cost model",
-        description="Sweep attention, matrix products, element-wise operators and collectives; fit "
-        "W_a and W_l; print how well unseen points are predicted; write a kernel profile (JSON), "
-        "a page of plots and a log. An interrupted sweep goes on where it stopped. On several "
-        "GPUs start it under torchrun to measure collectives.",
+        description="Measure attention, matrix products, element-wise operators and collectives; "
+        "fit W_a and W_l of Eq. 2; print the error on held-out points; write a kernel profile "
+        "(JSON), a page of plots (needs matplotlib) and a log. An interrupted sweep continues "
+        "where it stopped. Start it under torchrun on several GPUs to measure collectives. "
+        "kernels_profile/README.md describes the format.",
+        epilog="example: wlb profile --out kernels_profile/h200.json; train with it by --set "
+        "cost.profile=kernels_profile/h200.json",
     )
     parser.add_argument("--device", choices=[str(d) for d in Device], default="auto")
     parser.add_argument(
         "--preset",
         metavar="NAME",
-        help=f"model, TP degree and longest document: {', '.join(presets())} or a .toml file "
-        f"(default: demo on a CPU, 7b_128k on a GPU)",
+        help=f"preset or .toml file that decides model, TP degree and longest document: "
+        f"{', '.join(presets())} (default: demo on a CPU, 7b_128k on a GPU)",
     )
     parser.add_argument(
         "--set", dest="overrides", action="append", metavar="KEY=VALUE", help="change the preset"
     )
-    parser.add_argument("--backend", metavar="NAME", help="one attention kernel, not all there are")
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="measure only this attention kernel, not all that are installed",
+    )
     parser.add_argument(
         "--heads",
         nargs="+",
         default=[],
         metavar="LAYOUT",
-        help="attention tables for more head layouts of a rank, as in 8x64 or 8:2x128",
+        help="measure attention for more head layouts of a rank too, such as 8x64 or 8:2x128",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="profile (default: NAME.json)")
-    parser.add_argument("--name", help="of the profile (default: --out's, or from the device)")
+    parser.add_argument("--name", help="name of the profile (default: from --out or the device)")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="GPUs of a node of the cluster, where collectives' prices change (default: all that "
-        "are visible here where these are several, else 8)",
+        help="GPUs per node of the cluster, which decides the prices of collectives (default: the "
+        "GPUs visible here if there are several, otherwise 8)",
     )
-    parser.add_argument("--quick", action="store_true", help="coarse, in less than a minute")
-    parser.add_argument("--no-page", action="store_true", help="no page of plots")
+    parser.add_argument("--quick", action="store_true", help="coarse sweep of less than a minute")
+    parser.add_argument("--no-page", action="store_true", help="write no page of plots")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    # Torch takes seconds to import; other commands do without.
+    # Importing torch takes seconds, and most commands do not need it.
     try:
         from wlb.parallel import world as worlds
         from wlb.profile import PRESETS, run_sweep, settings_of
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"profiling needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
 
     begin = time.perf_counter()
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise ValueError(f"--ranks-per-node = {options.ranks_per_node} must be at least 1")
+        raise UserError(f"--ranks-per-node = {options.ranks_per_node} must be at least 1")
     world = worlds.discover()
     kind = worlds.choose_device(
         Device(options.device),
@@ -86,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
         require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A file or a pipe has no width of its own; tables of a log should not break in cells.
+    # Files and pipes have no width; wide tables keep cells on one line.
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     if world is not None:
         worlds.init(world, device, timeout_s=1800.0)
@@ -117,7 +125,7 @@ def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
     name = options.name or (options.out.stem if options.out else short_name(device_name))
     out = options.out or Path(f"{name}.json")
     if out.suffix != ".json":
-        raise ValueError(f"--out {out} must be a .json file")
+        raise UserError(f"--out {out} must be a .json file")
     return out, name
 
 
@@ -148,8 +156,8 @@ def _finish(
         console.print(table)
     if environment["device"] == "cuda" and not per_node:
         console.print(
-            f"note: one GPU is visible; the profile says {built.profile.ranks_per_node} of them a "
-            f"node (--ranks-per-node N)"
+            f"note: one GPU is visible; the profile assumes {built.profile.ranks_per_node} per "
+            f"node (change it by --ranks-per-node N)"
         )
     for note in built.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
@@ -164,7 +172,7 @@ def _finish(
 
 
 def _visible_gpus(device: str) -> int | None:
-    """None for a single one: a job that was given one GPU says nothing of its node."""
+    """Return None for a single GPU: a job with one GPU knows nothing about its node."""
     import torch
 
     count = torch.cuda.device_count() if device == "cuda" else 0

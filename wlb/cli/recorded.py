@@ -1,4 +1,4 @@
-"""`wlb simulate --run FOLDER`: a finished run's steps, measured beside simulated."""
+"""`wlb simulate --run FOLDER`: compare measured and simulated steps of a finished run."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from wlb.plan import UserError
 from wlb.report import worth_line
 
 _PROFILE = "cost.profile="
@@ -24,20 +25,20 @@ _UNUSED = (
     "strict",
     "replay",
 )
-"""Options of `wlb simulate` that say how other runs are simulated."""
+"""Options of `wlb simulate` that have no effect with --run."""
 
 
 def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
-    """ValueError naming the options beside --run that would do nothing. defaults: of all."""
+    """UserError for options that have no effect with --run. defaults: of all options."""
     given = [
         name if name == "NAME" else f"--{name.replace('_', '-')}"
         for name, dest in (*((n, n) for n in _UNUSED), ("NAME", "name"))
         if getattr(options, dest) != getattr(defaults, dest)
     ]
     if given:
-        raise ValueError(
-            f"--run simulates the steps of a run as it was: it takes --set {_PROFILE}... and "
-            f"--json alone; leave out {', '.join(given)}"
+        raise UserError(
+            f"--run simulates a run as it was configured and takes only --set {_PROFILE}... "
+            f"and --json; remove {', '.join(given)}"
         )
 
 
@@ -45,12 +46,12 @@ def show(options: argparse.Namespace) -> int:
     try:
         from wlb.validation.recorded import simulate_recorded
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"--run needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
     other = [o for o in options.overrides if not o.startswith(_PROFILE)]
     if other:
-        raise ValueError(
+        raise UserError(
             f"--run takes the configuration of the run, but for the profile that simulates it: "
             f"--set {_PROFILE}...; got {', '.join(other)}"
         )

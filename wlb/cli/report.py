@@ -1,7 +1,6 @@
-"""`wlb report`: a page of a run, finished or still going. No torch."""
+"""`wlb report`: write a page about a finished or current run; needs no torch."""
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,21 @@ def add_parser(commands: Any) -> None:
         "report",
         help="one page of a run: loss, speed, balance, ranks, a step's timeline",
         description="Read metrics.jsonl and write one HTML file that needs no network: loss, "
-        "tokens/s, predicted and measured times, imbalance beside Plain-4D, a heat map of ranks, "
-        "the timeline of a step, delays, stragglers, configuration. Needs matplotlib, not torch.",
+        "tokens/s, predicted and measured times, imbalance compared with Plain-4D, a heat map of "
+        "ranks, the timeline of a step, delays, stragglers, configuration. Works during the run. "
+        "Needs matplotlib (extra [plot]), not torch.",
+        epilog="A straggler is a rank whose measured / predicted time exceeds the median rank's by "
+        "telemetry.straggler_threshold in telemetry.straggler_records consecutive tables of ranks.",
     )
     parser.add_argument("folder", metavar="RUN", help="folder of a run: run.output_dir/run.name")
-    parser.add_argument(
-        "--out", metavar="FILE", help="where the page goes (default: RUN/report.html)"
-    )
+    parser.add_argument("--out", metavar="FILE", help="file of the page (default: RUN/report.html)")
     parser.add_argument(
         "--step",
         type=int,
         metavar="N",
-        help="the step whose passes are drawn, as the run's table counts: measured if "
-        "it was recorded (telemetry.timeline_interval), else simulated from its plan, which needs "
-        "the run's store (default: the last one that was recorded)",
+        help="step whose passes are drawn, as the table of the run counts: measured if recorded "
+        "(telemetry.timeline_interval), otherwise simulated from its plan, which needs the run's "
+        "store (default: the last recorded step)",
     )
     parser.set_defaults(run=run)
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     records = read_run(folder)
     out = Path(options.out or folder / "report.html")
     sources.check_outputs(str(out), needs_plots=True)
-    command = shlex.join(["wlb", *options.words])
+    command = sources.command_of(options)
     text = run_page(records, step=options.step, command=command)
     out.write_text(text, "utf-8")
     print(f"written: {out} ({len(text.encode()) / 1024:,.0f} KiB)")

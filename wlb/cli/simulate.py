@@ -1,9 +1,10 @@
-"""`wlb simulate`: what a run would take on a cluster, who waits, and how systems compare. No torch,
-but for --replay and --run."""
+"""`wlb simulate`: simulate a run on a cluster and compare systems.
+
+Only --replay and --run need torch.
+"""
 
 import argparse
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from wlb.cli import recorded, sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.packing import with_s_max
-from wlb.plan import GlobalBatch
+from wlb.plan import GlobalBatch, UserError
 from wlb.report import (
     layout_text,
     simulated,
@@ -40,24 +41,28 @@ from wlb.simulate import (
 from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
-"""Of a wait: long enough that what a replay adds of its own, 1 to 2 ms a pass, is little."""
+"""Shortest wait of a replay; its overhead of 1 to 2 ms per pass is small beside it."""
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
-        help="what a run would take on a cluster",
+        help="simulate a run on a cluster",
         description="Pack, shard and simulate the same global batches with the settings of NAME "
-        "and with other systems; print step time, tokens/s, bubbles, memory, and what the critical "
-        "path is made of. All times follow from the kernel profile.",
+        "and with other systems; print step time, tokens/s, bubbles, memory and the parts of the "
+        "critical path. All times follow from the kernel profile; wlb/simulate/README.md lists "
+        "what is modelled. A layout that needs more than cluster.memory_gib is refused.",
+        epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems plain_4d fixed_4d "
+        "paper wlb --trace step.json --html page.html",
     )
     source = sources.add_arguments(parser, steps=32)
     source.add_argument(
         "--run",
         metavar="FOLDER",
         dest="recorded",
-        help="the very steps of a finished run (run.output_dir/run.name), measured and simulated; "
-        "takes no other options than --set cost.profile=..., and --json; needs torch and the store",
+        help="simulate the steps of a finished run (run.output_dir/run.name) and compare them with "
+        "its measured times; takes only --set cost.profile=... and --json; needs torch and the "
+        "run's store",
     )
     parser.add_argument(
         "--systems",
@@ -65,25 +70,27 @@ def add_parser(commands: Any) -> None:
         default=["plain_4d"],
         choices=list(SYSTEMS),
         metavar="SYSTEM",
-        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first one is the "
-        f"baseline of the speed-ups",
+        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first is the baseline "
+        f"of the speed-ups",
     )
     parser.add_argument(
         "--step",
         type=int,
-        help="the step that is drawn and explained (default: the one of median time)",
+        help="step that is drawn and explained (default: the step of median time)",
     )
-    parser.add_argument("--trace", metavar="FILE", help="that step for chrome://tracing, Perfetto")
-    parser.add_argument("--timeline", metavar="FILE", help="that step as .png, .svg or .pdf")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write that step for Perfetto, chrome://tracing"
+    )
+    parser.add_argument("--timeline", metavar="FILE", help="draw that step as .png, .svg or .pdf")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout or a file"
     )
     parser.add_argument(
-        "--over-memory", action="store_true", help="simulate also what does not fit the devices"
+        "--over-memory", action="store_true", help="also simulate layouts that do not fit in memory"
     )
     parser.add_argument(
-        "--strict", action="store_true", help="refuse prices that the profile does not cover"
+        "--strict", action="store_true", help="refuse runs that the kernel profile does not cover"
     )
     parser.add_argument(
         "--replay",
@@ -91,8 +98,8 @@ def add_parser(commands: Any) -> None:
         type=int,
         const=4,
         metavar="N",
-        help="also run the first N steps of each system as timed waits on real processes (cp x pp "
-        "x dp of them, TP 1) with the real pipeline executor, and compare; needs torch",
+        help="also replay the first N steps (default: 4) of each system as timed waits on cp x pp "
+        "x dp real processes with the real pipeline executor, and compare; needs torch",
     )
     parser.set_defaults(run=run, defaults=parser.parse_args([]))
 
@@ -101,9 +108,9 @@ def run(options: argparse.Namespace) -> int:
     if options.recorded:
         recorded.refuse_others(options, options.defaults)
     if options.json == "-" and options.replay is not None:
-        raise ValueError(
-            "--replay shows a table, and --json without a file has stdout for itself; give --json "
-            "a FILE, or leave one of them out"
+        raise UserError(
+            "--replay prints a table, but --json without a file owns stdout; give --json a FILE, "
+            "or leave one of them out"
         )
     sources.check_outputs(
         options.json,
@@ -138,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """`spec` with what training would fill in."""
+    """Fill in the values that training would fill in."""
     planner = replace(spec.planner, baseline=False)
     parallel = replace(spec.parallel, dp=max(1, spec.parallel.dp))
     spec = replace(spec, parallel=parallel, planner=planner)
@@ -147,7 +154,7 @@ def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
-    """What a system may run with on this layout."""
+    """Return the alternatives of a system on this layout."""
     return [
         replace(
             priced_spec(load(options.name, [*options.overrides, *overrides]), options),
@@ -163,13 +170,13 @@ def _fastest(
     batches: Sequence[GlobalBatch],
     label: str,
 ) -> RunSimulation:
-    """Of a system's alternatives the fastest that fits; ValueError saying why none does."""
+    """Return the fastest alternative that fits in memory; UserError if none does."""
     fits: list[RunSimulation] = []
-    refused: list[ValueError] = []
+    refused: list[UserError] = []
     for spec in alternatives:
         try:
             fits.append(_simulated(options, spec, batches, label))
-        except ValueError as error:
+        except UserError as error:
             refused.append(error)
     if not fits:
         raise refused[0]
@@ -181,7 +188,7 @@ def _simulated(
 ) -> RunSimulation:
     cost = workload_for(spec, options.device)
     if options.strict and cost.notes:
-        raise ValueError(
+        raise UserError(
             f"cost.profile = {spec.cost.profile} does not cover this run: {'; '.join(cost.notes)}; "
             f"measure one that does (wlb profile), or leave --strict out"
         )
@@ -196,7 +203,7 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
     if options.step is None:
         return int(np.argsort(made.step_time_s, kind="stable")[count // 2])
     if not 0 <= options.step < count:
-        raise ValueError(f"--step = {options.step}: there are steps 0..{count - 1}")
+        raise UserError(f"--step = {options.step}: there are steps 0..{count - 1}")
     return options.step
 
 
@@ -219,7 +226,7 @@ def _write(
             runs=runs,
             own="run",
             step=step,
-            provenance=[("command", _command(options))],
+            provenance=[("command", sources.command_of(options))],
             notes=runs[-1].simulator.cost.notes,
         )
         Path(options.html).write_text(page, "utf-8")
@@ -231,7 +238,7 @@ def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> str:
     own = runs[-1].simulator
     profile = own.cost.profile
     data = {
-        "command": _command(options),
+        "command": sources.command_of(options),
         "version": program_version(),
         "profile": profile.name,
         "worth": dict(worth_of(profile)),
@@ -274,11 +281,11 @@ def _replay(
     try:
         from wlb.validation.replay_step import compare, waits_of
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"--replay needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
     if options.replay < 1:
-        raise ValueError(f"--replay = {options.replay} must be at least 1")
+        raise UserError(f"--replay = {options.replay} must be at least 1")
     table = Table(title="Simulated and replayed", title_justify="left")
     for name in ("step", "simulated s", "replayed s", "difference"):
         table.add_column(name, justify="left" if name == "step" else "right")
@@ -308,7 +315,3 @@ def _replay(
     console.print(table)
     console.print(f"largest difference of medians: {worst:.1%}")
     return 0
-
-
-def _command(options: argparse.Namespace) -> str:
-    return shlex.join(["wlb", *options.words])

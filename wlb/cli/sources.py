@@ -1,6 +1,7 @@
-"""Where `wlb plan`, `wlb tune` and `wlb simulate` take document lengths from."""
+"""Sources of document lengths for `wlb plan`, `wlb tune` and `wlb simulate`."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,25 +21,25 @@ from wlb.data import (
     lengths_of_file,
     open_store,
 )
-from wlb.plan import GlobalBatch, IntArray
+from wlb.plan import GlobalBatch, IntArray, UserError
 from wlb.report import require_matplotlib
 from wlb.spec import LongDocuments, RunSpec, presets
 
 MOST_PASSES = 1000
 MOST_TOKENS = 1 << 40
-"""Of all global batches together; a plan of more would take days."""
+"""Most tokens of all global batches together; more would take days to plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredSource(LengthSource):
-    """Documents of a store. masks_labels: whether it says which tokens are trained."""
+    """Documents of a token store. masks_labels: the store marks the tokens that are trained."""
 
     masks_labels: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlendedSource(StoredSource):
-    """Stores mixed by weights of tokens; lengths: of all their documents."""
+    """Token stores mixed by weights of tokens. lengths: of all their documents."""
 
     stores: BlendedStore
 
@@ -46,19 +47,19 @@ class BlendedSource(StoredSource):
 def add_arguments(
     parser: argparse.ArgumentParser, *, steps: int | None, steps_default: str = ""
 ) -> Any:
-    """The run's settings, and at most one source; returns the sources' group, to add others.
+    """Add the arguments of a run and of one source; return the sources' group, to add others.
 
-    steps: None where a command fills it in, as `steps_default` says.
+    steps: None if the command chooses it, as `steps_default` describes.
     """
     parser.add_argument(
         "name",
         nargs="?",
         default="7b_128k",
-        help=f"a TOML file, or a preset: {', '.join(presets())} (default: 7b_128k); gives window, "
-        f"micro-batches, model and layout for the cost, [packing] options",
+        help=f"a TOML file, or a preset: {', '.join(presets())} (default: 7b_128k); decides "
+        f"window, micro-batches, model, layout and [packing] options",
     )
     group = parser.add_argument_group(
-        "documents", "one of these; default: the run's own data.store or data.blend"
+        "documents", "at most one of these; default: data.store or data.blend of the run"
     )
     source = group.add_mutually_exclusive_group()
     source.add_argument(
@@ -66,7 +67,7 @@ def add_arguments(
     )
     source.add_argument("--corpus", metavar="STORE", help="prefix of a .bin/.idx token store")
     source.add_argument(
-        "--synthetic", metavar="FAMILY", help=f"drawn lengths: {', '.join(FAMILIES)}"
+        "--synthetic", metavar="FAMILY", help=f"random lengths: {', '.join(FAMILIES)}"
     )
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides"
@@ -78,36 +79,36 @@ def add_arguments(
         help=f"global batches packed (default: {steps_default or steps})",
     )
     parser.add_argument(
-        "--in-order", action="store_true", help="documents in the source's order, not shuffled"
+        "--in-order", action="store_true", help="keep the order of the documents, no shuffling"
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="whose kernel profile prices documents where cost.profile is auto (default: cuda)",
+        help="device whose kernel profile is used if cost.profile is auto (default: cuda)",
     )
     return source
 
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
-    """The lengths that were asked for; ValueError for what is none."""
+    """Open the requested lengths; UserError if they cannot be planned."""
     if options.steps < 1:
-        raise ValueError(f"--steps = {options.steps} must be at least 1")
+        raise UserError(f"--steps = {options.steps} must be at least 1")
     window = spec.data.context_window
     if options.steps * spec.tokens_per_step > MOST_TOKENS:
-        raise ValueError(
-            f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are more "
-            f"than can be planned at once; use fewer"
+        raise UserError(
+            f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are too "
+            f"many to plan at once; use fewer"
         )
     source = _source(options, spec)
     if int(source.lengths.max()) > MOST_TOKENS:
         row = int(source.lengths.argmax())
-        raise ValueError(
+        raise UserError(
             f"{source.name}: document {row} has {source.lengths[row]} tokens; check the lengths"
         )
     if spec.data.long_documents == LongDocuments.REFUSE and int(source.lengths.max()) > window:
         row = int(source.lengths.argmax())
-        raise ValueError(
+        raise UserError(
             f"{source.name}: document {row} has {source.lengths[row]} tokens, more than the "
             f'context window of {window}; use data.long_documents = "split" or a larger window'
         )
@@ -138,16 +139,16 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
 
 
 def masks_labels(source: LengthSource) -> bool:
-    """Whether the documents are of a store that says which tokens are trained."""
+    """Whether the documents are from a store that marks the tokens that are trained."""
     return isinstance(source, StoredSource) and source.masks_labels
 
 
 def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
-    """The store that was asked for, or the run's own; ValueError where there is none."""
+    """Return the requested store or that of the run; UserError if there is none."""
     name = options.corpus or spec.data.blend or spec.data.store
     if not name:
-        raise ValueError(
-            f"{options.name} names no data.store or data.blend, so there are no documents to pack: "
+        raise UserError(
+            f"{options.name} sets neither data.store nor data.blend, so there are no documents: "
             f"add --lengths FILE, --corpus STORE or --synthetic {next(iter(FAMILIES))}"
         )
     return name
@@ -156,11 +157,11 @@ def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
 def batches_of(
     options: argparse.Namespace, spec: RunSpec, source: LengthSource
 ) -> list[GlobalBatch]:
-    """At most --steps global batches; a short source is repeated unless data.epochs limits it."""
+    """Return up to --steps global batches; a short source repeats unless data.epochs limits it."""
     total = options.steps * spec.tokens_per_step
     passes = max(total * share / tokens for _, share, tokens in _parts(source))
     if not spec.data.epochs and passes > MOST_PASSES:
-        raise ValueError(
+        raise UserError(
             f"{source.name} has {source.num_tokens:,} tokens: {options.steps} global batches of "
             f"{spec.tokens_per_step:,} would repeat it {passes:,.0f} times; use fewer --steps, a "
             f"smaller window, or --set data.epochs=1"
@@ -173,16 +174,16 @@ def batches_of(
     if not isinstance(source, BlendedSource):
         stream = GlobalBatches(source, shuffle=not options.in_order, **data)
     elif options.in_order:
-        raise ValueError(f"--in-order: {source.name} are mixed, and have no order of their own")
+        raise UserError(f"--in-order: {source.name} are mixed and have no order; leave it out")
     else:
-        # As of a single store, lengths alone: which tokens are trained is not asked.
+        # Only lengths, as for a single store; the tokens that are trained do not matter here.
         lengths = [LengthSource(name=s.prefix, lengths=s.lengths) for s in source.stores.stores]
         stream = BlendedBatches(lengths, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
 
 
 def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
-    """Name, share of a step's tokens and tokens of each store."""
+    """Return name, share of a step's tokens, and number of tokens of each store."""
     if not isinstance(source, BlendedSource):
         return [(source.name, 1.0, source.num_tokens)]
     stores, weights = source.stores.stores, source.stores.weights
@@ -193,7 +194,7 @@ def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
 
 
 def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str, float]:
-    """How often the documents of each store came in `batches`, by its name."""
+    """Return the passes over each store that `batches` contain, by its name."""
     parts = _parts(source)
     read = np.zeros(len(parts), np.int64)
     for batch in batches:
@@ -202,22 +203,27 @@ def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str,
 
 
 def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntArray:
-    """Of the source's documents; of a blend those that came, so that its weights count."""
+    """Return the source's lengths; for a blend those in `batches`, so that its weights count."""
     if not isinstance(source, BlendedSource):
         return source.lengths
     return np.concatenate([batch.documents.length for batch in batches])
 
 
-def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
-    """ValueError before any work where a file cannot be written or plots cannot be drawn.
+def command_of(options: argparse.Namespace) -> str:
+    """Return the command line, for provenance."""
+    return shlex.join(["wlb", *options.words])
 
-    settings: a file for settings, the only one that may be named like one.
+
+def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
+    """UserError before any work if a file cannot be written or plots cannot be drawn.
+
+    settings: an output for settings, which may be a .toml file.
     """
     for path in paths:
         if path in presets() or (path and path.endswith(".toml")):
-            raise ValueError(
-                f"{path} is a preset's name or a settings file's, and would be written to; NAME "
-                f"comes before the options, and --json - prints"
+            raise UserError(
+                f"{path} is the name of a preset or of a settings file, but would be written; put "
+                f"NAME before the options, or use --json - to print"
             )
     for path in (*paths, settings):
         if (
@@ -225,14 +231,13 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
             and path != "-"
             and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir())
         ):
-            raise ValueError(f"{path} cannot be written: it is a folder, or its folder is missing")
+            raise UserError(f"{path} cannot be written: it is a folder, or its folder is missing")
     if needs_plots:
         require_matplotlib()
 
 
 def with_vocabulary(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """`spec` with the vocabulary of its store, or of the BPE that training would make, where the
-    model has none."""
+    """Fill in the vocabulary size of the store, or of the BPE that training would make."""
     if spec.model.vocab_size:
         return spec
     of_store = None

@@ -1,4 +1,4 @@
-"""`wlb train`: a preset or TOML file, trained; `--dry-run` shows what would happen."""
+"""`wlb train`: train a preset or TOML file; `--dry-run` only describes the run."""
 
 import argparse
 import sys
@@ -6,17 +6,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from wlb.plan import UserError
 from wlb.planner.service import PlanningError
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets, system_choice
 from wlb.train.faults.stop import Signals
+
+_DESCRIPTION = """\
+Train a preset or a TOML file, on the ranks of torchrun or Slurm if there are any, otherwise on as
+many local processes as the layout needs.
+
+  wlb train demo --set training.steps=100 data.context_window=8192    override any key
+  wlb train path/to/run.toml --dry-run                                layout, memory, first plan
+  wlb train path/to/run.toml --resume                                 continue the run
+  torchrun --nproc-per-node 8 -m wlb train path/to/run.toml           under torchrun
+
+A layout, key or corpus that cannot work is refused before a rank starts. run.output_dir/run.name
+holds metrics.jsonl (one line per step: measured, predicted, Plain-4D), checkpoints/ (safetensors
+and JSON with checksums, nothing pickled), logs/rank-<n>.log, and failure.txt after a failure.
+
+SIGTERM, SIGUSR1 or run.stop_file end a run after its step: it saves and exits with status 0. A
+resumed run may have another layout and number of micro-batches, and continues with the documents
+that were waiting. A checkpoint that cannot be written is reported and training continues; only
+a failure of the last one is an error. If a rank dies, hangs or raises, all ranks end with one
+report.
+
+Summary: imbalance = predicted time of the slowest micro-batch over the mean (Section 7.4 of the
+paper; 1.20 means that the others idle for a sixth of the step); Plain-4D = the same documents in
+fixed windows; measured / predicted = how well the kernel profile prices this device (--calibrate
+fits a better one); token delay = steps that a token waited; model FLOP/s counts the documents' own
+causal attention, without recomputation and padding."""
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a preset or a TOML file",
-        description="Train a preset or a TOML file on the ranks there are: those of torchrun or "
-        "Slurm, else as many local processes as the layout asks for.",
+        description=_DESCRIPTION,
         epilog=_keys_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -33,8 +58,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--system",
         metavar="SYSTEM",
-        help=f"settings of one of the systems that are compared: {', '.join(SYSTEMS)}; fixed_4d:2 "
-        f"is the second alternative of one that has two; --set comes after it",
+        help=f"settings of a compared system: {', '.join(SYSTEMS)}; NAME:2 is the second "
+        f"alternative of fixed_4d and wlb; --set overrides it",
     )
     parser.add_argument(
         "--dry-run",
@@ -46,17 +71,17 @@ def add_parser(commands: Any) -> None:
         nargs="?",
         const="",
         metavar="STEP|FOLDER|auto",
-        help="go on from the run's last checkpoint, or from that of a step, or a checkpoint's "
-        "folder; auto: from the last one if there is one, as jobs that are requeued do",
+        help="continue from the run's last checkpoint, from that of a step or from a checkpoint's "
+        "folder; auto: from the last one if there is one (for requeued jobs)",
     )
     parser.add_argument(
         "--calibrate",
         nargs="?",
         const="",
         metavar="NAME_OR_PATH",
-        help="at the end fit the kernel profile to what was measured and write it as a new one: "
-        "run.output_dir/NAME.json, a path ending in .json, or (no argument) a name made from the "
-        "old one; says which terms drifted. Use it by cost.profile=PATH",
+        help="at the end fit the kernel profile to the measured times, print which terms drifted, "
+        "and write a new profile: run.output_dir/NAME.json, a path ending in .json, or (without "
+        "argument) a name made from the old one. Use it by --set cost.profile=PATH",
     )
     parser.set_defaults(run=run)
 
@@ -65,10 +90,10 @@ def run(options: argparse.Namespace) -> int:
     spec = load(options.name, _overrides(options))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
-            raise ValueError(f"{name} needs a run that trains; leave --dry-run out")
+            raise UserError(f"{name} needs a run that trains; leave out --dry-run")
     if options.dry_run:
         return _dry_run(spec)
-    with Signals() as signals:  # caught while torch is imported, which takes seconds
+    with Signals() as signals:  # importing torch takes seconds
         return _train(spec, options, signals)
 
 
@@ -99,7 +124,7 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:
-        screen.show_cursor()  # hidden by a live table whose rank was killed
+        screen.show_cursor()  # a killed rank may have hidden it with a live table
     return 0
 
 
@@ -108,13 +133,13 @@ def _needs_torch() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Of --system, then those of --set, which win. A device's memory may be set by either."""
+    """Return overrides of --system, then those of --set, which win and may set the memory."""
     if not options.system:
         return options.overrides
     memory_gib = load(options.name, options.overrides).cluster.memory_gib

@@ -1,4 +1,4 @@
-"""`wlb tune packing`: thresholds, S_max and T on a sample of documents (Section 4.2). No torch.
+"""`wlb tune packing`: tune packing on sample documents (Section 4.2); needs no torch.
 
 `wlb tune layout` is in `wlb.cli.tune_layout`.
 """
@@ -27,6 +27,7 @@ from wlb.packing.study.tune import (
     finish,
     tune_points,
 )
+from wlb.plan import UserError
 from wlb.report import facts_of, tuning_table, weight_remark
 from wlb.report.packing.plots import tuning_figure
 from wlb.spec import Policy, load
@@ -60,11 +61,18 @@ def add_parser(commands: Any) -> None:
         packing.add_argument(
             name, nargs="+", type=float, default=list(default), help=f"{text} (default: {shown})"
         )
-    packing.add_argument("--max-queues", type=int, default=2, help="most outlier queues")
     packing.add_argument(
-        "--delay-budget", type=float, default=0.5, help="mean delay allowed, in iterations"
+        "--max-queues", type=int, default=2, help="most outlier queues (default: 2)"
     )
-    packing.add_argument("--rows", type=int, default=20, help="rows of the front that are printed")
+    packing.add_argument(
+        "--delay-budget",
+        type=float,
+        default=0.5,
+        help="mean delay allowed, in steps (default: 0.5)",
+    )
+    packing.add_argument(
+        "--rows", type=int, default=20, help="rows of the front that are printed (default: 20)"
+    )
     packing.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="points as JSON, to stdout or a file"
     )
@@ -136,8 +144,8 @@ def _show(
     console.print(tuning_table(tuning, rows=options.rows))
     if not tuning.is_within_budget:
         console.print(
-            f"no setting keeps the mean delay within {options.delay_budget:g} iterations; "
-            f"recommended is the one with the least delay"
+            f"no setting keeps the mean delay within {options.delay_budget:g} steps; the setting "
+            f"with the least delay is recommended"
         )
     for line in remark:
         console.print(line, markup=False)
@@ -149,9 +157,9 @@ def _show(
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What can be refused before any work."""
+    """Refuse wrong options before any work."""
     if not 0 <= options.delay_budget < math.inf:
-        raise ValueError(f"--delay-budget {options.delay_budget} must be at least 0 and finite")
+        raise UserError(f"--delay-budget {options.delay_budget} must be at least 0 and finite")
     if options.rows < 1:
-        raise ValueError(f"--rows {options.rows} must be at least 1")
+        raise UserError(f"--rows {options.rows} must be at least 1")
     sources.check_outputs(options.json, options.plot, needs_plots=bool(options.plot))

@@ -1,10 +1,9 @@
-"""`wlb tune layout`: layout, recompute, packing and sharding for a number of devices. No torch."""
+"""`wlb tune layout`: search layouts for a number of devices; needs no torch."""
 
 import argparse
 import json
 import math
 import os
-import shlex
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from wlb.cli import sources
 from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
 from wlb.packing import with_s_max
+from wlb.plan import UserError
 from wlb.report import facts_of, worth_line, worth_of
 from wlb.report.layout.tables import (
     LayoutReport,
@@ -46,17 +46,17 @@ from wlb.spec import (
 
 STEPS = (32, 12)
 MICRO_BATCHES = 256
-"""About so many are packed by default, within STEPS (most, fewest)."""
+"""Approximate number of micro-batches packed by default, within STEPS (most, fewest)."""
 
 
 def add_parser(what: Any) -> None:
-    """Below `wlb tune`."""
+    """Add the parser below `wlb tune`."""
     parser = what.add_parser(
         "layout",
         help="layout, recompute, packing and sharding for a number of devices",
-        description="Search layouts of so many devices for the model, window, cluster and global "
-        "batch of NAME, by simulation within memory; print the best with what they take and why "
-        "the others lost. Every layout trains the same tokens a step.",
+        description="Search the layouts of --gpus devices for the model, window, cluster and "
+        "global batch of NAME by simulation, within memory; print the best ones and why the others "
+        "lost. Every layout trains the same number of tokens per step.",
     )
     most, fewest = STEPS
     sources.add_arguments(
@@ -76,7 +76,7 @@ def add_parser(what: Any) -> None:
         type=float,
         default=0.5,
         metavar="STEPS",
-        help="steps that a token may wait on average (default: 0.5)",
+        help="most steps that a token waits on average (default: 0.5)",
     )
     for axis in ("tp", "cp", "pp", "dp"):
         parser.add_argument(
@@ -98,10 +98,12 @@ def add_parser(what: Any) -> None:
         type=float,
         default=PackingChoices().micro_batches,
         metavar="FACTOR",
-        help="micro-batches a window that are tried besides 1 (default: 1.25 1.5)",
+        help="micro-batches per window to try besides 1 (default: 1.25 1.5)",
     )
-    parser.add_argument("--top", type=int, default=10, help="layouts that are printed")
-    parser.add_argument("--out", metavar="FILE", help="the best one as TOML for wlb train")
+    parser.add_argument(
+        "--top", type=int, default=10, help="layouts that are printed (default: 10)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the best layout as TOML for wlb train")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
     shown = "results as JSON, to stdout or a file"
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=shown)
@@ -160,14 +162,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What can be refused before any work."""
+    """Refuse wrong options before any work."""
     for name in ("gpus", "top"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name} = {getattr(options, name)} must be at least 1")
+            raise UserError(f"--{name} = {getattr(options, name)} must be at least 1")
     if options.jobs < 0:
-        raise ValueError(f"--jobs = {options.jobs} must be at least 0 (0 = as many as cores)")
+        raise UserError(f"--jobs = {options.jobs} must be at least 0 (0 = as many as cores)")
     if not 0 <= options.max_delay_mean < math.inf:
-        raise ValueError(
+        raise UserError(
             f"--max-delay-mean = {options.max_delay_mean} must be at least 0 and finite"
         )
     sources.check_outputs(
@@ -176,14 +178,14 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """`given` with the number of micro-batches that all layouts have, and what training would fill
-    in: the vocabulary of a BPE still to be made."""
+    """Set the number of micro-batches that all layouts share, and the vocabulary size that training
+    would fill in."""
     window = given.data.context_window
     dp_of_own = given.parallel.dp or max(1, options.gpus // given.parallel.model_ranks)
     own_tokens = replace(given, parallel=replace(given.parallel, dp=dp_of_own)).tokens_per_step
     tokens = own_tokens if options.global_batch_tokens is None else options.global_batch_tokens
     if tokens < window or tokens % window:
-        raise ValueError(
+        raise UserError(
             f"--global-batch-tokens = {tokens} must be a multiple of data.context_window = "
             f"{window}, such as {max(1, round(tokens / window)) * window}"
         )
@@ -197,13 +199,13 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
 
 
 def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
-    """The run's own settings where they are of `gpus` devices, else why not."""
+    """Return the run's own settings if they fit `gpus` devices, otherwise None and the reason."""
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, memory_gib=own.cluster.memory_gib)
-        effective_caps(own)  # memory may leave packing no room to catch up
+        effective_caps(own)  # raises if memory leaves packing no room to catch up
         return own, ""
-    except ValueError as error:
+    except UserError as error:
         return None, f"the run's own layout is not compared: {error}"
 
 
@@ -213,8 +215,8 @@ def _own_note(known: Search) -> str:
         return ""
     return (
         f"the run's own settings do not fit: pipeline rank {own.fullest_rank} needs "
-        f"{own.peak_memory_bytes / GIB:.1f} GiB of {own.spec.cluster.memory_gib:g}; no gain is "
-        f"given over them"
+        f"{own.peak_memory_bytes / GIB:.1f} GiB of {own.spec.cluster.memory_gib:g}, so "
+        f"no gain over them is given"
     )
 
 
@@ -236,7 +238,7 @@ def _settings(options: argparse.Namespace) -> PackingChoices:
 
 
 class _Shown(AbstractContextManager["_Shown"]):
-    """How many candidates came how far, on a terminal's stderr."""
+    """Progress of the search, on stderr if it is a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -265,13 +267,13 @@ def _cores() -> int:
 
 
 def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> str:
-    """The winner as a run: what the search filled in is left to training again."""
+    """Return the winner as a run, without the values that training fills in itself."""
     spec, winner = winning_spec(given, report.winner.spec), report.winner
     return to_toml(
         spec,
         comments=(
             f"{winner.layout}",
-            f"found by: {_command(options)}",
+            f"found by: {sources.command_of(options)}",
             f"simulated: {winner.time_s:.3f} s a step of {spec.tokens_per_step:,} tokens, "
             f"{winner.peak_memory_bytes / GIB:.1f} GiB on the fullest rank",
         ),
@@ -279,7 +281,7 @@ def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> 
 
 
 def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
-    """`given` with what the search chose."""
+    """Return `given` with the settings that the search chose."""
     return replace(
         given,
         parallel=found.parallel,
@@ -306,7 +308,7 @@ def _write(
         from wlb.report.layout.page import layout_page
 
         provenance = [
-            ("command", _command(options)),
+            ("command", sources.command_of(options)),
             ("priced with", worth_line(profile).removeprefix("priced with ")),
             ("wlb", f"{__version__}, {program_version()}"),
         ]
@@ -318,7 +320,7 @@ def _write(
 
 def _json(options: argparse.Namespace, report: LayoutReport, profile: KernelProfile) -> str:
     data = {
-        "command": _command(options),
+        "command": sources.command_of(options),
         "version": program_version(),
         "profile": profile.name,
         "worth": dict(worth_of(profile)),
@@ -349,7 +351,3 @@ def _show(
     for path in (options.out, options.html, options.json):
         if path:
             console.print(f"written: {path}")
-
-
-def _command(options: argparse.Namespace) -> str:
-    return shlex.join(["wlb", *options.words])

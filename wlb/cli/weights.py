@@ -1,10 +1,11 @@
-"""`wlb export` and `wlb import`: weights to and from Hugging Face folders."""
+"""`wlb export` and `wlb import`: convert weights to and from Hugging Face folders."""
 
 import argparse
 import re
 from pathlib import Path
 from typing import Any
 
+from wlb.plan import UserError
 from wlb.spec import Dtype
 
 _UNITS = {
@@ -23,31 +24,35 @@ def add_parsers(commands: Any) -> None:
     exporting = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Write the weights of a checkpoint of any layout as a Hugging Face folder: "
-        "safetensors, config.json and the tokenizer that the run's token store names.",
+        description="Write the weights of a checkpoint of any layout as a Hugging Face folder that "
+        "transformers loads: safetensors, config.json and the tokenizer that the run's token store "
+        "names. The padding of the vocabulary is removed. Runs in one CPU process.",
     )
     exporting.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run (its newest)"
     )
     exporting.add_argument("--out", required=True, metavar="DIR", help="new folder")
     exporting.add_argument(
-        "--dtype", choices=[str(d) for d in Dtype], help="of the tensors (default: as saved)"
+        "--dtype", choices=[str(d) for d in Dtype], help="dtype of the tensors (default: as saved)"
     )
     exporting.add_argument(
         "--shard-size",
         default="5GB",
         metavar="SIZE",
-        help="most that a file holds, and about what memory is needed (default: %(default)s)",
+        help="size of the largest file, about equal to the memory needed (default: %(default)s)",
     )
     exporting.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json instead of the store's"
+        "--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the store's"
     )
     exporting.set_defaults(run=run_export)
     importing = commands.add_parser(
         "import",
         help="make a checkpoint of a Hugging Face folder",
-        description="Make a checkpoint of a Llama in a Hugging Face folder (safetensors), with a "
-        "model.toml that trains from it on any layout: wlb train DIR/model.toml --set ...",
+        description="Convert a Llama in a Hugging Face folder to a checkpoint, with a model.toml "
+        "that trains from it on any layout: wlb train DIR/model.toml --set ... Reads safetensors "
+        "of LlamaForCausalLM, and of Mistral without a sliding window, with GQA, head_dim, "
+        "rope_theta and Llama 3's RoPE scaling; a tied head becomes a separate tensor. Biases, "
+        "other activations, quantised weights, and missing or unknown tensors are refused by name.",
     )
     importing.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights")
     importing.add_argument("--out", required=True, metavar="DIR", help="new checkpoint folder")
@@ -78,29 +83,27 @@ def run_import(options: argparse.Namespace) -> int:
         f"{made.num_padding_rows} rows of zeros after the vocabulary's {spec.vocab_size:,}"
     )
     if made.model.is_tied:
-        print("its head was tied to the embedding; here they are two tensors, trained apart")
-    print(f"a run that begins with it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
+        print("its head was tied to the embedding; they are now two tensors, trained separately")
+    print(f"train from it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
     print(made.toml, end="")
     return 0
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MiB or 1000."""
+    """Parse a size such as 5GB, 500MiB or 1000, in bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(
-            f"--shard-size {text!r}: write it as 5GB, 500MB, 2GiB or a number of bytes"
-        )
+        raise UserError(f"--shard-size {text!r}: write it as 5GB, 500MB, 2GiB or a number of bytes")
     return int(float(match[1]) * unit)
 
 
 def _room() -> Any:
-    """The room `wlb.weights`, which needs torch and safetensors."""
+    """Import `wlb.weights`, which needs torch and safetensors."""
     try:
         from wlb import weights
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"weights need {error.name}, which is not installed; pip install 'wlb-llm[train]'"
         ) from None
     return weights

@@ -74,7 +74,7 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     gone.take()
     assert gone._file is not None
     gone.path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
-    remedy = rf"process 7 on n12, since 2026-11-01; .*that machine is gone, remove {gone.path}\)"
+    remedy = rf"process 7 on n12 since 2026-11-01; .*its machine is gone, remove {gone.path}\)"
     with pytest.raises(ValueError, match=remedy):
         second[0].take()
     assert second[1].getvalue().count("waiting for") == 1
