@@ -152,7 +152,7 @@ def test_settings_are_not_taken_for_an_output(
     for name in ("demo", str(mine)):
         assert main([*words, name, "--synthetic", "wlb_paper"]) == 2
         err = capsys.readouterr().err
-        assert f"{name} is a preset's name or a settings file's, and would be written to" in err
+        assert f"{name} is the name of a preset or of a settings file, but would be written" in err
     assert mine.read_text("utf-8") == "[data]\n"
     assert not Path("demo").exists()
 
@@ -240,7 +240,7 @@ def test_a_budget_that_nothing_keeps_is_said(
     out = run(capsys, "tune", "packing", "--lengths", lengths, "--steps", "15", "--policies",
               "bounded", "--s-max", "1.5", "--step-tokens", "0", "--prices", "0.1",
               "--delay-budget", "0", *SMALL)  # fmt: skip
-    assert "no setting keeps the mean delay within 0 iterations" in out
+    assert "no setting keeps the mean delay within 0 steps" in out
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,9 @@ def test_options_that_a_finished_run_does_not_take_are_named(tmp_path, capsys):
     words = ["--html", str(page), "--step", "3", "--strict", "--replay", "--over-memory"]
     assert main(["simulate", "--run", str(tmp_path), *words, "--systems", "wlb"]) == 2
     message = capsys.readouterr().err
-    assert message.endswith(
-        "leave out --systems, --step, --html, --over-memory, --strict, --replay\n"
-    )
+    assert message.endswith("remove --systems, --step, --html, --over-memory, --strict, --replay\n")
     assert main(["simulate", "demo", "--run", str(tmp_path), "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.endswith("leave out --device, NAME\n")
+    assert capsys.readouterr().err.endswith("remove --device, NAME\n")
 
 
 def test_unknown_systems_are_listed(capsys):

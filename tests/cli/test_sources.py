@@ -122,7 +122,7 @@ def test_a_run_without_documents_is_told_what_to_add(
 ) -> None:
     assert main([*command, "demo"]) == 2
     assert (
-        "demo names no data.store or data.blend, so there are no documents to pack: add --lengths "
+        "demo sets neither data.store nor data.blend, so there are no documents: add --lengths "
         "FILE, --corpus STORE or --synthetic wlb_paper"
     ) in capsys.readouterr().err
 
