@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.plan import TERMS, Moments, Spread, StepMetrics, Telemetry, Work
+from wlb.plan import TERMS, MeasuredStep, Moments, Spread, Telemetry, Work
 
 PAIRS = st.lists(
     st.tuples(st.floats(1e-6, 10.0), st.floats(1e-6, 10.0)), min_size=2, max_size=30, unique=True
@@ -64,17 +64,9 @@ def test_what_the_sums_do_not_tell_is_none() -> None:
 
 
 def test_records_survive_json_inside_metrics() -> None:
-    metrics = StepMetrics(
-        step=1,
-        origin="measured",
-        num_documents=1,
-        num_tokens=2,
-        num_targets=1,
-        imbalance=None,
-        telemetry=record(),
-    )
+    metrics = MeasuredStep(step=1, num_documents=1, num_tokens=2, num_targets=1, telemetry=record())
     data = json.loads(json.dumps(metrics.to_json()))
-    assert StepMetrics.from_json(data) == metrics
+    assert MeasuredStep.from_json(data) == metrics
     shown = data["telemetry"]
     assert (shown["imbalance"], shown["predicted_imbalance"], shown["whole_imbalance"]) == (
         1.5,

@@ -9,6 +9,7 @@ import numpy as np
 from tests.plan.test_telemetry import record
 from wlb.plan import (
     TERMS,
+    MeasuredStep,
     MeasuredTimeline,
     Moments,
     Place,
@@ -63,20 +64,18 @@ def step(done: int, loss: float | None = None) -> dict[str, Any]:
         "num_held_tokens": 10 * done,
     }
     made = {
-        "measured": StepMetrics(
+        "measured": MeasuredStep(
             **common,
-            origin="measured",
-            imbalance=1.2,
             loss=6 - done / 10 if loss is None else loss,
             grad_norm=0.5,
             step_time_s=0.25,
             telemetry=record(terms=terms, num_steps=1),
         ),
         "predicted": StepMetrics(
-            **common, origin="predicted", imbalance=1.1, max_workload_ns=110, mean_workload_ns=100.0
+            **common, imbalance=1.1, max_workload_ns=110, mean_workload_ns=100.0
         ),
         "plain_4d": StepMetrics(
-            **common, origin="predicted", imbalance=1.4, max_workload_ns=140, mean_workload_ns=100.0
+            **common, imbalance=1.4, max_workload_ns=140, mean_workload_ns=100.0
         ),
     }
     lines = {name: metrics.to_json() for name, metrics in made.items()}

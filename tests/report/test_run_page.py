@@ -140,7 +140,10 @@ def test_far_points_stand_at_their_steps_in_their_colours(tmp_path: Path) -> Non
         line = step(done)
         line["predicted"]["imbalance"] = 1.01 + 0.001 * (done % 7)
         line["plain_4d"] = {**line["predicted"], "imbalance": 9.0 if done == 100 else 1.3}
-        line["measured"]["imbalance"] = None if done % 10 else 8.0 if done == 150 else 1.02
+        if done % 10:
+            line["measured"]["telemetry"] = None
+        else:
+            line["measured"]["telemetry"]["slowest_ns"] = 160 if done == 150 else 21
         lines.append(line)
     axes = balance_figure(read_run(write(tmp_path, lines))).axes[0]
     colours = {line.get_label(): line.get_color() for line in axes.lines}

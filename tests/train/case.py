@@ -15,6 +15,7 @@ from wlb.plan import PlannerState
 from wlb.spec import RunSpec, Schedule, apply, check
 from wlb.train import start
 from wlb.train.job import Job
+from wlb.train.stores import open_stores, ready
 
 WORDS = (
     "the",
@@ -113,9 +114,9 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
 
 def job_of(spec: RunSpec) -> Job:
     """What `start.train` gives the ranks of a new run, without held-out documents."""
-    stores = start.open_stores(spec, Console(quiet=True))
+    stores = open_stores(spec, Console(quiet=True))
     return Job(
-        spec=start.ready(spec, stores, spec.parallel.world_size),
+        spec=ready(spec, stores, spec.parallel.world_size),
         train_store=stores.train,
         heldout_store="",
         resume=None,

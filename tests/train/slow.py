@@ -48,14 +48,14 @@ class Slowed:
 
 def slowed_rank(world: World, job: Job, factor: float) -> None:
     BACKENDS["sdpa"] = Slowed(BACKENDS["sdpa"], factor)
-    start._rank(world, job, "cpu")
+    start.local_rank(world, job, "cpu")
 
 
 def one_slowed_rank(world: World, job: Job, factor: float, rank: int, log: Path) -> None:
     if world.rank == rank:
         BACKENDS["sdpa"] = Slowed(BACKENDS["sdpa"], factor)
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file):
-        start._rank(world, job, "cpu")
+        start.local_rank(world, job, "cpu")
 
 
 def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path) -> None:

@@ -22,11 +22,11 @@ from wlb.parallel import world as worlds
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.spec import AttentionBackend, RunSpec, apply
-from wlb.train import start
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
 from wlb.train.optimizer import Optimizers
 from wlb.train.reduce import PlanMismatch
+from wlb.train.stores import open_stores
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 
@@ -166,7 +166,7 @@ def test_the_end_of_data_flushes_every_token(
 ) -> None:
     spec = small_spec(tmp_path, corpus, data={"epochs": 1}, training={"steps": 100})
     run, _ = train(spec)
-    store = TokenStore(start.open_stores(spec, Console(file=StringIO())).train)
+    store = TokenStore(open_stores(spec, Console(file=StringIO())).train)
     measured = [line["measured"] for line in run.steps]
     assert len(measured) < 20
     assert sum(m["num_tokens"] for m in measured) == store.num_tokens
@@ -393,10 +393,10 @@ def on_separate_nodes(world: World, *jobs: Job) -> str:
     try:
         trainer.run()
     except PlanMismatch as error:
-        return f"after {trainer.steps_done} steps: {error}"
+        return f"after {trainer.context.steps_done} steps: {error}"
     finally:
         worlds.shutdown()
-    return f"{trainer.steps_done} steps"
+    return f"{trainer.context.steps_done} steps"
 
 
 def separate(

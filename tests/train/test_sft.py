@@ -16,7 +16,7 @@ from wlb.data import TokenStore, TokenStoreWriter
 from wlb.prepare import load_tokenizer, prepare_docstrings
 from wlb.spec import METHODS, RunSpec, apply, check, load
 from wlb.spec.methods import keys_of
-from wlb.train.start import train_store
+from wlb.train.stores import train_store
 
 
 def write_chats(prefix: Path, num: int = 40, seed: int = 0) -> TokenStore:

@@ -20,7 +20,8 @@ from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.stop import Signals
-from wlb.train.loop import collective_limit_s
+from wlb.train.rank import collective_limit_s
+from wlb.train.stores import Stores
 
 
 def in_a_folder_of_its_own(world: World, folder: Path) -> None:
@@ -102,7 +103,7 @@ def as_given_ranks(world: World, spec: RunSpec) -> bool:
     """Whether this rank got to training, after rank 0 prepared for longer than timeout_s."""
     opened, trained = start.open_stores, []
 
-    def slowly(*given: object) -> start.Stores:
+    def slowly(*given: object) -> Stores:
         time.sleep(spec.training.timeout_s + 2)
         return opened(*given)  # type: ignore[arg-type]
 
@@ -110,10 +111,10 @@ def as_given_ranks(world: World, spec: RunSpec) -> bool:
     start.run_rank = lambda *given: trained.append(given)  # type: ignore[assignment]
     with Signals() as signals:
         console = Console(quiet=True)
-        order = start._Order(
+        asked = start._Request(
             resume=None, calibrate=None, console=console, started_s=0.0, signals=signals
         )
-        start._given_ranks(spec, world, order)
+        start._given_ranks(spec, world, asked)
     return bool(trained)
 
 

@@ -23,7 +23,16 @@ from wlb.plan.documents import (
     split_long,
 )
 from wlb.plan.errors import UserError
-from wlb.plan.metrics import StepMetrics, imbalance, merge, predict, token_delay
+from wlb.plan.metrics import (
+    MeasuredStep,
+    StepCounts,
+    StepMetrics,
+    degrees_of,
+    imbalance,
+    merge,
+    predict,
+    token_delay,
+)
 from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
 from wlb.plan.ranks import (
     MeasuredTimeline,
@@ -51,6 +60,7 @@ __all__ = [
     "IntArray",
     "IntLike",
     "Layout",
+    "MeasuredStep",
     "MeasuredTimeline",
     "MicroBatch",
     "Moments",
@@ -65,6 +75,7 @@ __all__ = [
     "ShardingPlan",
     "Span",
     "Spread",
+    "StepCounts",
     "StepMetrics",
     "StepPlan",
     "Straggler",
@@ -75,6 +86,7 @@ __all__ = [
     "check_at_least",
     "check_minimum",
     "cut_at",
+    "degrees_of",
     "digest",
     "imbalance",
     "int_array",

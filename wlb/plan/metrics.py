@@ -1,11 +1,16 @@
-"""StepMetrics: one record for a step, filled by the planner (predicted) or by ranks (measured)."""
+"""What a step holds: `StepMetrics` is the planner's prediction, `MeasuredStep` what ranks measured.
+
+Both are written to metrics.jsonl with the same keys. A key that a record has no value for is null
+there, or 0 for workloads, as files of all versions have it.
+"""
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from wlb.plan.arrays import IntArray
+from wlb.plan.errors import UserError
 from wlb.plan.packing import PackingPlan
 from wlb.plan.telemetry import Telemetry
 
@@ -14,67 +19,135 @@ _PADDING_IN_FILES = "num_filler_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """What a step did (origin "measured") or is predicted to do.
+class StepCounts:
+    """What follows from a step's plan, whether or not it was executed.
 
-    num_documents: with a piece in the step. num_tokens counts real tokens only, num_padding_tokens
-    are apart; num_targets: valid labels. num_held_tokens: that wait after the step. num_overdue:
-    pieces later than the policy's maximum delay. imbalance is Section 7.4's degree: slowest
-    micro-batch x number of micro-batches / total. A measured one, and max_workload_ns and
-    mean_workload_ns with it, is of the forward latencies of the steps that `telemetry` is of; None
-    and 0 where none is written (off, or not this step's turn). Delays are in iterations per token:
-    mean_delay and max_delay: the step that trains a token less the step that was next when its
-    global batch came, 0 where it is trained before (policies that pack several batches). loss: mean
-    of the valid labels, in nats; grad_norm: before clipping; step_time_s: on the rank that writes
-    it; None where not measured. cp_imbalance is slowest rank / mean rank of predicted attention
-    time, and sharding_counts how often a strategy was chosen; from packing alone they are not known
-    yet. degrees: the imbalance of each of several steps that are one here (`merge`), else empty.
+    num_documents: documents with a piece in the step. num_tokens: real tokens only; padding is
+    counted apart. num_targets: valid labels. num_held_tokens: tokens that wait after the step.
+    num_overdue: pieces later than the policy's maximum delay. mean_delay, max_delay: iterations
+    from the step that was next when a token's global batch came to the one that trains it, per
+    token; 0 where a policy that packs several batches trains it early. cp_imbalance: predicted
+    attention time of the slowest over the mean CP rank; sharding_counts: micro-batches by strategy.
+    Both are known once micro-batches are sharded, not from packing alone.
     """
 
+    origin: ClassVar[str]
     step: int
-    origin: Literal["predicted", "measured"]
     num_documents: int
     num_tokens: int
     num_targets: int
     num_padding_tokens: int = 0
     num_held_tokens: int = 0
     num_overdue: int = 0
-    imbalance: float | None = 1.0
-    degrees: tuple[float, ...] = ()
-    max_workload_ns: int = 0
-    mean_workload_ns: float = 0.0
     mean_delay: float = 0.0
     max_delay: int = 0
     cp_imbalance: float = 1.0
     sharding_counts: tuple[tuple[str, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary with the keys of metrics.jsonl; `from_json` reads it again."""
+        data = _EMPTY | asdict(self)
+        data["origin"] = self.origin
+        data[_PADDING_IN_FILES] = data.pop("num_padding_tokens")
+        data["sharding_counts"] = dict(self.sharding_counts)
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """What `to_json` gave, of any version. UserError for the other record or unknown keys."""
+        if data["origin"] != cls.origin:
+            raise UserError(
+                f"these are {data['origin']} metrics of step {data['step']}, not {cls.origin} "
+                f"ones; StepMetrics reads predicted metrics, MeasuredStep measured ones"
+            )
+        names = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - names - set(_EMPTY) - {"origin", _PADDING_IN_FILES})
+        if unknown:
+            raise UserError(f"unknown keys {unknown} in metrics of step {data['step']}")
+        values = {name: value for name, value in data.items() if name in names}
+        if _PADDING_IN_FILES in data:
+            values["num_padding_tokens"] = data[_PADDING_IN_FILES]
+        values["sharding_counts"] = tuple(data["sharding_counts"].items())
+        if "degrees" in names:
+            values["degrees"] = tuple(data.get("degrees", ()))
+        elif values.get("telemetry") is not None:
+            values["telemetry"] = Telemetry.from_json(values["telemetry"])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics(StepCounts):
+    """What the planner predicts of a step.
+
+    imbalance: slowest micro-batch x number of micro-batches / total workload (Section 7.4).
+    degrees: the imbalance of each of several steps that `merge` made one, else empty.
+    step_time_s: of a simulation; None from packing alone.
+    """
+
+    origin: ClassVar[str] = "predicted"
+    imbalance: float = 1.0
+    degrees: tuple[float, ...] = ()
+    max_workload_ns: int = 0
+    mean_workload_ns: float = 0.0
+    step_time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep(StepCounts):
+    """What ranks measured of an executed step, with the counts of its plan.
+
+    loss: mean over valid labels, in nats; grad_norm: before clipping; both None where the step
+    updated nothing. step_time_s: wall time on the rank that writes the record. telemetry: times of
+    this step and those since the last record; None where it is off or not due.
+    """
+
+    origin: ClassVar[str] = "measured"
     loss: float | None = None
     grad_norm: float | None = None
     step_time_s: float | None = None
     telemetry: Telemetry | None = None
 
+    @classmethod
+    def of(
+        cls,
+        counts: StepCounts,
+        *,
+        loss: float | None,
+        grad_norm: float | None,
+        step_time_s: float,
+        telemetry: Telemetry | None,
+    ) -> "MeasuredStep":
+        """The measurements of the step that has `counts`."""
+        return cls(
+            **{f.name: getattr(counts, f.name) for f in fields(StepCounts)},
+            loss=loss,
+            grad_norm=grad_norm,
+            step_time_s=step_time_s,
+            telemetry=telemetry,
+        )
+
+    @property
+    def imbalance(self) -> float | None:
+        """Section 7.4's degree of measured forward latencies; None without telemetry."""
+        return None if self.telemetry is None else self.telemetry.imbalance
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
-        data = asdict(self)
-        data[_PADDING_IN_FILES] = data.pop("num_padding_tokens")
-        data["sharding_counts"] = dict(self.sharding_counts)
-        data["telemetry"] = None if self.telemetry is None else self.telemetry.to_json()
+        data = StepCounts.to_json(self)
+        if self.telemetry is not None:
+            data["telemetry"] = self.telemetry.to_json()
+            data["imbalance"] = self.imbalance
+            data["max_workload_ns"] = self.telemetry.slowest_ns
+            data["mean_workload_ns"] = self.telemetry.mean_ns
         return data
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "StepMetrics":
-        """What `to_json` gave."""
-        data = dict(data)
-        if _PADDING_IN_FILES in data:
-            data["num_padding_tokens"] = data.pop(_PADDING_IN_FILES)
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise ValueError(f"unknown StepMetrics fields {unknown}")
-        values: dict[str, Any] = {**data, "sharding_counts": tuple(data["sharding_counts"].items())}
-        values["degrees"] = tuple(data.get("degrees", ()))
-        if values.get("telemetry") is not None:
-            values["telemetry"] = Telemetry.from_json(values["telemetry"])
-        return cls(**values)
+
+_EMPTY: dict[str, Any] = {
+    **dict.fromkeys(("imbalance", "loss", "grad_norm", "step_time_s", "telemetry")),
+    "degrees": (),
+    "max_workload_ns": 0,
+    "mean_workload_ns": 0.0,
+}
+"""Values in metrics.jsonl of keys that only the other of the two records has."""
 
 
 def imbalance(workload_ns: IntArray) -> float:
@@ -98,7 +171,6 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
     keys = np.stack([plan.pieces.source, plan.pieces.document])
     return StepMetrics(
         step=plan.step,
-        origin="predicted",
         num_documents=int(np.unique(keys, axis=1).shape[1]),
         num_tokens=plan.num_tokens,
         num_targets=plan.num_targets,
@@ -114,10 +186,7 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
 
 
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
-    """Two steps one after the other as one: sums of work, tokens and time to wait for.
-
-    Both are predicted: their imbalance is known.
-    """
+    """Two consecutive steps as one: sums of workload, tokens and time to wait for."""
     if first is None:
         return second
     tokens = first.num_tokens + second.num_tokens
@@ -132,7 +201,7 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
         num_padding_tokens=first.num_padding_tokens + second.num_padding_tokens,
         num_overdue=first.num_overdue + second.num_overdue,
         imbalance=slowest / mean if mean else second.imbalance,
-        degrees=(*_degrees(first), *_degrees(second)),
+        degrees=(*degrees_of(first), *degrees_of(second)),
         max_workload_ns=slowest,
         mean_workload_ns=mean,
         mean_delay=delays / tokens if tokens else 0.0,
@@ -140,6 +209,6 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
     )
 
 
-def _degrees(metrics: StepMetrics) -> tuple[float, ...]:
-    assert metrics.imbalance is not None
+def degrees_of(metrics: StepMetrics) -> tuple[float, ...]:
+    """The imbalance of each step that `metrics` is of."""
     return metrics.degrees or (metrics.imbalance,)

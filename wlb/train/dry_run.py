@@ -7,11 +7,11 @@ from rich.table import Table
 from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import rank_grid
-from wlb.plan import PipelinePlan, StepPlan
+from wlb.plan import PipelinePlan, StepPlan, UserError
 from wlb.spec import Device, RunSpec
 from wlb.train.memory import GIB, Budget, budget_of, caps_line, estimate_of, hold_against, within
 from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
-from wlb.train.start import open_stores, ready
+from wlb.train.stores import open_stores, ready
 
 
 def show(spec: RunSpec, console: Console) -> None:
@@ -43,7 +43,7 @@ def show(spec: RunSpec, console: Console) -> None:
     console.print(priced_by(planner))
     plan = planner.next(planner.start())
     if plan is None:
-        raise ValueError("the corpus gives no step; raise data.epochs or use a larger corpus")
+        raise UserError("the corpus gives no step; raise data.epochs or use a larger corpus")
     for pipeline in range(spec.parallel.dp):
         console.print(_plan(plan, planner.shard(plan, pipeline)))
     p = plan.predicted

@@ -15,6 +15,7 @@ from wlb.parallel.execute import Executor
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.planner import open_heldout_planner
 from wlb.spec import RunSpec
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
 class Evaluator:
@@ -44,3 +45,46 @@ class Evaluator:
                 total += loss.double()
         dist.all_reduce(total)
         return float(total) / max(1, self.num_targets)
+
+
+class EvaluateHeldOut(Hook):
+    """Evaluates before the first step of a new run, at eval.interval (updates) or
+    eval.interval_tokens (document tokens), and at the end unless the run was stopped."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self._tokens_before = 0
+
+    def begin(self, run: RunContext) -> None:
+        self._tokens_before = run.state.num_tokens if run.state else 0
+        if run.job.resume is None and not run.stop:
+            self._evaluate(run)
+
+    def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        if step.updated and self._is_due(run, step.plan):
+            self._evaluate(run)
+
+    def end(self, run: RunContext) -> None:
+        if not run.stop:
+            self._evaluate(run)
+
+    def _is_due(self, run: RunContext, plan: StepPlan) -> bool:
+        tokens = run.spec.eval.interval_tokens
+        if not tokens:
+            return run.is_due(run.spec.eval.interval)
+        # Count from the last question: a skipped step is not asked about. After a rollback, the
+        # tokens before this step are fewer than then.
+        done = plan.state.num_tokens
+        before = min(self._tokens_before, done - plan.packing.num_tokens)
+        self._tokens_before = done
+        return done // tokens > before // tokens and not run.is_last_step
+
+    def _evaluate(self, run: RunContext) -> None:
+        run.position.enter("evaluating")
+        loss = self.evaluator.run()
+        run.tally.heldout.append((run.steps_done, loss))
+        tokens = run.state.num_tokens if run.state is not None else 0
+        run.report.write(
+            "evaluation", steps_done=run.steps_done, num_tokens=tokens, heldout_loss=loss
+        )
+        run.report.show_evaluation(run.steps_done, loss)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from wlb.cost import MemoryEstimate, TokenCaps, memory_estimate, token_caps
 from wlb.packing import caps_of
 from wlb.parallel import world as worlds
+from wlb.plan import UserError
 from wlb.spec import PLANNED_MEMORY, OverMemory, RunSpec
 
 GIB = 1 << 30
@@ -67,7 +68,7 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
 
 
 def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
-    """Lines for the log, none without a budget; ValueError where the estimate is above what is
+    """Lines for the log, none without a budget; UserError where the estimate is above what is
     planned with, unless `run.over_memory` is to warn."""
     if budget is None:
         return []
@@ -78,7 +79,7 @@ def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
         return [line]
     message = too_much(estimate, budget)
     if spec.run.over_memory == OverMemory.REFUSE:
-        raise ValueError(message)
+        raise UserError(message)
     return [line, f"warning: {message}"]
 
 

@@ -8,16 +8,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from wlb.cost import KernelProfile, ProfiledWorkload
+from wlb.cost import KernelProfile, ProfiledWorkload, workload_for
 from wlb.data import BlendedStore, StoreName, TokenStore, open_store
 from wlb.kernels import explain_backend, select_backend
 from wlb.parallel.build import compute_dtype
+from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import refuse_uncompilable
+from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import refuse_overlap
+from wlb.parallel.world import World
+from wlb.plan import UserError
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train import checkpoint
+from wlb.train.memory import budget_of, hold_against
 from wlb.train.telemetry.sinks import refuse_missing
 
 _SHAPES = (
@@ -40,7 +46,7 @@ def refuse_early(
     resume: Path | None,
     init_from: Path | None,
 ) -> Planner:
-    """ValueError for a run of `spec` on stores `train` and `heldout` that could not go far.
+    """UserError for a run of `spec` on stores `train` and `heldout` that could not go far.
 
     Returns the planner it opened, so that a caller can say what plans are priced with.
     """
@@ -54,7 +60,7 @@ def refuse_early(
     store = open_store(train)
     if not store.num_targets.any():
         has = "no trained token" if store.has_targets else "one token"
-        raise ValueError(
+        raise UserError(
             f"every document of the store {store.prefix} has {has}, so there is nothing to "
             f"predict; use another data.store or data.corpus"
         )
@@ -86,7 +92,7 @@ def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
     lengths = store.lengths
     window, longest = spec.data.context_window, int(lengths.max(initial=0))
     if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
-        raise ValueError(
+        raise UserError(
             f"document {int(lengths.argmax())} of the store {store.prefix} has {longest} tokens, "
             f"more than data.context_window = {window}; use data.long_documents = split or a "
             f"larger window"
@@ -95,7 +101,7 @@ def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
 
 def with_backend(spec: RunSpec, device: str) -> RunSpec:
     """The spec with the attention kernel that `auto` takes here, so that plans are priced with its
-    table; ValueError for one that cannot compute."""
+    table; UserError for one that cannot compute."""
     backend = select_backend(
         spec.kernels.attention,
         device=torch.device(device),
@@ -105,8 +111,28 @@ def with_backend(spec: RunSpec, device: str) -> RunSpec:
     return replace(spec, kernels=replace(spec.kernels, attention=backend))
 
 
+def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, str]:
+    """The spec with the attention kernel that all ranks compute and price plans with, and the name
+    of the kernel profile. A collective call.
+
+    ValueError on all ranks if they would use different kernels or profiles, or one of them cannot
+    compute or lacks memory: devices and installed packages may differ between nodes.
+    """
+    priced, profile, problem = spec, "", None
+    try:
+        priced = with_backend(spec, mesh.device.type)
+        profile = workload_for(priced, mesh.device.type).profile.name
+        hold_against(spec, budget_of(spec, mesh.device.type))  # of this node's devices
+    except ValueError as error:
+        problem = error
+    group = dist.group.WORLD if world.world_size > 1 else None
+    declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
+    agree(declared, problem, group=group)
+    return priced, profile
+
+
 def computed_by(spec: RunSpec, device: str) -> str:
-    """A line for the log: the attention kernel and why; ValueError for one that cannot compute."""
+    """A line for the log: the attention kernel and why; UserError for one that cannot compute."""
     return explain_backend(
         spec.kernels.attention,
         device=torch.device(device),
@@ -161,7 +187,7 @@ def _same_shapes(model: ModelSpec, saved_in: Path, option: str) -> None:
     theirs = _model_of(saved_in)
     for name in _SHAPES:
         if getattr(theirs, name) != getattr(model, name):
-            raise ValueError(
+            raise UserError(
                 f"{option}: {saved_in} has model.{name} = {getattr(theirs, name)}, this run "
                 f"{getattr(model, name)}; use the checkpoint's model, or start without {option}"
             )

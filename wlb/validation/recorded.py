@@ -19,14 +19,14 @@ from rich.console import Console
 
 from wlb.cost import KernelProfile, workload_for
 from wlb.parallel.world import choose_device
-from wlb.plan import StepMetrics, UserError
+from wlb.plan import MeasuredStep, UserError
 from wlb.planner import open_planner
 from wlb.report.run.simulated import refuse_other_plan
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
 from wlb.spec import RunSpec, apply
 from wlb.train import checkpoint
 from wlb.train.refuse import with_backend
-from wlb.train.start import open_stores, ready
+from wlb.train.stores import open_stores, ready
 
 _CHUNK = 64
 
@@ -40,7 +40,7 @@ class RecordedRun:
 
     spec: RunSpec
     left_out: int
-    measured: tuple[StepMetrics, ...]
+    measured: tuple[MeasuredStep, ...]
     simulations: tuple[Simulation, ...]
 
     @property
@@ -115,7 +115,7 @@ def _spec(folder: Path) -> RunSpec:
     return apply(RunSpec(), data["spec"], source=str(path), is_stored=True)
 
 
-def _metrics(path: Path) -> list[StepMetrics]:
+def _metrics(path: Path) -> list[MeasuredStep]:
     """Return measured steps in order since the last start of the run, whose configuration the last
     checkpoint has."""
     if not path.exists():
@@ -123,7 +123,7 @@ def _metrics(path: Path) -> list[StepMetrics]:
     lines = list(_lines(path))
     starts = [i for i, line in enumerate(lines) if line["kind"] == "start"]
     last = lines[max(starts, default=0) :]
-    found = [StepMetrics.from_json(x["measured"]) for x in last if x["kind"] == "step"]
+    found = [MeasuredStep.from_json(x["measured"]) for x in last if x["kind"] == "step"]
     return [m for m in found if m.num_targets]
 
 
@@ -134,7 +134,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _chunks(
-    steps: Iterator[ShardedStep], wanted: dict[int, StepMetrics], written: Path
+    steps: Iterator[ShardedStep], wanted: dict[int, MeasuredStep], written: Path
 ) -> Iterator[tuple[ShardedStep, ...]]:
     """Yield the wanted steps in chunks; UserError for a plan that differs from the trained one."""
     chosen = (step for step in steps if step.plan.step in wanted)

@@ -14,7 +14,7 @@ from wlb.data.store import store_path
 from wlb.plan import UserError
 from wlb.prepare import load_tokenizer
 from wlb.spec import RunSpec, apply
-from wlb.train.start import train_store
+from wlb.train.stores import train_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

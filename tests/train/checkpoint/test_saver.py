@@ -119,7 +119,7 @@ def test_training_goes_on_while_a_copy_is_written(
         before = {n: p.detach().clone() for n, p in trainer.executor.named_parameters().items()}
         torch.manual_seed(5)
         state = PlannerState.from_json(
-            json.loads(json.dumps(trainer.feed.peek(1)[0][0].state.to_json()))
+            json.loads(json.dumps(trainer.context.feed.peek(1)[0][0].state.to_json()))
         )
         assert trainer.saver.save(3, state) == []
         assert trainer.saver.poll() == []
@@ -144,8 +144,8 @@ def test_training_goes_on_while_a_copy_is_written(
             assert torch.equal(parameter, before[name])
         assert torch.equal(torch.rand(3), drawn)  # the generator went back as well
     finally:
-        trainer.inputs.close()
-        trainer.feed.close()
+        trainer.context.inputs.close()
+        trainer.context.feed.close()
         trainer.saver.close()
         worlds.shutdown()
 

@@ -61,7 +61,7 @@ def rank_main(world: World, job: Job, who: tuple[int, ...], how: Callable[[], No
         return train_step(self, plan, *args, **options)
 
     Executor.train_step = broken  # type: ignore[method-assign]
-    start._rank(world, job, "cpu")
+    start.local_rank(world, job, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ def rank_with_an_old_listing(world: World, job: Job) -> None:
     Trainer._compute = broken
     if world.rank:
         checkpoint.list_complete = lambda directory: []
-    start._rank(world, job, "cpu")
+    start.local_rank(world, job, "cpu")
 
 
 @pytest.mark.full

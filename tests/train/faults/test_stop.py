@@ -15,6 +15,7 @@ from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
 from wlb.train.faults.stop import Signals, Stop, StoppedEarly, StopRequest
+from wlb.train.stores import Stores
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_a_signal_before_training_began_leaves_everything_as_it_was(
     (older / "metrics.jsonl").touch()
     opened = start.open_stores
 
-    def slowly(*given: object) -> start.Stores:
+    def slowly(*given: object) -> Stores:
         os.kill(os.getpid(), signal.SIGTERM)
         return opened(*given)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tests.plan.test_telemetry import record
-from wlb.plan import RankTable, StepMetrics, Straggler, Work
+from wlb.plan import MeasuredStep, RankTable, StepMetrics, Straggler, Work
 from wlb.train.telemetry import display
 from wlb.train.telemetry.display import Display, summary
 from wlb.train.telemetry.tally import Tally
@@ -14,10 +14,12 @@ from wlb.train.telemetry.tally import Tally
 STRAGGLER = Straggler(rank=3, over=1.5, host="gpu[007]", node=1, tp=1, cp=1, pp=0, dp=0)
 
 
-def metrics(step: int) -> StepMetrics:
-    return StepMetrics(
+PREDICTED = StepMetrics(step=0, num_documents=3, num_tokens=2000, num_targets=1997)
+
+
+def metrics(step: int) -> MeasuredStep:
+    return MeasuredStep(
         step=step,
-        origin="measured",
         num_documents=3,
         num_tokens=2000,
         num_targets=1997,
@@ -31,7 +33,7 @@ def shown(console: Console) -> str:
     with Display(console, "a run", total_steps=3) as screen:
         screen.evaluation(0, 6.0)
         for step in range(3):
-            screen.step(step + 1, metrics(step), metrics(step), None)
+            screen.step(step + 1, metrics(step), PREDICTED, None)
         screen.say(f"straggler: {STRAGGLER.text}")
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -68,7 +70,7 @@ def test_lines_are_in_the_file_as_soon_as_they_are_said() -> None:
 
     file = Watched()
     with Display(Console(file=file, width=110), "a run", total_steps=3) as screen:
-        screen.step(1, metrics(0), metrics(0), None)
+        screen.step(1, metrics(0), PREDICTED, None)
         assert "1/3" in file.flushed
 
 
@@ -91,7 +93,7 @@ def test_a_dumb_terminal_gets_lines_at_once() -> None:
     file = StringIO()
     console = Console(file=file, force_terminal=True, width=110, _environ={"TERM": "dumb"})
     with Display(console, "a run", total_steps=3) as screen:
-        screen.step(1, metrics(0), metrics(0), None)
+        screen.step(1, metrics(0), PREDICTED, None)
         assert "1/3" in file.getvalue()
 
 

@@ -13,7 +13,7 @@ from wlb.plan import PlannerState
 from wlb.planner import Planner, open_planner
 from wlb.spec import RunSpec
 from wlb.train import checkpoint
-from wlb.train.start import open_stores, ready
+from wlb.train.stores import open_stores, ready
 from wlb.train.telemetry.ledger import Count, Ledger, count, lineage
 
 
@@ -102,9 +102,8 @@ def test_lines_that_a_full_disk_lost_make_the_count_inexact(
     run: tuple[Run, RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = next(planned(*run)[0].steps())
-    ledger = Ledger(tmp_path, is_on=True)
+    ledger = Ledger(tmp_path)
     file = ledger._file
-    assert file is not None
     ledger.begin(0)
     written, full = file._file, (tmp_path / "full")
     full.symlink_to("/dev/full")

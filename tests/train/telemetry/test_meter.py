@@ -23,12 +23,14 @@ from wlb.cost import Scales, end_times_ns, load_profile, workload_for
 from wlb.launch.local import run_local
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
-from wlb.plan import TERMS, Moments, PipelinePlan, StepMetrics, StepPlan, Telemetry
+from wlb.plan import TERMS, MeasuredStep, Moments, PipelinePlan, StepPlan, Telemetry
 from wlb.planner import open_planner
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec, check
 from wlb.train import start
+from wlb.train.stores import open_stores, ready
 from wlb.train.telemetry.calibrate import Calibration, profile_path
 from wlb.train.telemetry.clock import Cell, Part, Pass, StepTimes
+from wlb.train.telemetry.measure import WarmUp
 from wlb.train.telemetry.meter import TelemetryMeter
 
 pytestmark = pytest.mark.dist
@@ -150,8 +152,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("telemetry") / "corpus")
 
 
-def measured(run: Run) -> list[StepMetrics]:
-    return [StepMetrics.from_json(line["measured"]) for line in run.steps]
+def measured(run: Run) -> list[MeasuredStep]:
+    return [MeasuredStep.from_json(line["measured"]) for line in run.steps]
 
 
 def test_records_come_at_their_interval_and_at_the_end(
@@ -166,11 +168,13 @@ def test_records_come_at_their_interval_and_at_the_end(
     )
     run, _ = train(spec)
     steps = measured(run)
+    assert [s["measured"]["max_workload_ns"] > 0 for s in run.steps] == [
+        step.telemetry is not None for step in steps
+    ]
     assert [m.telemetry and m.telemetry.num_steps for m in steps] == [None, 2, None, 2, 1]
     assert [m.imbalance is None for m in steps] == [True, False, True, False, False]
     for step in steps:
         if step.telemetry is None:
-            assert (step.max_workload_ns, step.mean_workload_ns) == (0, 0.0)
             continue
         assert step.imbalance == step.telemetry.imbalance
         # 4 micro-batches on one stage (an empty one has no cell).
@@ -271,8 +275,8 @@ def heavy_spec(folder: Path, **sections: dict[str, Any]) -> RunSpec:
 
 def plans(spec: RunSpec) -> list[StepPlan]:
     """The first 20 steps of a run of `spec`."""
-    stores = start.open_stores(spec, Console(file=StringIO()))
-    made = open_planner(start.ready(spec, stores, spec.parallel.world_size), stores.train, "cpu")
+    stores = open_stores(spec, Console(file=StringIO()))
+    made = open_planner(ready(spec, stores, spec.parallel.world_size), stores.train, "cpu")
     return list(islice(made.steps(), 20))
 
 
@@ -323,17 +327,15 @@ def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(
 
 
 def test_records_of_the_warm_up_do_not_count() -> None:
-    spec = replace(RunSpec(), telemetry=replace(RunSpec().telemetry, warmup_steps=3))
-    calibration = Calibration(spec)
-    taken = [calibration.take(record(num_steps=2)) for _ in range(4)]
-    assert taken == [False, False, True, True]
+    warm_up = WarmUp(3)
+    assert [warm_up.is_over_in(record(num_steps=2)) for _ in range(4)] == [False, False, True, True]
 
 
 def test_a_machine_that_is_slower_in_everything_did_not_drift(tmp_path: Path) -> None:
     spec = replace(RunSpec(), telemetry=replace(RunSpec().telemetry, warmup_steps=0))
     calibration = Calibration(spec)
     terms = tuple((name, Moments.of(1.0, 1.3)) for name in TERMS)
-    calibration.take(record(terms=terms, num_steps=1))
+    calibration.add(record(terms=terms, num_steps=1))
     said = StringIO()
     calibration.finish(
         tmp_path / "mine.json",
@@ -352,7 +354,7 @@ def test_what_drifted_is_said_and_the_profile_says_where_it_comes_from(tmp_path:
     ratios = dict(zip(TERMS, (1.3, 1.14, 0.84, 0.86), strict=True))
     terms = tuple((name, Moments.of(1.0, ratio)) for name, ratio in ratios.items())
     calibration = Calibration(spec)
-    calibration.take(record(terms=terms, num_steps=1))
+    calibration.add(record(terms=terms, num_steps=1))
     path = tmp_path / "new" / "mine.json"
 
     def finish(console: Console | None) -> None:

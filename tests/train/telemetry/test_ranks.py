@@ -23,7 +23,7 @@ from wlb.plan import (
 )
 from wlb.spec import ParallelSpec, RunSpec, apply
 from wlb.train.telemetry.clock import Cell, Pass, StepSpans
-from wlb.train.telemetry.ranks import RankMeter, drawn_ranks, timeline_of
+from wlb.train.telemetry.ranks import RankMeter, drawn_ranks, gather_places, timeline_of
 from wlb.train.telemetry.stragglers import StragglerWatch
 
 PLACES = tuple(Place(f"host{rank // 2}", rank // 2) for rank in range(4))
@@ -108,7 +108,8 @@ def test_timelines_begin_with_the_first_rank_unless_clocks_disagree() -> None:
 
 def gathered(world: World) -> tuple[RankTable | None, MeasuredTimeline | None]:
     spec = spec_of_ranks(cp=2, dp=2)
-    meter = RankMeter(spec, build_mesh(spec.parallel, torch.device("cpu")), world)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"))
+    meter = RankMeter(spec, mesh, gather_places(mesh, world))
     assert not meter.is_table_due(is_last=True)
     for _ in range(2):
         meter.add(np.array([1, 2, 3, 4, 5]) * 1000 * (world.rank + 1), 5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wlb.train.loop import Trainer
+from wlb.train.telemetry.measure import MeasureSteps
 from wlb.train.telemetry.tally import Share, Tally
 
 
@@ -21,7 +21,7 @@ def test_steps_that_were_undone_leave_the_tally_and_what_happened_stays() -> Non
     now = Tally(losses=[3.0, 2.0], padding=3)
     now.saves.add(2, 0.1, "full")
     now.refused["rollback"] += 1
-    back = now.of_steps(saved)
+    back = now.rolled_back(saved)
     assert (back.losses, back.padding) == ([3.0], 1)
     assert (back.saves.failed, back.refused) == ({2}, {"rollback": 1})
     back.losses.append(1.0)
@@ -32,12 +32,15 @@ def test_a_step_holds_the_waits_before_it_and_its_own_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 s before a step that took 5 s, of which it waited 3 s for plans."""
-    trainer: Any = object.__new__(Trainer)
-    trainer.inputs = SimpleNamespace(exposed_ns=0)
-    trainer.feed = SimpleNamespace(waited_ns=5_000_000_000)
-    trainer._waited_before_ns, trainer._records_ns = 2_000_000_000, 0
+    hook: Any = object.__new__(MeasureSteps)
+    hook.clock = SimpleNamespace(marks_ns=0)
+    run: Any = SimpleNamespace(
+        inputs=SimpleNamespace(exposed_ns=0),
+        feed=SimpleNamespace(waited_ns=5_000_000_000),
+        records_ns=0,
+    )
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
-    exposed = trainer._exposed(95.0, 0)
+    exposed = hook._exposed(run, SimpleNamespace(began_s=95.0, waited_ns=2_000_000_000))
     assert exposed.step_ns == pytest.approx(7e9)
     assert exposed.planning_ns == 5_000_000_000
-    assert trainer.feed.waited_ns == 0
+    assert run.feed.waited_ns == 0

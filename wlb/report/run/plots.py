@@ -115,7 +115,7 @@ def balance_figure(records: RunRecords) -> Any:
         measured = Series(
             "ours, measured",
             records.column(lambda s: s.measured.imbalance),
-            records.column(lambda s: s.measured.mean_workload_ns),
+            records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
         )
         series.append(measured)
     _draw(axes, records, series)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.plan import (
+    MeasuredStep,
     MeasuredTimeline,
     Place,
     RankTable,
@@ -35,7 +36,7 @@ class StepRecord(NamedTuple):
     step: int
     steps_done: int
     learning_rate: float
-    measured: StepMetrics
+    measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None
 
@@ -203,7 +204,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
         step=line["step"],
         steps_done=line["steps_done"],
         learning_rate=line["learning_rate"],
-        measured=StepMetrics.from_json(line["measured"]),
+        measured=MeasuredStep.from_json(line["measured"]),
         predicted=StepMetrics.from_json(line["predicted"]),
         plain=None if plain is None else StepMetrics.from_json(plain),
     )

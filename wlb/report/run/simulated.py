@@ -11,7 +11,7 @@ from typing import Any
 
 from wlb.cost import workload_for
 from wlb.data import StoreName
-from wlb.plan import StepMetrics, StepPlan
+from wlb.plan import StepCounts, StepPlan
 from wlb.planner import open_planner
 from wlb.report.run.records import RunRecords, StepRecord
 from wlb.simulate import Simulation, Simulator, sharded_steps
@@ -39,7 +39,7 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     return simulator.run(simulator.price(steps))
 
 
-def refuse_other_plan(trained: StepMetrics, planned: StepMetrics, *, written: str = "") -> None:
+def refuse_other_plan(trained: StepCounts, planned: StepCounts, *, written: str = "") -> None:
     """ValueError for a plan that is not the one that was trained."""
     for name in ("num_documents", "num_tokens", "num_targets", "max_delay"):
         was, now = getattr(trained, name), getattr(planned, name)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from wlb.plan import TERMS, Moments, StepMetrics, Straggler, Work
+from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Straggler, Work
 from wlb.report.run.records import RunRecords
 from wlb.report.simulation.tables import layout_text
 
@@ -41,7 +41,7 @@ class Totals:
                 made.terms[name] = made.terms.get(name, Moments()) + moments
         return made
 
-    def _add(self, measured: StepMetrics) -> None:
+    def _add(self, measured: MeasuredStep) -> None:
         self.tokens += measured.num_tokens
         self.padding += measured.num_padding_tokens
         self.time_s += measured.step_time_s or 0.0

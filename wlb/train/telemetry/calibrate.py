@@ -22,15 +22,17 @@ from wlb.cost import (
     scaled_profile,
 )
 from wlb.cost.machine import program_version
-from wlb.plan import Telemetry
+from wlb.plan import Telemetry, UserError
 from wlb.spec import RunSpec
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.meter import TelemetryMeter
 
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     """Where --calibrate writes. wanted: a path ending in .json, a name for a file in `folder`, or
     empty: the name of the run's profile, `priced_by`, and "-calibrated", numbered if that is taken.
 
-    ValueError for a file that exists: profiles are never overwritten.
+    UserError for a file that exists: profiles are never overwritten.
     """
     if not wanted:
         name = calibrated_name(priced_by)
@@ -40,38 +42,31 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     path = Path(wanted)
     if path.suffix != ".json":
         if path.name != wanted:
-            raise ValueError(
+            raise UserError(
                 f"--calibrate {wanted}: give a name, or the path of a file that ends in .json"
             )
         path = folder / f"{wanted}.json"
     if path.stem in profile_names():
-        raise ValueError(
+        raise UserError(
             f"--calibrate: {path.stem!r} is the name of a shipped profile, so logs could not tell "
             f"them apart; give another name"
         )
     if path.exists():
-        raise ValueError(
+        raise UserError(
             f"--calibrate: {path} exists, and profiles are never overwritten; give another name"
         )
     return path
 
 
 class Calibration:
-    """Records of a run after its warm-up, and the profile that is made of them."""
+    """Records of a run after its warm-up, and the profile that is fitted to them."""
 
-    def __init__(self, spec: RunSpec, *, keeps: bool = True) -> None:
-        """keeps: whether records are kept to fit to; without, it only tells warm-up from others."""
-        self.spec, self.keeps = spec, keeps
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
         self._records: list[Telemetry] = []
-        self._num_seen = 0
 
-    def take(self, record: Telemetry) -> bool:
-        """Whether `record` counts: it has no step of the warm-up."""
-        is_warm = self._num_seen >= self.spec.telemetry.warmup_steps
-        self._num_seen += record.num_steps
-        if is_warm and self.keeps:
-            self._records.append(record)
-        return is_warm
+    def add(self, record: Telemetry) -> None:
+        self._records.append(record)
 
     def finish(
         self,
@@ -117,6 +112,27 @@ class Calibration:
             console.print(f"{taken} was written by another run meanwhile")
         _say(scales, self.spec.telemetry.drift_threshold, old, console)
         console.print(f"profile: {path} (this run's plans were priced by {old!r} to the end)")
+
+
+class WriteProfile(Hook):
+    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end."""
+
+    def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:
+        self.calibration, self.path, self.meter = calibration, path, meter
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        if step.own_ns is not None and step.telemetry is not None:  # after the warm-up
+            self.calibration.add(step.telemetry)
+
+    def finished(self, run: RunContext) -> None:
+        if not run.stop:
+            self.calibration.finish(
+                self.path,
+                cost=self.meter.cost,
+                run=run.job.directory,
+                collectives=self.meter.times_hold_collectives,
+                console=run.report.console if run.report.is_shown else None,
+            )
 
 
 def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) -> Provenance:

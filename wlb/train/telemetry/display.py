@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wlb.plan import TERMS, Moments, StepMetrics, Work
-from wlb.train.telemetry.tally import Measured, Saves, Stragglers, Tally
+from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work
+from wlb.train.telemetry.tally import MeasuredShare, Saves, Stragglers, Tally
 
 _ROWS = 14
 _MOST_STRAGGLERS = 5
@@ -52,7 +52,7 @@ class Display:
     def step(
         self,
         steps_done: int,
-        measured: StepMetrics,
+        measured: MeasuredStep,
         predicted: StepMetrics,
         plain: StepMetrics | None,
     ) -> None:
@@ -77,7 +77,7 @@ class Display:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _row(
-        self, steps_done: int, m: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None
+        self, steps_done: int, m: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
     ) -> tuple[str, ...]:
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
@@ -214,7 +214,7 @@ def _balance(table: Table, tally: Tally) -> None:
     )
 
 
-def _measured(table: Table, measured: Measured) -> None:
+def _measured(table: Table, measured: MeasuredShare) -> None:
     weighted = measured.slowest_ns / measured.mean_ns
     predicted = measured.predicted_slowest_ns / measured.predicted_mean_ns
     table.add_row(
@@ -232,7 +232,7 @@ def _measured(table: Table, measured: Measured) -> None:
         table.add_row("overhead a step", _overhead(measured))
 
 
-def _overhead(measured: Measured) -> str:
+def _overhead(measured: MeasuredShare) -> str:
     """What a rank's step holds besides computing and waiting for other ranks."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import IntArray, Pieces, PlannerState, StepPlan
+from wlb.plan import IntArray, Pieces, PlannerState, StepPlan, UserError
 from wlb.planner import Planner
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
@@ -28,12 +29,10 @@ class Ledger:
     """Writes the file. Each line is with the operating system when the call returns, so that
     killing the process loses none."""
 
-    def __init__(self, folder: Path, *, is_on: bool) -> None:
-        self._file: AppendedFile | None = None
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = AppendedFile(folder / FILE)
         self._num_told = 0
-        if is_on:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = AppendedFile(folder / FILE)
 
     def begin(self, step: int) -> None:
         """The next step to be executed is `step`, with the weights of a checkpoint or new ones."""
@@ -41,8 +40,6 @@ class Ledger:
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
         """A step was executed; updated: and moved the weights."""
-        if self._file is None:
-            return
         pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
         columns = {name: getattr(pieces, name).tolist() for name in ("document", "start", "stop")}
         columns["source"] = pieces.source.tolist()
@@ -50,16 +47,32 @@ class Ledger:
 
     def _write(self, data: dict[str, Any], *, before: str = "") -> None:
         file = self._file
-        if file is None:
-            return
         lost = file.num_lost
         if lost > self._num_told and file.write("\n" + json.dumps({"lost": lost}) + "\n"):
             self._num_told = lost
         file.write(before + json.dumps(data) + "\n")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
+
+
+class RecordLedger(Hook):
+    """Writes every executed step to the ledger, on rank 0 alone."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def begin(self, run: RunContext) -> None:
+        self.ledger.begin(run.state.next_step if run.state else 0)
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        self.ledger.add(step.plan, updated=step.updated)
+
+    def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        self.begin(run)
+
+    def close(self) -> None:
+        self.ledger.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +101,12 @@ class Count:
 
 
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Lines by step of the run's present weights; trainings begun, steps undone. ValueError for a
+    """Lines by step of the run's present weights; trainings begun, steps undone. UserError for a
     line that is torn without a new beginning after it, or a step that is missing where the file
     does not say that lines were lost."""
     path = folder / FILE
     if not path.exists():
-        raise ValueError(f"{path} does not exist; train with telemetry.ledger = true")
+        raise UserError(f"{path} does not exist; train with telemetry.ledger = true")
     steps: dict[int, dict[str, Any]] = {}
     num_begun = num_undone = 0
     has_lost = False
@@ -107,7 +120,7 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
             for step in gone:
                 del steps[step]
         elif data["step"] != len(steps) and not has_lost:
-            raise ValueError(f"{path}: step {data['step']} follows {len(steps)} steps")
+            raise UserError(f"{path}: step {data['step']} follows {len(steps)} steps")
         else:
             steps[data["step"]] = data
     return steps, num_begun, num_undone
@@ -124,7 +137,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             torn = line
             continue
         if torn and not {"begin", "lost"} & data.keys():
-            raise ValueError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
+            raise UserError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
         torn = ""
         yield data
 

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from wlb.parallel.mesh import Mesh, rank_grid
 from wlb.parallel.observe import Pass
 from wlb.parallel.world import World
-from wlb.plan import MeasuredTimeline, Place, RankTable, TimedPass
+from wlb.plan import MeasuredTimeline, Place, RankTable, Straggler, TimedPass
 from wlb.spec import ParallelSpec, RunSpec
-from wlb.train.telemetry.clock import StepSpans
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.clock import StepClock, StepSpans
+from wlb.train.telemetry.report import RunReport
 from wlb.train.telemetry.stragglers import StragglerWatch
 
 MOST_DRAWN = 64
@@ -31,10 +33,9 @@ _NONE = -1
 class RankMeter:
     """Collects this rank's times; all ranks add the same steps and gather together."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, world: World) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, places: tuple[Place, ...]) -> None:
         self.spec, self.mesh = spec, mesh
-        self.places = _places(mesh, world)
-        self._watch = StragglerWatch(spec, self.places)
+        self._watch = StragglerWatch(spec, places)
         self._drawn = drawn_ranks(spec.parallel)
         self._clear()
 
@@ -148,8 +149,43 @@ def timeline_of(
     )
 
 
-def _places(mesh: Mesh, world: World) -> tuple[Place, ...]:
-    """On rank 0 every rank's; elsewhere none."""
+class RecordRanks(Hook):
+    """Writes tables of ranks and timelines where they are due, and says who became a straggler."""
+
+    def __init__(self, meter: RankMeter, clock: StepClock) -> None:
+        self.meter, self.clock = meter, clock
+        self._stragglers: dict[int, Straggler] = {}
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        meter, number = self.meter, step.plan.step
+        if step.own_ns is not None and step.telemetry is not None:
+            meter.add(step.own_ns, step.telemetry.num_steps)
+        if not step.plan.num_targets:
+            return
+        is_last = run.is_last_step
+        if meter.is_table_due(is_last=is_last):
+            table = meter.table(number, run.steps_done)
+            if table is not None:
+                run.report.write("ranks", **table.to_json())
+                run.tally.stragglers.add(table)
+                self._tell(table, run.report)
+        if meter.is_timeline_due(run.steps_done, is_last=is_last):
+            timeline = meter.timeline(self.clock.spans(), number, run.steps_done)
+            if timeline is not None:
+                run.report.write("timeline", **timeline.to_json())
+
+    def _tell(self, table: RankTable, report: RunReport) -> None:
+        known = {s.rank: s for s in table.stragglers}
+        for rank, straggler in known.items():
+            if rank not in self._stragglers:
+                report.say(f"straggler: {straggler.text} (step {table.steps_done})")
+        for rank in self._stragglers.keys() - known.keys():
+            report.say(f"rank {rank} is no straggler any more (step {table.steps_done})")
+        self._stragglers = known
+
+
+def gather_places(mesh: Mesh, world: World) -> tuple[Place, ...]:
+    """Where every rank computes, on rank 0; () elsewhere. A collective call."""
     found: list[Any] = [None] * mesh.world_size
     own = Place(platform.node(), world.node_rank)
     dist.gather_object(own, found if mesh.rank == 0 else None)

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from wlb.plan import Moments
+from wlb.plan import Moments, UserError
 from wlb.spec import RunSpec
 from wlb.train.telemetry.appended import AppendedFile
 
@@ -46,14 +46,14 @@ def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
 
 
 def refuse_missing(spec: RunSpec) -> None:
-    """ValueError with the remedy for a sink whose package is not installed."""
+    """UserError with the remedy for a sink whose package is not installed."""
     for key, value, package in (
         ("telemetry.tensorboard", spec.telemetry.tensorboard, "tensorboard"),
         ("telemetry.wandb", spec.telemetry.wandb, "wandb"),
     ):
         if value and importlib.util.find_spec(package) is None:
             shown = json.dumps(value)
-            raise ValueError(
+            raise UserError(
                 f"{key} = {shown} needs {package}, which is not installed; pip install "
                 f"'wlb-llm[{package}]', or leave it out (metrics.jsonl has the same numbers)"
             )

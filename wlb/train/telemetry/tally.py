@@ -4,7 +4,17 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
-from wlb.plan import Moments, RankTable, Spread, StepMetrics, Straggler, Telemetry, Work
+from wlb.plan import (
+    MeasuredStep,
+    Moments,
+    RankTable,
+    Spread,
+    StepMetrics,
+    Straggler,
+    Telemetry,
+    Work,
+    degrees_of,
+)
 
 
 @dataclass(slots=True)
@@ -18,9 +28,7 @@ class Share:
     steps: int = 0
 
     def add(self, metrics: StepMetrics) -> None:
-        """Of predicted metrics, which always have an imbalance."""
-        assert metrics.imbalance is not None
-        degrees = metrics.degrees or (metrics.imbalance,)
+        degrees = degrees_of(metrics)
         self.ratios += sum(degrees)
         self.slowest_ns += metrics.max_workload_ns
         self.mean_ns += metrics.mean_workload_ns
@@ -39,7 +47,7 @@ class Share:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredShare:
     """Sums over telemetry records, weighted by their steps."""
 
     steps: int = 0
@@ -136,7 +144,7 @@ class Tally:
     padding: int = 0
     held: int = 0
     train_time_s: float = 0.0
-    telemetry: Measured = field(default_factory=Measured)
+    telemetry: MeasuredShare = field(default_factory=MeasuredShare)
     stragglers: Stragglers = field(default_factory=Stragglers)
     saves: Saves = field(default_factory=Saves)
     refused: Counter[str] = field(default_factory=Counter[str])
@@ -144,7 +152,9 @@ class Tally:
     graphs: int = 0
     most_graphs: int = 0
 
-    def add(self, measured: StepMetrics, predicted: StepMetrics, plain: StepMetrics | None) -> None:
+    def add(
+        self, measured: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
+    ) -> None:
         self.ours.add(predicted)
         if plain is not None:
             self.plain.add(plain)
@@ -175,8 +185,8 @@ class Tally:
         """On top of the documents' tokens."""
         return self.padding / max(1, self.ours.tokens)
 
-    def of_steps(self, until: "Tally") -> "Tally":
-        """This tally with the steps of `until`, an earlier one: what came later was undone. What
-        happened besides steps is not."""
-        happened = ("saves", "refused", "graphs", "most_graphs")
-        return replace(deepcopy(until), **{name: getattr(self, name) for name in happened})
+    def rolled_back(self, until: "Tally") -> "Tally":
+        """Sums over steps as of `until`, an earlier tally; counters that are not tied to steps stay
+        as they are."""
+        kept = ("saves", "refused", "graphs", "most_graphs")
+        return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})

@@ -1,0 +1,93 @@
+"""The hook that saves checkpoints while training goes on, and knows where a rollback leads."""
+
+import time
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from wlb.spec import OnNonfinite
+from wlb.train import checkpoint
+from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.report import RunReport
+from wlb.train.telemetry.tally import Tally
+
+
+class SaveCheckpoints(Hook):
+    """Saves every checkpoint.interval updates and at the end; all ranks save together."""
+
+    def __init__(self, saver: CheckpointSaver) -> None:
+        self.saver = saver
+        self._reported: Saved | None = None
+        self._tallies: dict[int, Tally] = {}
+        """The tally as of each checkpoint that a rollback may lead to, by executed steps."""
+
+    def begin(self, run: RunContext) -> None:
+        self._tallies[run.steps_done] = Tally()
+
+    def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        if step.updated and run.is_due(run.spec.checkpoint.interval):
+            self._save(run)
+        self._tell(run, self.saver.poll())
+
+    def end(self, run: RunContext) -> None:
+        self._save(run, is_last=True)
+        self.saver.close()
+
+    def newest(self, run: RunContext) -> Path | None:
+        """The newest complete checkpoint as rank 0 sees it, because other nodes may see new folders
+        later. A collective call."""
+        self.saver.finish_for_reading()
+        there = checkpoint.list_complete(run.job.checkpoints) if run.mesh.rank == 0 else []
+        newest = [there[-1].name if there else ""]
+        dist.broadcast_object_list(newest, src=0)
+        return run.job.checkpoints / newest[0] if newest[0] else None
+
+    def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        run.saved = run.state
+        run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
+
+    def _save(self, run: RunContext, *, is_last: bool = False) -> None:
+        """Save unless this state is saved already; wait for the last save of a run."""
+        run.position.enter("saving a checkpoint", is_slow=True)
+        began_s = time.perf_counter()
+        ended = self.saver.wait()
+        if any(saved.error for saved in ended):
+            run.saved = None  # All ranks learn of the failure here, and none before.
+        # Compare states, not steps_done: a step without a label changes the state alone.
+        if run.state is not None and run.state is not run.saved:
+            if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
+                self._tallies[run.steps_done] = deepcopy(run.tally)
+            ended += self.saver.save(run.steps_done, run.state, began_s=began_s)
+            run.saved = run.state
+        if is_last:
+            ended += self.saver.wait()
+        self._tell(run, ended)
+        if is_last and ended and ended[-1].error:
+            raise CheckpointError(
+                f"the last checkpoint, after step {ended[-1].step}, could not be written: "
+                f"{ended[-1].error}. Those before it in {run.job.checkpoints} are as they were; "
+                f"make room or correct run.output_dir, and go on with --resume"
+            )
+
+    def _tell(self, run: RunContext, ended: list[Saved]) -> None:
+        """Count and report saves that ended; `poll` and `wait` may return the same one twice."""
+        for saved in ended:
+            run.tally.saves.add(saved.step, saved.stall_s, saved.error)
+            if not saved.error:  # A rollback leads to the newest complete checkpoint.
+                for step in [s for s in self._tallies if s < saved.step]:
+                    del self._tallies[step]
+            if saved is not self._reported:
+                self._reported = saved
+                _report(saved, run.report)
+
+
+def _report(saved: Saved, report: RunReport) -> None:
+    report.write("checkpoint", **asdict(saved))
+    if saved.error:
+        report.say(
+            f"the checkpoint after step {saved.step} could not be written: {saved.error}; "
+            f"training goes on, those before it are as they were"
+        )

@@ -1,0 +1,86 @@
+"""A run's folder: claimed for this process, with an older run of the same name moved aside."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from wlb.plan import UserError
+from wlb.spec import RunSpec
+from wlb.spec.blend import parse_blend
+from wlb.train import checkpoint
+from wlb.train.faults.lock import RunLock
+from wlb.train.job import Job, directory_of
+from wlb.train.stores import DOCSTRINGS, STDLIB
+
+_TRIED_BYTES = 1 << 12
+
+
+def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
+    """Lock the run's folder for this process and try to write there. An older run of the same name
+    is moved aside, never overwritten.
+
+    UserError where nothing can be written, or another process trains that run.
+    """
+    with claiming(job.spec):
+        lock.take()
+        _move_older_aside(job, console)
+        job.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=job.directory) as file:
+            file.write(bytes(_TRIED_BYTES))
+
+
+@contextmanager
+def claiming(spec: RunSpec) -> Iterator[None]:
+    """Makes an OSError of the run's folder a UserError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.output_dir = {spec.run.output_dir}: nothing can be written to "
+            f"{directory_of(spec)} ({error}); set run.output_dir to a folder with room for you to "
+            f"write"
+        ) from None
+
+
+def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
+    """UserError for an input of the run in `directory`, which is about to be moved aside."""
+    folder = directory.absolute()
+    for key, path in _inputs(spec):
+        given = Path(path).absolute()
+        if path and (folder == given or folder in given.parents):
+            raise UserError(
+                f"{key} = {path} lies in {directory}, the folder of a run of this name, which is "
+                f"about to be moved aside; copy it elsewhere or set run.name"
+            )
+
+
+def _move_older_aside(job: Job, console: Console) -> None:
+    """On resume only checkpoints later than the one that is gone on from are."""
+    directory = job.directory
+    if job.resume is not None:
+        console.print(f"going on from {job.resume}")
+        for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
+            console.print(f"a later checkpoint is now {path}")
+    elif directory.exists() and any(directory.iterdir()):
+        number = 1
+        while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+            number += 1
+        directory.rename(aside)
+        console.print(f"an older run of this name is now {aside}")
+
+
+def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Paths that a run reads, by their keys."""
+    data = spec.data
+    yield "cost.profile", spec.cost.profile
+    yield "checkpoint.init_from", spec.checkpoint.init_from
+    yield "packing.packs", spec.packing.packs
+    yield "data.heldout_store", data.heldout_store
+    yield "data.store", data.store
+    for prefix, _ in parse_blend(data.blend):
+        yield "data.blend", prefix
+    if not (data.store or data.blend or data.corpus in (STDLIB, DOCSTRINGS)):
+        yield "data.corpus", data.corpus

@@ -1,0 +1,124 @@
+"""Hooks: everything that watches training, called at named events of the loop.
+
+`wlb.train.loop` trains; what measures, records, shows, evaluates or saves is a `Hook`.
+`wlb.train.watchers` lists a run's hooks in the order of their calls, which is the same on all ranks
+because some of them communicate. Modelled on OLMo-core's callbacks
+(https://github.com/allenai/OLMo-core, olmo_core/train/callbacks).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from wlb.launch.position import Position
+from wlb.parallel.mesh import Mesh
+from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
+from wlb.spec import OnNonfinite, RunSpec
+from wlb.train.faults.stop import Stop
+from wlb.train.feed import PlanFeed
+from wlb.train.job import Job
+from wlb.train.prefetch import InputPrefetcher
+from wlb.train.reduce import StepSums
+from wlb.train.telemetry.report import RunReport
+from wlb.train.telemetry.tally import Tally
+
+
+@dataclass(slots=True, kw_only=True)
+class RunContext:
+    """What the loop and its hooks share on a rank.
+
+    state: the planner's after the last executed step, None before the first. steps_done: updates of
+    the weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
+    summary. stop: who asked the run to end early, the same on all ranks. records_ns: thread time
+    that hooks took in `record` and telemetry has not counted yet.
+    """
+
+    job: Job
+    mesh: Mesh
+    position: Position
+    report: RunReport
+    feed: PlanFeed
+    inputs: InputPrefetcher
+    state: PlannerState | None = None
+    steps_done: int = 0
+    saved: PlannerState | None = None
+    tally: Tally = field(default_factory=Tally)
+    stop: Stop = Stop.NO
+    records_ns: int = 0
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.job.spec
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether training ends with the step that was just executed."""
+        return self.steps_done == self.spec.training.steps or not self.feed.peek(1)
+
+    def is_due(self, interval: int) -> bool:
+        """Whether `interval` updates were made since it was due before; never after the last one,
+        because `Hook.end` follows."""
+        is_end = self.steps_done == self.spec.training.steps
+        return bool(interval) and self.steps_done % interval == 0 and not is_end
+
+
+@dataclass(slots=True, kw_only=True)
+class ExecutedStep:
+    """A step that was executed and counts.
+
+    loss: mean over valid labels, in nats. updated: False where the step had no label, or its sums
+    were not finite and it was skipped. began_s: by time.perf_counter. waited_ns: what the loop
+    waited for plans before it began. telemetry: set by `MeasureSteps` where a record is due;
+    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up.
+    """
+
+    plan: StepPlan
+    pipeline: PipelinePlan
+    sums: StepSums
+    loss: float
+    updated: bool
+    began_s: float
+    waited_ns: int
+    telemetry: Telemetry | None = None
+    own_ns: np.ndarray | None = None
+
+
+class RefusedStep(NamedTuple):
+    """A step whose loss or gradient is not finite. action: skip it, or roll back to `saved_in`,
+    the newest checkpoint."""
+
+    plan: StepPlan
+    sums: StepSums
+    action: OnNonfinite
+    saved_in: Path | None
+
+
+class Hook:
+    """Watches a run on one rank. All ranks call each event together, so a hook may communicate;
+    what it prints or writes belongs on rank 0 (`RunReport` is silent elsewhere)."""
+
+    def begin(self, run: RunContext) -> None:
+        """Before the first step, once all ranks hold the same plans."""
+
+    def refused(self, run: RunContext, step: RefusedStep) -> None:
+        """A step updates nothing. If it is skipped, `record` follows, else `rolled_back`."""
+
+    def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        """Weights, optimiser and `run.state` are those of the checkpoint `saved_in` again."""
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """After each executed step. The time of these calls is reported as telemetry's own."""
+
+    def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        """After all records of a step, for work that takes long: evaluating, saving."""
+
+    def end(self, run: RunContext) -> None:
+        """After the last step; `run.stop` says whether the run was asked to end."""
+
+    def close(self) -> None:
+        """Releases files, also after an error."""
+
+    def finished(self, run: RunContext) -> None:
+        """After a run that raised nothing, when records and the live display are closed."""

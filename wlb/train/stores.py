@@ -1,0 +1,133 @@
+"""The token stores of a run: those it names, or one made from `data.corpus` where it is missing."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from wlb.data import BlendedStore, StoreName, open_store
+from wlb.plan import UserError, digest
+from wlb.prepare import docstring_prefix, prepare, prepare_docstrings, text_documents
+from wlb.spec import RunSpec, check, resolve_dp
+from wlb.train.faults.stop import Signals
+
+SPLIT_SEED = 0
+"""Chooses the held-out documents. Not run.seed, so that runs of several seeds share them."""
+DOCSTRINGS, STDLIB = "docstrings", "stdlib"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """Prefixes of the stores of a run; heldout is empty where there is none."""
+
+    train: StoreName
+    heldout: str
+    vocab_size: int
+    note: str
+
+
+def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
+    """The stores of a run, made from data.corpus where data.store is empty and they are missing.
+
+    StoppedEarly if one of `signals` comes while a corpus is read.
+    """
+    name = spec.data.blend or spec.data.store
+    if name:
+        store = open_store(name)
+        vocab = spec.model.vocab_size or store.vocab_size
+        if not vocab:
+            raise UserError(
+                f"the store {store.prefix} does not say how large its vocabulary is; set "
+                f"model.vocab_size"
+            )
+        note = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
+        if isinstance(store, BlendedStore):
+            total = sum(store.weights)
+            shares = zip(store.stores, store.weights, strict=True)
+            note += "; " + ", ".join(f"{s.prefix} {w / total:.1%}" for s, w in shares)
+        return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
+    if spec.data.corpus == DOCSTRINGS:
+        return _docstring_stores(spec, console)
+    prefix = _store_prefix(spec)
+    with console.status(f"token store of {spec.data.corpus}") as status:
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"token store of {spec.data.corpus}: {done / max(1, total):.0%}")
+            if signals is not None:
+                signals.check()
+
+        made = prepare(
+            text_documents(spec.data.corpus),
+            prefix,
+            vocab_size=spec.data.bpe_vocab_size,
+            heldout_fraction=spec.data.heldout_fraction,
+            seed=SPLIT_SEED,
+            progress=progress,
+        )
+    left_out = ", ".join(f"{count} {why}" for why, count in made.skipped.items() if count)
+    how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
+    note = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens ({how})"
+    if left_out:
+        note += f"; left out: {left_out}"
+    vocab = spec.model.vocab_size or made.vocab_size
+    heldout = made.heldout if made.num_heldout_documents else ""
+    return Stores(train=made.train, heldout=heldout, vocab_size=vocab, note=note)
+
+
+def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
+    data = spec.data
+    with console.status("token store of conversations about Python's docstrings"):
+        made = prepare_docstrings(
+            data.cache_dir,
+            vocab_size=data.bpe_vocab_size,
+            limit=data.context_window,
+            heldout_fraction=data.heldout_fraction,
+            seed=SPLIT_SEED,
+        )
+    how = f"made in {made.made_s:.1f} s" if made.made_s else "reused"
+    return Stores(
+        train=made.train,
+        heldout=made.heldout,
+        vocab_size=spec.model.vocab_size or made.vocab_size,
+        note=f"{made.num_documents:,} conversations, {made.num_tokens:,} tokens, "
+        f"{made.num_targets / made.num_tokens:.0%} trained ({how})",
+    )
+
+
+def train_store(spec: RunSpec) -> StoreName:
+    """The name of a run's token store, whether or not that has been made."""
+    data = spec.data
+    if data.blend or data.store:
+        return data.blend or data.store
+    if data.corpus == DOCSTRINGS:
+        prefix = docstring_prefix(
+            data.cache_dir,
+            vocab_size=data.bpe_vocab_size,
+            limit=data.context_window,
+            heldout_fraction=data.heldout_fraction,
+            seed=SPLIT_SEED,
+        )
+        return str(prefix)
+    return f"{_store_prefix(spec)}-train"
+
+
+def _store_prefix(spec: RunSpec) -> Path:
+    """Where the store of data.corpus lies: one for each corpus, vocabulary and held-out share."""
+    data = spec.data
+    is_builtin = data.corpus == STDLIB
+    corpus = data.corpus if is_builtin else str(Path(data.corpus).resolve())
+    mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
+    name = corpus if is_builtin else Path(corpus).name
+    return Path(data.cache_dir) / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
+
+
+def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
+    """The spec with dp and vocabulary filled in, checked against the store."""
+    spec = resolve_dp(spec, world_size)
+    store = open_store(stores.train)
+    if store.vocab_size and store.vocab_size > stores.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {stores.vocab_size} is smaller than the {store.vocab_size} "
+            f"entries of the store {store.prefix}; raise it or set it to 0"
+        )
+    return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))

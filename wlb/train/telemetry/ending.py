@@ -1,0 +1,38 @@
+"""The hooks that say how a run ended: on request, and with which results."""
+
+import time
+
+from wlb.train import checkpoint
+from wlb.train.faults.stop import StopRequest
+from wlb.train.hooks import Hook, RunContext
+from wlb.train.telemetry.display import summary
+
+
+class TellStop(Hook):
+    """Says who asked a run to end early, and whether there is a checkpoint to go on from."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self.request = request
+
+    def end(self, run: RunContext) -> None:
+        if run.stop:
+            asked_by = self.request.words[run.stop]
+            run.report.write("stop", steps_done=run.steps_done, asked_by=asked_by)
+            is_saved = run.saved is not None
+            then = (
+                "saved, go on with --resume" if is_saved else "nothing is to save, start it again"
+            )
+            run.report.say(f"stopped after step {run.steps_done} by {asked_by}; {then}")
+
+
+class ShowSummary(Hook):
+    """Prints the summary on rank 0, unless the run was stopped before its first step."""
+
+    def finished(self, run: RunContext) -> None:
+        if run.report.is_shown and (run.tally.ours.steps or not run.stop):
+            files = {
+                "metrics": run.report.path,
+                "checkpoint": checkpoint.folder_of(run.job.checkpoints, run.steps_done),
+            }
+            wall_s = time.time() - run.job.started_s
+            summary(run.report.console, run.tally, files=files, wall_s=wall_s)

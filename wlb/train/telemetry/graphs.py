@@ -1,0 +1,32 @@
+"""The hook that says when a step waited for torch.compile, so that its time explains itself."""
+
+import torch
+import torch.distributed as dist
+
+from wlb.parallel.compiled import num_graphs
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
+
+
+class CountGraphs(Hook):
+    """Counts compiled graphs of decoder layers on this rank, and the most on any rank."""
+
+    def __init__(self) -> None:
+        self._num_before = num_graphs()
+
+    @property
+    def num_compiled(self) -> int:
+        return num_graphs() - self._num_before
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        total = self.num_compiled
+        if new := total - run.tally.graphs:
+            run.tally.graphs = total
+            run.report.write("compiled", steps_done=run.steps_done, graphs=new, total=total)
+            run.report.say(
+                f"compiled {new} graphs of a decoder layer by step {run.steps_done}, {total} in all"
+            )
+
+    def finished(self, run: RunContext) -> None:
+        most = torch.tensor(self.num_compiled)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        run.tally.most_graphs = int(most)

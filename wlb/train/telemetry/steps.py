@@ -1,0 +1,60 @@
+"""The hook that writes and shows every step: predicted and measured metrics, refusals, restarts."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from wlb.plan import MeasuredStep
+from wlb.spec import OnNonfinite
+from wlb.train.hooks import ExecutedStep, Hook, RefusedStep, RunContext
+from wlb.train.optimizer import learning_rate
+
+
+class RecordSteps(Hook):
+    """Writes a line a step to the sinks, shows it, and adds it to the tally."""
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        plan, sums = step.plan, step.sums
+        predicted = replace(
+            plan.predicted,
+            cp_imbalance=sums.cp_imbalance,
+            sharding_counts=tuple(sums.shardings.items()),
+        )
+        measured = MeasuredStep.of(
+            predicted,
+            loss=step.loss if step.updated else None,
+            grad_norm=sums.gradient_norm if step.updated else None,
+            step_time_s=time.perf_counter() - step.began_s,
+            telemetry=step.telemetry,
+        )
+        run.tally.add(measured, predicted, plan.baseline)
+        if not run.report.is_shown:
+            return
+        run.report.write(
+            "step",
+            step=plan.step,
+            steps_done=run.steps_done,
+            learning_rate=learning_rate(run.spec, max(0, run.steps_done - 1)),
+            measured=measured.to_json(),
+            predicted=predicted.to_json(),
+            plain_4d=None if plan.baseline is None else plan.baseline.to_json(),
+        )
+        run.report.show_step(run.steps_done, measured, predicted, plan.baseline)
+
+    def refused(self, run: RunContext, step: RefusedStep) -> None:
+        run.tally.refused[str(step.action)] += 1
+        run.tally.skipped_tokens += step.plan.packing.num_tokens
+        found = f"loss {step.sums.loss}, gradient norm {step.sums.gradient_norm}"
+        run.report.write(
+            "nonfinite",
+            step=step.plan.step,
+            steps_done=run.steps_done,
+            found=found,
+            action=str(step.action),
+        )
+        is_rollback = step.action == OnNonfinite.ROLLBACK
+        then = f"training goes back to {step.saved_in}" if is_rollback else "its update is skipped"
+        run.report.say(f"the step after step {run.steps_done}: {found}; {then}")
+
+    def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        run.report.start(str(saved_in), steps_done=run.steps_done)
