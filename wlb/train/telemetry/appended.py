@@ -1,25 +1,25 @@
-"""A text file that grows while a run trains, and does not end the run where the disk is full."""
+"""A text file that a run appends to; a full disk costs lines, not the run."""
 
 import sys
 from pathlib import Path
 
 
 class AppendedFile:
-    """Each text is with the operating system when `write` returns, so that killing the process
-    loses none. Where that fails it is lost, which is said once on stderr; later texts are tried.
+    """A text is with the operating system when `write` returns, so that killing the process loses
+    none. A text that cannot be written is dropped, the first one with a message on stderr.
 
-    num_lost: texts that were not written, or not wholly.
+    num_lost: texts that were not written, or not completely.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_lost = 0
-        # Without a buffer: it would keep what could not be written, and fail again at its close.
+        # Unbuffered: a buffer would keep what could not be written and fail again at close.
         self._file = path.open("ab", buffering=0)
         self._is_torn = False
 
     def write(self, text: str) -> bool:
-        """Whether it was written whole. What a failure left of a line is ended before."""
+        """Whether the text was written completely. Ends a line that a failed write left first."""
         left = (("\n" if self._is_torn else "") + text).encode("utf-8", "replace")
         try:
             while left:
@@ -35,7 +35,7 @@ class AppendedFile:
     def _lose(self, error: OSError) -> None:
         self.num_lost += 1
         if self.num_lost == 1:
-            # Not sys.stderr, which may be a `_Tee` to this very file.
+            # sys.stderr may be a tee to this very file.
             stream = sys.__stderr__ or sys.stderr
             stream.write(f"{self.path} cannot be written ({error}); training goes on without\n")
             stream.flush()

@@ -1,25 +1,10 @@
-"""How long a rank computed, for each pass, stage and micro-batch of a step, without a host sync.
+"""How long a rank computes in each pass, stage and micro-batch of a step, without a host sync.
 
-The clock of a rank is a list of marks: from each mark on, time belongs to a part of a cell (or to
-none, between chunks), so the parts of a chunk add up to it and nothing is counted twice. The marks
-are CUDA events, whose distances are read once the device has been waited for anyway, or readings of
-the launching thread's CPU time (of the clock, where operators run on several threads).
-
-What a mark's time holds:
-- **CUDA**: everything on the compute stream, TP and CP collectives included, and so a rank's wait
-  for the slower ranks of its groups in them. Receives end before a chunk begins.
-- **CPU**: the thread's own CPU time, since ranks share cores: being preempted is left out, and so
-  is waiting for collectives and what Gloo's threads do for them. Ranks with several threads each
-  have wall time instead, which holds all of that.
-- FSDP gathers a stage's parameters in its first micro-batch, and, without a pipeline, reduces
-  gradients in the last one's backward; both are counted there, partly with the embedding, so
-  telemetry does not compare those cells with predictions.
-
-Where each chunk lies in the step (`StepClock.spans`, for timelines) is wall time on CPU as well,
-and so holds what thread time leaves out.
-
-Cost: a mark at each end of a chunk, of an attention call, of the embedding and the head; 3 us each
-with thread time (0.1-1 % of steps of 100 to 500 ms), not measured with CUDA events.
+A rank's clock is a list of marks. From each mark on, time belongs to one part of one cell (or to
+none, between passes), so parts add up to their pass and nothing is counted twice. Marks are CUDA
+events, read after the step's one wait for the device, or the launching thread's CPU time (wall time
+where operators run on several threads). README.md says what each kind of mark holds. Cost: 3 us a
+mark on CPU; two for each pass, attention call, embedding and head.
 """
 
 import threading
@@ -69,10 +54,10 @@ class StepSpans(NamedTuple):
 
 
 class Marks(Protocol):
-    """Points in time that can be told apart later. Wall points are for the step as a whole."""
+    """Timestamps whose differences are read after the step. Wall points time the whole step."""
 
     def reset(self) -> None:
-        """A step begins; points of the one before are not read any more."""
+        """A step begins; the last step's points are not read any more."""
         ...
 
     def now(self) -> Any: ...
@@ -80,14 +65,14 @@ class Marks(Protocol):
     def wall_now(self) -> Any: ...
 
     def wall_of(self, point: Any) -> Any:
-        """The wall point of a point that was made just now."""
+        """The wall point that belongs to `point`, which was made just now."""
         ...
 
     def between_ns(self, start: Any, stop: Any) -> int: ...
 
 
 class ThreadMarks:
-    """CPU time of the thread that runs the step; wall time for the step as a whole."""
+    """CPU time of the thread that runs the step; wall time for the whole step."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -98,8 +83,8 @@ class ThreadMarks:
     def now(self) -> int:
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "part of a step ran on another thread than the step itself, so its CPU time cannot "
-                "be told; set telemetry.enabled = false"
+                "part of a step ran on another thread than the one whose CPU time is measured; set "
+                "telemetry.enabled = false"
             )
         return time.thread_time_ns()
 
@@ -151,12 +136,12 @@ class EventMarks:
         return round(start.elapsed_time(stop) * 1e6)
 
 
-_TRIED = 100
-"""Marks that are made to learn what one costs."""
+_NUM_TRIED = 100
+"""Marks made once to measure the cost of one."""
 
 
 class StepClock:
-    """Times the steps of one rank. Outside `step` it is off: an evaluation leaves no record."""
+    """Times the steps of one rank. Off outside of `step`, so that evaluations leave no record."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
@@ -169,9 +154,9 @@ class StepClock:
         self._wall: list[Any] = []
         self._is_running = False
         begin = time.perf_counter_ns()
-        for _ in range(_TRIED):
+        for _ in range(_NUM_TRIED):
             marks.now()
-        self._mark_ns = (time.perf_counter_ns() - begin) / _TRIED
+        self._mark_ns = (time.perf_counter_ns() - begin) / _NUM_TRIED
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
@@ -182,7 +167,7 @@ class StepClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time what is inside; a step before it that nobody took is forgotten."""
+        """Time the block; forget the last step if `take` was not called."""
         self._marks.reset()
         self._points, self._seen, self._spans = [], set(), []
         with observing(self):
@@ -239,11 +224,11 @@ class StepClock:
 
     @property
     def marks_ns(self) -> int:
-        """What the last step's marks took of the launching thread, by the cost of one."""
+        """Estimated thread time of the last step's marks: their number times the cost of one."""
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:
-        """The last step's times. On CUDA: once the host has waited for the step's end."""
+        """The last step's times. On CUDA, call it after the host has waited for the step's end."""
         times: dict[tuple[Cell, Part], int] = {}
         for (key, start), (_, stop) in zip(self._points, self._points[1:], strict=False):
             if key is not None:
@@ -251,7 +236,7 @@ class StepClock:
         return StepTimes(times, self._marks.between_ns(*self._wall))
 
     def spans(self) -> "StepSpans":
-        """Where the last step's chunks lie in it; when `take` may be called."""
+        """Where the last step's chunks lie in it; may be called when `take` may."""
         origin = self._wall[0]
         return StepSpans(
             began_ns=self._began_ns,

@@ -1,11 +1,10 @@
-"""Which tokens every executed step trained (`telemetry.ledger`), and the proof that each was once.
+"""Which tokens every executed step trained (telemetry.ledger), and the proof that each was once.
 
-`ledger.jsonl` of a run's folder has a line a step, from rank 0: the pieces of documents in its
-plan, which all ranks have compared by digest. A training that goes on from a checkpoint writes the
-step that it begins with; what was recorded of that step and later ones before is not in the lineage
-of its weights any more. A process that is killed may leave half a line before such a beginning. A
-disk that was full leaves a hole: the next line that could be written says so, and the count is not
-exact.
+ledger.jsonl in a run's folder has a line a step, from rank 0: the pieces of documents in its plan,
+which all ranks compare by digest. A training that goes on from a checkpoint writes the step it
+begins with; lines of that step and later ones before it no longer belong to the weights' lineage. A
+killed process may leave half a line before such a beginning. After a full disk, the next line says
+that lines were lost, and the count is not exact.
 """
 
 import json
@@ -26,8 +25,8 @@ _IN_STEPS = "step"
 
 
 class Ledger:
-    """Writes the file. Each line is with the operating system when the call returns, so that
-    killing the process loses none."""
+    """Writes ledger.jsonl. A line is with the operating system when the call returns, so that a
+    killed process loses none."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,11 +34,11 @@ class Ledger:
         self._num_told = 0
 
     def begin(self, step: int) -> None:
-        """The next step to be executed is `step`, with the weights of a checkpoint or new ones."""
+        """`step` is executed next, with new weights or those of a checkpoint."""
         self._write({"begin": step}, before="\n")
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
-        """A step was executed; updated: and moved the weights."""
+        """A step was executed. updated: it changed the weights."""
         pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
         columns = {name: getattr(pieces, name).tolist() for name in ("document", "start", "stop")}
         columns["source"] = pieces.source.tolist()
@@ -77,11 +76,11 @@ class RecordLedger(Hook):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Tokens by how often the steps of a lineage trained them, of those that the loader gave.
+    """How often the steps of a lineage trained each token that the loader gave.
 
-    waiting: held back, for later steps. skipped: in steps without an update. num_begun: trainings,
-    the first and each that went on. num_undone: recorded steps that are not in the lineage.
-    num_lost: steps of it whose lines could not be written.
+    waiting: tokens held back for later steps. skipped: tokens in steps without an update.
+    num_begun: starts, the first and each resume. num_undone: recorded steps that are not in the
+    lineage. num_lost: steps of the lineage whose lines could not be written.
     """
 
     once: int
@@ -96,14 +95,16 @@ class Count:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every token that was given is trained once, or waits."""
+        """Whether every token is trained once or waits."""
         return not (self.never or self.repeated or self.skipped or self.num_lost)
 
 
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Lines by step of the run's present weights; trainings begun, steps undone. UserError for a
-    line that is torn without a new beginning after it, or a step that is missing where the file
-    does not say that lines were lost."""
+    """Lines by step that made the run's present weights; numbers of starts and of undone steps.
+
+    UserError for a torn line without a new start after it, or a step that is missing where the file
+    does not say that lines were lost.
+    """
     path = folder / FILE
     if not path.exists():
         raise UserError(f"{path} does not exist; train with telemetry.ledger = true")
@@ -130,7 +131,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     torn = ""
     for line in path.read_text("utf-8").splitlines():
         if not line:
-            continue  # before a beginning, whatever the line before it lacks
+            continue  # A start begins with a line end, in case the line before it lacks one.
         try:
             data = json.loads(line)
         except json.JSONDecodeError:
@@ -143,7 +144,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
-    """Counts every token that `planner`'s source gave until `state`, the last checkpoint's."""
+    """Count every token that `planner`'s source gave until `state`, of the last checkpoint."""
     steps, num_begun, num_undone = lineage(folder)
     done = {step: line for step, line in steps.items() if step < state.next_step}
     given = _given(planner, state)
@@ -182,10 +183,10 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
 
 
 def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
-    """Length of each document, by (source, id), that the loader gave until `state`.
+    """Length of each document that the loader gave until `state`, by (source, id).
 
-    Batches are made again until that many documents were read: a resumed run may have made them of
-    another size, which changes where they end and not the order of documents.
+    Reads batches again until as many documents were read: a resumed run may have batches of another
+    size, which changes where they end, not the order of documents.
     """
     found: dict[tuple[int, int], int] = {}
     end = _place(state.corpus)

@@ -1,16 +1,10 @@
-"""Predicted against measured: each rank compares its cells, sums go round every K steps.
+"""Predicted beside measured times: each rank compares its cells, and all ranks reduce the sums.
 
-A cell is a micro-batch on a stage on a rank. Measured times are the clock's (`telemetry.clock`),
-predictions those of the profile that plans are priced with, for the rank's own spans. On CPU the
-predictions leave collectives out, as thread CPU time does. Cells without a token of a document are
-left out, padding having no price, and so are, under FSDP, the first micro-batch's forward and the
-last one's backward, which hold the gathering of parameters and the reduction of gradients. What
-backward computes again (`training.recompute`) is part of backward, measured as predicted.
-
-One record takes two all-reduces of host tensors (through Gloo, also on CUDA), in flight together: a
-float64 sum of 38 numbers and an int64 maximum of 2 + 3 * K * N * stages; tables of ranks are apart
-and rare (`telemetry.ranks`). They run after the optimiser was launched, so that a GPU has work in
-the meantime.
+A cell is a micro-batch on a stage on a rank. Predictions are those of the profile that plans are
+priced with, for the rank's own spans; on CPU without collectives, which CPU time does not hold
+either. Not compared: cells without a document's token (padding has no price) and, under FSDP, the
+passes that hold its collectives. Cost of a record: two all-reduces of host tensors in flight
+together (through Gloo), a float64 sum of 38 numbers and an int64 maximum of 2 + 3 * K * N * stages.
 """
 
 from dataclasses import fields
@@ -39,8 +33,8 @@ _COLUMNS = tuple(f.name for f in fields(Moments))
 
 
 class Exposed(NamedTuple):
-    """Of a step on a rank, in ns: what training waited for inputs and for plans, what records took,
-    and the whole step."""
+    """Times of a step on a rank, in ns: waits for inputs and for plans, making records, and the
+    whole step."""
 
     loading_ns: int = 0
     planning_ns: int = 0
@@ -52,7 +46,7 @@ class Exposed(NamedTuple):
 
 
 class TelemetryMeter:
-    """Collects this rank's steps; `reduce` makes the record of those since the last one.
+    """Collects this rank's steps; `reduce` makes one record of all ranks' steps since the last.
 
     All ranks add the same steps and reduce together.
     """
@@ -64,7 +58,7 @@ class TelemetryMeter:
         if not self.times_hold_collectives:
             self._priced = without_collectives(self.cost)
         all_layers = spec.stage_layers
-        # What holds no wait for other ranks, to compare ranks by (`telemetry.stragglers`).
+        # Ranks are compared (`telemetry.stragglers`) by terms that hold no wait for other ranks.
         is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = (
             TERMS if is_alone else tuple(t for t in TERMS if t.startswith("attention"))
@@ -86,13 +80,13 @@ class TelemetryMeter:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were not reduced yet."""
+        """Steps added since the last record."""
         return len(self._latencies_ns)
 
     @property
     def own_ns(self) -> np.ndarray:
-        """This rank's times since the last record, for a table of ranks: measured and predicted of
-        what is compared, compute, bubble, loading."""
+        """This rank's times since the last record, int64 [5], for a table of ranks: measured and
+        predicted time of the terms that ranks are compared by, compute, bubble, loading."""
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (*own, self._compute_ns, self._bubble_ns, self._exposed.loading_ns)
         return np.array(times, np.int64)
@@ -126,7 +120,8 @@ class TelemetryMeter:
     def _forward_ns(
         self, i: int, stage: int, predicted: StageTimes, times: StepTimes
     ) -> tuple[int, int, int]:
-        """Forward time of a micro-batch on this rank: in layers, predicted, with both ends."""
+        """Forward time of a micro-batch on this rank: measured in decoder layers, predicted, and
+        measured with embedding, head and loss."""
         forward = Cell(Pass.FORWARD, stage, i)
         layers = times.part_ns(forward, *_IN_LAYERS)
         attention = int(predicted.attention_forward_ns[i, self.mesh.cp_rank])
@@ -168,7 +163,7 @@ class TelemetryMeter:
                 self._moments[name] += Moments.of(int(expected_ns) * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:
-        """The record of all ranks' steps since the last one; a collective call."""
+        """The record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         sums += [self._embedding_ns, self._head_ns, self._compute_ns, self._bubble_ns]
         sums += [self._predicted_embedding_ns, self._predicted_head_ns, *self._exposed]
@@ -187,7 +182,8 @@ class TelemetryMeter:
         return record
 
     def _code(self, time_ns: int) -> int:
-        """One number whose maximum over ranks tells the largest time and the first rank with it."""
+        """Encodes time and rank, so that the maximum over ranks is the largest time and, of the
+        ranks that have it, the lowest."""
         world = self.mesh.world_size
         return time_ns * world + world - 1 - self.mesh.rank
 

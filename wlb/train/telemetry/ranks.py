@@ -1,11 +1,10 @@
 """Tables of all ranks' times and timelines of a few, gathered on rank 0.
 
-A table is a gather of five integers from each rank every `telemetry.ranks_interval` steps after the
-warm-up; in the file it takes about 35 bytes a rank. A timeline is a message from each of at most
-`MOST_DRAWN` ranks (TP rank 0 of the first pipelines), about 20 bytes a pass in the file. Neither
-is gathered in steps between. Timelines of ranks on CPU begin when each rank did, by its host's
-clock (unless clocks are further apart than the step is long); on CUDA all begin at 0, since a host
-may be ahead of its device.
+A table gathers five integers from each rank every telemetry.ranks_interval steps (35 bytes a rank
+in the file); a timeline is a message from each of at most `MOST_DRAWN` ranks, TP rank 0 of the
+first pipelines (20 bytes a pass). On CPU a timeline's ranks begin when their hosts' clocks say,
+unless those are further apart than the step is long; on CUDA all begin at 0, because a host may be
+ahead of its device.
 """
 
 import platform
@@ -31,7 +30,9 @@ _NONE = -1
 
 
 class RankMeter:
-    """Collects this rank's times; all ranks add the same steps and gather together."""
+    """Collects this rank's times; all ranks add the same steps and gather together.
+
+    places: of all ranks, on rank 0 (`gather_places`)."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, places: tuple[Place, ...]) -> None:
         self.spec, self.mesh = spec, mesh
@@ -53,7 +54,7 @@ class RankMeter:
         return bool(interval and self._num_steps) and (is_last or self._num_steps >= interval)
 
     def table(self, step: int, steps_done: int) -> RankTable | None:
-        """On rank 0 the table of the steps since the last one; a collective call."""
+        """The table of the steps since the last one, on rank 0. A collective call."""
         own = torch.from_numpy(self._own_ns // 1000)
         world, is_root = self.mesh.world_size, self.mesh.rank == 0
         rows = [torch.empty_like(own) for _ in range(world)] if is_root else None
@@ -80,7 +81,7 @@ class RankMeter:
         return bool(interval) and (is_last or steps_done % interval == 0)
 
     def timeline(self, spans: StepSpans, step: int, steps_done: int) -> MeasuredTimeline | None:
-        """On rank 0 the passes of the ranks that are drawn; all ranks call it."""
+        """The passes of the ranks that are drawn, on rank 0. All ranks call it."""
         rank, drawn = self.mesh.rank, self._drawn
         if rank not in drawn:
             return None

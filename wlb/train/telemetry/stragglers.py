@@ -1,14 +1,10 @@
-"""Which rank is slower than the others, and where it stands.
+"""Which rank is slower than the others for the same work, and where it stands.
 
-A straggler is a rank whose measured over predicted time is over the median rank's by
-`telemetry.straggler_threshold` in `telemetry.straggler_records` tables of ranks in a row; it stops
-being one with the first table in which it isn't. Dividing by the prediction leaves out that ranks
-have different work, the median that all prices may be off alike.
-
-The times are of decoder layers where they hold no waiting (thread CPU time), else of attention
-kernels alone: on CUDA the rest of a layer holds the wait for slower ranks of the TP and CP groups,
-which would make all of them look slow. A rank that is late for another reason than its passes (its
-host, its link) is not named by this; its neighbours' `bubble` shows it.
+A straggler's ratio of measured to predicted time exceeds the median rank's by
+telemetry.straggler_threshold in telemetry.straggler_records tables in a row; the first table
+without it ends that. Times are of decoder layers on CPU, of attention kernels alone on CUDA, where
+the rest of a layer holds the wait for slower ranks of its TP and CP groups. A rank that is late for
+another reason (host, link) is not named; its neighbours' bubble shows it.
 """
 
 from collections.abc import Sequence
@@ -18,11 +14,12 @@ from wlb.plan import Place, RankTable, Straggler
 from wlb.spec import RunSpec
 
 LEAST_SHARE = 0.5
-"""Of telemetry.ranks_interval: tables of fewer steps (the last one) neither begin nor end it."""
+"""Least share of telemetry.ranks_interval that a table needs to change who is a straggler; the last
+table of a run may be shorter."""
 
 
 class StragglerWatch:
-    """Sees the tables of a run in order."""
+    """Takes a run's tables in order and names stragglers."""
 
     def __init__(self, spec: RunSpec, places: Sequence[Place]) -> None:
         self.spec, self.places = spec, places
@@ -30,7 +27,7 @@ class StragglerWatch:
         self._named: tuple[Straggler, ...] = ()
 
     def see(self, table: RankTable) -> tuple[Straggler, ...]:
-        """The stragglers after `table`, the slowest first."""
+        """The stragglers as of `table`, slowest first."""
         telemetry = self.spec.telemetry
         if table.num_steps < LEAST_SHARE * telemetry.ranks_interval:
             return self._named

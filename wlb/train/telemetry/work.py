@@ -1,7 +1,7 @@
-"""Model FLOPs of the steps that were executed, and the wall time they took: TFLOP/s and MFU.
+"""Model FLOPs of executed steps and their wall time: TFLOP/s and MFU.
 
-Plans are global, so that every rank knows the work of all without asking; time is the rank's own
-wall clock, of whole steps as in tokens/s: all ranks wait for each other in each.
+Plans are global, so every rank knows the work of all without communication. Time is the rank's own
+wall clock of whole steps, as for tokens/s, because ranks wait for each other in every step.
 """
 
 import torch
@@ -14,7 +14,7 @@ from wlb.spec import RunSpec
 
 
 class WorkMeter:
-    """Adds up steps until `take`. peak_tflops: of a rank, 0 = not known."""
+    """Adds up steps until `take`. peak_tflops: of one rank; 0 where it is not known."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.num_ranks = spec, mesh.world_size
@@ -25,7 +25,7 @@ class WorkMeter:
 
     @property
     def note(self) -> str:
-        """A line for the log where there will be no MFU."""
+        """A line for the log if MFU cannot be computed, else ""."""
         if self.peak_tflops:
             return ""
         return (
@@ -34,7 +34,7 @@ class WorkMeter:
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:
-        """A step was executed: forward and backward of every token of the plan."""
+        """An executed step: forward and backward of every token in `plan`."""
         model, rank_s = self.spec.model, wall_s * self.num_ranks
         window = self.spec.data.context_window
         self._sum += Work(
@@ -45,6 +45,6 @@ class WorkMeter:
         )
 
     def take(self) -> Work:
-        """Of the steps since the last call."""
+        """The work of the steps since the last call."""
         taken, self._sum = self._sum, Work()
         return taken
