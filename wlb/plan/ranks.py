@@ -1,7 +1,7 @@
-"""Records of single ranks, which telemetry's sums cannot tell: times of each, passes of a few.
+"""Records of single ranks: a table of all ranks' times, and a timeline of a few ranks' passes.
 
-They are written rarely (`telemetry.ranks_interval`, `telemetry.timeline_interval`) as integers of
-microseconds, and read by `wlb report`.
+Times are integers of microseconds. The records are written rarely (`telemetry.ranks_interval`,
+`telemetry.timeline_interval`) and read by `wlb report`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
-    """Each host's name once."""
+    """A plain dictionary with each host's name once."""
     hosts = sorted({p.host for p in places})
     numbers = {host: i for i, host in enumerate(hosts)}
     return {
@@ -41,8 +41,8 @@ def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that was slower than others of the same work; over: its ratio of measured to predicted
-    time over the median rank's."""
+    """A rank that is slower than others for the same work. over: its ratio of measured to predicted
+    time, divided by the median rank's ratio."""
 
     rank: int
     over: float
@@ -64,11 +64,10 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankTable:
-    """Times of every rank in `num_steps` steps, the last of which is `step`; us, int64, [ranks].
+    """Times of every rank in `num_steps` steps up to `step`, in us, each int64 [ranks].
 
-    measured, predicted: of the passes that are compared, without what a rank waits in. compute: in
-    all passes. bubble: the steps' passes less that. loading: the wait for inputs. stragglers: those
-    known at this record.
+    measured, predicted: of terms that hold no wait for other ranks. compute: in all passes. bubble:
+    the rest of the steps. loading: waits for inputs. stragglers: as of this table.
     """
 
     step: int
@@ -83,8 +82,8 @@ class RankTable:
 
     @property
     def over_median(self) -> FloatArray:
-        """Measured over predicted time of each rank, over the median rank's; 1 where nothing was
-        compared (a rank without a token)."""
+        """Each rank's measured over predicted time, divided by the median rank's; 1 where nothing
+        was compared (a rank without a token)."""
         ratio = np.full(self.measured_us.size, np.nan)
         known = (self.predicted_us > 0) & (self.measured_us > 0)
         np.divide(self.measured_us, self.predicted_us, out=ratio, where=known)
@@ -103,7 +102,7 @@ class RankTable:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankTable":
-        """Of a line of metrics.jsonl, whose other keys are left."""
+        """From a line of metrics.jsonl; its other keys are ignored."""
         values: dict[str, Any] = {n: data[n] for n in ("step", "steps_done", "num_steps")}
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
@@ -113,7 +112,7 @@ COLUMNS = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us
 
 
 class TimedPass(NamedTuple):
-    """A pass of a rank; micro_batch: its place in the pipeline's plan. begin_us: since the first
+    """A pass of a rank. micro_batch: its index in the pipeline's plan. begin_us: since the first
     rank began the step."""
 
     kind: str
@@ -128,8 +127,8 @@ PASSES = ("forward", "backward", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimeline:
-    """When a few ranks ran which pass of a step. ranks: their numbers. wall_us: when each had done
-    all of its passes, since the first rank began."""
+    """When a few ranks ran which pass of a step. wall_us: when each rank had done all its passes,
+    since the first rank began; passes: by rank."""
 
     step: int
     steps_done: int

@@ -1,19 +1,18 @@
-"""Telemetry: what ranks measured in one or more steps, beside what was predicted for the same.
+"""Telemetry: measured and predicted times of one or more steps, as sums over all ranks.
 
-Made of sums over all ranks, so it costs the same on eight ranks and on eight thousand, and two
-records add up to the record of both.
+A record's size does not depend on the number of ranks.
 """
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
-"""What is compared. linear: everything in decoder layers but the attention kernels, W_l of Eq. 2.
-Embedding, head and loss are apart: they are no part of the workload W."""
+"""Times that are compared with predictions. linear: everything in decoder layers except attention
+kernels, W_l of Eq. 2. Embedding, head and loss are no part of the workload W and apart."""
 
 _NOTHING_VARIES = 1e-12
 _TELLS_A_LINE = 0.1
-"""Standard deviation of predictions, over their mean, from which a slope means something."""
+"""Least ratio of the predictions' standard deviation to their mean for a meaningful slope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Moments:
 
     @classmethod
     def of(cls, predicted_s: float, measured_s: float) -> "Moments":
-        """Of one cell; measured_s above 0."""
+        """The moments of one cell; measured_s > 0."""
         return cls(
             num_cells=1,
             predicted_s=predicted_s,
@@ -50,7 +49,7 @@ class Moments:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted time, of all cells together."""
+        """Measured over predicted time of all cells; None if nothing was predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s else None
 
     @property
@@ -60,10 +59,10 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(slope, intercept in seconds) of measured over predicted time, least squares over cells.
+        """Least-squares (slope, intercept in seconds) of measured over predicted time.
 
-        None where predictions vary too little to tell one from the other, or the line is no price
-        (a slope or an intercept below 0).
+        None if predictions vary too little to separate the two, or the line is no price (slope or
+        intercept below 0).
         """
         n = self.num_cells
         if n < 2:
@@ -78,14 +77,14 @@ class Moments:
 
     @property
     def correlation(self) -> float | None:
-        """Pearson's, over cells; None where either side does not vary."""
+        """Pearson's correlation over cells; None if either side does not vary."""
         n = self.num_cells
         if n < 2:
             return None
         x, y = self.predicted_s / n, self.measured_s / n
         variance_x = self.predicted_squares / n - x * x
         variance_y = self.measured_squares / n - y * y
-        # Below this, a difference of sums is rounding.
+        # A smaller difference of sums is rounding.
         if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
             return None
         covariance = self.products / n - x * y
@@ -94,7 +93,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A time over all ranks, mean of the steps; max_rank: the lowest rank that has the largest."""
+    """A time over all ranks, averaged over steps. max_rank: the lowest rank with the largest."""
 
     mean_s: float
     max_s: float
@@ -103,13 +102,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Model FLOPs of executed steps: forward and backward (3 x forward) of their real tokens, which
-    attend to what they attend to; without recomputation or padding. Sums add up.
+    """Model FLOPs of executed steps, which add up.
 
-    rank_s: wall time of the steps times ranks. window_flops: the same tokens as if they came in
-    full windows, as Megatron-LM counts unless it is told lengths: it overstates what short
-    documents need. peak_flops: what the ranks' devices could have done in that time; 0 where that
-    is not known, and of sums with such a part.
+    model_flops: forward and backward (3 x forward) of real tokens with their documents' attention,
+    without recomputation or padding. rank_s: wall time times ranks. window_flops: the same tokens
+    counted as full windows, as Megatron-LM does without lengths, which overstates short documents.
+    peak_flops: what the ranks' devices could do in that time; 0 if unknown for any part.
     """
 
     rank_s: float = 0.0
@@ -146,7 +144,7 @@ class Work:
         return self.window_flops / self.peak_flops if self.peak_flops else None
 
     def to_json(self) -> dict[str, Any]:
-        """With the derived values, for readers of the file."""
+        """A plain dictionary, with derived values for readers of the file."""
         derived = ("tflops", "mfu", "window_tflops", "window_mfu")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
@@ -157,18 +155,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """`num_steps` steps, the last of which is the one that this is written with.
+    """Times of `num_steps` steps, the last of which is the one whose line holds this record.
 
     slowest_ns, mean_ns: forward latency of the slowest and of the mean micro-batch, summed over
     steps. A micro-batch's latency is the sum over stages of its slowest CP and TP rank's time in
-    decoder layers (Section 7.4); predicted_*: the same of predictions; whole_*: measured, with
-    embedding, head and loss. terms: by name (`TERMS`). embedding_s, head_s: mean per rank and step
-    (also of ranks that have none), predicted beside it; under FSDP the embedding's holds the
-    gathering of parameters. compute: time in chunks. bubble: the step's passes less that.
-    loading_s: mean wait of a rank and step for its inputs, which were not loaded in time, index
-    arrays among them; planning_s: for plans. records_s: mean thread time of a rank and step for
-    clock marks, and for records of the steps since the last but one, waits left out. step_s: mean
-    wall time of a step. work: None in records of before it was counted.
+    decoder layers (Section 7.4). predicted_*: the same of predictions; whole_*: measured, with
+    embedding, head and loss. terms: by name (`TERMS`).
+
+    Means over all ranks and steps, in seconds: embedding_s and head_s (under FSDP the embedding's
+    holds the gathering of parameters); compute: time in passes; bubble: the rest of the step;
+    loading_s: waits for inputs; planning_s: waits for plans; records_s: thread time of clock marks
+    and records; step_s: wall time. work: None in old records.
     """
 
     num_steps: int
@@ -193,18 +190,17 @@ class Telemetry:
 
     @property
     def overhead_s(self) -> float:
-        """Of a step's time, what is neither computing nor waiting for other ranks: plans that came
-        late, inputs that were not ready, telemetry."""
+        """Time of a step that is neither computing nor waiting for other ranks."""
         return self.loading_s + self.planning_s + self.records_s
 
     @property
     def head_ratio(self) -> float | None:
-        """Measured over predicted time of head and loss."""
+        """Measured over predicted time of head and loss; None if none was predicted."""
         return self.head_s / self.predicted_head_s if self.predicted_head_s else None
 
     @property
     def imbalance(self) -> float:
-        """Section 7.4's degree of measured latencies (time-weighted if of several steps)."""
+        """Section 7.4's degree of measured latencies, time-weighted over steps."""
         return _degree(self.slowest_ns, self.mean_ns)
 
     @property
@@ -216,7 +212,7 @@ class Telemetry:
         return _degree(self.whole_slowest_ns, self.whole_mean_ns)
 
     def to_json(self) -> dict[str, Any]:
-        """With the derived values, for readers of the file."""
+        """A plain dictionary, with derived values for readers of the file."""
         data = asdict(self)
         data["imbalance"] = self.imbalance
         data["predicted_imbalance"] = self.predicted_imbalance

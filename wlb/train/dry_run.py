@@ -15,7 +15,7 @@ from wlb.train.stores import open_stores, ready
 
 
 def show(spec: RunSpec, console: Console) -> None:
-    """Print what a run of this spec would do on as many ranks as its layout asks for."""
+    """Print what a run of `spec` would do on as many ranks as its layout has."""
     world_size = spec.parallel.world_size
     choice = _device(spec)
     stores = open_stores(spec, console)
@@ -56,7 +56,7 @@ def show(spec: RunSpec, console: Console) -> None:
 
 
 def _device(spec: RunSpec) -> worlds.DeviceChoice:
-    """What ranks would compute on; how many GPUs there will be is not known here."""
+    """The device of the ranks; the number of GPUs is not known here."""
     if spec.run.device == Device.CUDA:
         return worlds.DeviceChoice("cuda", "run.device = cuda (GPUs are not counted in a dry run)")
     return worlds.choose_device(spec.run.device, local_ranks=1)
@@ -82,7 +82,8 @@ def _range(ranks: list[int]) -> str:
 
 
 def _budget(spec: RunSpec, device: str) -> tuple[Budget, bool]:
-    """What the layout is held against, and whether a run started here would be too."""
+    """The memory that the layout is compared with, and whether a run started here would be refused
+    for exceeding it."""
     found = budget_of(spec, device)
     if found is not None:
         return found, True

@@ -1,8 +1,8 @@
 """Held-out loss: forward only, through the same pipeline and context parallelism.
 
-It has its own planner over the held-out store, always from its beginning and in Plain-4D's windows,
-so the number depends on the weights alone: not on the training loader's position, nor on the
-packing policy under study.
+The evaluation has a planner of its own, always from the beginning of the held-out store and in
+Plain-4D's windows, so that the loss depends on the weights alone: neither on the training loader's
+position nor on the packing policy under study.
 """
 
 from itertools import islice
@@ -72,8 +72,8 @@ class EvaluateHeldOut(Hook):
         tokens = run.spec.eval.interval_tokens
         if not tokens:
             return run.is_due(run.spec.eval.interval)
-        # Count from the last question: a skipped step is not asked about. After a rollback, the
-        # tokens before this step are fewer than then.
+        # `_tokens_before` is as of the last call, which skipped steps do not make, so a threshold
+        # that they cross is due next. After a rollback it may exceed the tokens before this step.
         done = plan.state.num_tokens
         before = min(self._tokens_before, done - plan.packing.num_tokens)
         self._tokens_before = done

@@ -1,4 +1,4 @@
-"""Plans for one rank: a planner process on each node, and the ranks' connections to it."""
+"""Plans for one rank, from the planner process of its node."""
 
 import time
 from pathlib import Path
@@ -15,10 +15,10 @@ from wlb.spec import RunSpec
 
 
 class PlanFeed:
-    """Steps in order for this rank, with a look at those that follow.
+    """Gives this rank its steps in order, and lets it look at those that follow.
 
-    The first local rank of a node owns the planner process. All ranks must construct it together.
-    waited_ns: time in `next` and `peek` so far.
+    The first local rank of a node owns the planner process. All ranks construct it together.
+    waited_ns: time spent in `next` and `peek` since the caller last set it to 0.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class PlanFeed:
         if world.rank == 0:
             token = [Address.new().key.decode()]
         dist.broadcast_object_list(token, src=0)
-        shared = world.rendezvous_file  # of local ranks: in a folder that their launcher removes
+        shared = world.rendezvous_file  # of local ranks; their launcher removes its folder
         folder = str(Path(shared).parent) if shared else ""
         address = Address.new(token[0] or "", world.node_rank, folder)
         self._process: PlannerProcess | None = None

@@ -1,4 +1,4 @@
-"""What a run is: its spec, stores and folders, as every rank is told."""
+"""What every rank of a run is told: its spec, stores and folders."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +9,9 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is started with. spec has dp and vocabulary size filled in.
-
-    resume: the checkpoint to go on from; init_from: the one whose weights a new run begins with.
-    calibrate: the kernel profile to write when training has ended, or None.
-    """
+    """What a rank is started with. spec: with dp and the vocabulary size filled in. resume: the
+    checkpoint to go on from. init_from: the checkpoint whose weights a new run begins with.
+    calibrate: the kernel profile to write when training has ended. started_s: Unix time."""
 
     spec: RunSpec
     train_store: StoreName

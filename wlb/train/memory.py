@@ -1,9 +1,8 @@
-"""The memory estimate of a run beside the memory of its devices, before any rank computes.
+"""Compares a run's estimated memory with its devices' before any rank computes.
 
-The estimate is an upper bound of what must be resident (`wlb.cost.memory`), with S_max and T as
-packing has them; it may take `PLANNED_MEMORY` of a device, since the context, libraries and
-fragmentation come on top. `run.memory_gib` says how much memory there is, else it is the device's
-own; on the CPU nothing is known, and nothing refused.
+The estimate bounds what must be resident (`wlb.cost.memory`), with packing's S_max and T. It may
+take `PLANNED_MEMORY` of a device, since context, libraries and fragmentation come on top. The
+device's memory is `run.memory_gib` if set; on CPU it is unknown otherwise, and nothing is refused.
 """
 
 import math
@@ -17,12 +16,12 @@ from wlb.spec import PLANNED_MEMORY, OverMemory, RunSpec
 
 GIB = 1 << 30
 ROUNDING = 1.001
-"""Caps are made to fit to the byte, the estimate rounds rows up."""
+"""Tolerance: caps fit to the byte, while the estimate rounds rows up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Memory of a rank's device in GiB, and where the number is from."""
+    """Memory of a rank's device in GiB, and the key or device that says so."""
 
     gib: float
     source: str
@@ -36,7 +35,7 @@ class Budget:
 
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
-    """What ranks on `device` ("cpu" or "cuda") may take; None where nothing says so."""
+    """Memory of ranks on `device` ("cpu" or "cuda"); None if it is unknown."""
     if spec.run.memory_gib:
         return Budget(gib=spec.run.memory_gib, source="run.memory_gib")
     size = worlds.device_memory_bytes() if device == "cuda" else None
@@ -44,7 +43,7 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
 
 
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
-    """Of the fullest rank, with the caps that packing has."""
+    """The estimate for the fullest rank, with packing's caps."""
     if not spec.packing.varies_lengths:
         return memory_estimate(spec)
     s_max, step_tokens = caps_of(spec)
@@ -52,10 +51,10 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 
 
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
-    """`spec` whose packing plans with no more than the device has, and a line where it had.
+    """`spec` with packing.memory_gib lowered to what the device has, and a line if it was lowered.
 
-    A device that is sold with 80 GB shows up to a GiB less, and `packing.memory_gib` of a system or
-    of `wlb tune layout` is reckoned with `cluster.memory_gib`.
+    A device sold with 80 GB may show a GiB less, and systems and `wlb tune layout` compute
+    packing.memory_gib from cluster.memory_gib.
     """
     if budget is None or spec.run.over_memory != OverMemory.REFUSE:
         return spec, []
@@ -68,8 +67,8 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
 
 
 def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
-    """Lines for the log, none without a budget; UserError where the estimate is above what is
-    planned with, unless `run.over_memory` is to warn."""
+    """Lines for the log; none without a budget. UserError if the estimate exceeds the planned share
+    of it, unless run.over_memory = warn."""
     if budget is None:
         return []
     estimate = estimate_of(spec)
@@ -84,7 +83,7 @@ def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
 
 
 def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
-    """Who needs how much for what, and what would help."""
+    """Which rank needs how much for what, and what would help."""
     terms = sorted(estimate.terms.items(), key=lambda term: -term[1])
     listed = ", ".join(f"{n.removesuffix('_bytes')} {_gib(size)}" for n, size in terms if size)
     return (
@@ -97,7 +96,7 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
 
 
 def caps_line(spec: RunSpec, budget: Budget) -> str:
-    """What micro-batches and steps fit the memory that is planned with."""
+    """A line that says which micro-batches and steps fit the planned memory."""
     window = spec.data.context_window
     try:
         caps = token_caps(spec, memory_bytes=budget.planned_bytes)

@@ -15,18 +15,16 @@ _ENDS = ("embed_tokens", "lm_head")
 def learning_rate(spec: RunSpec, step: int) -> float:
     """Linear warm-up to the peak, then as training.schedule says; `step` counts executed steps.
 
-    What falls is at the peak in its first step and would be at the minimum in step training.steps,
-    the first that is not trained: cosine and linear from the end of the warm-up, wsd over the last
-    decay_steps (1 - sqrt: Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond
-    Fixed Training Durations"). A wsd run that is resumed with more training.steps goes on with the
-    stable part, and decays in its new last steps; resume it from a checkpoint of before the decay
-    (checkpoint.keep), because the rate would go up again from one in it.
+    A decay begins at the peak and would reach the minimum in step training.steps, the first that is
+    not trained: cosine and linear after the warm-up, wsd over the last decay_steps (1 - sqrt:
+    Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations"). A wsd run resumed with more training.steps continues at the peak and decays in its
+    new last steps; resume it from a checkpoint before the decay, or the rate rises again.
 
-    Per step, not per token: a run's length is given in steps, and how many tokens those will hold
-    is known only afterwards. Packing moves tokens between neighbouring steps only: on the
-    demo's documents a step's tokens vary by 28% to 30% (standard deviation over mean) with var_len
-    and 14% to 17% with bounded, but the share of tokens trained is within 2.3% of the run's of the
-    share of steps done in 30 steps, within 1.1% in 300.
+    The rate depends on steps, not tokens: a run's length is given in steps, whose tokens are known
+    only afterwards. Packing moves tokens between neighbouring steps only: on the demo's documents,
+    the share of tokens trained differs by at most 2.3% of the run from the share of steps done in
+    30 steps, and by 1.1% in 300.
     """
     t = spec.training
     if step < t.warmup_steps:
@@ -41,7 +39,7 @@ def learning_rate(spec: RunSpec, step: int) -> float:
 
 
 def _left(shape: DecayShape, progress: float) -> float:
-    """From 1 to 0 as progress goes from 0 to 1."""
+    """Share of the decay that is left, from 1 to 0 as progress goes from 0 to 1."""
     match shape:
         case DecayShape.LINEAR:
             return 1 - progress
@@ -52,7 +50,7 @@ def _left(shape: DecayShape, progress: float) -> float:
 
 
 def has_decay(which: DecayedWeights, name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay is on the parameter of this name in the whole model."""
+    """Whether weight decay applies to a parameter. name: in the whole model."""
     match which:
         case DecayedWeights.ALL:
             return True
@@ -63,7 +61,7 @@ def has_decay(which: DecayedWeights, name: str, parameter: torch.Tensor) -> bool
 
 
 def peak_missed(spec: RunSpec) -> str:
-    """A line for the log where the run ends within its warm-up; empty where it does not."""
+    """A line for the log if the run ends within its warm-up, else ""."""
     t = spec.training
     if t.warmup_steps <= t.steps:
         return ""
@@ -75,8 +73,8 @@ def peak_missed(spec: RunSpec) -> str:
 
 
 def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
-    """A line for the log where the run that goes on has another rate in its first step than the
-    run that saved the checkpoint would have had; empty where it has not."""
+    """A line for the log if a resumed run has another rate in its first step than the run that
+    saved the checkpoint would have had, else ""."""
     old, new = learning_rate(replace(spec, training=before), step), learning_rate(spec, step)
     if math.isclose(old, new, rel_tol=1e-9):
         return ""
@@ -91,9 +89,9 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
 
 
 class Optimizers:
-    """One AdamW a stage (so that a checkpoint of a stage is whole), stepped together.
+    """One AdamW for each stage, so that a stage's checkpoint is complete; all step together.
 
-    Two groups of parameters: with weight decay (training.decay) and without. Checkpoints have
+    Parameters form two groups, with weight decay (training.decay) and without. Checkpoints hold
     moments by parameter, so a resumed run may have other groups.
     """
 
@@ -124,7 +122,7 @@ class Optimizers:
         self.clear()
 
     def configure(self) -> None:
-        """Set what the spec says of AdamW; the learning rate follows at each step."""
+        """Set AdamW's options from the spec; the learning rate is set at each step."""
         t = self.spec.training
         for index, optimizer in self.by_stage.items():
             for group, decayed in zip(optimizer.param_groups, self._decayed[index], strict=True):

@@ -1,8 +1,8 @@
-"""The next step's inputs, loaded while this one is computed.
+"""The next steps' inputs, loaded while a step is computed.
 
-One thread reads tokens, builds index arrays and moves them. On a GPU it does so on a stream of its
-own, from pinned memory; the computing stream waits for that stream's event, and tensors are
-recorded on it, since the allocator would otherwise hand their memory out again while they are read.
+One thread reads tokens, builds index arrays and moves them. On a GPU it uses a stream of its own
+and pinned memory; the computing stream waits for that stream's event, and tensors are recorded on
+the computing stream, because the allocator would otherwise reuse their memory while they are read.
 """
 
 import time
@@ -18,9 +18,10 @@ Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
-    """Loads steps ahead; `take` gives them in any order. exposed_ns: what the last `take` waited.
+    """Loads steps ahead; `take` gives them in any order.
 
-    ahead: steps that may be under way, 0 = every step is loaded when it is taken.
+    ahead: most steps being loaded; 0 loads each step when it is taken. exposed_ns: how long the
+    last `take` waited.
     """
 
     def __init__(self, executor: Executor, reader: TokenReader, *, ahead: int) -> None:
@@ -32,13 +33,13 @@ class InputPrefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
-        """Begin with `plan`, unless it is under way or so many are already."""
+        """Begin to load `plan`, unless it is being loaded or `ahead` others are."""
         if self._pool is None or plan.step in self._waiting or len(self._waiting) >= self.ahead:
             return
         self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
-        """The inputs of `plan`; what failed in the thread is raised here."""
+        """The inputs of `plan`. Raises what failed in the loading thread."""
         begin = time.perf_counter_ns()
         future = self._waiting.pop(plan.step, None)
         inputs, event = self._load(plan, loss_scale) if future is None else future.result()
@@ -60,7 +61,7 @@ class InputPrefetcher:
         return inputs, event
 
     def close(self) -> None:
-        """Steps that were begun and not taken are dropped."""
+        """Drop steps that were begun and not taken."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()

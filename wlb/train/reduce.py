@@ -1,10 +1,10 @@
 """One all-reduce a step: the loss, counts, and proof that all ranks execute the same plans.
 
-Every rank plans for itself (or its node does), so a difference in version, configuration or data
-would show as a hang or as wrong gradients. The digests of the plans two steps ahead therefore ride
-on the step's metrics: a digest of 60 bits is four chunks of 15, and n numbers are equal exactly if
-n * sum(x^2) = sum(x)^2. Sums are exact: float64 holds them for more than eight million ranks. The
-spans of a pipeline are known to its own ranks only, so each pipeline has its own slots.
+Every node plans for itself, so different versions, configurations or data would cause a hang or
+wrong gradients. Therefore the digests of the plans two steps ahead are part of the all-reduce: a
+digest of 60 bits is four chunks of 15, and n numbers are equal exactly if n * sum(x^2) = sum(x)^2.
+Sums are exact in float64 for more than eight million ranks. Each pipeline has its own slots, since
+only its ranks know its spans.
 """
 
 import math
@@ -30,11 +30,11 @@ class PlanMismatch(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
-    """Sums over all ranks.
+    """A step's sums over all ranks, equal on all of them.
 
     loss: token losses times loss_scale. cp_imbalance: predicted attention time of the slowest CP
-    rank over the mean rank, all micro-batches of all pipelines. shardings: chosen, by name. stop:
-    what a rank was asked, the same on all.
+    rank over the mean rank, all micro-batches of all pipelines. shardings: micro-batches by
+    strategy. stop: the strongest request to stop that any rank has.
     """
 
     loss: float
@@ -45,7 +45,7 @@ class StepSums:
 
 
 class StepReducer:
-    """Builds a rank's contribution, reduces it, checks the digests."""
+    """Builds a rank's contribution, reduces it, and checks the digests."""
 
     def __init__(self, mesh: Mesh, strategies: tuple[str, ...]) -> None:
         self.mesh, self.strategies = mesh, strategies
@@ -64,13 +64,13 @@ class StepReducer:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
         loss: this rank's local loss. gradient_square: its share of the squared gradient norm. done:
-        the pipeline plan that was executed. stop: what this rank was asked.
+        the executed pipeline plan. stop: this rank's request to stop.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
         host = [torch.tensor(counts, dtype=torch.float64), self._digests(ahead)]
         vector = torch.cat([torch.zeros(2, dtype=torch.float64), *host]).to(mesh.device)
-        if loss is not None and mesh.tp_rank == 0:  # tp ranks hold copies
+        if loss is not None and mesh.tp_rank == 0:  # TP ranks hold copies
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
@@ -93,7 +93,7 @@ class StepReducer:
         out = [0.0] * (2 + len(self.strategies))
         mesh = self.mesh
         if done is None or mesh.tp_rank or mesh.cp_rank or mesh.pp_rank:
-            return out  # one rank speaks for its pipeline
+            return out  # one rank counts for its pipeline
         for sharding in done.shardings:
             out[0] += float(sharding.latency_ns.max())
             out[1] += float(sharding.latency_ns.mean())

@@ -1,7 +1,7 @@
-"""What ranks and their planners would refuse, refused before one starts: with the same messages.
+"""Refuses, before a rank starts, what ranks or their planners would refuse, with the same messages.
 
-Opening the planners reads the stores' lengths and the kernel profile; a resumed run's next step is
-planned once, which refuses a planner state of another corpus or seed.
+Opening the planners reads the stores' lengths and the kernel profile. Planning a resumed run's next
+step refuses a planner state of another corpus or seed.
 """
 
 from dataclasses import asdict, replace
@@ -46,9 +46,9 @@ def refuse_early(
     resume: Path | None,
     init_from: Path | None,
 ) -> Planner:
-    """UserError for a run of `spec` on stores `train` and `heldout` that could not go far.
+    """UserError for a run of `spec` on stores `train` and `heldout` that cannot work.
 
-    Returns the planner it opened, so that a caller can say what plans are priced with.
+    Returns the planner it opened, so that the caller can say how plans are priced.
     """
     refuse_missing(spec)
     if spec.training.compile:
@@ -79,7 +79,7 @@ def refuse_early(
 
 
 def begins_with(spec: RunSpec) -> Path | None:
-    """The checkpoint that checkpoint.init_from names, if any."""
+    """The checkpoint that checkpoint.init_from names, or None."""
     path = spec.checkpoint.init_from
     return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
 
@@ -100,8 +100,8 @@ def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
 
 
 def with_backend(spec: RunSpec, device: str) -> RunSpec:
-    """The spec with the attention kernel that `auto` takes here, so that plans are priced with its
-    table; UserError for one that cannot compute."""
+    """The spec with the attention kernel that `auto` means on `device`, so that plans are priced
+    with its table. UserError for a kernel that cannot compute there."""
     backend = select_backend(
         spec.kernels.attention,
         device=torch.device(device),
@@ -132,7 +132,7 @@ def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, s
 
 
 def computed_by(spec: RunSpec, device: str) -> str:
-    """A line for the log: the attention kernel and why; UserError for one that cannot compute."""
+    """A line for the log: the attention kernel and why. UserError if it cannot compute here."""
     return explain_backend(
         spec.kernels.attention,
         device=torch.device(device),
@@ -142,7 +142,7 @@ def computed_by(spec: RunSpec, device: str) -> str:
 
 
 def priced_by(planner: Planner) -> str:
-    """A line for the log: the kernel profile, its origin, and where it does not match the model."""
+    """A line for the log: the kernel profile, its origin, and how it differs from the model."""
     cost = planner.cost
     assert isinstance(cost, ProfiledWorkload)
     profile = cost.profile
@@ -161,7 +161,7 @@ def profile_of(planner: Planner) -> KernelProfile:
 
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:
-    """A line for the log where the same weights make another model; "" where they do not."""
+    """A line for the log if the same weights now make another model, else ""."""
     theirs = _model_of(saved_in)
     ours, before = _meaning(model), _meaning(theirs)
     changed = [
@@ -173,7 +173,7 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:
-    """Keys that are not in the shapes; they are changed for longer contexts, or forgotten."""
+    """Keys that change a model's output and not its shapes, as long-context training does."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
     return {"norm_eps": model.norm_eps, "rope_theta": model.rope_theta, **scaling}
 

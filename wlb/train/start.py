@@ -42,7 +42,7 @@ from wlb.train.stores import Stores, open_stores, ready
 from wlb.train.telemetry.calibrate import profile_path
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
-"""How long given ranks wait for rank 0 to make the token store."""
+"""How long ranks of torchrun or Slurm wait for rank 0 to make the token store."""
 _STOPPED = "stopped by a signal before training began: there is nothing to save"
 
 
@@ -65,7 +65,7 @@ def train(
     calibrate: str | None = None,
     signals: Signals | None = None,
 ) -> None:
-    """Run a spec to its end on the ranks there are.
+    """Train a spec to its end.
 
     resume: what `--resume` was given (`checkpoint.resolve_resume`), None without it.
     calibrate: name or path of a kernel profile to fit and write (empty: a name made from the one
@@ -92,7 +92,7 @@ def train(
 
 
 def _own_ranks(spec: RunSpec, asked: _Request) -> None:
-    """This process, or as many local ones as the layout asks for."""
+    """Train in this process, or in as many local ones as the layout has ranks."""
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
@@ -118,16 +118,16 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
 
 
 def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
-    """Under torchrun or Slurm: rank 0 makes the store, the others wait and open it."""
+    """Train on the ranks of torchrun or Slurm: rank 0 makes the stores, the others wait for it."""
     choice = worlds.choose_device(
         spec.run.device, local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
     )
     checked = resolve_dp(spec, world.world_size)
     device = worlds.rank_device(world, choice.kind)
-    # Bounds the meeting of the ranks too, where one that failed before it would be waited for.
+    # The timeout bounds the rendezvous too, where ranks wait for one that failed before it.
     worlds.init(world, device, timeout_s=spec.training.timeout_s)
     try:
-        # Rank 0 may take hours to tokenise a corpus while the others wait for its answer.
+        # Rank 0 may tokenise a corpus for hours while the others wait for its answer.
         limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
         with closing(RunLock(directory_of(checked), asked.console)) as lock:
             answer: list[Job | str | None] = [None]
@@ -171,7 +171,7 @@ def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest
 def _claimed_job(
     spec: RunSpec, world_size: int, choice: DeviceChoice, asked: _Request, lock: RunLock
 ) -> Job:
-    """The job, its stores made and its folder this run's own; StoppedEarly if a signal came."""
+    """The job, with its stores made and its folder claimed. StoppedEarly if a signal came."""
     stores = open_stores(spec, asked.console, asked.signals)
     asked.console.print(f"corpus: {stores.note}")
     if lock.directory.exists():
@@ -246,7 +246,7 @@ def _job(
 
 
 def _rates(spec: RunSpec, saved: Path | None) -> Iterator[str]:
-    """What is worth knowing of the learning rate before training begins, in lines."""
+    """Lines for the log about surprises in the learning rate."""
     if missed := peak_missed(spec):
         yield missed
     if saved is None:

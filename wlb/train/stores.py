@@ -18,7 +18,7 @@ DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """Prefixes of the stores of a run; heldout is empty where there is none."""
+    """Prefixes of a run's stores; heldout is "" if there is none. note: a line for the log."""
 
     train: StoreName
     heldout: str
@@ -27,9 +27,9 @@ class Stores:
 
 
 def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
-    """The stores of a run, made from data.corpus where data.store is empty and they are missing.
+    """The stores of a run; made from data.corpus if the run names none and they are missing.
 
-    StoppedEarly if one of `signals` comes while a corpus is read.
+    StoppedEarly if one of `signals` arrives while a corpus is read.
     """
     name = spec.data.blend or spec.data.store
     if name:
@@ -95,7 +95,7 @@ def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
 
 
 def train_store(spec: RunSpec) -> StoreName:
-    """The name of a run's token store, whether or not that has been made."""
+    """The name of a run's token store, which may not have been made yet."""
     data = spec.data
     if data.blend or data.store:
         return data.blend or data.store
@@ -112,7 +112,7 @@ def train_store(spec: RunSpec) -> StoreName:
 
 
 def _store_prefix(spec: RunSpec) -> Path:
-    """Where the store of data.corpus lies: one for each corpus, vocabulary and held-out share."""
+    """Prefix of data.corpus's store: one for each corpus, vocabulary and held-out share."""
     data = spec.data
     is_builtin = data.corpus == STDLIB
     corpus = data.corpus if is_builtin else str(Path(data.corpus).resolve())
@@ -122,7 +122,7 @@ def _store_prefix(spec: RunSpec) -> Path:
 
 
 def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
-    """The spec with dp and vocabulary filled in, checked against the store."""
+    """The spec with dp and vocabulary size filled in. UserError if the store does not fit it."""
     spec = resolve_dp(spec, world_size)
     store = open_store(stores.train)
     if store.vocab_size and store.vocab_size > stores.vocab_size:

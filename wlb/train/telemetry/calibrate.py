@@ -1,7 +1,7 @@
 """`wlb train --calibrate`: a new kernel profile from what the run measured, and what drifted.
 
-Running plans are never priced anew: the profile is written when training has ended, under another
-name than the one that priced the run, and only a run that is told to (`cost.profile`) uses it.
+A run's own plans keep their prices: the profile is written when training has ended, under another
+name, and only runs that name it (`cost.profile`) use it.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from wlb.train.telemetry.meter import TelemetryMeter
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     """Where --calibrate writes. wanted: a path ending in .json, a name for a file in `folder`, or
-    empty: the name of the run's profile, `priced_by`, and "-calibrated", numbered if that is taken.
+    empty for the name of the run's profile, `priced_by`, with "-calibrated", numbered if taken.
 
     UserError for a file that exists: profiles are never overwritten.
     """
@@ -77,8 +77,8 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """On the rank that has a console: fit, write the profile and say what drifted, or say why
-        there is nothing to fit (training is done, and was no less good for it)."""
+        """On the rank that has a console: fit, write the profile and say what drifted. If there is
+        nothing to fit, say why; training has succeeded all the same."""
         if console is None:
             return
         try:
@@ -89,7 +89,7 @@ class Calibration:
         old = cost.profile.name
         name = path.stem
         provenance = _provenance(scales, cost, run, name)
-        # What is constant was fitted to a cell, which is a stage: of the mean number of layers.
+        # Constants were fitted to a cell, which is a stage; a profile has them per layer.
         layers = self.spec.model.num_layers / self.spec.num_stages
         made = scaled_profile(
             cost.profile,

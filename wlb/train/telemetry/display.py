@@ -1,4 +1,4 @@
-"""What rank 0 shows: a live table on a terminal, a line a step elsewhere, and the summary."""
+"""What rank 0 shows: a live table on a terminal, else a line for each step, and the summary."""
 
 from collections import deque
 from pathlib import Path
@@ -31,7 +31,7 @@ class Display:
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
         self._live: Live | None = None
-        # On a dumb terminal a live table would appear when it is over.
+        # A dumb terminal would show a live table only once it ends.
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
 
@@ -73,7 +73,7 @@ class Display:
             self.console.print(note)
 
     def say(self, line: str) -> None:
-        """A line that stays: above a live table, or where it comes in the log."""
+        """A line that stays, above a live table."""
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _row(
@@ -94,7 +94,7 @@ class Display:
         )
 
     def _table(self) -> Group:
-        # Without vertical lines eight columns fit into 80 characters.
+        # Eight columns fit into 80 characters only without vertical lines.
         table = Table(
             title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
@@ -123,7 +123,7 @@ def _line(row: tuple[str, ...]) -> str:
 
 
 def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: float) -> None:
-    """The end of a run: what was learnt, what balance was gained, where the files are."""
+    """Print a run's losses, balance, times and files."""
     table = Table(title="Summary", title_justify="left", show_header=False, expand=False)
     table.add_column(style="bold")
     table.add_column()
@@ -166,7 +166,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
     console.print(table)
     for name, path in files.items():
-        # Not in the table, which would shorten a long path.
+        # The table would shorten a long path.
         console.print(f"{name}: {path}", soft_wrap=True)
 
 
@@ -233,7 +233,7 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
 
 
 def _overhead(measured: MeasuredShare) -> str:
-    """What a rank's step holds besides computing and waiting for other ranks."""
+    """A rank's time a step besides computing and waiting for other ranks."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)
     return (

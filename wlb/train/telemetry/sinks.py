@@ -1,8 +1,8 @@
-"""Where a run's records go besides the screen: metrics.jsonl always, others if the run asks.
+"""Where a run's records go: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
 
-A record is a line of metrics.jsonl: a dictionary with its `kind`. Every sink gets every record; the
-two that draw curves take the numbers in it under their own names (`scalars_of`), so a new field
-of a record appears everywhere. On rank 0 only.
+A record is a line of metrics.jsonl: a dictionary with its `kind`. Every sink gets every record. The
+two that draw curves take all numbers in it by their names (`scalars_of`), so a new field of a
+record appears everywhere. On rank 0 only.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from wlb.train.telemetry.appended import AppendedFile
 CURVES = ("step", "evaluation")
 """Kinds of records that are points of curves."""
 MOST_TABLE_BYTES = 64 * 2**20
-"""Of tables of ranks and timelines that a start writes; what comes later is left out."""
+"""Limit of the tables of ranks and timelines that one start writes; later ones are left out."""
 _TABLES = ("ranks", "timeline")
 _SUMS = frozenset(f.name for f in fields(Moments))
 _COUNTS = frozenset(("step", "steps_done"))
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
-    """metrics.jsonl first. steps_done: what a resumed run goes on from."""
+    """The configured sinks, metrics.jsonl first. steps_done: what a resumed run goes on from."""
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     if spec.telemetry.tensorboard:
@@ -60,8 +60,8 @@ def refuse_missing(spec: RunSpec) -> None:
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """Every number of a record, by path ("measured/telemetry/imbalance"); without sums that are
-    only there to be added up, and without the step, which is the axis."""
+    """Every number of a record, by path ("measured/telemetry/imbalance"). Leaves out sums that
+    exist only to be added up, and the step, which is the axis."""
     return dict(_leaves(record, ""))
 
 
@@ -76,10 +76,9 @@ def _leaves(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 
 
 class JsonLines:
-    """A line a record, each written at once, so that a run that is killed leaves all but the last.
+    """A line for each record, written at once, so that a killed run loses at most the last.
 
-    A line that an earlier start left unfinished is ended first. What a full disk does not take is
-    left out (`AppendedFile`).
+    Ends a line that an earlier start left unfinished. A full disk costs lines (`AppendedFile`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +109,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 class TensorBoard:
-    """Event files; a resumed run hides what an earlier start wrote of the same steps."""
+    """Event files; a resumed run hides an earlier start's values of the steps it trains again."""
 
     def __init__(self, folder: Path, *, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -127,8 +126,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project `telemetry.wandb`, the same one after a resume: its id lies in the run's
-    folder. Whether it is online (WANDB_MODE), and who it belongs to, is the library's to know."""
+    """A run of the project telemetry.wandb, continued after a resume: its id is kept in the run's
+    folder. The library itself reads WANDB_MODE (online or not) and the account."""
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -140,7 +139,7 @@ class WeightsAndBiases:
             dir=str(folder),
             config=spec.to_dict(),
         )
-        # Steps that are trained again after a resume would go back on wandb's own axis.
+        # wandb's own axis cannot go back to steps that are trained again after a resume.
         self._run.define_metric("steps_done")
         self._run.define_metric("*", step_metric="steps_done")
 

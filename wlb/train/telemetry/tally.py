@@ -1,4 +1,4 @@
-"""What a run did, added up step by step: the source of the summary."""
+"""Sums over a run's steps, from which the summary is made."""
 
 from collections import Counter
 from copy import deepcopy
@@ -19,7 +19,7 @@ from wlb.plan import (
 
 @dataclass(slots=True)
 class Share:
-    """Sums over steps of one packing: ours or Plain-4D."""
+    """Predicted sums over the steps of one packing: ours or Plain-4D."""
 
     ratios: float = 0.0
     slowest_ns: float = 0.0
@@ -42,7 +42,7 @@ class Share:
 
     @property
     def weighted_imbalance(self) -> float:
-        """Sum of the slowest over sum of the means: slow steps count for more."""
+        """Sum of the slowest micro-batches over sum of the means, so that slow steps count more."""
         return self.slowest_ns / self.mean_ns if self.mean_ns else 1.0
 
 
@@ -95,8 +95,8 @@ class MeasuredShare:
 
 @dataclass(slots=True)
 class Stragglers:
-    """Ranks that were named in tables of ranks. named: by rank, as when they were slowest, and in
-    how many tables. num_tables: that were seen."""
+    """Stragglers in tables of ranks. named: by rank, the straggler as it was when slowest, and the
+    number of tables that name it. num_tables: tables seen."""
 
     num_tables: int = 0
     named: dict[int, tuple[Straggler, int]] = field(
@@ -112,14 +112,14 @@ class Stragglers:
 
 @dataclass(slots=True)
 class Saves:
-    """Checkpoints of a run. stall_s: what training waited for each, by executed steps. failed:
+    """Checkpoints of a run, by executed steps. stall_s: how long training waited for each. failed:
     those that could not be written."""
 
     stall_s: dict[int, float] = field(default_factory=dict[int, float])
     failed: set[int] = field(default_factory=set[int])
 
     def add(self, step: int, stall_s: float, error: str) -> None:
-        """A save that ended; the same one may come again."""
+        """A save ended; the same one may be added twice."""
         self.stall_s[step] = stall_s
         if error:
             self.failed.add(step)
@@ -129,10 +129,10 @@ class Saves:
 
 @dataclass(slots=True)
 class Tally:
-    """Everything the summary says. losses: mean loss of each step, in order. telemetry: of
-    records after warm-up. refused: steps that were not finite, by what was done about them;
-    skipped_tokens: of those that were passed over. graphs,
-    most_graphs: what torch.compile compiled for this rank, and at most for any."""
+    """Everything the summary says. losses: mean loss of each step, in order. heldout: loss after
+    executed steps. telemetry: records after the warm-up. refused: steps that were not finite, by
+    what was done about them; skipped_tokens: tokens of skipped ones. graphs: compiled for this
+    rank; most_graphs: the most for any rank."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -174,15 +174,13 @@ class Tally:
 
     @property
     def balance_gain(self) -> float:
-        """Time-weighted imbalance of Plain-4D over ours: how much less a micro-batch waits.
-
-        Not the time per token: Plain-4D cuts documents at window ends and so does less attention.
-        """
+        """Time-weighted imbalance of Plain-4D over ours. Not a ratio of times per token: Plain-4D
+        cuts documents at window ends and so computes less attention."""
         return self.plain.weighted_imbalance / self.ours.weighted_imbalance
 
     @property
     def padding_share(self) -> float:
-        """On top of the documents' tokens."""
+        """Padding tokens over the documents' tokens."""
         return self.padding / max(1, self.ours.tokens)
 
     def rolled_back(self, until: "Tally") -> "Tally":
