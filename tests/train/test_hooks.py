@@ -54,6 +54,7 @@ def and_watched(*given: Any, **named: Any) -> tuple[Hook, ...]:
     return (*hooks, Watcher())
 
 
+@pytest.mark.process
 def test_events_of_a_run_that_rolls_back_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
