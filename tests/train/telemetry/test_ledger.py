@@ -132,7 +132,7 @@ def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, th
     about = {"telemetry": {"ledger": True}, "eval": {"steps": 0}, "checkpoint": {"interval": 0}}
     first = small_spec(tmp_path, tmp_path, data=store, training={"steps": 3}, **about)
     train(first)
-    again = {**store, "num_micro_batches": then}
+    again = {**store, "num_windows": then}
     spec = small_spec(tmp_path, tmp_path, data=again, training={"steps": 5}, **about)
     made, _ = train(spec, resume=True)
     found = count(made.folder, *planned(made, spec))
