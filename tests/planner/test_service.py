@@ -71,6 +71,22 @@ def test_peek_looks_ahead_without_taking() -> None:
         client.close()
 
 
+def test_a_rank_that_writes_no_checkpoint_gets_no_state() -> None:
+    (expected, *_) = planner().steps()
+    with process() as made:
+        client = PlanClient(made.address, 0, needs_state=False)
+        item = client.next()
+        assert item is not None
+        plan, _ = item
+        client.close()
+    assert plan.digest() == expected.digest()
+    assert plan.progress.state is None
+    assert plan.progress.next_step == expected.state.next_step
+    assert plan.progress.num_tokens == expected.state.num_tokens
+    with pytest.raises(ValueError, match="step 0 was sent here without planner state"):
+        _ = plan.state
+
+
 def test_every_client_gets_every_step_of_its_pipeline() -> None:
     total = len(list(planner().steps()))
     with process(clients=2) as made:

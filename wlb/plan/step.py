@@ -70,6 +70,24 @@ class PlannerState:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run is after a step, for any rank.
+
+    next_step: the step that comes next. num_tokens: document tokens of all steps so far. state:
+    what a checkpoint stores; None on ranks that write none, since it holds every waiting document.
+    """
+
+    next_step: int
+    num_tokens: int
+    state: PlannerState | None
+
+    @classmethod
+    def of(cls, state: PlannerState) -> "Progress":
+        """With the whole state."""
+        return cls(next_step=state.next_step, num_tokens=state.num_tokens, state=state)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One global training step.
@@ -78,8 +96,8 @@ class StepPlan:
     pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
     rank's rows are a multiple of it. predicted: what the step will do.
     baseline: metrics of Plain-4D on the same stream, where it is asked for: its steps for the
-    global batches since our last step (usually one), as one. state: what a checkpoint stores once
-    this step has been executed.
+    global batches since our last step (usually one), as one. progress: once this step has been
+    executed.
     """
 
     packing: PackingPlan
@@ -88,7 +106,18 @@ class StepPlan:
     row_multiple: int
     predicted: StepMetrics
     baseline: StepMetrics | None
-    state: PlannerState
+    progress: Progress
+
+    @property
+    def state(self) -> PlannerState:
+        """What a checkpoint stores once this step has been executed."""
+        if self.progress.state is None:
+            raise ValueError(f"the plan of step {self.step} was sent here without planner state")
+        return self.progress.state
+
+    def without_state(self) -> "StepPlan":
+        """The plan for ranks that write no checkpoint's planner state."""
+        return replace(self, progress=replace(self.progress, state=None))
 
     @property
     def step(self) -> int:
@@ -132,7 +161,7 @@ class StepPlan:
                 row_multiple=data["quantum"],
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=_metrics_from_json(data["baseline"]),
-                state=PlannerState.from_json(data["state"]),
+                progress=Progress.of(PlannerState.from_json(data["state"])),
             )
 
 

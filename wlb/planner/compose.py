@@ -37,6 +37,7 @@ from wlb.plan import (
     Pieces,
     PipelinePlan,
     PlannerState,
+    Progress,
     StepMetrics,
     StepPlan,
     int_array,
@@ -196,6 +197,12 @@ class Planner:
             return None
         plan = counted(state.ready[0], self.source)
         baseline, rest = self._baseline(state, plan.step)
+        after = replace(
+            state,
+            ready=state.ready[1:],
+            baseline_made=rest,
+            num_tokens=state.num_tokens + plan.num_tokens,
+        )
         return StepPlan(
             packing=plan,
             pipelines=deal(plan.workload_ns, plan.rows, self.dp),
@@ -203,12 +210,7 @@ class Planner:
             row_multiple=self.row_multiple,
             predicted=predict(plan, num_padding_tokens=self._padding(plan)),
             baseline=baseline,
-            state=replace(
-                state,
-                ready=state.ready[1:],
-                baseline_made=rest,
-                num_tokens=state.num_tokens + plan.num_tokens,
-            ),
+            progress=Progress.of(after),
         )
 
     def _baseline(

@@ -141,15 +141,16 @@ class PlanClient:
     """One rank's connection: steps in order, with a look at those that follow.
 
     A step is asked for when it is about to be received, never earlier: the single server then never
-    blocks on a rank that is not reading. It plans ahead by itself.
+    blocks on a rank that is not reading. It plans ahead by itself. needs_state: whether plans come
+    with the planner's state, which holds every waiting document.
     """
 
-    def __init__(self, address: Address, pipeline: int) -> None:
+    def __init__(self, address: Address, pipeline: int, *, needs_state: bool = True) -> None:
         self._connection: Connection[Any, Any] = Client(address.path, authkey=address.key)
         self._received: list[tuple[StepPlan, PipelinePlan]] = []
         self._ended = False
         self._error: PlanningError | None = None
-        self._connection.send(pipeline)
+        self._connection.send((pipeline, needs_state))
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
         """The next step, or None after the last one. PlanningError if it could not be planned."""
@@ -196,7 +197,7 @@ class PlanServer:
         self.plans: list[StepPlan | str | None] = []
         self.dropped = 0
         self.shards: dict[tuple[int, int], PipelinePlan] = {}
-        self.clients: dict[Connection[Any, Any], int] = {}
+        self.clients: dict[Connection[Any, Any], tuple[int, bool]] = {}
         self.cursor: dict[Connection[Any, Any], int] = {}
         for _ in range(job.num_clients):
             try:
@@ -223,8 +224,9 @@ class PlanServer:
                 self._plan_one()
             plan = self.plans[min(index - self.dropped, len(self.plans) - 1)]
             if isinstance(plan, StepPlan):
-                pipeline = self.clients[connection]
-                connection.send((plan, self.shards[plan.step, pipeline]))
+                pipeline, needs_state = self.clients[connection]
+                sent = plan if needs_state else plan.without_state()
+                connection.send((sent, self.shards[plan.step, pipeline]))
             else:
                 connection.send(plan)
             self.cursor[connection] = index + 1
@@ -240,7 +242,7 @@ class PlanServer:
             plan = self.planner.next(state)
             if plan is not None:
                 self.state = plan.state
-                for pipeline in sorted(set(self.clients.values())):
+                for pipeline in sorted({pipeline for pipeline, _ in self.clients.values()}):
                     self.shards[plan.step, pipeline] = self.planner.shard(plan, pipeline)
             self.plans.append(plan)
         except Exception:
