@@ -1,7 +1,6 @@
 """`wlb plan`: pack and shard a user's document lengths with every policy; needs no torch."""
 
 import argparse
-import json
 from collections import Counter
 from dataclasses import replace
 from datetime import date
@@ -12,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from wlb import __version__
-from wlb.cli import sources
+from wlb.cli import output, sources
 from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure, with_s_max
@@ -45,9 +44,7 @@ def add_parser(commands: Any) -> None:
         help=f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches",
     )
     parser.add_argument("--ilp-seconds", type=float, default=5.0, help="time limit a window")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="rows as JSON, to stdout or a file"
-    )
+    output.add_json(parser, "rows")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
     parser.set_defaults(run=run)
 
@@ -89,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         )
         Path(options.html).write_text(page, "utf-8")
     data = {
-        "command": sources.command_of(options),
+        "command": output.command_of(options),
         "version": __version__,
         "source": facts.to_json(),
         "setting": setting,
@@ -98,12 +95,8 @@ def run(options: argparse.Namespace) -> int:
         "sharding": sharding,
         "rows": [r.summary.to_json() for r in runs],
     }
-    text = json.dumps(data, indent=1, allow_nan=False)
-    if options.json == "-":
-        print(text)
+    if output.write_json(options, data):
         return 0
-    if options.json:
-        Path(options.json).write_text(text + "\n", "utf-8")
     _show(options, facts.lines, setting, runs, own, notes)
     return 0
 
@@ -133,9 +126,7 @@ def _show(
     console.print(packing_table(summaries, title=title, width=console.width, own=own))
     for line in (*notes, *remarks(summaries)):
         console.print(line)
-    for path in (options.html, options.json):
-        if path:
-            console.print(f"written: {path}")
+    output.print_written(console, options.html, options.json)
 
 
 def _solved(
@@ -220,7 +211,7 @@ def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("command", sources.command_of(options)),
+        ("command", output.command_of(options)),
         ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
         *((name, str(value)) for name, value in setting.items()),
         ("wlb", __version__),

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from wlb.cli.output import needs_train_extra
 from wlb.cost.machine import program_version, short_name
 from wlb.plan import UserError
 from wlb.spec import Device, load, presets
@@ -66,13 +67,9 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # Importing torch takes seconds, and most commands do not need it.
-    try:
+    with needs_train_extra("profiling needs"):
         from wlb.parallel import world as worlds
         from wlb.profile import PRESETS, run_sweep, settings_of
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"profiling needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
-        ) from None
 
     begin = time.perf_counter()
     if options.ranks_per_node is not None and options.ranks_per_node < 1:

@@ -1,12 +1,12 @@
 """`wlb simulate --run FOLDER`: compare measured and simulated steps of a finished run."""
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from wlb.cli import output
 from wlb.plan import UserError
 from wlb.report import worth_line
 
@@ -43,12 +43,8 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> 
 
 
 def show(options: argparse.Namespace) -> int:
-    try:
+    with output.needs_train_extra("--run needs"):
         from wlb.validation.recorded import simulate_recorded
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--run needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
-        ) from None
     other = [o for o in options.overrides if not o.startswith(_PROFILE)]
     if other:
         raise UserError(
@@ -57,21 +53,17 @@ def show(options: argparse.Namespace) -> int:
         )
     profile = options.overrides[-1].removeprefix(_PROFILE) if options.overrides else ""
     made = simulate_recorded(Path(options.recorded), profile=profile)
-    if options.json:
-        data = {
-            "run": options.recorded,
-            "profile": made.profile.name,
-            "steps": [m.step for m in made.measured],
-            "measured_s": made.measured_s.tolist(),
-            "simulated_s": made.simulated_s.tolist(),
-            "ratio": made.ratio,
-            "mape": made.mape,
-        }
-        text = json.dumps(data, indent=1, allow_nan=False)
-        if options.json == "-":
-            print(text)
-            return 0
-        Path(options.json).write_text(text + "\n", "utf-8")
+    data = {
+        "run": options.recorded,
+        "profile": made.profile.name,
+        "steps": [m.step for m in made.measured],
+        "measured_s": made.measured_s.tolist(),
+        "simulated_s": made.simulated_s.tolist(),
+        "ratio": made.ratio,
+        "mape": made.mape,
+    }
+    if output.write_json(options, data):
+        return 0
     console = Console(highlight=False, markup=False)
     console.print(worth_line(made.profile))
     table = Table("step", "measured s", "simulated s", "difference")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from wlb.cli import sources
+from wlb.cli import output, sources
 from wlb.report import read_run, run_page
 
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     records = read_run(folder)
     out = Path(options.out or folder / "report.html")
     sources.check_outputs(str(out), needs_plots=True)
-    command = sources.command_of(options)
+    command = output.command_of(options)
     text = run_page(records, step=options.step, command=command)
     out.write_text(text, "utf-8")
     print(f"written: {out} ({len(text.encode()) / 1024:,.0f} KiB)")

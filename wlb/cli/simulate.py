@@ -4,7 +4,6 @@ Only --replay and --run need torch.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cli import recorded, sources
+from wlb.cli import output, recorded, sources
 from wlb.cost import workload_for
 from wlb.cost.machine import program_version
 from wlb.packing import with_s_max
@@ -83,9 +82,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--timeline", metavar="FILE", help="draw that step as .png, .svg or .pdf")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout or a file"
-    )
+    output.add_json(parser, "results")
     parser.add_argument(
         "--over-memory", action="store_true", help="also simulate layouts that do not fit in memory"
     )
@@ -135,8 +132,7 @@ def run(options: argparse.Namespace) -> int:
     step = _chosen(options, own)
     simulation = simulated(own, step)
     _write(options, runs, simulation, step)
-    if options.json == "-":
-        print(_json(options, runs))
+    if output.write_json(options, _json(options, runs)):
         return 0
     _show(options, runs, simulation, step, source.name)
     if options.replay is not None:
@@ -226,19 +222,17 @@ def _write(
             runs=runs,
             own="run",
             step=step,
-            provenance=[("command", sources.command_of(options))],
+            provenance=[("command", output.command_of(options))],
             notes=runs[-1].simulator.cost.notes,
         )
         Path(options.html).write_text(page, "utf-8")
-    if options.json and options.json != "-":
-        Path(options.json).write_text(_json(options, runs) + "\n", "utf-8")
 
 
-def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> str:
+def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> dict[str, Any]:
     own = runs[-1].simulator
     profile = own.cost.profile
-    data = {
-        "command": sources.command_of(options),
+    return {
+        "command": output.command_of(options),
         "version": program_version(),
         "profile": profile.name,
         "worth": dict(worth_of(profile)),
@@ -246,7 +240,6 @@ def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> str:
         "spec": own.spec.to_dict(),
         "runs": [r.to_json() for r in runs],
     }
-    return json.dumps(data, indent=1, allow_nan=False)
 
 
 def _show(
@@ -270,20 +263,14 @@ def _show(
         console.print(f"  {line}")
     shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
     console.print(f"  bubble of pipeline ranks: {shares}")
-    for path_name in (options.trace, options.timeline, options.html, options.json):
-        if path_name:
-            console.print(f"written: {path_name}")
+    output.print_written(console, options.trace, options.timeline, options.html, options.json)
 
 
 def _replay(
     options: argparse.Namespace, batches: Sequence[GlobalBatch], runs: list[RunSimulation]
 ) -> int:
-    try:
+    with output.needs_train_extra("--replay needs"):
         from wlb.validation.replay_step import compare, waits_of
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--replay needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
-        ) from None
     if options.replay < 1:
         raise UserError(f"--replay = {options.replay} must be at least 1")
     table = Table(title="Simulated and replayed", title_justify="left")

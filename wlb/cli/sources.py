@@ -1,7 +1,6 @@
 """Sources of document lengths for `wlb plan`, `wlb tune` and `wlb simulate`."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -207,11 +206,6 @@ def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntAr
     if not isinstance(source, BlendedSource):
         return source.lengths
     return np.concatenate([batch.documents.length for batch in batches])
-
-
-def command_of(options: argparse.Namespace) -> str:
-    """Return the command line, for provenance."""
-    return shlex.join(["wlb", *options.words])
 
 
 def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:

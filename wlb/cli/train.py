@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from wlb.cli.output import needs_train_extra
 from wlb.plan import UserError
 from wlb.planner.service import PlanningError
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets, system_choice
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(spec: RunSpec) -> int:
-    with _needs_torch():
+    with needs_train_extra("training needs"):
         from wlb.train import dry_run
         from wlb.train.telemetry.display import console
     dry_run.show(spec, console())
@@ -106,7 +105,7 @@ def _dry_run(spec: RunSpec) -> int:
 
 
 def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
-    with _needs_torch():
+    with needs_train_extra("training needs"):
         from wlb.launch.local import RankFailure
         from wlb.train import start
         from wlb.train.checkpoint.saver import CheckpointError
@@ -126,16 +125,6 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
     finally:
         screen.show_cursor()  # a killed rank may have hidden it with a live table
     return 0
-
-
-@contextmanager
-def _needs_torch() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"training needs {error.name}, which is not installed; pip install 'wlb-llm[train]'"
-        ) from None
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:

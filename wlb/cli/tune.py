@@ -4,17 +4,15 @@
 """
 
 import argparse
-import json
 import math
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
-from wlb.cli import sources, tune_layout
+from wlb.cli import output, sources, tune_layout
 from wlb.cost import workload_for
 from wlb.packing import with_s_max
 from wlb.packing.study.tune import (
@@ -73,9 +71,7 @@ def add_parser(commands: Any) -> None:
     packing.add_argument(
         "--rows", type=int, default=20, help="rows of the front that are printed (default: 20)"
     )
-    packing.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="points as JSON, to stdout or a file"
-    )
+    output.add_json(packing, "points")
     packing.add_argument("--plot", metavar="FILE", help="the front as .png, .svg or .pdf")
     packing.set_defaults(run=run)
     tune_layout.add_parser(what)
@@ -121,11 +117,8 @@ def run(options: argparse.Namespace) -> int:
         "front": [p.to_json() for p in tuning.front],
         "points": [p.to_json() for p in tuning.points],
     }
-    if options.json == "-":
-        print(json.dumps(data, indent=1, allow_nan=False))
+    if output.write_json(options, data):
         return 0
-    if options.json:
-        Path(options.json).write_text(json.dumps(data, indent=1, allow_nan=False), "utf-8")
     remark = weight_remark(
         tuning.recommended.summary,
         spec.training.loss_normalizer,
@@ -151,9 +144,7 @@ def _show(
         console.print(line, markup=False)
     quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
     console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)
-    for path in (options.plot, options.json):
-        if path:
-            console.print(f"written: {path}")
+    output.print_written(console, options.plot, options.json)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
 """`wlb tune layout`: search layouts for a number of devices; needs no torch."""
 
 import argparse
-import json
 import math
 import os
 import time
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 
 from wlb import __version__
-from wlb.cli import sources
+from wlb.cli import output, sources
 from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
 from wlb.packing import with_s_max
@@ -105,8 +104,7 @@ def add_parser(what: Any) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the best layout as TOML for wlb train")
     parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
-    shown = "results as JSON, to stdout or a file"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=shown)
+    output.add_json(parser, "results")
     parser.add_argument(
         "--jobs", type=int, default=0, help="processes (default: as many as there are cores)"
     )
@@ -154,8 +152,7 @@ def run(options: argparse.Namespace) -> int:
     )
     toml = _toml(options, given, report)
     _write(options, report, title, toml, facts.lines, profile)
-    if options.json == "-":
-        print(_json(options, report, profile))
+    if output.write_json(options, _json(options, report, profile)):
         return 0
     _show(options, report, title, profile, time.monotonic() - started)
     return 0
@@ -273,7 +270,7 @@ def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> 
         spec,
         comments=(
             f"{winner.layout}",
-            f"found by: {sources.command_of(options)}",
+            f"found by: {output.command_of(options)}",
             f"simulated: {winner.time_s:.3f} s a step of {spec.tokens_per_step:,} tokens, "
             f"{winner.peak_memory_bytes / GIB:.1f} GiB on the fullest rank",
         ),
@@ -308,26 +305,25 @@ def _write(
         from wlb.report.layout.page import layout_page
 
         provenance = [
-            ("command", sources.command_of(options)),
+            ("command", output.command_of(options)),
             ("priced with", worth_line(profile).removeprefix("priced with ")),
             ("wlb", f"{__version__}, {program_version()}"),
         ]
         page = layout_page(report, title=title, toml=toml, facts=facts, provenance=provenance)
         Path(options.html).write_text(page, "utf-8")
-    if options.json and options.json != "-":
-        Path(options.json).write_text(_json(options, report, profile) + "\n", "utf-8")
 
 
-def _json(options: argparse.Namespace, report: LayoutReport, profile: KernelProfile) -> str:
-    data = {
-        "command": sources.command_of(options),
+def _json(
+    options: argparse.Namespace, report: LayoutReport, profile: KernelProfile
+) -> dict[str, Any]:
+    return {
+        "command": output.command_of(options),
         "version": program_version(),
         "profile": profile.name,
         "worth": dict(worth_of(profile)),
         "gpus": options.gpus,
         **report.to_json(),
     }
-    return json.dumps(data, indent=1, allow_nan=False)
 
 
 def _show(
@@ -348,6 +344,4 @@ def _show(
     console.print(f"{effort_line(report)}; {seconds:.0f} s")
     for line in refusal_lines(report):
         console.print(f"  {line}")
-    for path in (options.out, options.html, options.json):
-        if path:
-            console.print(f"written: {path}")
+    output.print_written(console, options.out, options.html, options.json)

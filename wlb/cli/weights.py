@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from wlb.cli.output import needs_train_extra
 from wlb.plan import UserError
 from wlb.spec import Dtype
 
@@ -100,10 +101,6 @@ def parse_bytes(text: str) -> int:
 
 def _room() -> Any:
     """Import `wlb.weights`, which needs torch and safetensors."""
-    try:
+    with needs_train_extra("weights need"):
         from wlb import weights
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"weights need {error.name}, which is not installed; pip install 'wlb-llm[train]'"
-        ) from None
     return weights

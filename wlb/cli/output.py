@@ -1,0 +1,59 @@
+"""Output that commands share: JSON, names of written files, and missing packages."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from wlb.plan import UserError
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """Return the command line, for provenance."""
+    return shlex.join(["wlb", *options.words])
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --json [FILE]."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help=f"{what} as JSON, to stdout or a file",
+    )
+
+
+def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
+    """Write `data` to --json, if given; True if stdout has it and takes nothing else."""
+    if options.json is None:
+        return False
+    text = json.dumps(data, indent=1, allow_nan=False)
+    if options.json == "-":
+        print(text)
+        return True
+    Path(options.json).write_text(text + "\n", "utf-8")
+    return False
+
+
+def print_written(console: Console, *paths: str | None) -> None:
+    """Print the names of the files that were written."""
+    for path in paths:
+        if path:
+            console.print(f"written: {path}", markup=False)
+
+
+@contextmanager
+def needs_train_extra(what: str) -> Generator[None]:
+    """UserError for a package that an import in this block lacks; what: "training needs"."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{what} {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+        ) from None
