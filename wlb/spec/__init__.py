@@ -4,6 +4,7 @@ from wlb.spec.check import check, resolve_dp
 from wlb.spec.keys import KeyHelp, RenamedKeyWarning, apply, list_keys, to_dict
 from wlb.spec.load import load, presets
 from wlb.spec.methods import METHODS
+from wlb.spec.model import ModelSpec, RopeScaling
 from wlb.spec.packing import BinMethod, PackingSection, Policy, StepGrouping, WindowCut
 from wlb.spec.run import (
     AttentionBackend,
@@ -12,13 +13,11 @@ from wlb.spec.run import (
     FsdpSection,
     LongDocuments,
     LossNormalizer,
-    ModelSpec,
     OnNonfinite,
     OverMemory,
     ParallelSpec,
     Recompute,
     Remainder,
-    RopeScaling,
     RunSpec,
     Schedule,
     Strategy,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wlb.plan import UserError, row_multiple
-from wlb.spec.keys import check_bounds, key, to_dict
+from wlb.plan import row_multiple
+from wlb.spec.keys import key, to_dict
 from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
+from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
 from wlb.spec.schedule import DecayedWeights, DecayShape, RateSchedule
@@ -120,93 +121,6 @@ class RunSection:
         "whether a run whose memory estimate exceeds 95% of the device memory is refused or "
         "only warned about",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Llama-3's frequency scaling; off while factor is 1."""
-
-    factor: float = key(1.0, "context length relative to the length in pre-training; 1 = off")
-    low_freq_factor: float = key(
-        1.0, "wavelengths above original_context / this are scaled by the whole factor"
-    )
-    high_freq_factor: float = key(4.0, "wavelengths below original_context / this are not scaled")
-    original_context: int = key(8192, "context length in pre-training", unit="tokens")
-
-    def check(self) -> None:
-        check_bounds(self, "factor", above=0, prefix="model.rope_scaling.")
-        check_bounds(self, "original_context", at_least=1, prefix="model.rope_scaling.")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise UserError(
-                f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
-                f"below high_freq_factor = {self.high_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head."""
-
-    vocab_size: int = key(0, "vocabulary size; 0 = that of the token store", unit="tokens")
-    hidden_size: int = key(512, "width of the residual stream")
-    num_layers: int = key(8, "decoder layers")
-    num_heads: int = key(8, "query heads")
-    num_kv_heads: int = key(8, "key/value heads; must divide num_heads")
-    head_dim: int = key(0, "size of an attention head; 0 = hidden_size / num_heads")
-    ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP")
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
-    init_std: float = key(0.02, "standard deviation of the initial weights")
-    rope_theta: float = key(10000.0, "base of the rotary frequencies")
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-
-    @property
-    def kv_dim(self) -> int:
-        return self.num_kv_heads * self.head_size
-
-    @property
-    def q_dim(self) -> int:
-        return self.num_heads * self.head_size
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_heads
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Vocabulary size rounded up to a multiple of 256, independent of tp."""
-        return -(-self.vocab_size // 256) * 256
-
-    @property
-    def num_layer_parameters(self) -> int:
-        attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        ends = 2 * self.padded_vocab_size * self.hidden_size + self.hidden_size
-        return self.num_layers * self.num_layer_parameters + ends
-
-    def check(self) -> None:
-        sizes = "hidden_size num_layers num_heads num_kv_heads ffn_hidden_size"
-        check_bounds(self, sizes, at_least=1, prefix="model.")
-        check_bounds(self, "head_dim init_std", at_least=0, prefix="model.")
-        check_bounds(self, "norm_eps rope_theta", above=0, prefix="model.")
-        self.rope_scaling.check()
-        if not self.head_dim and self.hidden_size % self.num_heads:
-            raise UserError(
-                f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "
-                f"{self.num_heads}; change one of them or set model.head_dim"
-            )
-        if self.head_size % 2:
-            raise UserError(
-                f"head size {self.head_size} is odd, but RoPE rotates pairs; set an even "
-                f"model.head_dim"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
-                f"{self.num_kv_heads}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Checkpoints: their folders (functions below), and how ranks write and load them (`saver`)."""
 
 from wlb.train.checkpoint.folder import (
-    AUTO,
     MANIFEST,
     PLANNER,
     RUN,
@@ -23,7 +22,6 @@ from wlb.train.checkpoint.folder import (
 )
 
 __all__ = [
-    "AUTO",
     "MANIFEST",
     "PLANNER",
     "RUN",
