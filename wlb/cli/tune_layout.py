@@ -17,6 +17,7 @@ from wlb import __version__
 from wlb.cli import output, sources
 from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
+from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
 from wlb.plan import UserError
 from wlb.report import facts_of, worth_line, worth_of
@@ -28,7 +29,7 @@ from wlb.report.layout.tables import (
     loser_lines,
     refusal_lines,
 )
-from wlb.simulate.layout_search.layouts import GIB, LayoutChoices, layouts_of
+from wlb.simulate.layout_search.layouts import LayoutChoices, layouts_of
 from wlb.simulate.layout_search.packings import CHOSEN, POLICIES, STRATEGIES, PackingChoices
 from wlb.simulate.layout_search.search import Search, Tuner
 from wlb.simulate.layout_search.trial import BatchSample, effective_caps

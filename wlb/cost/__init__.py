@@ -1,4 +1,4 @@
-"""What things cost: FLOPs, kernel profiles, the workload of Eq. 2, memory."""
+"""Predicted costs: FLOPs, kernel profiles, the workload of Eq. 2, memory."""
 
 from wlb.cost.calibrate import Scales, calibrated_name, fit_scales, scaled_profile
 from wlb.cost.flops import (

@@ -1,20 +1,10 @@
-"""Calibration: a kernel profile refitted to what a run measured, term by term of Eq. 2.
+"""Refits a kernel profile to what a run measured, term by term of Eq. 2.
 
-Attention's factors are the median over records (steps, mostly), weighted by predicted time, of
-measured over predicted time, both summed over the record's cells. Sums inside a record, so that a
-cell counts by its time and the factor is right for a step as a whole; the median over records, so
-that steps which something else on the machine slowed down do not count.
-
-Linear terms are a line: what a token costs (the slope, which W_l is) and what a micro-batch costs
-whatever it holds (the intercept), medians over records that tell the two apart; where fewer than
-half do, because their micro-batches are too much alike, the factor stands for both.
-
-Head and loss have a factor of their own. They are no part of the workload that plans compare, so
-they cannot drift; simulated steps hold them.
-
-Packing and sharding only compare prices, so what changes plans is a term's factor relative to the
-others': `Scales.relative`, over the median of the other terms. That is what drift is judged by; a
-machine that is slower in everything shows in `Scales.common`.
+Attention's factor is the median over records, weighted by predicted time, of measured over
+predicted time summed over the record's cells: disturbed steps count little. Linear terms get a line
+(slope a token, intercept a micro-batch) where at least half the records tell the two apart. Head
+and loss have a factor of their own, which plans ignore. Only a term's factor relative to the others
+(`Scales.relative`) changes plans; `Scales.common` shows a machine that is slower in everything.
 """
 
 import re
@@ -35,7 +25,7 @@ from wlb.cost.profile import (
     Provenance,
 )
 from wlb.cost.surface import Curve, Surface
-from wlb.plan import TERMS, Moments, Telemetry
+from wlb.plan import TERMS, Moments, Telemetry, UserError
 
 LINEAR = ("linear_forward", "linear_backward")
 
@@ -82,13 +72,13 @@ class Scales:
 
 
 def fit_scales(records: Sequence[Telemetry]) -> Scales:
-    """ValueError if a term was not measured, or not predicted, in any of the records."""
+    """UserError if a term was not measured, or not predicted, in any of the records."""
     scales: dict[str, float] = {}
     for name in TERMS:
         known = [dict(record.terms)[name] for record in records]
         known = [m for m in known if m.measured_s and m.predicted_s]
         if not known:
-            raise ValueError(
+            raise UserError(
                 f"nothing to calibrate with: no {name} time was measured in {len(records)} records "
                 f"after warm-up; train more steps or lower telemetry.warmup_steps"
             )

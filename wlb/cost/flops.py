@@ -1,12 +1,8 @@
-"""FLOP counts: attention segments, tiles of them, linear layers, documents, whole models.
+"""FLOP counts of attention segments, tiles, linear layers, documents and models.
 
-A multiply-add counts as two FLOPs. Attention counts its two matrix products, QK^T and PV (4 *
-head_dim per query-key pair and head); softmax, norms and rotations are not counted.
-
-Two conventions for backward, never mixed:
-- kernel FLOPs (`attention_backward_flops`): 2.5 x forward, because a flash kernel recomputes QK^T
-  and then forms dV, dP, dQ and dK: five products against two. Kernel profiles use this one.
-- model FLOPs (`document_flops`, for MFU): 2 x forward everywhere; recomputation does not count.
+A multiply-add is two FLOPs; attention counts QK^T and PV only. Backward has two conventions:
+kernel FLOPs (`attention_backward_flops`, kernel profiles) are 2.5 x forward, because a flash kernel
+recomputes QK^T; model FLOPs (`document_flops`, MFU) are 2 x forward, without recomputation.
 """
 
 import numpy as np

@@ -1,14 +1,9 @@
-"""How long a sharded micro-batch's attention takes: one function for selector, simulator, reports.
+"""Predicted attention time of sharded micro-batches, for selector, simulator and reports.
 
-Section 5.3: the kernel computes whole tiles of query rows, so a segment's FLOPs are counted in
-tiles and divided by the throughput that was measured at its (query rows, keys, heads); forward and
-backward apart (`WorkloadModel.segment_times_ns`). On top of the paper's sum over segments come the
-launches and CP's collectives: K and V are gathered forward and, by default, again in backward, and
-their gradients scattered. With full activation recompute (`ProfiledWorkload.recompute`) the
-backward pass runs the forward pass again.
-
-Ranks of a CP group meet in every layer's collectives, forward as backward, so what a micro-batch
-waits for is the slowest rank of each pass, not the rank with the largest sum.
+Section 5.3: tile-quantised FLOPs of each segment over the throughput measured at its (query rows,
+keys, heads), forward and backward apart. Launches and CP's collectives are added: K and V are
+gathered forward and, by default, again in backward, and their gradients scattered. CP ranks meet in
+every layer, so a micro-batch waits for the slowest rank of each pass, not of the sum.
 """
 
 from collections.abc import Sequence
@@ -17,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wlb.cost.workload import WorkloadModel
-from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
+from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, offsets_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,6 +94,6 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:
     if float(times.sum(dtype=np.float64)) >= 2.0**63:
-        raise ValueError("the cost model's times of micro-batches add up to over 292 years")
+        raise UserError("the cost model's times of micro-batches add up to over 292 years")
     running = offsets_of(times)
     return running[rank_offsets[1:]] - running[rank_offsets[:-1]]

@@ -1,12 +1,9 @@
-"""W_l of Eq. 2 and what surrounds it: all of a rank's work but attention's kernels.
+"""W_l of Eq. 2: all work of a rank but attention's kernels.
 
-Proportional to tokens: GEMMs, element-wise operators (both times the layer's factor), TP and CP
-collectives by their bandwidth term. Once a micro-batch, whatever it holds: calls, latency of
-collectives. The ends of the model, embedding and output head, belong to single stages and are
-apart. Forward and backward are apart everywhere.
-
-With activation recompute (`training.recompute`) backward's terms hold what of forward runs again
-(`RECOMPUTED_WORK`), at forward's price.
+Proportional to tokens: GEMMs and element-wise operators (times the layer's factor), bandwidth terms
+of TP and CP collectives. Constant a micro-batch: calls and latency of collectives. Embedding and
+head belong to single stages and are apart, as are forward and backward. With `training.recompute`,
+backward includes what it runs again (`RECOMPUTED_WORK`) at forward's price.
 """
 
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from wlb.cost.flops import (
     layer_matrices,
 )
 from wlb.cost.profile import DTYPE_BYTES, Collective, Elementwise, KernelProfile
+from wlb.plan import UserError
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -80,7 +78,7 @@ class LinearCost:
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_overlap <= 1:
-            raise ValueError(f"tp_overlap = {self.tp_overlap} must be in [0, 1]")
+            raise UserError(f"tp_overlap = {self.tp_overlap} must be in [0, 1]")
 
     @property
     def num_layers(self) -> int:

@@ -1,7 +1,6 @@
-"""What this machine and this program are called, as kernel profiles name them; no torch.
+"""Names of this machine and this program, as kernel profiles record them; imports no torch.
 
-A GPU's name comes from its driver by NVML (package nvidia-ml-py), so that planners, which never
-import torch, know it too.
+NVML (package nvidia-ml-py) names the GPU, so that planning rooms can match a profile too.
 """
 
 import contextlib

@@ -1,46 +1,18 @@
-"""Memory of one rank, in bytes, for `wlb train --dry-run`: what a plan may ask of a GPU.
+"""Bytes that must be resident on one rank, with the longest micro-batch packing may make.
 
-An estimate of what must be resident, not of what an allocator holds: fragmentation, NCCL buffers
-and the CUDA context (a few GB) come on top.
-
-Per layer and token of a micro-batch, activations follow "Reducing Activation Recomputation in Large
-Transformer Models" (Korthikanti et al., 2022), Eq. 4 (TP with sequence parallelism), without its
-dropout masks and with two changes: flash attention stores no score matrix, only its output and one
-float32 log-sum-exp a head, and SwiGLU replaces GELU (gate, up and their product). With b bytes a
-value and everything divided by tp:
-
-    b * (4 * hidden        inputs and outputs of the two norms, sequence-sharded
-         + 2 * q_dim       Q after rotation, attention output
-         + 2 * kv_dim      K after rotation, V
-         + 3 * ffn)        gate, up, product
-    + 4 * num_heads        log-sum-exp
-
-on S / cp tokens. Backward gathers the other ranks' K and V again; with `cp.keep_gathered_kv` the
-2 * kv_dim count for all S tokens instead. S is the longest micro-batch (`packing.s_max`, or the
-window under packing to windows), so this is an upper bound.
-
-`training.recompute` keeps less: `selective` neither the second norm's output nor gate, up and
-product, `full` only the layer's input:
-
-    b * (3 * hidden + 2 * q_dim + 2 * kv_dim) + 4 * num_heads        selective
-    b * hidden                                                       full
-
-The layer at work needs the larger of two workspaces on top. MLP: gathered inputs and SwiGLU's
-gradients. Attention, in backward: at cp > 1 the gathered K and V (S rows of 2 * kv_dim / tp
-values), their copy in which every local span's prefix lies in one piece, (1 + 1 / (2 * cp)) * S
-rows, and the copy's gradients; then these gradients, one half of them once more, and the rows
-summed from them in float32. What recompute did not keep is made again before a layer's backward
-pass and comes on top: all of it for the MLP, which goes first, and for attention the rest (nothing
-under `selective`). What attention kernels allocate themselves is not counted, nor that backends
-which read rows of the gathered buffer (sdpa on CPU) need no copy.
+An upper bound on tensors, not what an allocator holds: fragmentation, NCCL buffers and the CUDA
+context (a few GB) come on top. Activations follow Korthikanti et al. (2022), Eq. 4, for flash
+attention and SwiGLU; wlb/cost/README.md has the formulas.
 """
 
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
+from wlb.plan import UserError
 from wlb.spec import Dtype, Policy, Recompute, RunSpec, Schedule
 
+GIB = 2**30
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
 """Share of T that is planned with where micro-batches are dealt to several pipelines."""
@@ -309,7 +281,7 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
     pipeline and then times dp, less an eighth at dp > 1: `wlb.planner.deal` evens out work first,
     and a pipeline had up to 12% more tokens than the mean one in what was measured. With many
     micro-batches in 1F1B only `in_flight` of them are under way; S_max is what that many fit with
-    then, if T would be too small, and there is no T. ValueError if the weights alone do not fit.
+    then, if T would be too small, and there is no T. UserError if the weights alone do not fit.
     """
     s_max, step_tokens = spec.s_max, None
     for pp_rank in range(spec.parallel.pp):
@@ -337,9 +309,9 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     fixed += estimate(spec.s_max).logits_bytes
     room = memory_bytes - fixed
     if room <= 0:
-        raise ValueError(
-            f"pipeline rank {pp_rank} needs {fixed / 2**30:.1f} GiB for weights, gradients and "
-            f"optimiser, more than the {memory_bytes / 2**30:.1f} GiB of packing.memory_gib; use "
+        raise UserError(
+            f"pipeline rank {pp_rank} needs {fixed / GIB:.1f} GiB for weights, gradients and "
+            f"optimiser, more than the {memory_bytes / GIB:.1f} GiB of packing.memory_gib; use "
             f"more ranks (parallel.tp, pp, dp)"
         )
     # Bytes a token, rounded up: of one micro-batch in as many of its passes as are under way and in

@@ -1,11 +1,8 @@
-"""A price by length that never falls, tabled once and looked up after that.
+"""Tables prices by length that never fall, so that a longer piece never costs less.
 
-Tile-quantised work over measured throughput is not quite monotone in length: inside a tile
-throughput may grow a little faster than work (dips of a few percent at most). Packing needs a
-longer piece to cost no less, so the price of a length is the greatest price of any length up to it.
-That is exact for every length below DENSE; beyond it at knots, and linear between them: 512 knots
-an octave, where a tile's step is spread over 0.2 % of the length, up to the longest piece that is
-expected, and 4 an octave after that (at most 1 % above a quadratic price, tile steps apart).
+Tile-quantised work over measured throughput dips by a few percent inside a tile; the table holds
+the greatest price of any length up to each. Exact below DENSE; beyond it linear between 512 knots
+an octave up to the longest expected piece, 4 an octave after that (error at most 1 %).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 
 DENSE = 4096
 _LONGEST = 1 << 26
@@ -45,7 +42,7 @@ class MonotoneTable:
     def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
         rising = np.maximum.accumulate(prices)
         if not rising[num_dense - 1] < 2.0**63:  # also NaN
-            raise ValueError(
+            raise UserError(
                 f"the cost model gives {rising[num_dense - 1]} ns for a piece of {num_dense - 1} "
                 f"tokens; check the kernel profile's numbers"
             )
@@ -57,16 +54,14 @@ class MonotoneTable:
         if not lengths.size or lengths.max() < self.dense.size:
             return self.dense[lengths.astype(np.int64)]
         if lengths.max() > _LONGEST:
-            raise ValueError(
-                f"cannot price a piece of {lengths.max():.0f} tokens, above {_LONGEST}"
-            )
+            raise UserError(f"cannot price a piece of {lengths.max():.0f} tokens, above {_LONGEST}")
         dense = self.dense[np.minimum(lengths, self.dense.size - 1).astype(np.int64)]
         left = np.maximum(np.searchsorted(self.knots, lengths, side="right") - 1, 0)
         low, high = self.knot_prices[left], self.knot_prices[left + 1]
         weight = (lengths - self.knots[left]) / (self.knots[left + 1] - self.knots[left])
         prices = np.rint(low + weight * (high - low))
         if not prices.max() < 2.0**63:
-            raise ValueError(
+            raise UserError(
                 f"the cost model gives {prices.max()} ns for a piece of {lengths.max():.0f} "
                 f"tokens; check the kernel profile's numbers"
             )

@@ -1,4 +1,4 @@
-"""Dense bfloat16 peaks of GPUs by the name that their driver gives, for MFU."""
+"""Dense bfloat16 peaks of GPUs by driver name, for MFU."""
 
 import re
 

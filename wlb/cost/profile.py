@@ -1,10 +1,9 @@
-"""KernelProfile: how fast one device runs what a training step is made of.
+"""KernelProfile: how fast one device runs the parts of a training step.
 
-A profile is one versioned JSON file (`wlb.cost.profile_file` reads it). Every block says
-where its numbers come from: "measured" on the named device, "published" by a named source, or
-"assumed" where neither exists. Forward and backward are apart everywhere. Attention is a table by
-kernel backend and head layout: achieved TFLOP/s over (query rows, keys), of tile-quantised FLOPs
-(Section 5.3).
+Every block carries its provenance: measured on the named device, published by a named source, or
+assumed. Forward and backward are apart. Attention is a table by kernel backend and head layout:
+achieved TFLOP/s of tile-quantised FLOPs over (query rows, keys), Section 5.3. Files:
+`profile_file.py`; schema: kernels_profile/README.md.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from wlb.cost.flops import (
     tile_pairs,
 )
 from wlb.cost.surface import BoolArray, Curve, Surface
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 
 
 class ProvenanceKind(StrEnum):
@@ -69,7 +68,7 @@ class Provenance:
         object.__setattr__(self, "kind", ProvenanceKind(self.kind))
         object.__setattr__(self, "residuals", tuple((k, float(v)) for k, v in self.residuals))
         if not self.source:
-            raise ValueError("provenance.source is empty; name who measured or published it")
+            raise UserError("provenance.source is empty; name who measured or published it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,51 +115,51 @@ class AttentionTable:
             array.flags.writeable = False
             object.__setattr__(self, name, array)
         if self.heads.shape != self.heads_efficiency.shape or not (np.diff(self.heads) > 0).all():
-            raise ValueError(
+            raise UserError(
                 f"heads {self.heads.tolist()} must rise and match heads_efficiency "
                 f"{self.heads_efficiency.tolist()}"
             )
         if not self.heads.size or not np.all((self.heads_efficiency > 0) & (self.heads > 0)):
-            raise ValueError(
+            raise UserError(
                 f"heads {self.heads.tolist()} and heads_efficiency "
                 f"{self.heads_efficiency.tolist()} must have entries, all above 0"
             )
         if not np.all(np.isfinite(self.heads_efficiency)):
-            raise ValueError(f"heads_efficiency {self.heads_efficiency.tolist()} must be finite")
+            raise UserError(f"heads_efficiency {self.heads_efficiency.tolist()} must be finite")
         if not self.backends:
-            raise ValueError("backends is empty; name the kernel")
+            raise UserError("backends is empty; name the kernel")
         self._check_surfaces()
 
     def _check_surfaces(self) -> None:
         if (self.square_forward is None) != (self.square_backward is None):
-            raise ValueError("square_forward and square_backward must both be there, or neither")
+            raise UserError("square_forward and square_backward must both be there, or neither")
         if self.reach is not None:
             object.__setattr__(self, "reach", np.array(self.reach, np.float64))
             if self.reach.shape != self.forward.axis0.shape:
-                raise ValueError(f"reach has shape {self.reach.shape}, one a row of the surface")
+                raise UserError(f"reach has shape {self.reach.shape}, one a row of the surface")
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):
-                raise ValueError(f"forward and backward surfaces differ in {axis}")
+                raise UserError(f"forward and backward surfaces differ in {axis}")
 
     def _check_calls(self) -> None:
         if isinstance(self.backends, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"backends {self.backends!r} must be a list of names")
+            raise UserError(f"backends {self.backends!r} must be a list of names")
         object.__setattr__(self, "backends", tuple(self.backends))
         for name in ("num_heads", "num_kv_heads", "head_dim", "tile_rows"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r} must be a whole number of at least 1")
+                raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
                 f"{self.num_kv_heads}"
             )
         if any(a >= b for a, b in pairwise((0, *self.padded_lengths))):
-            raise ValueError(f"padded_lengths {self.padded_lengths} must rise from above 0")
+            raise UserError(f"padded_lengths {self.padded_lengths} must rise from above 0")
         for name in ("launch", "group"):
             costs = [getattr(self, f"{name}_{p}_ns") for p in ("forward", "backward")]
             if not all(0 <= cost < np.inf for cost in costs):
-                raise ValueError(f"{name} costs {costs} ns must be finite and not below 0")
+                raise UserError(f"{name} costs {costs} ns must be finite and not below 0")
 
     def efficiency(self, num_heads: int) -> float:
         """Efficiency at `num_heads` query heads a rank; constant outside the table.
@@ -277,7 +276,7 @@ class ElementwiseCost:
         for name in ("forward", "backward"):
             rate, call = (getattr(self, f"{name}_{n}") for n in ("bytes_per_s", "call_ns"))
             if not (0 < rate < np.inf and 0 <= call < np.inf):
-                raise ValueError(f"{self.op}: {name}_bytes_per_s = {rate}, {name}_call_ns = {call}")
+                raise UserError(f"{self.op}: {name}_bytes_per_s = {rate}, {name}_call_ns = {call}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +293,7 @@ class HeadCost:
 
     def __post_init__(self) -> None:
         if not (0 < self.tflops < np.inf and 0 < self.backward_bytes_per_s < np.inf):
-            raise ValueError(
+            raise UserError(
                 f"head: tflops = {self.tflops}, backward_bytes_per_s = {self.backward_bytes_per_s}"
             )
 
@@ -317,7 +316,7 @@ class LayerCost:
         for name in ("forward", "backward"):
             factor, call = (getattr(self, f"{name}_{n}") for n in ("factor", "call_ns"))
             if not (0 < factor < np.inf and 0 <= call < np.inf):
-                raise ValueError(f"layer: {name}_factor = {factor}, {name}_call_ns = {call}")
+                raise UserError(f"layer: {name}_factor = {factor}, {name}_call_ns = {call}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +337,7 @@ class CollectiveCost:
         object.__setattr__(self, "op", Collective(self.op))
         object.__setattr__(self, "scope", Scope(self.scope))
         if not (self.bytes_per_s > 0 and 0 <= self.alpha_ns < np.inf):
-            raise ValueError(f"alpha_ns = {self.alpha_ns}, bytes_per_s = {self.bytes_per_s}")
+            raise UserError(f"alpha_ns = {self.alpha_ns}, bytes_per_s = {self.bytes_per_s}")
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
         """Bandwidth term only; 0 in a group of one."""
@@ -379,14 +378,14 @@ class KernelProfile:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+            raise UserError(f"dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"ranks_per_node = {self.ranks_per_node!r} must be at least 1")
+            raise UserError(f"ranks_per_node = {self.ranks_per_node!r} must be at least 1")
         if not self.attention:
-            raise ValueError(f"profile {self.name!r} has no attention table")
+            raise UserError(f"profile {self.name!r} has no attention table")
         found = [cost.op for cost in self.elementwise]
         if sorted(found) != sorted(Elementwise):
-            raise ValueError(
+            raise UserError(
                 f"profile {self.name!r} must have each element-wise operator once "
                 f"({', '.join(Elementwise)}), not {', '.join(found)}"
             )
@@ -395,7 +394,7 @@ class KernelProfile:
             f"{op} {scope}" for op in Collective for scope in Scope if (op, scope) not in have
         ]
         if missing:
-            raise ValueError(f"profile {self.name!r} lacks collectives: {', '.join(missing)}")
+            raise UserError(f"profile {self.name!r} lacks collectives: {', '.join(missing)}")
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -412,14 +411,14 @@ class KernelProfile:
     ) -> AttentionTable:
         """The table of `backend` (None = the profile's first kernel) nearest in head layout.
 
-        num_kv_heads: None = as many as num_heads. ValueError where no table goes by that name.
+        num_kv_heads: None = as many as num_heads. UserError where no table goes by that name.
         Nearest: head_dim first, then query heads a key head, then number of heads.
         """
         group = num_heads / (num_kv_heads or num_heads)
         name = backend or self.attention[0].backends[0]
         tables = [t for t in self.attention if name in t.backends]
         if not tables:
-            raise ValueError(
+            raise UserError(
                 f"profile {self.name!r} has no attention kernel {name!r} (it has "
                 f"{', '.join(self.backends)}); measure one or choose another profile"
             )

@@ -1,8 +1,7 @@
-"""Kernel profiles as versioned JSON files, and where shipped ones are found.
+"""Reads and writes kernel profiles as versioned JSON, and finds the shipped ones.
 
 `profile_to_json` and `profile_from_json` are inverse up to four digits of throughput. Shipped
-profiles lie in `kernels_profile/` of a checkout, which a wheel carries as `wlb/_kernels_profile`;
-`kernels_profile/README.md` describes the schema.
+profiles are in kernels_profile/ of a checkout, which a wheel carries as wlb/_kernels_profile.
 """
 
 import json
@@ -27,6 +26,7 @@ from wlb.cost.profile import (
     ProvenanceKind,
 )
 from wlb.cost.surface import Curve, Surface
+from wlb.plan import UserError
 
 SCHEMA_VERSION = 2
 
@@ -68,7 +68,7 @@ def default_profile_name(device: str) -> str:
     """The shipped profile of a device type, "cpu" or "cuda", for machines that none is for."""
     names = {"cpu": "cpu", "cuda": "h100"}
     if device not in names:
-        raise ValueError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
+        raise UserError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
     return names[device]
 
 
@@ -84,16 +84,16 @@ def load_profile(name_or_path: str) -> KernelProfile:
     if path.suffix != ".json":
         path = next((p for f in _folders() if (p := f / f"{name_or_path}.json").is_file()), Path())
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"no kernel profile {name_or_path!r}; shipped: {', '.join(profile_names()) or 'none'}; "
             f"or give the path of a .json file"
         )
     try:
         return profile_from_json(json.loads(path.read_text("utf-8")))
     except KeyError as error:
-        raise ValueError(f"kernel profile {name_or_path!r} lacks the key {error}") from None
+        raise UserError(f"kernel profile {name_or_path!r} lacks the key {error}") from None
     except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"kernel profile {name_or_path!r}: {error}") from None
+        raise UserError(f"kernel profile {name_or_path!r}: {error}") from None
 
 
 def _folders() -> list[Path]:
@@ -111,12 +111,12 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
 
 
 def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
-    """The profile in `data`; ValueError for another schema version."""
+    """The profile in `data`; UserError for another schema version."""
     if not isinstance(data, dict):
-        raise ValueError(f"a profile is a JSON object, this is a {type(data).__name__}")
+        raise UserError(f"a profile is a JSON object, this is a {type(data).__name__}")
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise ValueError(
+        raise UserError(
             f"schema_version is {version!r}, this program reads {SCHEMA_VERSION}; measure the "
             f"profile again or use a matching release"
         )

@@ -1,11 +1,8 @@
-"""What changes where a schedule computes weight gradients apart from input gradients (zero-bubble).
+"""Costs of computing weights' gradients apart from inputs' gradients (zero-bubble).
 
-The weights' pass has one of the two matrix products of every linear layer's backward. Under TP it
-gathers all four of a layer's [tokens, hidden] tensors again, its two inputs and its two outputs'
-gradients, one ahead of the product that needs it (`wlb.parallel.deferred`); the inputs' pass keeps
-the gathers of gradients and the reduce-scatters. So splitting costs two gathers a layer, besides
-the memory: what waits for the weights' pass is as large as what forward kept, but for the
-log-sum-exp.
+The weights' pass takes one of the two products of each linear layer's backward. Under TP it gathers
+all four [tokens, hidden] tensors of a layer again (`wlb.parallel.deferred`), while the inputs' pass
+keeps the gathers of gradients and the reduce-scatters: a split costs two more gathers a layer.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""Predicted times of what a rank can time: each micro-batch on each stage, in the terms of Eq. 2.
+"""Predicted times of what a rank can time: each micro-batch on each stage, in Eq. 2's terms.
 
-Embedding and head belong to single stages and are apart (`end_times_ns`). Unlike W_l, linear times
-hold what a micro-batch costs whatever is in it: calls of operators and layers, latency of
-collectives.
+Unlike W_l, linear times include constants of a micro-batch: calls and latency of collectives.
+Embedding and head belong to single stages and are apart (`end_times_ns`).
 """
 
 from dataclasses import dataclass, replace

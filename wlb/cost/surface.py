@@ -1,17 +1,9 @@
-"""A throughput surface on a log-spaced grid, interpolated so that predicted time never falls.
+"""Throughput on a grid with rising axes, interpolated so that predicted time never falls.
 
-Between grid points throughput is bilinear, with linear weights inside each cell. Only comparisons
-and IEEE add, subtract, multiply and divide are used, no logarithm or exponential, so that two
-CPUs get the same bits. Grid points are spaced by factors, where a cell's linear weights differ
-little from logarithmic ones.
-
-Monotone: work / throughput does not fall along an axis along which work grows at least in
-proportion, because throughput may grow by no more than the axis does from one grid point to the
-next (checked here; `limit_growth` repairs a noisy measurement) and a line through two such points
-has an intercept >= 0.
-
-Outside: above the grid the last throughput holds (time goes on growing with work). Below it callers
-price the smallest grid point (`floor`), because fixed costs rule there. `outside` says where.
+Bilinear inside a cell with plain IEEE arithmetic, so that all CPUs get equal bits. Predicted time
+is monotone because throughput may not grow faster than its axis between points (checked;
+`limit_growth` repairs noisy measurements). Above the grid the last throughput holds; callers price
+points below it as the lowest corner (`floor`). `outside` says which points those are.
 """
 
 from dataclasses import dataclass
@@ -21,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 
 BoolArray = npt.NDArray[np.bool_]
 _TOLERANCE = 1e-3
@@ -30,9 +22,9 @@ _TOLERANCE = 1e-3
 def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
     array = np.array(values, np.float64)
     if array.ndim != ndim or array.size == 0:
-        raise ValueError(f"{name} must have {ndim} axes and entries, got shape {array.shape}")
+        raise UserError(f"{name} must have {ndim} axes and entries, got shape {array.shape}")
     if not (np.isfinite(array) & (array > 0)).all():
-        raise ValueError(f"{name} must be finite and above 0, got {array.tolist()}")
+        raise UserError(f"{name} must be finite and above 0, got {array.tolist()}")
     array.flags.writeable = False
     return array
 
@@ -48,14 +40,14 @@ class Curve:
         object.__setattr__(self, "axis", _rising("axis", self.axis))
         object.__setattr__(self, "values", _frozen("values", self.values, 1))
         if self.values.shape != self.axis.shape:
-            raise ValueError(
+            raise UserError(
                 f"values have shape {self.values.shape}, the axis asks for {self.axis.shape}"
             )
         limit = limit_curve_growth(self.axis, self.values)
         bad = np.flatnonzero(self.values > limit * (1 + _TOLERANCE))
         if bad.size:
             i = int(bad[0])
-            raise ValueError(
+            raise UserError(
                 f"throughput {self.values[i]:g} at {self.axis[i]:g} grew faster than its axis (at "
                 f"most {limit[i]:g}), so predicted time would fall where work grows; pass values "
                 f"through limit_curve_growth"
@@ -90,7 +82,7 @@ def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> Fl
 def _rising(name: str, values: Any) -> FloatArray:
     axis = _frozen(name, values, 1)
     if axis.size < 2 or not (np.diff(axis) > 0).all():
-        raise ValueError(f"{name} must rise over two points or more, got {axis.tolist()}")
+        raise UserError(f"{name} must rise over two points or more, got {axis.tolist()}")
     return axis
 
 
@@ -122,7 +114,7 @@ class Surface:
             object.__setattr__(self, name, _rising(name, getattr(self, name)))
         object.__setattr__(self, "values", _frozen("values", self.values, 2))
         if self.values.shape != (self.axis0.size, self.axis1.size):
-            raise ValueError(
+            raise UserError(
                 f"values have shape {self.values.shape}, axes ask for "
                 f"{(self.axis0.size, self.axis1.size)}"
             )
@@ -130,7 +122,7 @@ class Surface:
         bad = np.argwhere(self.values > limit * (1 + _TOLERANCE))
         if bad.size:
             i, j = (int(k) for k in bad[0])
-            raise ValueError(
+            raise UserError(
                 f"throughput {self.values[i, j]:g} at ({self.axis0[i]:g}, {self.axis1[j]:g}) grew "
                 f"faster than its axes (at most {limit[i, j]:g}), so predicted time would fall "
                 f"where work grows; pass values through limit_growth"

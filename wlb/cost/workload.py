@@ -1,21 +1,10 @@
-"""What a document costs: W_a(d) + W_l(d) of Eq. 2, injected into packing and sharding.
+"""W_a(d) + W_l(d) of Eq. 2: predicted work of a document, injected into packing and sharding.
 
-A workload is the time of one pipeline rank's layers, forward and backward, for a piece of d tokens
-that is spread evenly over the context-parallel (CP) group and whose matrices are split over tensor
-parallelism (TP, with sequence parallelism). It is additive over pieces, zero for length 0, monotone
-in length, and int64 nanoseconds, so that all ranks compare the same numbers. Padding is not priced.
-
-W_a, attention: tile-quantised FLOPs over achieved TFLOP/s (Section 5.3) of a balanced CP rank: the
-cheaper of the two ways to share a piece (forward and backward apart), roughly what adaptive
-sharding (Section 5.3) comes to:
-- per document, 2 * cp chunks, two of them a rank, priced as two segments of d / (2 * cp) rows over
-  the mean of their keys, d * (2 * cp + 1) / (4 * cp) (same FLOPs as the true pair of chunks);
-- whole on one rank, which a rank meets once in cp pieces: time(d, d) / cp.
-W_l, everything else, is proportional to d: GEMMs, element-wise operators, TP and CP collectives by
-their bandwidth term. Costs once a call (launches, collective latency) do not depend on documents
-and stay out of W; `LinearCost.call_ns` and `attention_call_ns` have them. Embedding, output head,
-pipeline transfers and gradient communication are not part of W either: they are the same for any
-packing of equal tokens.
+The time of one pipeline rank's layers, forward and backward, for a piece of d tokens spread evenly
+over the CP group: int64 ns, additive over pieces, 0 for length 0, monotone in length. W_a prices
+the cheaper of two shardings (Section 5.3): per-document chunks, or the whole piece on one rank in
+1 of cp cases. W_l is proportional to d. Padding, costs a call, embedding, head, pipeline messages
+and gradient communication are left out: they do not depend on which documents share a micro-batch.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +23,7 @@ from wlb.cost.monotone import MonotoneTable
 from wlb.cost.profile import AttentionTable, KernelProfile
 from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
-from wlb.plan import IntArray, IntLike
+from wlb.plan import IntArray, IntLike, UserError
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
 
 _MOST_TABLED = 1 << 18
@@ -84,10 +73,10 @@ class WorkloadModel(Protocol):
 
 
 def _ns(values: FloatArray) -> IntArray:
-    """Whole ns; ValueError for what is no time (NaN, infinite, over 292 years)."""
+    """Whole ns; UserError for what is no time (NaN, infinite, over 292 years)."""
     bad = np.flatnonzero(~(values < 2.0**63))
     if bad.size:
-        raise ValueError(
+        raise UserError(
             f"the cost model gives {values[bad[0]]} ns; check the kernel profile's numbers"
         )
     return np.rint(values).astype(np.int64)
@@ -96,7 +85,7 @@ def _ns(values: FloatArray) -> IntArray:
 def _lengths(name: str, values: IntLike) -> FloatArray:
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0):
-        raise ValueError(
+        raise UserError(
             f"{name} must be whole token counts of at least 0, got dtype {array.dtype} with "
             f"minimum {array.min()}"
         )
@@ -108,7 +97,7 @@ def _segments(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
     bad = np.flatnonzero(rows > keys)
     if bad.size:
         i = int(bad[0])
-        raise ValueError(
+        raise UserError(
             f"segment {i} has {rows[i]:.0f} query rows over {keys[i]:.0f} keys; kv is the end of "
             f"the span, at least q"
         )
@@ -130,7 +119,7 @@ class FlopsWorkload:
 
     def __post_init__(self) -> None:
         if not (self.quadratic_ns >= 0 and self.linear_ns_per_token >= 0):
-            raise ValueError(
+            raise UserError(
                 f"quadratic_ns = {self.quadratic_ns} and linear_ns_per_token = "
                 f"{self.linear_ns_per_token} must be at least 0"
             )
@@ -203,7 +192,7 @@ class ProfiledWorkload:
 
     def __post_init__(self) -> None:
         if self.model.num_heads % self.parallel.tp:
-            raise ValueError(
+            raise UserError(
                 f"model.num_heads = {self.model.num_heads} must be a multiple of tp = "
                 f"{self.parallel.tp}"
             )

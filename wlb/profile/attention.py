@@ -1,18 +1,10 @@
-"""The sweep of attention kernels: equal segments on a grid, and whole random varlen calls.
+"""Sweep of attention kernels: equal segments on a (rows, keys) grid, and random varlen calls.
 
-A grid point is a call on so many equal segments that the device is full (on CPU: that a call's own
-cost is small beside them), because in training a segment shares the device with others and what it
-adds to the call is its price. For a kernel that computes similar segments together (SDPA) those
-without a prefix (whole documents) are measured apart from those with one, and a one-token segment
-goes along: alone, equal segments would need no rearranging, which all others do. Tiny calls give
-the cost of a call and of a group; random pairs off the grid and random batches say how good
-predictions are: some fit the profile, the others (`held`) only test it.
-
-A batch is a rank's share of a micro-batch of the fitted stream: documents scaled to a length,
-sharded by one of the strategies over 1 to 8 CP ranks. Held-out batches are measured twice, as far
-apart as the sweep is long, which gives the test-retest error.
-
-Kernels are called as the executor's custom ops call them, without autograd.
+A grid point is one call on enough equal segments to fill the device, because in training a segment
+shares it with others. Kernels that group similar segments (SDPA) are measured with and without a
+prefix, beside a one-token segment, because equal segments alone need no regrouping. Random batches
+are a rank's share of a sharded micro-batch; held-out ones only test the fit and run twice, first
+and last, for the test-retest error. Kernels run as the executor's custom ops, without autograd.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,6 +16,7 @@ from wlb.cost import (
     load_profile,
 )
 from wlb.cost.profile import DTYPE_BYTES
+from wlb.plan import UserError
 from wlb.profile.attention import AttentionGrid, HeadLayout, equal_call, random_call
 from wlb.profile.collectives import fit_alpha_beta
 from wlb.profile.fit_attention import AttentionRecords, Call, FittedAttention, fit_attention
@@ -142,7 +143,7 @@ def _attention(
     call_of: Callable[[Record], Call],
     origin: SweepOrigin,
 ) -> tuple[tuple[FittedAttention, ...], list[str]]:
-    """A fit of each layout of which enough was measured, and notes; ValueError if there is none."""
+    """A fit of each layout of which enough was measured, and notes; UserError if there is none."""
     found: list[FittedAttention] = []
     notes: list[str] = []
     for layout in layouts:
@@ -158,7 +159,7 @@ def _attention(
         found.append(fitted)
         notes += fitted.notes
     if not found:
-        raise ValueError("; ".join(notes))
+        raise UserError("; ".join(notes))
     return tuple(found), notes
 
 

@@ -1,16 +1,10 @@
-"""Tasks that measure collectives, and their fit to alpha + bytes on the wire / bandwidth.
+"""Measures collectives and fits alpha + bytes on the wire / bandwidth.
 
-Sizes are nccl-tests': the whole buffer, gathered or before scattering. Calls are the trainer's own
-(`wlb.parallel.collectives`; a send and a receive for p2p), so that allocating the result counts.
-A time is the slowest rank's, the median over repeats. CPU: wall time after a barrier (a rank that
-waits spends no CPU time). CUDA: events around the call, after a small all-reduce that lets the
-ranks begin together.
-
-Two ways to have ranks:
-
-- This process is one of several (torchrun, srun): rank 0 runs the tasks, the others `follow`.
-  Scope intra_node: the ranks of rank 0's node; inter_node: one rank of each node.
-- It is alone: local ranks are started once, at the first task, and measure everything.
+Buffer sizes follow nccl-tests (gathered, or before scattering); calls are the trainer's own
+(`wlb.parallel.collectives`). A time is the slowest rank's, median over repeats: wall time after a
+barrier on CPU, events after a small all-reduce on CUDA. Under torchrun or srun rank 0 runs the
+tasks and the others `follow` (intra_node: rank 0's node; inter_node: one rank of each node); a
+process alone starts local ranks once.
 """
 
 import time
@@ -28,6 +22,7 @@ from wlb.cost.profile import Collective, Scope
 from wlb.launch.local import run_local
 from wlb.parallel import collectives
 from wlb.parallel import world as worlds
+from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import spin
 
@@ -156,7 +151,7 @@ def _points(
             for size in sorted(sizes):
                 whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
                 if whole < 1:
-                    raise ValueError(
+                    raise UserError(
                         f"a buffer of {size} bytes is less than a value a rank on {num_ranks} ranks"
                     )
                 point = CollectivePoint(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole)
@@ -440,18 +435,18 @@ def fit_alpha_beta(
     """Least squares of relative errors, neither term below 0.
 
     Relative, because sizes span six orders of magnitude and a step has calls of all of them.
-    ValueError with fewer than 3 sizes, or where times do not grow with size.
+    UserError with fewer than 3 sizes, or where times do not grow with size.
     """
     wire = np.asarray(sizes, np.float64) * wire_share(op, num_ranks)
     times = np.asarray(times_ns, np.float64)
     if wire.shape != times.shape or np.unique(wire).size < 3 or not (times > 0).all():
-        raise ValueError(
+        raise UserError(
             f"{op}: sizes {list(sizes)} and times {list(times_ns)} ns must be at least 3 different "
             f"sizes of more than one rank ({num_ranks}) with a time above 0 each"
         )
     alpha, beta = _solve(wire, times)
     if beta <= 0:
-        raise ValueError(
+        raise UserError(
             f"{op}: times {list(times_ns)} ns do not grow with sizes {list(sizes)}; measure larger "
             f"buffers"
         )

@@ -1,8 +1,7 @@
-"""What a sweep ran on (`describe`) and how the device fared meanwhile (`Monitor`).
+"""The machine of a sweep (`describe`) and its clocks, power and throttling meanwhile (`Monitor`).
 
-`describe` is the same at every start on the same machine with the same packages, so it can head a
-file of records. `Monitor` needs NVML (package nvidia-ml-py); without it, or on a CPU, its record is
-empty and says why.
+`describe` gives equal values at every start on one machine, so it can head a file of records.
+`Monitor` needs NVML (package nvidia-ml-py); without it, or on CPU, its record says why it is empty.
 """
 
 import contextlib

@@ -1,17 +1,10 @@
-"""From measured calls to an AttentionTable, and how wrong its predictions are.
+"""Fits an AttentionTable to measured calls and reports its errors on held-out calls.
 
-1. A call's own cost is that of one tiny segment; a group's is what another one of another group
-   adds.
-2. A grid point's price is the call's time without that, over the number of its segments.
-3. Throughput: tile-quantised FLOPs over price; the median where several lengths fill one tile.
-4. Random batches then say what differs in company: factors for short and for long segments, in a
-   kernel with groups (`AttentionTable.groups`) for those with and without a prefix, and how a
-   call's own cost divides between the call and its groups. Robust least squares of the logarithm
-   of predicted over measured time (SciPy), of these and, with less weight, of the grid's calls.
-5. Growth is limited so that predicted time never falls (`wlb.cost.limit_growth`).
-
-Errors are those of the finished table, by the path that runs use: mean, 95th percentile and maximum
-of |predicted / measured - 1| over all held-out points, none left out.
+A tiny call gives the cost of a call and of a group; grid points give throughput (tile-quantised
+FLOPs over the call's time without that cost). Robust least squares on random batches then fits
+factors for short and long segments (with and without a prefix) and divides a call's own cost.
+Growth is limited so that predicted time never falls. Errors are of the finished table, by the path
+that runs use, over all held-out points. wlb/profile/README.md has the steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +23,7 @@ from wlb.cost import (
     tile_pairs,
 )
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 from wlb.profile.attention import HeadLayout
 from wlb.profile.tasks import Record
 
@@ -88,7 +81,7 @@ class FittedAttention:
 def fit_attention(
     measured: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
 ) -> FittedAttention:
-    """ValueError where too little of the grid was measured."""
+    """UserError where too little of the grid was measured."""
     table = _from_grid(measured, backends, provenance)
     table, notes = _in_company(measured, table)
     table = replace(table, **_heads(measured))
@@ -110,7 +103,7 @@ def _from_grid(
     layout = measured.layout
     calls, grid = measured.of("call"), measured.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
-        raise ValueError(
+        raise UserError(
             f"too little was measured of {layout.backend} with {layout.num_heads} heads: "
             f"{len(calls)} single calls, {len(grid)} grid points"
         )
@@ -202,7 +195,7 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
         known = np.flatnonzero(np.isfinite(out[i]))
         if not known.size:
             if i == 0:
-                raise ValueError(f"nothing was measured with {axis_q[0]:.0f} query rows")
+                raise UserError(f"nothing was measured with {axis_q[0]:.0f} query rows")
             out[i] = out[i - 1]
             known = np.flatnonzero(np.isfinite(out[i]))
         for j in range(known[0] + 1, axis_kv.size):

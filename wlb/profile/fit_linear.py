@@ -1,13 +1,9 @@
-"""From measured matrix products and element-wise operators to the linear part of a profile.
+"""Fits the linear part of a profile: GEMMs, element-wise operators, head, whole layers.
 
-- GEMMs: achieved TFLOP/s over (tokens, in * out), the median where several matrices have one
-  size; a size that some token count lacks is filled from its neighbours in time.
-- Element-wise operators and the embedding: time = call + bytes / rate, robust non-negative least
-  squares of relative errors (SciPy), over all widths and token counts.
-- Head: TFLOP/s of its three products, and bytes/s of the gradient that backward scales.
-- Layer: whole decoder layers without attention, against the sum of these: a factor (memory that is
-  new in every call, caches that others used) and a call's own cost (modules, autograd). Layers at
-  other token counts, which no fit has seen, say how good that is.
+GEMMs: median TFLOP/s over (tokens, in * out). Element-wise operators: call + bytes / rate, robust
+non-negative least squares of relative errors. Head: TFLOP/s of its three products. Layer: a factor
+and a constant that bring the sum of operators to the time of whole layers; held-out layers at other
+token counts tell its error.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +24,7 @@ from wlb.cost import (
 )
 from wlb.cost.flops import FloatArray, elementwise_values
 from wlb.cost.linear import ELEMENTWISE_CALLS, GRADIENT_BYTES
+from wlb.plan import UserError
 from wlb.profile.linear import rank_matrices, rank_model
 from wlb.profile.tasks import Record
 from wlb.spec import ModelSpec
@@ -39,12 +36,12 @@ FREE_BYTES_PER_S = 1e14
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
-    """ValueError unless two token counts and two sizes of matrices were measured."""
+    """UserError unless two token counts and two sizes of matrices were measured."""
     mine = [r for r in records if r.kind == "gemm" and not r.failed]
     tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
     sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
     if tokens.size < 2 or sizes.size < 2:
-        raise ValueError(
+        raise UserError(
             f"matrix products were measured for {tokens.size} token counts and {sizes.size} "
             f"sizes; a fit needs two of each"
         )
@@ -93,7 +90,7 @@ def fit_elementwise(
             if not r.failed and (r.kind == "embedding" if is_end else r.point.get("op") == op)
         ]
         if not mine:
-            raise ValueError(f"the element-wise operator {op} was not measured")
+            raise UserError(f"the element-wise operator {op} was not measured")
         values: dict[str, Any] = {}
         for name in PASSES:
             sizes = [_bytes(r, name, value_bytes) for r in mine]
@@ -149,7 +146,7 @@ def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
     """At the larger half of the token counts: below it the head is a small part of a stage."""
     mine = [r for r in records if r.kind == "head" and not r.failed]
     if not mine:
-        raise ValueError("the output head was not measured")
+        raise UserError("the output head was not measured")
     middle = np.median([r.point["tokens"] for r in mine])
     large = [r for r in mine if r.point["tokens"] >= middle]
     rates: list[float] = []
@@ -207,7 +204,7 @@ def fit_layer(records: Sequence[Record], operators: Operators, provenance: Prove
     """measured = call + operators' calls + factor * operators' work."""
     mine = [r for r in records if r.kind == "layer" and not r.failed]
     if len(mine) < 2:
-        raise ValueError(f"{len(mine)} whole layers were measured; a fit needs two")
+        raise UserError(f"{len(mine)} whole layers were measured; a fit needs two")
     sums = [operators(r.point["tokens"], r.point["tp"]) for r in mine]
     values: dict[str, Any] = {}
     for i, name in enumerate(PASSES):

@@ -1,20 +1,10 @@
-"""Tasks that measure everything of a layer but attention: what W_l(d) of Eq. 2 is fitted to.
+"""Tasks that measure a layer's work outside attention: what W_l(d) of Eq. 2 is fitted to.
 
-Times are of one rank, forward and backward apart, without collectives. Kinds:
-
-- `gemm`: each matrix of a layer at each TP degree, as the trainer multiplies: x @ w.T; then
-  grad @ w and grad.T @ x.
-- `elementwise`: norm, rotation, SwiGLU and residual addition through the modules of `wlb.model`
-  and autograd, at the widths that a rank holds; and one token of each, whose time is that of the
-  call. `*_bytes` are what the cost model counts (`wlb.cost.flops`), not what eager PyTorch,
-  with its intermediate results, really moves: its achieved bytes/s are lower for that.
-- `embedding`, `head`: the ends of the model, a rank's share of the vocabulary. The head's forward
-  pass computes its gradients, its backward pass scales them (`wlb.model.loss`).
-- `layer`: a whole decoder layer whose attention passes q through: what operators take together.
-  `held_layer`: the same at other token counts, which no fit may use. Under TP norms and residuals
-  take all `tokens` here, since there is no other rank to share them with.
-
-Nothing is allocated before a task runs, and nothing is kept after it.
+Times are of one rank, forward and backward apart, without collectives, through the modules of
+`wlb.model` and autograd. Kinds: gemm, elementwise (`*_bytes` are those that `wlb.cost.flops`
+counts, not those that eager PyTorch moves), embedding, head, layer (attention passes q through) and
+held_layer (token counts no fit may use). Under TP, layers compute norms and residuals of all
+tokens, since no other rank shares them. Tasks allocate when they run and keep nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +20,7 @@ from wlb.model.llama import DecoderLayer, LocalAttend, Rows
 from wlb.model.loss import head_loss
 from wlb.model.rope import inverse_frequencies, rope_tables, rotate
 from wlb.model.swiglu import swiglu
+from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import KernelTimer
 from wlb.spec import ModelSpec
@@ -46,7 +37,7 @@ SEED = 20_25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bench:
+class _TaskBench:
     """What all tasks share: where tensors live and how passes are timed."""
 
     timer: KernelTimer
@@ -125,11 +116,11 @@ def linear_tasks(
     tokens: rows of a CP rank. held_tokens: of held-out layers. loss_chunk: rows of logits at a
     time. budget_s: timed part of a task, both passes together. Numbers of all: forward_ns and
     backward_ns (medians), *_low_ns, *_high_ns (10th, 90th percentile), *_host_ns, count; on CPU
-    also entry_ns, the cost of entering autograd, already taken off backward. ValueError where a TP
+    also entry_ns, the cost of entering autograd, already taken off backward. UserError where a TP
     degree does not divide the model.
     """
     _check(model, tp_degrees, tokens)
-    bench = _Bench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
+    bench = _TaskBench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
     tasks: list[Task] = []
     for count in sorted(set(tokens)):
         tasks += _gemm_tasks(bench, model, tp_degrees, count)
@@ -166,11 +157,11 @@ def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:
 def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -> None:
     model.check()
     if model.vocab_size < 1:
-        raise ValueError(
+        raise UserError(
             "model.vocab_size is 0, the store's, but there is no store here; set model.vocab_size"
         )
     if not tokens or min(tokens) < 1 or not tp_degrees or min(tp_degrees) < 1:
-        raise ValueError(
+        raise UserError(
             f"tokens {list(tokens)} and TP degrees {list(tp_degrees)} must be at least 1 each, and "
             f"not none"
         )
@@ -182,11 +173,11 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
     for tp in tp_degrees:
         for name, size in shared.items():
             if size % tp:
-                raise ValueError(f"tp = {tp} does not divide the model's {name}, {size}")
+                raise UserError(f"tp = {tp} does not divide the model's {name}, {size}")
 
 
 def _gemm_tasks(
-    bench: _Bench, model: ModelSpec, tp_degrees: Sequence[int], tokens: int
+    bench: _TaskBench, model: ModelSpec, tp_degrees: Sequence[int], tokens: int
 ) -> list[Task]:
     tasks: dict[tuple[int, int], Task] = {}
     for tp in tp_degrees:
@@ -200,14 +191,14 @@ def _gemm_tasks(
     return list(tasks.values())
 
 
-def _gemm(bench: _Bench, tokens: int, rows: int, columns: int) -> Numbers:
+def _gemm(bench: _TaskBench, tokens: int, rows: int, columns: int) -> Numbers:
     x, grad = bench.random(tokens, rows), bench.random(tokens, columns)
     weight = bench.random(columns, rows, scale=0.02)
     return bench.passes(lambda: x @ weight.t(), lambda _: (grad @ weight, grad.t() @ x))
 
 
 def _elementwise_tasks(
-    bench: _Bench, model: ModelSpec, tp_degrees: Iterable[int], tokens: int
+    bench: _TaskBench, model: ModelSpec, tp_degrees: Iterable[int], tokens: int
 ) -> list[Task]:
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
@@ -223,7 +214,7 @@ def _elementwise_tasks(
     ]
 
 
-def _elementwise(bench: _Bench, model: ModelSpec, op: str, tokens: int, width: int) -> Numbers:
+def _elementwise(bench: _TaskBench, model: ModelSpec, op: str, tokens: int, width: int) -> Numbers:
     match op:
         case "norm":
             numbers = _norm(bench, model, tokens, width)
@@ -240,25 +231,25 @@ def _elementwise(bench: _Bench, model: ModelSpec, op: str, tokens: int, width: i
     }
 
 
-def _norm(bench: _Bench, model: ModelSpec, tokens: int, width: int) -> Numbers:
+def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     norm = nn.RMSNorm(width, eps=model.norm_eps, device=bench.device, dtype=bench.dtype)
     x = bench.random(tokens, width, grad=True)
     return bench.gradients(lambda: norm(x), [x, norm.weight], bench.random(tokens, width))
 
 
-def _rotary(bench: _Bench, model: ModelSpec, tokens: int, width: int) -> Numbers:
+def _rotary(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     shape = (tokens, width // model.head_size, model.head_size)
     x, cos_sin = bench.random(*shape, grad=True), _tables(bench, model, tokens)
     return bench.gradients(lambda: rotate(x, *cos_sin), [x], bench.random(*shape))
 
 
-def _swiglu(bench: _Bench, tokens: int, width: int) -> Numbers:
+def _swiglu(bench: _TaskBench, tokens: int, width: int) -> Numbers:
     gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
     gradient = bench.random(tokens, width)
     return bench.gradients(lambda: swiglu(gate, up), [gate, up], gradient)
 
 
-def _residual(bench: _Bench, tokens: int, width: int) -> Numbers:
+def _residual(bench: _TaskBench, tokens: int, width: int) -> Numbers:
     x, y = (bench.random(tokens, width, grad=True) for _ in range(2))
     by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
 
@@ -270,13 +261,13 @@ def _residual(bench: _Bench, tokens: int, width: int) -> Numbers:
     return bench.graph(lambda: x + y, backward)
 
 
-def _tables(bench: _Bench, model: ModelSpec, tokens: int) -> tuple[Tensor, Tensor]:
+def _tables(bench: _TaskBench, model: ModelSpec, tokens: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(tokens, device=bench.device)
     return rope_tables(positions, inverse_frequencies(model, bench.device))
 
 
 def _end_tasks(
-    bench: _Bench, model: ModelSpec, tp: int, tokens: int, loss_chunk: int
+    bench: _TaskBench, model: ModelSpec, tp: int, tokens: int, loss_chunk: int
 ) -> list[Task]:
     vocab = model.padded_vocab_size // tp
     point = {"tokens": tokens, "hidden": model.hidden_size, "vocab": vocab}
@@ -294,7 +285,7 @@ def _end_tasks(
     ]
 
 
-def _embedding(bench: _Bench, tokens: int, hidden: int, vocab: int, tp: int) -> Numbers:
+def _embedding(bench: _TaskBench, tokens: int, hidden: int, vocab: int, tp: int) -> Numbers:
     """Under TP as `wlb.parallel.tensor` does it: foreign tokens look up an end row, times zero."""
     weight = bench.random(vocab, hidden, grad=True)
     generator = torch.Generator(bench.device).manual_seed(SEED)
@@ -309,7 +300,7 @@ def _embedding(bench: _Bench, tokens: int, hidden: int, vocab: int, tp: int) -> 
     return bench.gradients(forward, [weight], bench.random(tokens, hidden))
 
 
-def _head(bench: _Bench, tokens: int, hidden: int, vocab: int, loss_chunk: int) -> Numbers:
+def _head(bench: _TaskBench, tokens: int, hidden: int, vocab: int, loss_chunk: int) -> Numbers:
     x = bench.random(tokens, hidden, grad=True)
     weight = bench.random(vocab, hidden, scale=0.02, grad=True)
     generator = torch.Generator(bench.device).manual_seed(SEED)
@@ -321,7 +312,7 @@ def _head(bench: _Bench, tokens: int, hidden: int, vocab: int, loss_chunk: int) 
     return bench.gradients(forward, [x, weight], torch.ones((), device=bench.device))
 
 
-def _layer_task(bench: _Bench, model: ModelSpec, kind: str, tokens: int, tp: int) -> Task:
+def _layer_task(bench: _TaskBench, model: ModelSpec, kind: str, tokens: int, tp: int) -> Task:
     return Task(
         kind=kind,
         point={"tokens": tokens, "tp": tp},
@@ -342,7 +333,7 @@ class _PassThrough(torch.autograd.Function):
         return *grads, *ctx.gradients, None, None
 
 
-def _layer(bench: _Bench, model: ModelSpec, tokens: int) -> Numbers:
+def _layer(bench: _TaskBench, model: ModelSpec, tokens: int) -> Numbers:
     with torch.device(bench.device):
         layer = DecoderLayer(model, Ops()).to(bench.dtype)
     x, gradient = (bench.random(tokens, model.hidden_size, grad=g) for g in (True, False))

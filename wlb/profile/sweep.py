@@ -1,4 +1,4 @@
-"""What a sweep measures, in what order, on which device: `wlb profile`'s settings and run."""
+"""Decides what `wlb profile` measures on which device, and runs it in order."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,7 @@ from rich.progress import track
 
 from wlb.kernels.select import AUTO_ORDER, choose_backend
 from wlb.parallel import world as worlds
+from wlb.plan import UserError
 from wlb.profile.attention import (
     AttentionGrid,
     HeadLayout,
@@ -79,7 +80,7 @@ def settings_of(
     heads: Sequence[str],
     quick: bool,
 ) -> SweepSettings:
-    """ValueError for a backend that cannot compute here, or for bad head layouts.
+    """UserError for a backend that cannot compute here, or for bad head layouts.
 
     spec: the model, its TP degree and S_max. heads: further head layouts, as in "8:2x128".
     """
@@ -140,7 +141,7 @@ def _shape(text: str) -> Shape:
     match = re.fullmatch(r"(\d+)(?::(\d+))?x(\d+)", text)
     numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
     if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
-        raise ValueError(
+        raise UserError(
             f"--heads {text!r} is no head layout; give query heads, key heads if fewer, and head "
             f"size, as in 8x64 or 8:2x128"
         )
@@ -152,7 +153,7 @@ def _backends(
 ) -> list[str]:
     """Those that are there and compute heads of this size, in the order that `auto` prefers."""
     if asked is not None and asked not in AUTO_ORDER:
-        raise ValueError(f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)}")
+        raise UserError(f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)}")
     found: list[str] = []
     for name in AUTO_ORDER if asked is None else (AttentionBackend(asked),):
         try:

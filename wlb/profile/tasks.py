@@ -1,11 +1,9 @@
-"""Tasks of a sweep, and the file their results go to, so that an interrupted sweep goes on.
+"""Tasks of a sweep and the JSON-lines file of their records, so that a sweep can be resumed.
 
-A sweep is a list of tasks. Each measures one point and gives numbers; results are appended to a
-JSON-lines file as they come, under the task's key, and a later start skips what is there. The
-file's first line says what was being measured (device, versions, model, settings); another sweep's
-file is refused, not mixed in. Every start that measures something leaves a line of its own: when,
-by which command and commit, under which conditions. A point that runs out of memory is recorded as
-failed; the sweep goes on.
+Results are appended under their task's key; a later start skips them. The first line describes what
+is measured (device, versions, model, settings): the file of another sweep is refused. Every start
+that measures something appends its date, command, commit and conditions. A point that runs out of
+memory is recorded as failed and the sweep goes on.
 """
 
 import gc
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+
+from wlb.plan import UserError
 
 Numbers = dict[str, float]
 
@@ -55,7 +55,7 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Opens `path` to go on, or makes it. ValueError if it belongs to another sweep."""
+        """Opens `path` to go on, or makes it. UserError if it belongs to another sweep."""
         self.path = path
         self.records: dict[str, Record] = {}
         self.starts: list[dict[str, Any]] = []
@@ -77,14 +77,14 @@ class RecordFile:
         first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
         found = _loaded(first).get("header")
         if not isinstance(found, dict):
-            raise ValueError(f"{self.path} is not a file of sweep records; move it away")
+            raise UserError(f"{self.path} is not a file of sweep records; move it away")
         expected = json.loads(json.dumps(header))
         differing = [k for k in sorted({*found, *expected}) if found.get(k) != expected.get(k)]
         if differing:
             told = ", ".join(
                 f"{k}: {found.get(k)!r} there, {expected.get(k)!r} now" for k in differing
             )
-            raise ValueError(
+            raise UserError(
                 f"{self.path} holds the records of another sweep ({told}); remove it or give "
                 f"another --out"
             )
@@ -100,7 +100,7 @@ class RecordFile:
             try:
                 record = Record(**data)
             except TypeError:
-                raise ValueError(
+                raise UserError(
                     f"line {number} of {self.path} is no record of a sweep; remove it or the file"
                 ) from None
             self.records[_key(record.kind, record.point)] = record

@@ -1,20 +1,10 @@
-"""How long a call takes on a device, and how steady that is.
+"""Times calls on a device: median, 10th and 90th percentile of repeats.
 
-Before each call, outside the timed part, a buffer twice as large as L2 is written: in a layer,
-weights, rows and (on CPU) the operator's own code have left L2 by the time it is their turn again.
-Without that, a small model's operators on a CPU added up to 55 to 75 percent of their layer. A
-CPU's last-level cache is not flushed: it may hold a hundred MB, and training finds it warm.
-
-CPU: CPU time of the calling thread, so that waiting for a core costs nothing; exact only for work
-that stays in that thread (`pinned_threads`).
-
-CUDA: a pair of events around each call, on the current stream. Before it the device spins for as
-long as the host needs to issue the call, so that gaps between kernels that wait for the host do not
-count as device time; `Timing.host_ns` has the host's part. The host waits for the device only once,
-after the last repeat.
-
-Warm-up calls come first: lazy initialisation, allocator, autotuners. On CUDA the first timing also
-keeps the device busy for SETTLE_S, in which clocks leave their idle state.
+A buffer twice the size of L2 is written before each call, because training finds weights and rows
+outside L2. CPU: thread CPU time, exact for work in one thread (`pinned_threads`). CUDA: events
+around each call, after the device has spun for as long as the host needs to issue it, so that gaps
+waiting for the host do not count (`Timing.host_ns` has them). Warm-up covers lazy initialisation,
+allocator and autotuners; the first CUDA timing also waits SETTLE_S for clocks to rise.
 """
 
 import gc
@@ -29,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from wlb.plan import UserError
 from wlb.profile.device import cpu_l2_bytes
 
 Step = Callable[[Any], Any]
@@ -259,7 +250,7 @@ def make_timer(device: torch.device) -> KernelTimer:
         case "cuda":
             return CudaTimer(device)
         case other:
-            raise ValueError(f"device {other!r} has no timer; profile cpu or cuda")
+            raise UserError(f"device {other!r} has no timer; profile cpu or cuda")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Training steps on a cluster, simulated: pipeline, collectives, memory, whom to blame."""
+"""Simulates training steps on a cluster: pipeline, collectives, memory, critical path."""
 
 from wlb.simulate.critical import CriticalPath, Event, critical_path
 from wlb.simulate.graph import Graph, Node, NodeKind

@@ -1,8 +1,8 @@
-"""The chain of events that a step's time is made of, and whom to blame for it.
+"""The critical path of a step: the chain of events whose durations add up to the step's time.
 
-From the step's end back to its start, each event is what the next one waited for, so the durations
-add up to the step's time. A pass is divided into attention that an even CP group would take, what
-its slowest rank takes longer, and the terms of the linear part.
+The path is followed from the step's end to its start; each event is the one that the next waited
+for. A pass divides into attention of an even CP group, what the slowest CP rank adds, and the terms
+of its linear part.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,8 +21,8 @@ CP_IMBALANCE = "attention, slowest CP rank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """node: what happened, on `pipeline`. terms_s: its duration by term. cp_rank: the slowest one,
-    of a pass with attention, else -1."""
+    """A node's run on `pipeline`. terms_s: its duration by term. cp_rank: the slowest CP rank of a
+    pass with attention, else -1."""
 
     node: Node
     pipeline: int
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalPath:
-    """Events in time order, without those that take no time."""
+    """Events in the order of time; those without a duration are left out."""
 
     events: tuple[Event, ...]
     step_time_s: float
@@ -70,14 +70,14 @@ class CriticalPath:
 
     @property
     def main_pipeline(self) -> int:
-        """That most time of its passes is spent on; 0 where it has none."""
+        """The pipeline with most pass time on the path; 0 without passes."""
         seconds: dict[int, float] = {}
         for (pipeline, _), s in self.by_rank.items():
             seconds[pipeline] = seconds.get(pipeline, 0.0) + s
         return max(seconds, key=lambda pipeline: seconds[pipeline], default=0)
 
     def describe(self) -> tuple[str, ...]:
-        """What took the time, in words."""
+        """The slowest micro-batch, its longest event and the largest terms, as lines of text."""
         lines: list[str] = []
         total = self.step_time_s
         if self.by_micro_batch:
@@ -112,7 +112,7 @@ def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
 
 
 def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) -> Event:
-    """When the graph's node `index` runs, and what its time is made of."""
+    """The times of the graph's node `index` and its duration by term."""
     node = simulation.simulator.graph.nodes[index]
     stop, duration = (
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)

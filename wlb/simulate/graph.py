@@ -1,10 +1,8 @@
-"""The events of a pipeline's step and what each waits for: a directed graph, made once a layout.
+"""The events of a pipeline's step as a directed graph, built once for a layout.
 
-A rank's program (`wlb.simulate.program`) is a list of passes, messages posted and awaited, and
-collectives over the data-parallel axis. Here it becomes nodes in topological order, so that a step
-is priced by one walk, for any number of steps and pipelines at a time: a node starts when all its
-predecessors have ended. Nodes that are `joint` start on all pipelines together, when the last one
-is ready.
+Nodes are passes, messages and collectives over the data-parallel axis, in topological order; a node
+starts when all its predecessors have ended. One walk over the nodes gives the times of any number
+of steps and pipelines. Collectives start on all pipelines together, when the last one is ready.
 """
 
 from collections.abc import Sequence
@@ -42,8 +40,8 @@ JOINT = (
 
 
 class Node(NamedTuple):
-    """rank: of the pipeline; the receiver's, of a message. action: what a pass is, or the pass that
-    a message comes from. stage, rank: -1 where there is none."""
+    """An event. rank: pipeline rank, a message's receiver. stage, rank: -1 where all ranks take
+    part. action: the pass, or the pass whose output a message carries."""
 
     kind: NodeKind
     rank: int
@@ -95,7 +93,7 @@ class Graph:
         while before := self.predecessors[node]:
             if is_joint(self.nodes[node]):
                 pipeline = int(last[list(before)].max(axis=0).argmax())
-            # Of predecessors that end together, a pass says more than what waited for it.
+            # Ties go to the longer predecessor: a pass explains more than what waited for it.
             node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))
             path.append((node, pipeline))
         return path[::-1]
@@ -120,7 +118,7 @@ def sorted_graph(
             followers[j].append(i)
     ready = [i for i, count in enumerate(waiting) if count == 0]
     order: list[int] = []
-    for i in ready:  # grows as it is read
+    for i in ready:  # the list grows while it is read
         order.append(i)
         for j in followers[i]:
             waiting[j] -= 1

@@ -1,8 +1,8 @@
-"""Most activations that a pipeline rank holds at once, from the order of its passes.
+"""Peak activations of a pipeline rank, from the order of its passes.
 
-Forward keeps a stage's activations and its output; backward frees both. Where backward is split,
-the inputs' pass frees them as well and leaves what the weights' pass needs: inputs of linear
-layers and gradients of their outputs, as large as what forward keeps without recompute.
+Forward keeps a stage's activations and its output; backward frees both. With a split backward, the
+inputs' pass frees them and leaves the inputs of linear layers and the gradients of their outputs
+for the weights' pass: as many bytes as forward keeps without recompute.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from wlb.spec import RunSpec
 
 
 class PassBytes(NamedTuple):
-    """Of a pass of each micro-batch, [..., n]. kept: in a layer, by forward for backward. output:
-    of a stage. waiting: in a layer, left by the inputs' pass for the weights'."""
+    """Bytes by micro-batch, [..., n]. kept: activations of a layer that forward keeps. output: of a
+    stage. waiting: what the inputs' pass of a layer leaves for the weights' pass."""
 
     kept: IntArray
     output: IntArray
@@ -27,7 +27,7 @@ class PassBytes(NamedTuple):
 
 
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
-    """tokens: of micro-batches, all CP ranks, shape [..., n]."""
+    """Bytes of passes; tokens: of micro-batches on all CP ranks, shape [..., n]."""
     return PassBytes(
         kept=_by_length(layer_activation_bytes, spec, tokens),
         output=_by_length(stage_output_bytes, spec, tokens),
@@ -44,7 +44,7 @@ def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) ->
 def peak_activation_bytes(
     order: Sequence[Action], passes: PassBytes, layers: Sequence[int]
 ) -> IntArray:
-    """Most bytes held at once by a rank with this order, shape [...]; layers: of every stage."""
+    """Peak bytes of a rank with this order of passes, shape [...]; layers: by stage."""
     kept, output, waiting = passes
     none = np.zeros_like(output)
     in_layer, in_stage = (
@@ -65,6 +65,6 @@ def peak_activation_bytes(
 
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
-    """What a rank needs besides activations and outputs; longest: most tokens of a micro-batch."""
+    """Bytes of a rank without activations and stage outputs; longest: tokens of a micro-batch."""
     estimate = memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=longest)
     return estimate.total_bytes - estimate.activations_bytes - estimate.boundaries_bytes

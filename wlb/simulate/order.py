@@ -1,26 +1,21 @@
-"""In which order a pipeline rank runs its passes: 1F1B, interleaved 1F1B, interleaved zero-bubble.
+"""The order of a pipeline rank's passes: 1F1B, interleaved 1F1B, interleaved zero-bubble.
 
-With interleaving, micro-batches go round in groups of m = n / rounds, rounds = max(1, n // pp). A
-rank has v stages (chunks): rank + c * pp. Its k-th forward pass is micro-batch
-(k // (m v)) m + k % m on chunk (k // m) % v; its k-th backward pass the same micro-batch on chunk
-v - 1 - (k // m) % v. Interleaved 1F1B (Narayanan et al., 2021) warms up with
-(v - 1) m + 2 (pp - 1 - rank) forward passes, then alternates; 1F1B is the case of v = 1 and any
-n >= pp with half that warm-up. Zero-bubble (ZB1P, Qi et al., 2023) also warms up with half; a
-backward pass is split into that of inputs (I), at once, and that of weights (W),
-`rank * weight_delay` passes later: 1 is ZB1P, more fills the end of the step, where later ranks
-wait for earlier ones, where attention makes the weights' passes short. Equal to torch's
-`pipeline_order` with its idle slots left out, which its runtime does not wait for either
-(tests/simulate/test_order.py).
+Interleaving runs micro-batches in groups of m = n / max(1, n // pp) over v chunks: the k-th forward
+pass is micro-batch (k // (m v)) m + k % m on chunk (k // m) % v, backward on chunk v - 1 - that.
+Interleaved 1F1B (Narayanan et al., 2021) warms up with (v - 1) m + 2 (pp - 1 - rank) passes;
+zero-bubble (ZB1P, Qi et al., 2023) halves the hops and runs the weights' pass `rank * weight_delay`
+passes after the inputs'. Equal to torch's `pipeline_order` without its idle slots (tests).
 """
 
 from enum import StrEnum
 from typing import NamedTuple
 
+from wlb.plan import UserError
 from wlb.spec import Schedule
 
 
 class PassKind(StrEnum):
-    """A pass of one micro-batch through one stage; named as torch's schedules name them."""
+    """Kinds of passes of a micro-batch through a stage, by the names of torch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -55,7 +50,7 @@ def pipeline_order(
     num_micro_batches: int,
     weight_delay: int = 1,
 ) -> Order:
-    """Every rank's passes; ValueError where a schedule has no order for these numbers."""
+    """Every rank's passes; UserError where a schedule has no order for these numbers."""
     n, v = num_micro_batches, virtual_stages
     for name, value in (
         ("pp", pp),
@@ -64,22 +59,22 @@ def pipeline_order(
         ("weight_delay", weight_delay),
     ):
         if value < 1:
-            raise ValueError(f"{name} = {value} must be at least 1")
+            raise UserError(f"{name} = {value} must be at least 1")
     if pp == 1:
         return (_one_rank(n),)
     if schedule == Schedule.ONE_F_ONE_B and v != 1:
-        raise ValueError(f"1f1b has one stage a rank, got virtual_stages = {v}")
+        raise UserError(f"1f1b has one stage a rank, got virtual_stages = {v}")
     if not schedule.takes(n, pp):
         if schedule == Schedule.ONE_F_ONE_B:
-            raise ValueError(f"1f1b needs at least pp = {pp} micro-batches a pipeline, got {n}")
-        raise ValueError(
+            raise UserError(f"1f1b needs at least pp = {pp} micro-batches a pipeline, got {n}")
+        raise UserError(
             f"{n} micro-batches a pipeline do not divide into {n // pp} equal rounds over pp = {pp}"
         )
     return tuple(_rank_order(schedule, rank, pp, v, n, weight_delay) for rank in range(pp))
 
 
 def _one_rank(n: int) -> tuple[Action, ...]:
-    """No pipeline: one micro-batch after the other."""
+    """Without a pipeline, micro-batches run one after the other."""
     return tuple(
         Action(0, kind, i) for i in range(n) for kind in (PassKind.FORWARD, PassKind.BACKWARD)
     )

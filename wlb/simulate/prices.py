@@ -1,11 +1,9 @@
-"""What every pass of a step takes: each micro-batch on each stage and context-parallel rank.
+"""Durations of every pass of a step, by micro-batch, stage and context-parallel rank.
 
-Attention is the predicted latency of each rank's own spans (`wlb.cost.kernels_ns`), without
-CP's collectives; the rest of a layer is linear in a micro-batch's rows, padding included, plus what
-a micro-batch costs whatever it holds. The CP group meets in every layer, at the gather of keys and
-values forward and at the reduction of their gradients backward, so a pass takes its slowest rank's
-attention; TP ranks do equal work. Embedding belongs to the first stage, head and loss (both passes
-of it) to the last one's forward pass, each with its TP collectives.
+Attention is the predicted time of each CP rank's own spans (`wlb.cost.kernels_ns`); a pass takes
+its slowest CP rank's, because the CP group meets in every layer. All other work of a layer is
+linear in a micro-batch's rows (padding included) plus a constant, and equal on all TP ranks. The
+first stage adds the embedding; the last adds head and loss, both passes of it in its forward pass.
 """
 
 from collections.abc import Sequence
@@ -24,11 +22,10 @@ from wlb.spec import ParallelSpec, RunSpec
 
 FloatArray = npt.NDArray[np.float64]
 CALLS = "calls"
-"""Launches, and what collectives take whatever they carry."""
+"""Term of kernel launches and of the latency of collectives."""
 
-
-_OF_STEPS = ("tokens", "attention_forward_ns", "attention_backward_ns")
-"""Fields of `StepPrices` that have steps first."""
+_STEP_FIELDS = ("tokens", "attention_forward_ns", "attention_backward_ns")
+"""Fields of `StepPrices` whose first axis is the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,13 +38,13 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPrices:
-    """ns a token of a micro-batch and ns a micro-batch, by term, of one stage's layers or ends."""
+    """Prices by term: ns for each token of a micro-batch, and ns for each micro-batch."""
 
     per_token: dict[str, float]
     per_call: dict[str, float]
 
     def times(self, layers: int) -> "TermPrices":
-        """Of so many layers, where these are of one."""
+        """Prices of `layers` layers from those of one."""
         return TermPrices(
             per_token={name: ns * layers for name, ns in self.per_token.items()},
             per_call={name: ns * layers for name, ns in self.per_call.items()},
@@ -64,12 +61,11 @@ class TermPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPrices:
-    """Of a number of steps; tokens are rows of all CP ranks, padding included.
+    """Prices of the passes of some steps.
 
-    tokens: [steps, dp, n]. attention_*_ns: of one layer, each CP rank, [steps, dp, n, cp]. linear:
-    the rest of one layer's passes, by kind (all but attention's kernels); ends: what the first and
-    the last stage have besides, by (kind, is last). message: inside a node and between. layers: of
-    every stage.
+    tokens: rows of all CP ranks, padding included, [steps, dp, n]. attention_*_ns: kernels of one
+    layer on each CP rank, [steps, dp, n, cp]. linear: all other work of one layer, by kind of pass.
+    ends: embedding and head, by (kind, is last stage). message: by scope. layers: by stage.
     """
 
     tokens: IntArray
@@ -86,8 +82,8 @@ class StepPrices:
         steps, dp, n, cp = self.attention_forward_ns.shape
         return steps, dp, n, cp
 
-    def alike(self, stage: int) -> tuple[int, bool, bool]:
-        """What a stage's passes depend on: layers, whether it is the first and the last."""
+    def stage_key(self, stage: int) -> tuple[int, bool, bool]:
+        """(layers, is first, is last): stages with equal keys have equal prices."""
         return self.layers[stage], stage == 0, stage == len(self.layers) - 1
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
@@ -101,32 +97,32 @@ class StepPrices:
                 return self.attention_backward_ns * self.layers[stage]
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
-        """All that passes of a stage have besides attention: of one kind, or of all."""
-        layers, is_first, is_last = self.alike(stage)
+        """Prices of a stage's passes without attention's kernels, of one kind (None: of all)."""
+        layers, is_first, is_last = self.stage_key(stage)
         kinds = list(self.linear) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
         of_layers = [self.linear[k].times(layers) for k in kinds if layers]
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
-        """All of a pass but attention's kernels, [steps, dp, n]."""
+        """Time of a pass without attention's kernels, [steps, dp, n]."""
         out = np.zeros(self.tokens.shape)
         for terms in self.terms(stage, kind):
-            out += _of(terms, self.tokens)
+            out += _pass_ns(terms, self.tokens)
         return out
 
     def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """[steps, dp, n]: the slowest CP rank's time."""
+        """Time of a pass on its slowest CP rank, [steps, dp, n]."""
         linear = self.linear_ns(kind, stage)
         return np.rint(self.attention_ns(kind, stage).max(axis=3) + linear).astype(np.int64)
 
     def message_ns(self, scope: Scope) -> IntArray:
         """[steps, dp, n]."""
-        return np.rint(_of(self.message[scope], self.tokens)).astype(np.int64)
+        return np.rint(_pass_ns(self.message[scope], self.tokens)).astype(np.int64)
 
     def balanced(self) -> "StepPrices":
-        """The same work with every micro-batch and CP rank at its step's mean: the bound of perfect
-        balance. Tokens, schedule, collectives and constant costs stay."""
+        """Equal work with every micro-batch and CP rank at its step's mean: the bound of perfect
+        balance. Schedule, collectives and constant costs stay."""
 
         def evened(x: IntArray, axes: tuple[int, ...]) -> IntArray:
             return np.broadcast_to(np.rint(x.mean(axis=axes, keepdims=True)), x.shape).astype(
@@ -141,21 +137,21 @@ class StepPrices:
         )
 
     def select(self, steps: slice) -> "StepPrices":
-        """Some of the steps."""
-        changed: dict[str, Any] = {name: getattr(self, name)[steps] for name in _OF_STEPS}
+        """Prices of some of the steps."""
+        changed: dict[str, Any] = {name: getattr(self, name)[steps] for name in _STEP_FIELDS}
         return replace(self, **changed)
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
-    """Several runs of steps of one layout as one."""
+    """Concatenates the steps of several prices of one layout."""
     changed: dict[str, Any] = {
-        name: np.concatenate([getattr(p, name) for p in prices]) for name in _OF_STEPS
+        name: np.concatenate([getattr(p, name) for p in prices]) for name in _STEP_FIELDS
     }
     return replace(prices[0], **changed)
 
 
 def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
-    """Prices of all passes of `steps` (at least one)."""
+    """Prices of all passes of `steps`, at least one."""
     dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     shape = (len(steps), dp, n)
     plans = [s for step in steps for pipeline in step.pipelines for s in pipeline.shardings]
@@ -185,7 +181,7 @@ def prices_of(
     forward_ns: IntArray,
     backward_ns: IntArray,
 ) -> StepPrices:
-    """Prices from tokens [steps, dp, n] and attention of `cost`'s layers [..., cp]."""
+    """Prices from tokens [steps, dp, n] and attention of all of `cost`'s layers, [..., cp]."""
     return StepPrices(
         tokens=tokens,
         attention_forward_ns=forward_ns // cost.num_layers_per_rank,
@@ -198,7 +194,7 @@ def prices_of(
 
 
 def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[PassKind, TermPrices]:
-    """One layer's linear part of each kind of pass that the schedule has."""
+    """The linear part of one layer, by the kinds of passes that the schedule has."""
     layers = cost.num_layers_per_rank
 
     def of_pass(suffix: str, call_ns: float) -> TermPrices:
@@ -255,7 +251,7 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]
 def _end(
     cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
 ) -> TermPrices:
-    """With TP's collectives, which have nothing to hide behind here."""
+    """Adds TP's collectives, which nothing hides at the ends of the model."""
     tp = cost.parallel.tp
     if tp == 1:
         return TermPrices(per_token=per_token, per_call={})
@@ -268,7 +264,7 @@ def _end(
 
 
 def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, TermPrices]:
-    """Activations, or their gradients, to a neighbour stage: each TP rank sends its rows."""
+    """Prices of sending activations or their gradients to a neighbour; TP ranks send their rows."""
     parallel, profile = spec.parallel, cost.profile
     size = spec.model.hidden_size * DTYPE_BYTES[profile.dtype] / (parallel.tp * parallel.cp)
     out: dict[Scope, TermPrices] = {}
@@ -282,12 +278,12 @@ def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, TermPric
 
 
 def message_scope(parallel: ParallelSpec, sender: int, receiver: int, *, node: int) -> Scope:
-    """Whether two pipeline ranks are inside one node, of `node` ranks."""
+    """Scope of a message between two pipeline ranks; node: ranks of a node."""
     first, last = sorted((sender, receiver))
     group = parallel.tp * parallel.cp
     is_inside = first * group // node == ((last + 1) * group - 1) // node
     return Scope.INTRA_NODE if is_inside else Scope.INTER_NODE
 
 
-def _of(terms: TermPrices, tokens: IntArray) -> FloatArray:
+def _pass_ns(terms: TermPrices, tokens: IntArray) -> FloatArray:
     return tokens.astype(np.float64) * terms.token_ns + terms.call_ns

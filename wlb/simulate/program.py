@@ -1,22 +1,8 @@
-"""What each pipeline rank does besides its passes, as the executor does it, and the graph of it.
+"""Programs of pipeline ranks, as the executor runs them, and the graph made of them.
 
-Messages: interleaved schedules post a send after a pass and the peer's receive at that place of the
-peer's list, and wait for a receive when its pass begins, never for a send (torch's
-`_PipelineScheduleRuntime`). 1F1B posts by hand: a send of one direction and a receive of the other
-go together, and it waits for both, so for the peer too (`Schedule1F1B`). A message moves once both
-sides have posted it.
-
-Parameters (FSDP2 over dp x cp): interleaved schedules post the gathers of the next three stages
-that will be needed before each pass and drop others; in 1F1B and without a pipeline, layers are
-gathered one ahead of the other, so that the first pass waits for the first layer and what follows
-it for the rest. Gathers of a rank go one after the other. A stage's gradients are reduced when its
-last backward has run and its message is posted, in 1F1B when all sends are over, and the rank waits
-for it; without a pipeline all layers' but the first one's during the last backward. At the end all
-ranks meet for the gradient norm, run the optimiser, and do what nothing here explains
-(`cluster.overhead`).
-
-Programs of interleaved schedules are torch's own, action for action
-(tests/simulate/test_program.py).
+A program lists a rank's passes with its sends, receives, waits, FSDP gathers and reductions; what
+each schedule does is described in wlb/simulate/README.md. Programs of interleaved schedules equal
+torch's lowered ones, action for action (tests/simulate/test_program.py).
 """
 
 from collections import deque
@@ -49,25 +35,25 @@ class Await(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Asynchronous; passes of the stage wait for it."""
+    """Starts gathering a stage's parameters; passes of the stage wait for it."""
 
     stage: int
 
 
 class Prefetch(NamedTuple):
-    """The layers of a stage after its first, while the first is computed; then it is awaited."""
+    """Gathers the layers after a stage's first while the first computes; awaited after that."""
 
     stage: int
 
 
 class Drop(NamedTuple):
-    """A stage's gathered parameters; takes no time."""
+    """Frees a stage's gathered parameters; takes no time."""
 
     stage: int
 
 
 class ReduceAhead(NamedTuple):
-    """A stage's gradients but its first layer's, while the next pass runs; then it is awaited."""
+    """Reduces gradients of all layers but a stage's first during the next pass; then awaited."""
 
     stage: int
 
@@ -89,10 +75,7 @@ def step_graph(
     has_fsdp: bool,
     weight_delay: int = 1,
 ) -> tuple[Order, Graph]:
-    """The passes of every rank, and the graph of a step.
-
-    has_fsdp: whether parameters are gathered and gradients reduced over other ranks.
-    """
+    """The passes of every rank and the graph of a step; has_fsdp: parameters are sharded."""
     order = pipeline_order(
         schedule,
         pp=pp,
@@ -104,7 +87,7 @@ def step_graph(
 
 
 def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
-    """What each rank does to run its passes of `order`, up to the gradient norm."""
+    """Each rank's program for its passes of `order`, up to the gradient norm."""
     pp = len(order)
     if looks_ahead(schedule, pp=pp):
         programs = _posted_early([list(_with_stages_ahead(passes)) for passes in order])
@@ -126,12 +109,12 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
 
 
 def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
-    """Whether whole stages are gathered ahead, else the layers of a rank's only one."""
+    """Whether whole stages are gathered ahead, rather than layers of a rank's only stage."""
     return pp > 1 and schedule != Schedule.ONE_F_ONE_B
 
 
 def _input_of(action: Action, num_stages: int) -> Action | None:
-    """The pass on another rank whose output this pass waits for, as the message's name."""
+    """The message that this pass waits for, named by the pass on another rank that sends it."""
     stage, kind, i = action
     if kind == PassKind.FORWARD and stage > 0:
         return Action(stage - 1, PassKind.FORWARD, i)
@@ -150,9 +133,8 @@ def _output_of(action: Action, num_stages: int) -> tuple[Action, int] | None:
 
 
 def _posted_early(programs: Sequence[Program]) -> list[Program]:
-    """`programs` with messages. Ranks take turns, in rank order, at their next instruction; one
-    whose input nobody has sent skips its turn. A pass's send and the peer's receive are written
-    down at once."""
+    """Adds messages to `programs`. Ranks take turns in rank order; a rank whose next input is not
+    sent yet skips its turn. A pass's send and the peer's receive are added at the same time."""
     pp = len(programs)
     num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
     out: list[Program] = [[] for _ in programs]
@@ -180,7 +162,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """What is written down for an instruction; nothing while its input is not sent."""
+    """The instruction with its wait; nothing while its input is not sent."""
     if not isinstance(instruction, RunPass):
         return [instruction]
     needed = _input_of(instruction.action, num_stages)
@@ -191,14 +173,14 @@ def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Prog
 
 @dataclass(slots=True, kw_only=True)
 class _OneFOneB:
-    """One stage a rank; `Schedule1F1B` as it runs."""
+    """The program of one rank under torch's `Schedule1F1B`, one stage a rank."""
 
     rank: int
     pp: int
     n: int
     out: list[Instruction] = field(default_factory=list[Instruction])
     unfinished: list[Action] = field(default_factory=list[Action])
-    """Sends posted and not waited for."""
+    """Sends that are posted and not awaited yet."""
 
     def program(self) -> Program:
         warmup = min(self.n, self.pp - self.rank)
@@ -238,7 +220,7 @@ class _OneFOneB:
         return None if output is None else output[0]
 
     def exchange(self, send: Action | None, receive: Action | None) -> None:
-        """Both directions are posted together and waited for."""
+        """Posts both directions together and waits for both."""
         if send is not None:
             self.out.append(Send(send))
         if receive is not None:
@@ -256,7 +238,7 @@ class _OneFOneB:
 
 
 def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
-    """A rank's passes with the collectives of torch's pipeline runtime."""
+    """A rank's passes with the FSDP collectives of torch's pipeline runtime."""
     last = {a.stage: k for k, a in enumerate(passes) if a.kind != PassKind.BACKWARD_INPUT}
     active: list[int] = []
     for k, action in enumerate(passes):
@@ -271,13 +253,13 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
-    """The program of a rank with one stage, with FSDP's own gathers and a reduction at the end."""
+    """A single-stage rank's program with FSDP's own gathers and a reduction at the end."""
     first = next(k for k, i in enumerate(program) if isinstance(i, RunPass))
     return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
 
 
 def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
-    """The first `count` different stages of what is to come."""
+    """The first `count` distinct stages of `passes`."""
     out: list[int] = []
     for action in passes:
         if action.stage not in out:
@@ -289,7 +271,7 @@ def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Nodes and what they wait for, while programs are read."""
+    """Collects nodes and their predecessors while programs are read."""
 
     nodes: list[Node] = field(default_factory=list[Node])
     before: list[set[int]] = field(default_factory=list[set[int]])
@@ -320,11 +302,11 @@ def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
 
 
 def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]:
-    """Nodes of one rank's program; what has to be over at its end."""
-    point: set[int] = set()  # what has to be over for the program to have come here
+    """Adds the nodes of one rank's program; returns the nodes that end it."""
+    point: set[int] = set()  # nodes that have ended when the program gets here
     gathered: dict[int, int] = {}
-    channel: set[int] = set()  # the last gather
-    hidden: set[int] = set()  # behind the next pass
+    channel: set[int] = set()  # the last FSDP collective: they run one after the other
+    hidden: set[int] = set()  # collectives that run during the next pass
     for instruction in program:
         match instruction:
             case RunPass(action):

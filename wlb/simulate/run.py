@@ -1,7 +1,7 @@
-"""A run of many steps: the same global batches through planner and simulator, to their end.
+"""Simulates whole runs: planner and simulator over the same global batches, to their end.
 
-Everything that came in is trained: what a policy holds back is flushed at the end of the batches,
-and the flush counts, so that withholding outliers cannot look like speed.
+What a policy holds back is flushed after the last batch and the flush counts, so that delaying
+outliers cannot look like speed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,20 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.cost import ProfiledWorkload, document_flops
+from wlb.cost.memory import GIB
 from wlb.data import ListedBatches
-from wlb.plan import GlobalBatch, IntArray, StepMetrics, StepPlan
+from wlb.plan import GlobalBatch, IntArray, StepMetrics, StepPlan, UserError
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
 from wlb.simulate.step import CHUNK, Simulation, Simulator
 from wlb.spec import RunSpec
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSimulation:
-    """Steps of one run. step_time_s, tokens: [steps]. bubble: mean of pipelines, [steps, pp].
-    peak_memory_bytes: [steps, pp]. model_flops: of all documents trained, forward and backward."""
+    """The simulated steps of one run. step_time_s, tokens: [steps]. bubble: mean over pipelines,
+    [steps, pp]. peak_memory_bytes: [steps, pp]. model_flops: of all documents, both passes."""
 
     label: str
     simulator: Simulator
@@ -47,33 +46,33 @@ class RunSimulation:
         return float(self.tokens.sum()) / self.time_s
 
     def mfu(self, *, peak_tflops: float) -> float:
-        """Model FLOPs (attention of the documents, not of windows) over what GPUs could do."""
+        """Model FLOPs of the documents (not of full windows) over the GPUs' peak."""
         gpus = self.simulator.spec.parallel.world_size
         return self.model_flops / self.time_s / (gpus * peak_tflops * 1e12)
 
     @property
     def mean_delay(self) -> float:
-        """Steps, a token."""
+        """Steps that a token waits on average."""
         delays = [m.mean_delay * m.num_tokens for m in self.metrics]
         return float(sum(delays) / max(1, int(self.tokens.sum())))
 
     @property
     def imbalance(self) -> float:
-        """Time-weighted, of predicted forward and backward: sum of slowest over sum of means."""
+        """Time-weighted: sum of the slowest micro-batches' predicted work over sum of means."""
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
 
     @property
     def mean_bubble(self) -> float:
-        """Time-weighted, all pipeline ranks."""
+        """Time-weighted mean bubble of all pipeline ranks."""
         return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
     def balanced_time_s(self) -> float:
-        """What these steps would take with every micro-batch and CP rank at its step's mean."""
+        """Seconds of these steps under perfect balance (`StepPrices.balanced`)."""
         return self.simulator.total_s(self.prices, StepPrices.balanced)
 
     def to_json(self) -> dict[str, Any]:
-        """Totals and per-step times, plain JSON values."""
+        """Totals and step times as plain JSON values."""
         return {
             "label": self.label,
             "steps": int(self.step_time_s.size),
@@ -95,7 +94,7 @@ def sharded_steps(
     most: int | None = None,
     plans: Iterable[StepPlan] | None = None,
 ) -> Iterator[ShardedStep]:
-    """Plans (given ones, or to the end of the planner's source) with the spans of all pipelines."""
+    """Shards `plans` (None: all of the planner's), at most `most`, for all pipelines."""
     for plan in islice(planner.steps() if plans is None else plans, most):
         pipelines = tuple(planner.shard(plan, pipeline) for pipeline in range(dp))
         yield ShardedStep(plan=plan, pipelines=pipelines)
@@ -114,9 +113,9 @@ def simulate_run(
     label: str = "",
     steps: Iterable[ShardedStep] | None = None,
 ) -> RunSimulation:
-    """All steps that `batches` make, flush included; `spec.parallel.dp` must be filled in.
+    """Simulates all steps made of `batches`, flush included; `spec.parallel.dp` must be set.
 
-    steps: what the run's planner makes of `batches`, where that is known already.
+    steps: the sharded steps, where they are known already.
     """
     simulator = Simulator(spec=spec, cost=cost)
     if steps is None:
@@ -130,7 +129,7 @@ def simulate_run(
         plans += [step.plan for step in chunk]
         metrics += parts[-1].metrics(chunk)
     if not parts:
-        raise ValueError("no global batch was given; there is nothing to simulate")
+        raise UserError("no global batch was given; there is nothing to simulate")
     return collected(parts, plans, tuple(metrics), label=label)
 
 
@@ -141,7 +140,7 @@ def collected(
     *,
     label: str = "",
 ) -> RunSimulation:
-    """One run from simulations of its steps in turn; plans, metrics: of all steps."""
+    """Joins simulations of consecutive steps into one run; plans, metrics: of all steps."""
     simulator = parts[0].simulator
     lengths = np.concatenate([plan.packing.attended for plan in plans])
     return RunSimulation(
@@ -158,7 +157,7 @@ def collected(
 
 
 def check_memory(run: RunSimulation) -> None:
-    """ValueError where a rank needs more than `cluster.memory_gib`, with the rank and the bytes."""
+    """Raises UserError, naming rank and bytes, where a rank exceeds `cluster.memory_gib`."""
     spec = run.simulator.spec
     limit = int(spec.cluster.memory_gib * GIB)
     step, rank = np.unravel_index(int(run.peak_memory_bytes.argmax()), run.peak_memory_bytes.shape)
@@ -166,7 +165,7 @@ def check_memory(run: RunSimulation) -> None:
     if most <= limit:
         return
     stages = spec.stages_of(int(rank))
-    raise ValueError(
+    raise UserError(
         f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs "
         f"{most:,} bytes ({most / GIB:.1f} GiB) in step {step}, more than cluster.memory_gib = "
         f"{spec.cluster.memory_gib:g}; lower packing.s_max or packing.step_tokens (or set "

@@ -1,10 +1,9 @@
-"""What a step costs once, whatever is in it: sharded parameters, the gradient norm, AdamW.
+"""Costs of a step that do not depend on its documents: FSDP collectives, gradient norm, AdamW.
 
-Parameters are gathered in the compute dtype and gradients reduced in float32 over dp x cp ranks
-(FSDP2), a collective a layer; what a stage has besides (embedding, head) is counted among them. The
-norm is one all-reduce of a few bytes over all ranks, after reading the gradients. AdamW reads
-weight, two moments and gradient and writes the first three, in float32, of this rank's shard: bound
-by memory, priced as the residual addition is.
+Parameters are gathered in the compute dtype and gradients reduced in float32 over dp x cp ranks,
+one collective a layer (FSDP2); embedding and head count among the layers of their stage. The norm
+reads the gradients and all-reduces a few bytes. AdamW is bound by memory: it reads weight, two
+moments and gradient and writes the first three, priced as the residual addition is.
 """
 
 from dataclasses import dataclass
@@ -13,18 +12,19 @@ from wlb.cost import Collective, CollectiveCost, Elementwise, ProfiledWorkload
 from wlb.cost.linear import GRADIENT_BYTES
 from wlb.cost.memory import stage_parameters
 from wlb.cost.profile import DTYPE_BYTES
+from wlb.plan import UserError
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.program import looks_ahead
 from wlb.spec import ParallelSpec, RunSpec
 
 ADAMW_VALUES, NORM_VALUES = 7, 1
-"""float32 values moved for one parameter."""
+"""float32 values read and written for one parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """ns of each; gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank. gather_parts,
-    reduce_parts: by stage, where layers hide behind each other's passes how many they are, else 1.
+    """Durations in ns. gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank.
+    gather_parts, reduce_parts: layers of a stage where all but one hide behind passes, else 1.
     """
 
     gather_ns: tuple[int, ...]
@@ -50,12 +50,12 @@ class ShardCosts:
 
 
 def has_fsdp(spec: RunSpec) -> bool:
-    """Whether parameters are sharded over other ranks."""
+    """Whether parameters are sharded over several ranks."""
     return spec.parallel.cp * max(1, spec.parallel.dp) > 1
 
 
 def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
-    """Prices for a layout; ValueError for options of [fsdp] that have no price."""
+    """Prices for a layout; UserError for options of [fsdp] that have no price."""
     _refuse_unpriced(spec)
     parallel, profile = spec.parallel, cost.profile
     ranks = parallel.cp * max(1, parallel.dp)
@@ -96,7 +96,7 @@ def _refuse_unpriced(spec: RunSpec) -> None:
         ("reshard_after_forward", spec.fsdp.reshard_after_forward, False),
     ):
         if value != plain:
-            raise ValueError(
+            raise UserError(
                 f"fsdp.{name} = {str(value).lower()} is not simulated: parameters are priced as "
                 f"gathered once a step over all of dp x cp; set fsdp.{name} = "
                 f"{0 if name == 'shard_size' else 'false'} here"
@@ -104,7 +104,7 @@ def _refuse_unpriced(spec: RunSpec) -> None:
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int) -> int:
-    """Over how many consecutive ranks the FSDP group lies as densely as it does in a node.
+    """Number of consecutive ranks over which the FSDP group is as dense as inside a node.
 
     Its cp ranks are a tp group apart, its dp parts a pipeline: where a node holds several stages,
     or part of one, only the ranks of one stage are members.

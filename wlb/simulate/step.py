@@ -1,7 +1,7 @@
-"""Simulator: what a step takes, on every rank, before anyone pays for it.
+"""The simulator of training steps: prices a layout's graph and walks it, many steps at once.
 
-A layout's graph is made once; steps are then priced and walked together. Nothing here is measured:
-all times follow from the kernel profile. What it leaves out is in wlb/simulate/README.md.
+All times follow from the kernel profile; nothing is measured. wlb/simulate/README.md lists what the
+model leaves out.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.cost import ProfiledWorkload
-from wlb.plan import IntArray, StepMetrics
+from wlb.plan import IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
 from wlb.simulate.memory import pass_bytes, peak_activation_bytes, rest_bytes
 from wlb.simulate.order import Order, PassKind
@@ -30,7 +30,7 @@ from wlb.spec import RunSpec, check
 FloatArray = npt.NDArray[np.float64]
 COMMUNICATION = ("tp_comm", "cp_comm")
 CHUNK = 64
-"""Steps that are walked together: enough to hide the walk's own cost, few enough for memory."""
+"""Steps that one walk of the graph takes: its overhead is then small, and so is its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,11 +46,11 @@ class Simulator:
     def __post_init__(self) -> None:
         check(self.spec)
         if self.spec.model.vocab_size < 1:
-            raise ValueError("model.vocab_size is 0; set it to that of the tokenizer")
+            raise UserError("model.vocab_size is 0; set it to that of the tokenizer")
         if self.spec.parallel.dp < 1:
-            raise ValueError(
-                f"parallel.dp = {self.spec.parallel.dp} stands for all ranks there are; set it to "
-                f"the number of pipelines to simulate"
+            raise UserError(
+                f"parallel.dp = {self.spec.parallel.dp} means all available ranks; set it to the "
+                f"number of pipelines to simulate"
             )
         if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
             raise ValueError("the cost model is of another model or layout; make it with this spec")
@@ -67,11 +67,11 @@ class Simulator:
         object.__setattr__(self, "shards", shard_costs(self.spec, self.cost))
 
     def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
-        """What every pass of `steps` takes."""
+        """Durations of all passes of `steps`."""
         return step_prices(steps, self.spec, self.cost)
 
     def run(self, prices: StepPrices) -> "Simulation":
-        """The steps that `prices` are of."""
+        """Simulates the steps of `prices`."""
         durations = self._durations(prices)
         return Simulation(
             simulator=self,
@@ -81,7 +81,7 @@ class Simulator:
         )
 
     def total_s(self, prices: StepPrices, change: Callable[[StepPrices], StepPrices]) -> float:
-        """Seconds that all steps take with `change` made to their prices."""
+        """Seconds of all steps after `change` is applied to their prices."""
         starts = range(0, prices.shape[0], CHUNK)
         changed = (change(prices.select(slice(i, i + CHUNK))) for i in starts)
         return sum(float(self.run(part).step_time_s.sum()) for part in changed)
@@ -109,7 +109,7 @@ class Simulator:
                 )
                 out[i] = messages[scope][:, :, micro_batch]
                 continue
-            key = (kind, *prices.alike(stage))
+            key = (kind, *prices.stage_key(stage))
             if key not in known:
                 known[key] = prices.pass_ns(kind, stage)
             out[i] = known[key][:, :, micro_batch]
@@ -119,7 +119,7 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulation:
-    """Simulated steps; arrays have steps first. durations_ns, ends_ns: [nodes, steps, dp]."""
+    """Simulated steps. durations_ns, ends_ns: [nodes, steps, dp]; other arrays: steps first."""
 
     simulator: Simulator
     prices: StepPrices
@@ -137,7 +137,7 @@ class Simulation:
 
     @property
     def busy_s(self) -> FloatArray:
-        """In passes, each pipeline rank, its CP group's slowest rank: [steps, dp, pp]."""
+        """Time in passes of each pipeline rank (its slowest CP rank), [steps, dp, pp]."""
         graph = self.simulator.graph
         steps, dp = self.durations_ns.shape[1:]
         out = np.zeros((steps, dp, self.simulator.spec.parallel.pp))
@@ -147,12 +147,12 @@ class Simulation:
 
     @property
     def bubble(self) -> FloatArray:
-        """Share of a step that a pipeline rank is not in a pass: [steps, dp, pp]."""
+        """Share of the step outside passes, of each pipeline rank, [steps, dp, pp]."""
         return 1 - self.busy_s / self.step_time_s[:, None, None]
 
     @property
     def attention_s(self) -> FloatArray:
-        """Attention kernels, forward and backward, of each rank: [steps, dp, pp, cp]."""
+        """Time of attention kernels, both passes, of each rank, [steps, dp, pp, cp]."""
         both = self.prices.attention_forward_ns + self.prices.attention_backward_ns
         pp, layers = self.simulator.spec.parallel.pp, self.prices.layers
         of_rank = np.array([sum(layers[rank::pp]) for rank in range(pp)])
@@ -160,7 +160,7 @@ class Simulation:
 
     @property
     def compute_s(self) -> FloatArray:
-        """Kernels of each rank without collectives: [steps, dp, pp, cp]. TP ranks are alike."""
+        """Kernel time of each rank without collectives, [steps, dp, pp, cp]; equal on TP ranks."""
         spec, prices = self.simulator.spec, self.prices
         out = self.attention_s
         for rank in range(spec.parallel.pp):
@@ -170,7 +170,7 @@ class Simulation:
         return out
 
     def _kernels_s(self, terms: TermPrices) -> FloatArray:
-        """One stage's, all micro-batches, without what is no kernel: [steps, dp]."""
+        """Kernel time of one stage's linear work, all micro-batches, [steps, dp]."""
         skipped = (*COMMUNICATION, CALLS)
         token_ns = sum(ns for name, ns in terms.per_token.items() if name not in skipped)
         call_ns = sum(ns for name, ns in terms.per_call.items() if name not in skipped)
@@ -179,7 +179,7 @@ class Simulation:
 
     @property
     def peak_activation_bytes(self) -> IntArray:
-        """Of the pipeline that holds most: [steps, pp]."""
+        """Peak of the pipeline that holds most, [steps, pp]."""
         held, layers = pass_bytes(self.simulator.spec, self.prices.tokens), self.prices.layers
         peaks = [
             peak_activation_bytes(passes, held, layers).max(axis=1)
@@ -189,7 +189,7 @@ class Simulation:
 
     @property
     def peak_memory_bytes(self) -> IntArray:
-        """All that must be resident, [steps, pp]: activations in this step's order, the rest as
+        """Peak of resident bytes, [steps, pp]: activations from the step's own passes, all else as
         `wlb.cost.memory` estimates it for its longest micro-batch."""
         spec = self.simulator.spec
         out = self.peak_activation_bytes.copy()

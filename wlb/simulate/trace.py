@@ -1,13 +1,9 @@
 """Simulated steps in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process for each pipeline rank of each pipeline, with its passes, the messages that come to it and
-its collectives; before them one with the steps and the critical path. A pass is named as in
-schedules (`2F0`) and says what its time is made of. Arrows lead from the pass that sends to the
-pass that waits for it. What is on the critical path has category `critical` and a colour of its
-own; of events in Perfetto: `select * from slice where category glob '*critical*'`.
-
-Steps follow each other without a gap. Files are written event by event, so that a step of many
-thousand GPUs needs no memory for them; an event takes about 300 bytes and 20 microseconds.
+Each pipeline rank of each pipeline is a process with threads for passes (named as in schedules,
+`2F0`), messages and collectives; process 0 shows the steps and the critical path. Events on that
+path have category `critical`: `select * from slice where category glob '*critical*'`. Files are
+written event by event (about 300 bytes and 20 us each), so that thousands of GPUs need no memory.
 """
 
 import json
@@ -16,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wlb.plan import UserError
 from wlb.simulate.critical import NAMES, event_of
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.order import Action, PassKind
@@ -26,8 +23,8 @@ TraceEvent = dict[str, Any]
 STEPS, PASSES, MESSAGES, COLLECTIVES = 0, 1, 2, 3
 CRITICAL = "critical path"
 OVERLAPPING = 100
-"""Threads from this number on hold messages that are under way together with others."""
-_WORDS = {
+"""First thread id of messages that overlap others."""
+_PASS_WORDS = {
     PassKind.FORWARD: "forward",
     PassKind.BACKWARD: "backward",
     PassKind.BACKWARD_INPUT: "backward, inputs",
@@ -38,7 +35,7 @@ _WORDS = {
 def trace_events(simulation: Simulation, *, step: int = 0) -> dict[str, Any]:
     """One step as the JSON object that trace viewers read."""
     _check(simulation, [step])
-    return {"traceEvents": list(_all(simulation, [step], 0)), **_about(simulation, [step])}
+    return {"traceEvents": list(_events(simulation, [step], 0)), **_header(simulation, [step])}
 
 
 def write_trace(
@@ -48,24 +45,24 @@ def write_trace(
     steps: Sequence[int] | None = None,
     first_step: int = 0,
 ) -> int:
-    """Writes `steps` of the simulation (default: all) one after the other; the number of events.
+    """Writes `steps` (None: all) one after the other; returns the number of events.
 
-    first_step: what the simulation's first step is called.
+    first_step: number that the simulation's first step is shown with.
     """
     chosen = range(simulation.num_steps) if steps is None else steps
     _check(simulation, chosen)
     num = 0
     with Path(path).open("w", encoding="utf-8") as file:
-        rest = json.dumps(_about(simulation, chosen))
+        rest = json.dumps(_header(simulation, chosen))
         file.write(rest[:-1] + ', "traceEvents": [')
-        for event in _all(simulation, chosen, first_step):
+        for event in _events(simulation, chosen, first_step):
             file.write(("\n" if num == 0 else ",\n") + json.dumps(event))
             num += 1
         file.write("\n]}\n")
     return num
 
 
-def _about(simulation: Simulation, steps: Sequence[int]) -> dict[str, Any]:
+def _header(simulation: Simulation, steps: Sequence[int]) -> dict[str, Any]:
     spec = simulation.simulator.spec
     return {
         "displayTimeUnit": "ms",
@@ -82,41 +79,41 @@ def _about(simulation: Simulation, steps: Sequence[int]) -> dict[str, Any]:
 
 def _check(simulation: Simulation, steps: Sequence[int]) -> None:
     if not steps:
-        raise ValueError("no step was asked for")
+        raise UserError("no step was asked for")
     for step in steps:
         if not 0 <= step < simulation.num_steps:
-            raise ValueError(f"step {step} is none of the {simulation.num_steps} simulated")
+            raise UserError(f"step {step} is none of the {simulation.num_steps} simulated")
 
 
-def _all(simulation: Simulation, steps: Sequence[int], first_step: int) -> Iterator[TraceEvent]:
+def _events(simulation: Simulation, steps: Sequence[int], first_step: int) -> Iterator[TraceEvent]:
     writers: list[_Step] = []
     offset_ns = 0
     for step in steps:
         name = f"step {first_step + step}"
         writers.append(_Step(simulation=simulation, step=step, offset_ns=offset_ns, name=name))
         offset_ns += int(simulation.ends_ns[:, step].max())
-    yield from _names(simulation, lanes=max(w.lanes for w in writers))
+    yield from _name_events(simulation, lanes=max(w.lanes for w in writers))
     for writer in writers:
         yield from writer.events()
 
 
-def _names(simulation: Simulation, *, lanes: int) -> Iterator[TraceEvent]:
-    """Names of processes and threads, and their order."""
-    yield from _name(0, "process", CRITICAL)
-    yield from _name(0, "thread", "steps", tid=STEPS)
-    yield from _name(0, "thread", CRITICAL, tid=PASSES)
+def _name_events(simulation: Simulation, *, lanes: int) -> Iterator[TraceEvent]:
+    """Events that name and order processes and threads."""
+    yield from _name_event(0, "process", CRITICAL)
+    yield from _name_event(0, "thread", "steps", tid=STEPS)
+    yield from _name_event(0, "thread", CRITICAL, tid=PASSES)
     parallel = simulation.simulator.spec.parallel
     threads = {PASSES: "passes", MESSAGES: "messages", COLLECTIVES: "collectives, optimizer"}
     threads |= {OVERLAPPING + i: f"messages {i + 1}" for i in range(1, lanes)}
     for pipeline in range(parallel.dp):
         for rank in range(parallel.pp):
             pid = _pid(pipeline, rank, parallel.pp)
-            yield from _name(pid, "process", f"pipeline {pipeline}, rank {rank}")
+            yield from _name_event(pid, "process", f"pipeline {pipeline}, rank {rank}")
             for tid, name in threads.items():
-                yield from _name(pid, "thread", name, tid=tid)
+                yield from _name_event(pid, "thread", name, tid=tid)
 
 
-def _name(pid: int, what: str, name: str, *, tid: int = 0) -> Iterator[TraceEvent]:
+def _name_event(pid: int, what: str, name: str, *, tid: int = 0) -> Iterator[TraceEvent]:
     at = {"ph": "M", "pid": pid, "tid": tid}
     index = pid if what == "process" else tid
     yield {"name": f"{what}_name", **at, "args": {"name": name}}
@@ -129,7 +126,7 @@ def _pid(pipeline: int, rank: int, pp: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """A step's events. offset_ns: where it begins. lanes: most messages under way to a rank."""
+    """A step's events. offset_ns: the step's start. lanes: most concurrent messages of a rank."""
 
     simulation: Simulation
     step: int
@@ -172,13 +169,13 @@ class _Step:
         start, stop = self._times(i, pipeline)
         if start == stop and node.kind != NodeKind.PASS:
             return
-        name, args = self._words(i, node, pipeline)
+        name, args = self._label(i, node, pipeline)
         is_critical = (i, pipeline) in self.critical
         category = f"{node.kind},critical" if is_critical else str(node.kind)
         pp = self.simulation.simulator.spec.parallel.pp
         tid = COLLECTIVES if node.action is None else PASSES
         tid = self.tids.get((i, pipeline), tid)
-        # The graph has once what all ranks do together at the end.
+        # Collective end nodes are stored once and drawn on every rank.
         for rank in [node.rank] if node.rank >= 0 else range(pp):
             at = (_pid(pipeline, rank, pp), tid)
             yield self._complete(name, category, at, (start, stop), args)
@@ -187,7 +184,7 @@ class _Step:
             yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
 
     def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
-        """From the pass that sends to the pass that receives; its ends must lie in them."""
+        """An arrow from the sending to the receiving pass; viewers need its ends inside them."""
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         assert node.action is not None
         sender, receiver = self.senders[node.action], self.receivers[node.action]
@@ -202,8 +199,8 @@ class _Step:
             event = {**shared, "ph": phase, "pid": pid, "tid": PASSES, "ts": self._us(ns)}
             yield event | ({"bp": "e"} if phase == "f" else {})
 
-    def _words(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
-        """Name and arguments."""
+    def _label(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of an event."""
         if node.action is None:
             name = NAMES[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
             return name, {"step": self.name}
@@ -212,7 +209,7 @@ class _Step:
             "step": self.name,
             "micro_batch": micro_batch,
             "stage": stage,
-            "kind": _WORDS[kind],
+            "kind": _PASS_WORDS[kind],
         }
         if node.kind == NodeKind.MESSAGE:
             return f"output of {node.action}", args
@@ -231,7 +228,7 @@ class _Step:
         times_ns: tuple[int, int],
         args: dict[str, Any],
     ) -> TraceEvent:
-        """at: process and thread. times_ns: after the step's start."""
+        """A complete event. at: process and thread. times_ns: relative to the step's start."""
         start, stop = times_ns
         event: TraceEvent = {"name": name, "cat": category, "ph": "X", "pid": at[0], "tid": at[1]}
         event |= {"ts": self._us(start), "dur": (stop - start) / 1000, "args": args}
@@ -251,7 +248,7 @@ class _Step:
         return message._replace(stage=to_stage)
 
     def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:
-        """A thread for each message: the first where none is under way."""
+        """Assigns each message to the first thread without another one in flight."""
         graph, dp = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel.dp
         by_rank: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for i in graph.indices(NodeKind.MESSAGE):

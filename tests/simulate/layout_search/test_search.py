@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from tests.simulate.layout_search.searched import WINDOW, N, sample, spec_of
+from wlb.cost.memory import GIB
 from wlb.simulate import check_memory, simulate_run
-from wlb.simulate.layout_search.layouts import GIB, LayoutChoices, layouts_of, planned_bytes
+from wlb.simulate.layout_search.layouts import LayoutChoices, layouts_of, planned_bytes
 from wlb.simulate.layout_search.packings import PackingChoices, with_settings
 from wlb.simulate.layout_search.search import Search, Tuner
 from wlb.simulate.layout_search.trial import Trial, TrialRunner, pricing_key

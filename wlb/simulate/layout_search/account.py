@@ -1,17 +1,10 @@
-"""Where the time of simulated steps goes, in terms that add up to it; bounds from the same terms.
+"""Divides the time of simulated steps into terms that add up to it.
 
-Passes are counted on the mean pipeline rank, with every micro-batch and CP rank at the mean: what
-has to be done. Then come what a rank waits for the pipeline even so (messages included), the
-collectives over the data-parallel axis that nothing hides, and what unequal micro-batches and CP
-ranks add:
-
-    attention + gemm + elementwise + tp_comm + cp_comm + embedding + head + calls + recompute
-    + bubble + parameter gather + gradient reduction + gradient norm + optimizer + overhead
-    + imbalance of micro-batches + imbalance of CP ranks = time
-
-`work_terms` are those of the first line, without any graph; `even_terms` add the second, by the
-critical path of one mean step. Both are bounds of what packing and sharding can reach, nearly: a
-step whose short micro-batches come first and last can be a little faster than an even one.
+Work of the mean pipeline rank, with every micro-batch and CP rank at the mean (`work_terms`, needs
+no graph), plus the pipeline bubble and exposed collectives over the data-parallel axis, from the
+critical path of one mean step (`even_terms`), plus the imbalance of micro-batches and of CP ranks
+(`account`). The first two nearly bound what packing and sharding can reach: a step whose short
+micro-batches come first and last can be slightly faster than an even one.
 """
 
 from dataclasses import replace

@@ -1,13 +1,9 @@
-"""All layouts of a number of devices, and why those that cannot work cannot.
+"""Enumerates the layouts of a number of devices and says why the others cannot work.
 
-Degrees of the four axes are divisors whose product is the number of devices; each layout is tried
-with every schedule, with every number of virtual stages that divides a pipeline rank's layers, and
-with every way of recompute. What cannot work is refused with the error of `wlb.spec.check` or of
-the schedule, and what does not fit the devices with the bytes that are missing. Of the ways of
-recompute that fit, more is dropped where less leaves packing all the room that it can use.
-
-Memory of a step whose micro-batches are all one window is what a layout must hold: packing may make
-longer ones where there is room (`Candidate.caps`), never shorter ones on average.
+Degrees are divisors whose product is the number of devices; each is tried with every schedule,
+number of virtual stages and recompute that `wlb.spec.check`, the schedule and memory allow. More
+recompute is dropped once less of it leaves packing all the room that it can use. A layout must hold
+a step whose micro-batches are all one window; `Candidate.caps` is the room for longer ones.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from wlb.cost import TokenCaps, token_caps
+from wlb.cost.memory import GIB
+from wlb.plan import UserError
 from wlb.simulate.memory import pass_bytes, rest_bytes
 from wlb.simulate.order import Order, PassKind, pipeline_order
 from wlb.spec import PLANNED_MEMORY, ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
 
-GIB = 2**30
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
 """Room beyond which packing gains nothing: S_max in windows, T in global batches."""
 AXES = ("tp", "cp", "pp", "dp")
@@ -39,20 +36,20 @@ class LayoutChoices:
     recompute: tuple[Recompute, ...] = tuple(Recompute)
 
     def check(self, gpus: int) -> None:
-        """ValueError for a degree that no layout of `gpus` devices has."""
+        """UserError for a degree that no layout of `gpus` devices has."""
         for axis in AXES:
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:
-                    raise ValueError(
+                    raise UserError(
                         f"{axis} = {degree} does not divide {gpus} devices; choose from "
                         f"{', '.join(map(str, divisors(gpus)))}"
                     )
         bad = [v for v in self.virtual_stages if v < 1]
         if bad:
-            raise ValueError(f"virtual stages = {bad[0]} must be at least 1")
+            raise UserError(f"virtual stages = {bad[0]} must be at least 1")
         for name in ("schedules", "recompute"):
             if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one to try")
+                raise UserError(f"{name} is empty; give at least one to try")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +144,11 @@ def planned_bytes(spec: RunSpec) -> int:
 def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     """Candidates for `spec` (its N micro-batches a step stay) on `gpus` devices.
 
-    ValueError where a restriction or memory leaves nothing, with the counts or the closest layout.
+    UserError where a restriction or memory leaves nothing, with the counts or the closest layout.
     """
     choices.check(gpus)
     if spec.fsdp.shard_size:
-        raise ValueError(
+        raise UserError(
             f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are simulated with parameters that "
             f"all of dp x cp share; search with fsdp.shard_size = 0 and set it for the one you take"
         )
@@ -171,7 +168,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
                 continue
             _add_fitting(piped, kept, choices, out)
     if not out.candidates:
-        raise ValueError(_nothing(gpus, out))
+        raise UserError(_nothing(gpus, out))
     return out
 
 

@@ -1,10 +1,11 @@
-"""Packing and sharding that a layout is tried with: what `wlb tune layout` chooses from."""
+"""Packing and sharding choices that `wlb tune layout` tries with a layout."""
 
 import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from wlb.plan import UserError
 from wlb.simulate.layout_search.layouts import Candidate, planned_gib
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
@@ -35,13 +36,13 @@ class PackingChoices:
     def __post_init__(self) -> None:
         for name in ("policies", "s_max", "step_tokens", "strategies"):
             if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one to try")
+                raise UserError(f"{name} is empty; give at least one to try")
         low = [f for f in self.micro_batches if not f > 1]
         if low:
-            raise ValueError(f"micro_batches = {low[0]} a window must be above 1")
+            raise UserError(f"micro_batches = {low[0]} a window must be above 1")
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
-            raise ValueError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
+            raise UserError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
         """Every setting for a layout; policies of longer micro-batches where there is room."""

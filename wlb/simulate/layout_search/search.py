@@ -1,27 +1,17 @@
-"""The search of `wlb tune layout`: layout, recompute, packing and sharding for a number of devices.
+"""The search of `wlb tune layout`: layout, recompute, packing and sharding for some devices.
 
-Step by step, each more exact and dearer than the one before (`wlb.simulate.layout_search.trial`):
-
-1. `layouts_of`: what divides and fits, with the least recompute and with more where it makes room.
-2. `work`: what a rank has to do, of every candidate. 3. `even`: the layout's graph.
-4. `packed`: all steps packed with one setting, CP ranks even.
-5. `tuned`: every packing setting `packed`, the best one sharded in one way.
-6. `polished`, the `top` best only: sharded in every way, other policies too where they come close,
-   more micro-batches than windows, and weights' gradients that wait longer.
-
-What a step finds is a lower bound of what the next one will, up to a few percent (`SLACK`). So each
-goes through candidates from the best of the step before on, in blocks, until what is to come cannot
-be among the `top` best any more: nothing is lost by halving, but for layouts within SLACK of those
-that end the search, and what `MOST_TUNED` cuts off (`Search.is_cut` says so). Equal inputs give
-equal results: nothing depends on time or on the number of workers, and ties go by name.
-
-Cost: 1,000 candidates for 256 devices take about a minute on one core.
+Candidates pass the depths of `trial.py`, then `tune` (every packing choice) and `polish` (all
+shardings, close policies, more micro-batches, later weights' passes; the `top` best only). A depth
+bounds the next from below within SLACK, so each takes candidates best first until the rest cannot
+be among the `top` best; `Search.is_cut` says where MOST_TUNED ended that. Deterministic: no clock,
+no dependence on the number of workers, ties by name. 1,000 candidates take about a core-minute.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from wlb.plan import UserError
 from wlb.simulate.layout_search.layouts import Candidate, Layouts
 from wlb.simulate.layout_search.packings import PackingChoices, with_settings
 from wlb.simulate.layout_search.trial import BatchSample, Outline, Trial, TrialRunner, pricing_key
@@ -90,7 +80,7 @@ class Tuner:
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
         """All steps. own: settings of a run that are tried as they are, besides.
 
-        ValueError where no setting of any layout keeps the delay.
+        UserError where no setting of any layout keeps the delay.
         """
         known = Search(layouts=layouts)
         if own is not None:
@@ -125,7 +115,7 @@ class Tuner:
             most=most,
         )
         if not known.ranking:
-            raise ValueError(self._too_late(known))
+            raise UserError(self._too_late(known))
         self.polish([trial.layout for trial in known.ranking[: self.top]], known)
         return known
 

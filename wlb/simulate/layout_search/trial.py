@@ -1,14 +1,10 @@
-"""A layout with its packing and sharding, tried on a sample of global batches, in four depths.
+"""Simulates one layout with its packing and sharding on a sample of global batches.
 
-    work      what the mean pipeline rank has to do, no graph                        a lower bound
-    even      one mean step through the layout's graph, all micro-batches alike      nearly one
-    packed    every step packed; attention of a micro-batch spread evenly over CP ranks
-    sharded   every step packed and sharded: `simulate_run`, the number that counts
-
-`even` and `work` are `Outline`s, the others `Trial`s; all are seconds a global batch, so layouts
-compare on the same documents, the flush included. Trials of layouts that have the same degrees and
-recompute price documents alike (`TrialRunner`): plans and spans are shared between them where their
-memory gives the same S_max and T.
+Four depths, each more exact and more expensive: `work` (work of the mean pipeline rank, no graph: a
+lower bound), `even` (one mean step through the graph), `packed` (every step packed, attention
+spread evenly over CP ranks) and `sharded` (`simulate_run`: the result that counts). All give
+seconds a global batch, flush included, so layouts compare on the same documents. Layouts of equal
+degrees and recompute share plans and spans where memory gives them equal S_max and T.
 """
 
 from collections.abc import Sequence
@@ -18,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from wlb.cost import ProfiledWorkload, TokenCaps, workload_for
+from wlb.cost.memory import GIB
 from wlb.data import ListedBatches
 from wlb.packing.policies import caps_of
 from wlb.plan import GlobalBatch, IntArray, StepPlan, local_tokens, offsets_of
 from wlb.planner import Planner
 from wlb.simulate.layout_search.account import TermSeconds, account, even_terms, work_terms
-from wlb.simulate.layout_search.layouts import GIB, Candidate, name_of, planned_bytes
+from wlb.simulate.layout_search.layouts import Candidate, name_of, planned_bytes
 from wlb.simulate.prices import ShardedStep, StepPrices, prices_of
 from wlb.simulate.run import RunSimulation, collected, sharded_steps, simulate_run
 from wlb.simulate.step import CHUNK, Simulator

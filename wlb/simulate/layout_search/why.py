@@ -1,10 +1,9 @@
-"""Why the others lost: the best of each family of layouts against the winner, term by term.
+"""Explains why other layouts lost: the best of each family against the winner, term by term.
 
-A family is a degree of TP, CP or PP, a schedule, a way of recompute, or the run's own layout. Its
-best candidate is compared with the winner at the same depth: both tuned, or both packed with the
-first setting and with even CP ranks. Differences of terms (`account.py`) add up to that
-of the times, so a reason is the terms that grew most. Of a family that has no candidate because of
-memory, the closest layout and what it lacks are named.
+A family is a degree of TP, CP or PP, a schedule, a kind of recompute, or the run's own layout.
+Layouts are compared at the same depth (both tuned, or both packed with the first choice); term
+differences add up to the time difference, so the terms that grew most are the reason. Where memory
+refuses a whole family, the closest layout and the bytes it lacks are named.
 """
 
 from collections.abc import Sequence

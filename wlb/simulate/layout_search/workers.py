@@ -1,4 +1,4 @@
-"""Independent tasks on several processes; results in the order of the tasks."""
+"""Runs independent tasks on several processes; results keep the order of the tasks."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from types import TracebackType
 from typing import TypeVar
+
+from wlb.plan import UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,7 +23,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         if self.jobs < 1:
-            raise ValueError(f"jobs = {self.jobs} must be at least 1")
+            raise UserError(f"jobs = {self.jobs} must be at least 1")
 
     def __enter__(self) -> "Workers":
         if self.jobs > 1:
