@@ -32,11 +32,8 @@ LINEAR = ("linear_forward", "linear_backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Measured over predicted time by term. *_extra_ns: on top, once a micro-batch and stage. head:
-    of output head and loss, 1 where they were not predicted.
-
-    num_records, num_steps: what they were fitted to.
-    """
+    """Measured over predicted time by term. *_extra_ns: added once a micro-batch and stage. head:
+    head and loss, 1 where not predicted. num_records, num_steps: what the fit used."""
 
     attention_forward: float
     attention_backward: float
@@ -54,7 +51,7 @@ class Scales:
 
     @property
     def common(self) -> float:
-        """The median factor: how much slower the machine is in everything."""
+        """The median factor: how much slower the whole machine is."""
         return median(self.by_term.values())
 
     @property
@@ -67,12 +64,12 @@ class Scales:
         }
 
     def drifted(self, threshold: float) -> tuple[str, ...]:
-        """Terms whose relative factor is further from 1 than `threshold`."""
+        """Terms whose relative factor differs from 1 by more than `threshold`."""
         return tuple(name for name, r in self.relative.items() if abs(r - 1) > threshold)
 
 
 def fit_scales(records: Sequence[Telemetry]) -> Scales:
-    """UserError if a term was not measured, or not predicted, in any of the records."""
+    """Raises UserError if no record has a measured and predicted time of some term."""
     scales: dict[str, float] = {}
     for name in TERMS:
         known = [dict(record.terms)[name] for record in records]
@@ -103,7 +100,7 @@ def _ratio(moments: Moments) -> float:
 
 
 def _weighted_median(pairs: list[tuple[float, float]]) -> float:
-    """Of (value, weight) pairs: where half the weight lies below, between two values their mean."""
+    """Weighted median of (value, weight) pairs; two values' mean at exactly half the weight."""
     half, below = sum(weight for _, weight in pairs) / 2, 0.0
     ordered = sorted(pairs)
     for i, (value, weight) in enumerate(ordered):
@@ -133,13 +130,11 @@ def scaled_profile(
 ) -> KernelProfile:
     """`profile` with every time of a term multiplied by that term's factor.
 
-    *_extra_ns: added to a layer's call. table: the attention table to scale, the others stay (None
-    = all). backend: the kernel that was measured; where `table` is not its own, a scaled copy under
-    its name is added and `table` stays. collectives: whether linear factors hold for all-gathers
-    and reduce-scatters of layers too (not where their time was not part of what was measured). A
-    collective has one price for both passes, so their factors are averaged by calls under TP, 2 to
-    3. The linear factors go to the layer's own (`LayerCost`): what its operators take one by one
-    was not measured. head: of output head and loss. The embedding stays.
+    *_extra_ns: added to a layer's call. table: the attention table to scale (None: all). backend:
+    the measured kernel; if `table` is another kernel's, it stays and a scaled copy is added.
+    collectives: linear factors apply to all-gathers and reduce-scatters too (False if they were not
+    part of the measurement), averaged over passes by calls under TP. Linear factors scale
+    `LayerCost`, because single operators were not measured. The embedding stays.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
@@ -183,7 +178,7 @@ def _slower_tables(
     factors: tuple[float, float],
     provenance: Provenance,
 ) -> tuple[AttentionTable, ...]:
-    first: list[AttentionTable] = []  # also what stands for `auto` where no device is asked
+    first: list[AttentionTable] = []  # the first table also stands for `auto`
     rest: list[AttentionTable] = []
     for table in tables:
         if wanted is not None and table is not wanted:
@@ -191,7 +186,7 @@ def _slower_tables(
             continue
         slower = _slower_table(table, *factors, provenance)
         others = tuple(b for b in table.backends if backend is not None and b != backend)
-        if others:  # they were not measured
+        if others:  # other backends were not measured and keep their prices
             rest.append(replace(table, backends=others))
             slower = replace(slower, backends=(backend,))
         first.append(slower)

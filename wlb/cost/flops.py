@@ -38,11 +38,11 @@ def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:
 
 
 def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
-    """Pairs a kernel computes that works on whole tiles of `tile_rows` query rows (Section 5.3).
+    """Pairs that a kernel on whole tiles of `tile_rows` query rows computes (Section 5.3).
 
-    Tile t of the n = ceil(q / tile_rows) tiles computes all its rows over the keys its last row
-    sees: kv - q + (t + 1) * tile_rows, at most kv. So 16 rows cost what 128 rows do on tiles of
-    128. Equals `causal_pairs` for tiles of one row. Takes mean lengths too, hence floats.
+    Tile t of ceil(q / tile_rows) computes all its rows over the keys of its last row, kv - q +
+    (t + 1) * tile_rows, at most kv: 16 rows cost as much as 128. Tiles of one row give
+    `causal_pairs`. Floats, because mean lengths are allowed.
     """
     num_tiles = np.ceil(q / tile_rows)
     full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
@@ -78,13 +78,11 @@ def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
 
 
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Values that one token reads and writes in a layer's element-wise operators.
+    """Values that one token reads and writes in element-wise operators: (forward, backward) by
+    name (`wlb.cost.Elementwise`), both norms and both residual additions of a layer together.
 
-    (forward, backward) by the operators' names (`wlb.cost.Elementwise`). Forward: two norms (read,
-    write), two residual additions (read two, write one), rotation of Q and K (read, write), SwiGLU
-    (read two, write one). Backward: the norms' (read two, write one) and the residual gradients'
-    additions (read two, write one), the rotation's, SwiGLU's (read three, write two). The embedding
-    is not part of a layer: read and write; backward adds to what it reads.
+    Reads + writes forward: norm 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
+    1 + 1. Backward: norm 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
     """
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     rotated = model.q_dim + model.kv_dim
@@ -117,11 +115,8 @@ def linear_flops_per_token(model: ModelSpec) -> int:
 
 
 def window_flops(model: ModelSpec, num_tokens: int, *, window: int) -> float:
-    """Model FLOPs of so many tokens if all came in full windows, each one document.
-
-    What Megatron-LM's training log counts of a packed sequence (its num_floating_point_operations
-    with seq_length = window, causal attention at one half, before it took lengths of documents).
-    """
+    """Model FLOPs of `num_tokens` in full windows of one document each, as Megatron-LM's training
+    log counts packed sequences (num_floating_point_operations with seq_length = window)."""
     whole = float(document_flops(model, np.array([window]))[0])
     return whole * num_tokens / window
 

@@ -17,8 +17,8 @@ from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, offsets_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionLatency:
-    """Times of a pipeline rank's layers. forward_ns, backward_ns: each CP rank's kernels and
-    launches, shape [cp]. gather_forward_ns, exchange_backward_ns: collectives, equal on all ranks.
+    """Attention times of a pipeline rank's layers. forward_ns, backward_ns: kernels and launches of
+    each CP rank, [cp]. gather_forward_ns, exchange_backward_ns: collectives, equal on all ranks.
     """
 
     forward_ns: IntArray
@@ -38,7 +38,7 @@ class AttentionLatency:
 
     @property
     def slowest_ns(self) -> int:
-        """What the micro-batch's attention takes: `slowest_kernels_ns` and the collectives."""
+        """Time of the micro-batch's attention: `slowest_kernels_ns` and the collectives."""
         return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
 
     @property
@@ -65,7 +65,7 @@ def kernels_ns(
 ) -> tuple[IntArray, IntArray]:
     """Kernels and launches of each of `cp` ranks, forward and backward, shape [num_plans, cp].
 
-    All segments are priced together: it costs a tenth of one plan after the other.
+    Pricing all segments together takes a tenth of the time of one plan after the other.
     """
     if not plans:
         return np.zeros((0, cp), np.int64), np.zeros((0, cp), np.int64)
@@ -82,10 +82,9 @@ def kernels_ns(
 
 
 def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
-    """What `slowest_kernels_ns` would be if uncut documents were shared evenly by `cp` ranks.
+    """`slowest_kernels_ns` if `cp` ranks shared uncut documents evenly; lengths: [num_pieces].
 
-    lengths: shape [num_pieces]. A yardstick, not a bound: spans mostly cost more than the document
-    whole (tiles, short rows), sometimes a little less (few rows over many keys run well).
+    A yardstick, not a bound: spans cost mostly more than whole documents, sometimes a little less.
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
     calls = cost.attention_call_ns(lengths, lengths, np.array([0, forward.size]))

@@ -26,7 +26,7 @@ again and the gradients of both outputs."""
 ELEMENTWISE_CALLS = {"norm": 2, "residual": 2, "rotary": 2, "swiglu": 1}
 """Calls of each operator a layer and pass."""
 GRADIENT_BYTES = 4
-"""Of a value of dK and dV on its way to its rank: float32, whatever the run computes in."""
+"""dK and dV are reduced in float32, whatever the run computes in."""
 
 Passes = tuple[float, float]
 """Forward and backward."""
@@ -36,8 +36,8 @@ Work = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedWork:
-    """What backward runs again of a layer: its matrices (of `layer_matrices`), calls of
-    element-wise operators, TP's all-gathers and reduce-scatters, attention with CP's gather."""
+    """The part of a layer that backward recomputes: matrices (of `layer_matrices`), calls of
+    element-wise operators, TP's (all-gathers, reduce-scatters), attention with CP's gather."""
 
     matrices: range
     calls: dict[str, int]
@@ -82,7 +82,7 @@ class LinearCost:
 
     @property
     def num_layers(self) -> int:
-        """That are priced: a pipeline rank's where all have equally many, else rounded up."""
+        """Layers that are priced: the mean pipeline rank's, rounded up."""
         return -(-self.model.num_layers // self.parallel.pp)
 
     @property
@@ -112,7 +112,7 @@ class LinearCost:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where matrix products lie outside what the profile measured, in words for a log."""
+        """Notes for a log on matrix products outside the profile's measured range."""
         surface = self.profile.gemm.forward
         tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
         weights = [a * b / self.parallel.tp for a, b in layer_matrices(self.model)]
@@ -135,7 +135,7 @@ class LinearCost:
         tp, cp, profile, again = self.parallel.tp, self.parallel.cp, self.profile, self.again
         forward: float = profile.layer.forward_call_ns
         backward: float = profile.layer.backward_call_ns
-        # A layer's own cost by its products, for want of a measurement of half a layer.
+        # Half layers are not measured: a layer's constant is divided by its matrix products.
         backward += forward * len(again.matrices) / len(layer_matrices(self.model))
         for op, calls in ELEMENTWISE_CALLS.items():
             cost = profile.elementwise_of(Elementwise(op))
@@ -156,14 +156,14 @@ class LinearCost:
 
     @property
     def weight_products_ns_per_token(self) -> float:
-        """The half of backward's matrix products that gives weights' gradients, one token."""
+        """Time for one token of the matrix products that give weights' gradients."""
         return self._in_layer(self._gemm_ns())[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
     def embedding_ns_per_token(self) -> Passes:
         """The first stage's embedding of one token of a micro-batch."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
-        # Every TP rank looks all tokens up, in its part of the vocabulary.
+        # Every TP rank looks up all tokens in its part of the vocabulary.
         size = DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
         forward, backward = elementwise_values(self.model)[Elementwise.EMBEDDING]
         return (
@@ -173,26 +173,26 @@ class LinearCost:
 
     @property
     def head_ns_per_token(self) -> float:
-        """The last stage's head and loss of one token: all in the forward pass."""
+        """Head and loss of one token on the last stage, both passes: all run in forward."""
         flops = (1 + LINEAR_BACKWARD_FACTOR) * head_flops(self.model)
         ranks = self.parallel.tp * self.parallel.cp
         return flops / ranks / self.profile.head.tflops * 1e-3
 
     @property
     def head_backward_ns(self) -> float:
-        """The head's backward pass, once a micro-batch: its weight's gradient is scaled."""
+        """Backward of the head, once a micro-batch: it scales the weight's gradient."""
         values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
         return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
 
     def tp_wire_ns(self, gathers: int, scatters: int) -> float:
-        """Bandwidth terms of so many collectives of [tokens, hidden], for one token, exposed."""
+        """Exposed bandwidth terms of collectives of [tokens, hidden], for one token."""
         row_bytes = self.model.hidden_size * DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
         tp = self.parallel.tp
         return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        """Keys and values of a micro-batch: an all-gather forward; backward a reduce-scatter in
-        float32 and, by default, the gather again."""
+        """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
+        float32 reduce-scatter and, unless gathered K and V are kept, the gather again."""
         tp = self.parallel.tp
         values = num_tokens * 2 * self.model.kv_dim / tp
         gather, scatter = (
@@ -235,7 +235,7 @@ class LinearCost:
         return forward, backward, again
 
     def _kv_wire_ns(self, values: float, size: int) -> Work:
-        """A token's keys and values: gathered, gathered again, their gradients scattered."""
+        """Bandwidth terms of a token's keys and values and of their gradients."""
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * size, cp, span, 1, 0)
         scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
@@ -243,7 +243,7 @@ class LinearCost:
         return gather, backward, gather * self.again.attention
 
     def _in_layer(self, work: Work) -> Work:
-        """Times of operators one by one -> inside a layer."""
+        """Times of single operators scaled to their times inside a layer."""
         layer = self.profile.layer
         forward, backward, again = work
         return (
@@ -255,7 +255,7 @@ class LinearCost:
     def _wire_ns(
         self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
     ) -> float:
-        """The bandwidth terms of so many all-gathers and reduce-scatters."""
+        """Bandwidth terms of all-gathers and reduce-scatters."""
         gather, scatter = (
             self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks).wire_ns(
                 size_bytes, num_ranks=num_ranks

@@ -16,7 +16,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine_name(device: str) -> str:
-    """Name of this machine's "cpu" or of its first GPU ("cuda"); "" where it cannot be told."""
+    """Name of this machine's "cpu" or first GPU ("cuda"); "" where it is unknown."""
     return cpu_name() if device == "cpu" else gpu_name()
 
 
@@ -49,19 +49,19 @@ def gpu_name() -> str:
 
 
 def short_name(device: str) -> str:
-    """ "h200" for "NVIDIA H200", "a100" for "NVIDIA A100-SXM4-80GB"; words of others."""
+    """ "h200" for "NVIDIA H200", "a100" for "NVIDIA A100-SXM4-80GB"; other names as words."""
     model = re.search(r"\b([A-Z]{1,3}\d{2,4}[A-Z]*)\b", device) if "NVIDIA" in device else None
     words = model[1] if model else device
     return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
 
 
 def is_same(device: str, other: str) -> bool:
-    """Whether two names are of one kind of device: memory and form of a GPU may differ."""
+    """Whether two names mean one device model; memory and form factor may differ."""
     return short_name(device) == short_name(other)
 
 
 def program_version() -> str:
-    """The commit of the checkout this runs from ("-dirty" where files differ), or the release."""
+    """The checkout's commit ("-dirty" where files differ), or the release."""
     folder = Path(__file__).resolve().parents[2]
     if (folder / ".git").exists():
         command = ["git", "describe", "--always", "--dirty"]

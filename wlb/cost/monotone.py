@@ -19,7 +19,7 @@ _LONGEST = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MonotoneTable:
-    """Prices of lengths 0, 1, ... (dense), then of `knots`; the first knot is the last of these."""
+    """Prices of lengths 0, 1, ... (dense), then of `knots`, which start at the last one."""
 
     dense: IntArray
     knots: FloatArray
@@ -31,7 +31,7 @@ class MonotoneTable:
     ) -> "list[MonotoneTable]":
         """Tables each of the prices that `price` gives for lengths (shape [n] each).
 
-        longest: tokens of the longest piece that is expected; longer ones are coarse.
+        longest: tokens of the longest expected piece; the table is coarse above it.
         """
         dense = np.arange(min(DENSE, longest + 1), dtype=np.float64)
         knots = _knots(dense.size - 1, longest)

@@ -26,13 +26,12 @@ PEAK_TFLOPS: tuple[tuple[frozenset[str], float], ...] = tuple(
         ("L4", 121.0),
     )
 )
-"""Words that a name holds -> TFLOP/s without sparsity, of NVIDIA's data sheets (most of which give
-the figure with sparsity: twice as much). The first that fits counts."""
+"""Words in a name -> TFLOP/s without sparsity (NVIDIA's data sheets mostly give twice that, with
+sparsity). The first match counts."""
 
 
 def known_peak_tflops(device: str) -> float | None:
-    """bfloat16 TFLOP/s of a GPU of this name; None for one that is not in the table, and for a
-    slice of one (MIG)."""
+    """bfloat16 TFLOP/s of a GPU of this name; None for unknown ones and for slices (MIG)."""
     words = set(re.split(r"[^A-Z0-9]+", device.upper()))
     if "MIG" in words:
         return None
@@ -40,10 +39,7 @@ def known_peak_tflops(device: str) -> float | None:
 
 
 def rank_peak_tflops(spec: RunSpec, device: str) -> float:
-    """What MFU of a rank on `device` is relative to, TFLOP/s; 0 where that is not known.
-
-    telemetry.peak_tflops, else the table's where the run computes in bfloat16.
-    """
+    """Peak TFLOP/s of a rank for MFU: telemetry.peak_tflops, else the bfloat16 table's, else 0."""
     if spec.telemetry.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
         return spec.telemetry.peak_tflops
     return known_peak_tflops(device) or 0.0

@@ -34,9 +34,8 @@ SCHEMA_VERSION = 2
 def matching_profile(device: str, machine: str, backend: str | None = None) -> KernelProfile:
     """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
 
-    One of the same device: a measured one first, of these one that has the attention kernel
-    `backend`, and of these not the device type's default; else that one, whose `device` then
-    differs from `machine`.
+    Prefers, in this order: the same device, measured, with the attention kernel `backend`, not the
+    device type's default. Without a profile of the device the default is returned.
     """
     default = default_profile_name(device)
     if machine:
@@ -56,7 +55,7 @@ def matching_profile(device: str, machine: str, backend: str | None = None) -> K
 
 
 def _device_of(name: str) -> str:
-    """Of a shipped profile, whatever its schema: one that is for another device need not load."""
+    """The device of a shipped profile of any schema version."""
     path = next(p for folder in _folders() if (p := folder / f"{name}.json").is_file())
     try:
         return str(json.loads(path.read_text("utf-8"))["device"])
@@ -65,7 +64,7 @@ def _device_of(name: str) -> str:
 
 
 def default_profile_name(device: str) -> str:
-    """The shipped profile of a device type, "cpu" or "cuda", for machines that none is for."""
+    """The shipped profile of a device type, "cpu" or "cuda", for machines without their own."""
     names = {"cpu": "cpu", "cuda": "h100"}
     if device not in names:
         raise UserError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
@@ -104,14 +103,14 @@ def _folders() -> list[Path]:
 
 
 def save_profile(path: Path, profile: KernelProfile) -> None:
-    """Writes `profile` as JSON, a list of numbers a line."""
+    """Writes `profile` as JSON with each list of numbers on one line."""
     text = json.dumps(profile_to_json(profile), indent=1)
     text = re.sub(r"\[\s+([-+.eE\d,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     path.write_text(text + "\n", "utf-8")
 
 
 def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
-    """The profile in `data`; UserError for another schema version."""
+    """The profile in `data`; raises UserError for another schema version."""
     if not isinstance(data, dict):
         raise UserError(f"a profile is a JSON object, this is a {type(data).__name__}")
     version = data.get("schema_version")

@@ -15,10 +15,8 @@ WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBackward:
-    """A pipeline rank's layers: what moves from backward to the weights' pass, and what is added.
-
-    product_ns_per_token: the weights' matrix products, part of both sums. *_ns_per_token: of a
-    micro-batch's tokens. *_call_ns: once a micro-batch.
+    """Times of a pipeline rank's layers. weight_*: the weights' pass. saved_*: what backward
+    saves by it. product_ns_per_token: weights' matrix products, part of both. *_call_ns: a micro-batch.
     """
 
     product_ns_per_token: float
@@ -29,7 +27,7 @@ class SplitBackward:
 
 
 def split_backward(linear: LinearCost) -> SplitBackward:
-    """How the linear part of backward divides into inputs' = backward - saved, and weights'."""
+    """Divides the linear part of backward: inputs' pass = backward - saved, and weights' pass."""
     tp, layers = linear.parallel.tp, linear.num_layers
     alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
     product = linear.weight_products_ns_per_token

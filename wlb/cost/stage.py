@@ -15,11 +15,8 @@ from wlb.plan import IntArray, PipelinePlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Of the layers of one stage, for n micro-batches, int64 ns.
-
-    attention_*: kernels and launches of each CP rank, shape [n, cp]. linear_*: everything else in a
-    layer, equal on all CP ranks (they hold equally many tokens), shape [n].
-    """
+    """Times of a stage's layers for n micro-batches, int64 ns. attention_*: kernels and launches
+    of each CP rank, [n, cp]. linear_*: all else, [n], equal on all CP ranks."""
 
     attention_forward_ns: IntArray
     attention_backward_ns: IntArray
@@ -28,7 +25,7 @@ class StageTimes:
 
 
 def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> StageTimes:
-    """Prices each micro-batch of `plan` on a stage of so many layers."""
+    """Prices each micro-batch of `plan` on a stage of `layers` layers."""
     priced = cost.num_layers_per_rank
     latencies = [attention_latency(sharding, cost) for sharding in plan.shardings]
     shape = (len(latencies), cost.parallel.cp)
@@ -51,8 +48,8 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> S
 
 
 def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
-    """Embedding and head (with the loss), both passes, of all micro-batches: what a rank of the
-    first stage and one of the last have besides their layers. Padding is computed too."""
+    """Embedding (first stage) and head with loss (last stage), both passes of all micro-batches,
+    padding included."""
     linear = cost.linear
     rows = sum(plan.local_tokens) * cost.parallel.cp
     head = rows * linear.head_ns_per_token + len(plan.micro_batches) * linear.head_backward_ns
@@ -60,6 +57,6 @@ def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
 
 
 def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:
-    """`cost` on a machine whose collectives take no time: what thread CPU time is compared with."""
+    """`cost` with free collectives, to compare with thread CPU time, which excludes waiting."""
     free = tuple(replace(c, alpha_ns=0, bytes_per_s=float("inf")) for c in cost.profile.collectives)
     return replace(cost, profile=replace(cost.profile, collectives=free))

@@ -31,7 +31,7 @@ def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """`values[i]` at axis[i]: a surface of one axis, with the same guarantees."""
+    """`values[i]` at axis[i]: a `Surface` of one axis, with the same guarantees."""
 
     axis: FloatArray
     values: FloatArray
@@ -74,7 +74,7 @@ def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> Fl
     out = np.array(values, np.float64)
     for axis, x in enumerate((axis0[:, None], axis1[None, :])):
         lowest = np.minimum.accumulate(out / x, axis=axis) * x
-        # Not where only rounding makes a difference, so that what is limited stays as it is.
+        # Differences by rounding are kept, so that limiting twice changes nothing.
         out = np.where(lowest < out * (1 - 1e-12), lowest, out)
     return out
 
@@ -87,7 +87,7 @@ def _rising(name: str, values: Any) -> FloatArray:
 
 
 class Cells(NamedTuple):
-    """Where points lie on a grid: flat index of a cell's lower corner, and weights in [0, 1]."""
+    """Positions of points on a grid: flat index of the cell's lower corner, weights in [0, 1]."""
 
     corner: IntArray
     weight0: FloatArray
@@ -148,7 +148,7 @@ class Surface:
         return self.read(self.cells(x, y))
 
     def floor(self, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Points raised to the grid's lowest corner: what a smaller one is priced as."""
+        """Points raised to the grid's lowest corner, which prices smaller ones."""
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:

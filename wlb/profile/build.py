@@ -88,7 +88,7 @@ def build(
     grid: AttentionGrid,
     origin: SweepOrigin,
 ) -> BuiltProfile:
-    """Fits everything. ValueError, naming what is missing, where too little was measured."""
+    """Fits everything. UserError, naming what is missing, where too little was measured."""
     measured = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:
@@ -153,7 +153,7 @@ def _attention(
                 backends=(layout.backend,),
                 provenance=origin.provenance("wlb profile", backend=layout.backend),
             )
-        except ValueError as error:
+        except UserError as error:
             notes.append(f"no table: {error}")
             continue
         found.append(fitted)
@@ -187,7 +187,7 @@ def collectives(
         sizes = [r.point["bytes"] for r in mine]
         try:
             fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in mine], op, ranks)
-        except ValueError as error:
+        except UserError as error:
             notes.append(f"{scope} {error}; its cost in this profile is assumed")
             why[op, scope] = "measured, but without a fit"
             continue

@@ -28,7 +28,7 @@ TermSeconds = dict[str, float]
 
 
 def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
-    """Seconds in passes of the mean pipeline rank, all of the one step and pipeline of `prices`."""
+    """Seconds in passes of the mean pipeline rank, in the one step and pipeline of `prices`."""
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
     pp = cost.parallel.pp
@@ -44,7 +44,7 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
 
 
 def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
-    """Seconds of the one step and pipeline of `prices`, all micro-batches alike."""
+    """Seconds by term of the one step and pipeline of `prices`, whose micro-batches are equal."""
     simulation = simulator.run(prices)
     graph = simulator.graph
     out = work_terms(prices, simulator.cost)
@@ -61,7 +61,7 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
 
 
 def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeconds:
-    """Seconds of all steps of `prices`, which took `time_s` together."""
+    """Seconds by term of all steps of `prices`, which took `time_s` in total."""
     steps = prices.shape[0]
     out = {name: s * steps for name, s in even_terms(simulator, mean_prices(prices)).items()}
     even = sum(out.values())
@@ -74,7 +74,7 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 
 def mean_prices(prices: StepPrices) -> StepPrices:
-    """One step of one pipeline whose micro-batches are the mean of all."""
+    """Prices of one step of one pipeline whose micro-batches are the mean of all."""
 
     def mean(x: IntArray, shape: tuple[int, ...]) -> IntArray:
         return np.full(shape, round(float(x.mean())), np.int64)
@@ -100,7 +100,7 @@ def _even_ranks(prices: StepPrices) -> StepPrices:
 
 
 def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload) -> None:
-    """What backward runs again becomes a term of its own."""
+    """Moves what backward recomputes from its terms to `RECOMPUTE`."""
     if cost.recompute == Recompute.NONE:
         return
     plain = replace(cost.linear, recompute=Recompute.NONE)

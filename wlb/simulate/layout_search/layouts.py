@@ -25,7 +25,7 @@ AXES = ("tp", "cp", "pp", "dp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoices:
-    """What a search may choose from; an empty tuple is everything that divides."""
+    """Values that a search may choose from; an empty tuple allows everything that divides."""
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class LayoutChoices:
     recompute: tuple[Recompute, ...] = tuple(Recompute)
 
     def check(self, gpus: int) -> None:
-        """UserError for a degree that no layout of `gpus` devices has."""
+        """Raises UserError for a degree that no layout of `gpus` devices has."""
         for axis in AXES:
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:
@@ -54,8 +54,8 @@ class LayoutChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A layout that fits. need_bytes: of the fullest rank, every micro-batch one window. caps: what
-    else fits; None where nothing longer than a window does."""
+    """A layout that fits. need_bytes: of the fullest rank with micro-batches of one window. caps:
+    the longer ones that fit; None where only windows do."""
 
     spec: RunSpec
     need_bytes: int
@@ -76,7 +76,7 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Refusal:
-    """Candidates that were left out for one reason; `name` and `message` are the first one's."""
+    """Layouts that were refused for one reason; name, message: of the first one."""
 
     reason: str
     name: str
@@ -86,7 +86,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooLarge:
-    """A layout that needs `missing_bytes` more on pipeline rank `rank` than may be planned with."""
+    """A layout that lacks `missing_bytes` of plannable memory on pipeline rank `rank`."""
 
     spec: RunSpec
     missing_bytes: int
@@ -104,7 +104,7 @@ class TooLarge:
 
 @dataclass(slots=True, kw_only=True)
 class Layouts:
-    """candidates, in a fixed order; refusals by reason; too_large: what memory refused."""
+    """candidates: in a fixed order. refusals: by reason. too_large: those memory refused."""
 
     candidates: list[Candidate] = field(default_factory=list[Candidate])
     refusals: dict[str, Refusal] = field(default_factory=dict[str, Refusal])
@@ -133,7 +133,7 @@ def pipeline_of(spec: RunSpec) -> str:
 
 
 def planned_gib(spec: RunSpec) -> float:
-    """Of a device, as TOML takes it; the rest is for the context and libraries."""
+    """Plannable GiB of a device, as TOML writes it; the rest is for the context and libraries."""
     return round(spec.cluster.memory_gib * PLANNED_MEMORY, 3)
 
 
@@ -142,9 +142,9 @@ def planned_bytes(spec: RunSpec) -> int:
 
 
 def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
-    """Candidates for `spec` (its N micro-batches a step stay) on `gpus` devices.
+    """Candidates for `spec` on `gpus` devices; all train its number of windows a step.
 
-    UserError where a restriction or memory leaves nothing, with the counts or the closest layout.
+    Raises UserError, with the counts or the closest layout, where nothing is left.
     """
     choices.check(gpus)
     if spec.fsdp.shard_size:
@@ -163,7 +163,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
         for piped in _pipelines(shaped, choices):
             try:
                 kept = held.of(check(piped))
-            except ValueError as error:
+            except UserError as error:
                 out.refuse("the schedule or its stages do not divide", piped, str(error))
                 continue
             _add_fitting(piped, kept, choices, out)
@@ -173,7 +173,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
 
 
 def _with_parallel(spec: RunSpec, parallel: ParallelSpec) -> RunSpec:
-    """`tp.overlap` is for layouts that have something to overlap."""
+    """`spec` with `parallel`, and `tp.overlap` only where TP has something to overlap."""
     overlap = spec.tp.overlap and parallel.tp > 1
     return replace(spec, parallel=parallel, tp=replace(spec.tp, overlap=overlap))
 
@@ -192,8 +192,8 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _is_refused(spec: RunSpec, out: Layouts) -> bool:
-    """Whether no pipeline of this layout can work; one axis after the other, so that an axis is
-    named for what it does alone."""
+    """Whether no pipeline of this layout can work. Axes are checked one by one, so that the reason
+    names the axis that is wrong by itself."""
     one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
     plain = replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1)
     for reason, axis in (
@@ -207,7 +207,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
             alone = spec.parallel
         try:
             check(replace(_with_parallel(spec, alone), pp=plain))
-        except ValueError as error:
+        except UserError as error:
             out.refuse(reason, spec, str(error))
             return True
     if spec.parallel.cp * spec.row_multiple > spec.data.context_window:
@@ -218,7 +218,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
 
 
 def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
-    """Schedules and virtual stages."""
+    """`spec` with every schedule and number of virtual stages."""
     pp = spec.parallel.pp
     if pp == 1:
         if not choices.virtual_stages or 1 in choices.virtual_stages:
@@ -235,7 +235,7 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
 def _add_fitting(
     spec: RunSpec, kept: "tuple[Counts, ...]", choices: LayoutChoices, out: Layouts
 ) -> None:
-    """The ways of recompute, least first, until one has all the room."""
+    """Adds `spec` with each kind of recompute, least first, until one has all the room."""
     has_all_room = False
     for how in (r for r in Recompute if r in choices.recompute):
         made = replace(spec, training=replace(spec.training, recompute=how))
@@ -258,7 +258,7 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
     packing = replace(spec.packing, policy=Policy.BOUNDED, s_max=MOST_S_MAX)
     try:
         caps = token_caps(replace(spec, packing=packing), memory_bytes=planned_bytes(spec))
-    except ValueError:
+    except UserError:
         return None
     is_too_short = caps.s_max <= spec.data.context_window
     if is_too_short or (caps.step_tokens or spec.tokens_per_step + 1) <= spec.tokens_per_step:
@@ -267,13 +267,13 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
 
 
 Counts = tuple[tuple[int, int, int], ...]
-"""Of one rank at once: layers whose activations are kept, stages whose outputs are, layers that
-left inputs and gradients for the weights' pass; each pair it comes to, with most of the third."""
+"""States of one rank: (layers with kept activations, stages with kept outputs, layers that wait for
+the weights' pass); each pair of the first two occurs once, with the largest third."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What ranks hold at once, by schedule: the same for all layouts that share one."""
+    """Counts by schedule, computed once for all layouts that share one."""
 
     known: dict[Hashable, tuple[Counts, ...]] = field(
         default_factory=dict[Hashable, tuple[Counts, ...]]
@@ -295,7 +295,7 @@ class _Held:
 
 
 def held_at_once(order: Order, layers: Sequence[int]) -> tuple[Counts, ...]:
-    """For each rank, as `peak_activation_bytes` counts for micro-batches of one length."""
+    """Counts of each rank, as `peak_activation_bytes` has them for micro-batches of one length."""
     out: list[Counts] = []
     for passes in order:
         kept = outputs = waiting = 0
@@ -311,8 +311,8 @@ def held_at_once(order: Order, layers: Sequence[int]) -> tuple[Counts, ...]:
 
 
 def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
-    """(bytes, rank) of the fullest pipeline rank with micro-batches of one window, or of their mean
-    length where packing makes another number of them."""
+    """(bytes, rank) of the fullest pipeline rank with micro-batches of one window, or of the mean
+    length where packing makes more of them."""
     window = spec.data.context_window
     one = pass_bytes(spec, np.array([-(-spec.tokens_per_step // spec.num_micro_batches)]))
     sizes = [int(of_pass[0]) for of_pass in one]
@@ -326,7 +326,7 @@ def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
 
 
 def _nothing(gpus: int, out: Layouts) -> str:
-    """Why there is no candidate at all."""
+    """The message for a search without candidates."""
     if out.too_large:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (

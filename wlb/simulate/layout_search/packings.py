@@ -10,20 +10,19 @@ from wlb.simulate.layout_search.layouts import Candidate, planned_gib
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
 QUEUES = ((0.2, 0.63), (0.4,))
-"""Thresholds that are tried besides a run's own, in windows."""
+"""Outlier queue thresholds tried in addition to a run's own, in windows."""
 POLICIES = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED, Policy.ORIGINAL)
 CHOSEN = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED)
-"""Without `original`, unless it is asked for: it cuts documents at windows and saves the attention
-over the cuts, so that it is not slower work that it does in less time, but less work."""
+"""`original` is tried on request only: it cuts documents at windows and so skips the attention over
+the cuts, which is less work rather than faster work."""
 STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingChoices:
-    """s_max in windows, step_tokens in global batches (0 = no cap), as in [packing]; both are
-    lowered to what memory allows. queues: thresholds of Algorithm 1, besides the run's own.
-    micro_batches: per window of a global batch, besides one. weight_delays: of zero-bubble, besides
-    one."""
+    """Values to try. s_max in windows and step_tokens in global batches (0 = no cap), as in
+    [packing], are lowered to what memory allows. queues: thresholds of Algorithm 1, micro_batches:
+    per window, weight_delays: of zero-bubble; each in addition to the run's own or 1."""
 
     policies: tuple[Policy, ...] = CHOSEN
     s_max: tuple[float, ...] = (1.25, 1.5, 2.0)
@@ -45,7 +44,7 @@ class PackingChoices:
             raise UserError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
-        """Every setting for a layout; policies of longer micro-batches where there is room."""
+        """All packings of a layout; policies with longer micro-batches only where they fit."""
         base = candidate.spec.packing.ungrouped
         out: list[PackingSection] = []
         for policy in self.policies:
@@ -57,8 +56,8 @@ class PackingChoices:
         return out
 
     def first(self, candidate: Candidate) -> list[PackingSection]:
-        """The settings that layouts are ranked with: of each policy the one with most room and a
-        cap on T; the first that finds room counts."""
+        """The packing of each policy that layouts are ranked with: most room, capped T; the first
+        that finds room counts."""
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
             known = best.setdefault(made.policy, made)
@@ -67,18 +66,18 @@ class PackingChoices:
         return list(best.values())
 
     def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """`spec` packed into more micro-batches than windows, where that is possible and of use."""
+        """`spec` with more micro-batches than windows, where that is possible and useful."""
         if spec.parallel.pp == 1 or not spec.packing.varies_lengths:
             return
         dp = max(1, spec.parallel.dp)
         windows = spec.num_windows // dp
         for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
             packing = replace(spec.packing, num_micro_batches=number * dp)
-            with suppress(ValueError):  # rounds of a schedule are of equally many
+            with suppress(UserError):  # a schedule may need rounds of equal size
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """`spec` with weights' gradients that wait longer."""
+        """`spec` with the weights' passes of zero-bubble delayed further."""
         for delay in self.weight_delays if spec.splits_backward else ():
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
@@ -87,7 +86,7 @@ class PackingChoices:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    continue  # S_max alone keeps a step below that
+                    continue  # S_max alone keeps a step shorter
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)
                 if section.policy == Policy.BOUNDED:
                     yield replace(made, delay_price=0.0)
@@ -98,6 +97,6 @@ class PackingChoices:
 
 
 def with_settings(spec: RunSpec, packing: PackingSection, strategy: Strategy) -> RunSpec:
-    """`spec` packed and sharded so; the tokens over of a document are merged into its chunks."""
+    """`spec` with this packing and sharding; remainders of documents are merged into chunks."""
     sharding = replace(spec.sharding, strategy=strategy, remainder=Remainder.MERGED)
     return replace(spec, packing=packing, sharding=sharding)

@@ -22,16 +22,16 @@ SLACK = 0.03
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
 MOST_TUNED = 32
 NEARLY = 1.02
-"""A layout's best setting of each policy is tried with spans where it is as good as that."""
+"""Policies within this factor of a layout's best packing are sharded too."""
 
 Progress = Callable[[str, int], None]
-"""Called with what was done to candidates, and with how many more."""
+"""Called with the name of a depth and the number of candidates that passed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A layout with the best packing and sharding. best: None where no setting keeps the delay.
-    packed: the best setting of each policy, CP ranks even; in_time: of those that keep the delay.
+    """A layout with its best packing and sharding. best: None where none keeps the delay. packed:
+    best `packed` trial of each policy. in_time: best one of each policy that keeps the delay.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Tuned:
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """What a search knows by candidates' names. is_cut: candidates were left that might be among
-    the best."""
+    """Results of a search by candidates' names. is_cut: candidates that might be among the best
+    were not tried."""
 
     layouts: Layouts
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
@@ -60,15 +60,15 @@ class Search:
         return sorted(best, key=lambda t: (t.time_s, t.name))
 
     def bound_s(self, name: str) -> float:
-        """The most exact of what is known to bound a candidate."""
+        """The tightest known bound of a candidate."""
         known = self.even.get(name) or self.work[name]
         return known.time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuner:
-    """top: layouts that the search has to get right. max_delay_mean: steps a token may wait on
-    average."""
+    """Searches layouts. top: number of best layouts that must be right. max_delay_mean: steps that
+    a token may wait on average."""
 
     sample: BatchSample
     settings: PackingChoices
@@ -78,9 +78,9 @@ class Tuner:
     progress: Progress = lambda what, more: None
 
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
-        """All steps. own: settings of a run that are tried as they are, besides.
+        """Runs all depths. own: a run that is also simulated as it is.
 
-        UserError where no setting of any layout keeps the delay.
+        Raises UserError where no packing of any layout keeps the delay.
         """
         known = Search(layouts=layouts)
         if own is not None:
@@ -120,14 +120,14 @@ class Tuner:
         return known
 
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """`packed` with the first setting; times of those that find room."""
+        """Packs candidates with their first choice; times of those that find room."""
         todo = [c for c in candidates if c.name not in known.packed]
         found = self._grouped(todo, lambda c: c.spec, _packed, "packed", self.settings)
         known.packed.update({trial.layout: trial for trial in found if trial is not None})
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Every packing setting, the best one sharded; times of those that keep the delay."""
+        """Tries every packing, shards the best; times of layouts that keep the delay."""
         todo = [c for c in candidates if c.name not in known.tuned]
         found = self._grouped(
             todo, lambda c: c.spec, _tuned, "tuned", self.settings, self.max_delay_mean
@@ -137,7 +137,7 @@ class Tuner:
         return [trial.time_s for trial in best if trial is not None]
 
     def polish(self, names: Sequence[str], known: Search) -> None:
-        """Every way of sharding, and policies that come close, of layouts that were tuned."""
+        """Tries all shardings, close policies and longer pipelines of tuned layouts."""
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
         found = self._grouped(
             todo,
@@ -166,7 +166,7 @@ class Tuner:
         block: int,
         most: int | None = None,
     ) -> bool:
-        """Evaluate from the front until what is left is too slow; whether `most` ended it."""
+        """Evaluates blocks until the rest is too slow; returns whether `most` ended it."""
         times: list[float] = []
         for start in range(0, len(candidates), block):
             enough = sorted(times)[self.top - 1] if len(times) >= self.top else float("inf")
@@ -188,7 +188,7 @@ class Tuner:
         what: str,
         *arguments: Any,
     ) -> list[Any]:
-        """`function` of items that price documents alike together."""
+        """Results of `function` for groups of items that share prices."""
         groups: dict[Any, list[Any]] = {}
         for item in items:
             groups.setdefault(pricing_key(spec_of(item)), []).append(item)
@@ -293,7 +293,7 @@ def _polish_one(
 
 
 def _faster(best: Trial, other: Trial | None) -> Trial:
-    """Ties go to the one that is known."""
+    """The faster trial; ties go to `best`."""
     return other if other is not None and other.time_s < best.time_s else best
 
 

@@ -27,12 +27,12 @@ from wlb.simulate.step import CHUNK, Simulator
 from wlb.spec import Policy, RunSpec
 
 RETRIES = 3
-"""Times that a trial's packing is given less memory because it took more than was planned."""
+"""Attempts of a trial, each with less packing memory if the one before exceeded the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchSample:
-    """What every trial packs. device: whose profile prices where cost.profile is auto."""
+    """Global batches that every trial packs. device: whose profile `cost.profile = auto` takes."""
 
     batches: tuple[GlobalBatch, ...]
     device: str
@@ -51,7 +51,7 @@ class BatchSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A bound; terms: seconds a global batch. is_walked: `even`, else `work`."""
+    """A bound of a layout's time. terms: seconds a global batch. is_walked: `even`, else `work`."""
 
     name: str
     terms: TermSeconds
@@ -64,8 +64,8 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Simulated on the sample. time_s, balanced_s, terms: seconds a global batch. caps: S_max and T
-    that packing had. is_sharded: False where CP ranks were taken to be even."""
+    """A layout simulated on the sample. time_s, balanced_s, terms: seconds a global batch. caps:
+    S_max and T of packing. is_sharded: False where CP ranks were assumed even."""
 
     spec: RunSpec
     is_sharded: bool
@@ -94,7 +94,7 @@ class Trial:
 
     @property
     def of_bound(self) -> float:
-        """What perfect balance would take / this."""
+        """Perfectly balanced time over simulated time."""
         return self.balanced_s / self.time_s
 
     @property
@@ -103,8 +103,8 @@ class Trial:
 
     @property
     def packing(self) -> str:
-        """The policy with what it was allowed: "bounded S 1.5 T 1.1", in M micro-batches where they
-        are not as many as windows."""
+        """The policy with its caps, "bounded S 1.5 T 1.1", and M micro-batches where these are not
+        as many as windows."""
         section, window = self.spec.packing, self.spec.data.context_window
         if not section.varies_lengths:
             is_fixed = section.policy == Policy.FIXED
@@ -142,7 +142,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialRunner:
-    """Trials of layouts that price documents alike, with what they share."""
+    """Runs trials of layouts that price documents alike; caches the plans and spans they share."""
 
     sample: BatchSample
     cost: ProfiledWorkload
@@ -158,7 +158,7 @@ class TrialRunner:
         return cls(sample=sample, cost=workload_for(spec, sample.device))
 
     def outline(self, candidate: Candidate, *, is_walked: bool) -> Outline:
-        """`work` or `even`."""
+        """The bound `even` (walked) or `work`."""
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)
         if is_walked:
@@ -168,15 +168,15 @@ class TrialRunner:
         return Outline(name=candidate.name, terms=terms, is_walked=is_walked)
 
     def packed(self, spec: RunSpec) -> Trial | None:
-        """A `packed` trial; None where packing finds no room."""
+        """A `packed` trial; None where memory leaves packing no room."""
         return self._within_memory(spec, is_sharded=False)
 
     def sharded(self, spec: RunSpec) -> Trial | None:
-        """A `sharded` trial; None where packing finds no room."""
+        """A `sharded` trial; None where memory leaves packing no room."""
         return self._within_memory(spec, is_sharded=True)
 
     def as_it_is(self, spec: RunSpec) -> Trial:
-        """A `sharded` trial, whatever memory it needs."""
+        """A `sharded` trial without a memory limit."""
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
@@ -221,13 +221,13 @@ class TrialRunner:
 
 
 def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
-    """Specs with equal keys price documents alike."""
+    """Specs with equal keys give documents equal prices."""
     p = spec.parallel
     return p.tp, p.cp, p.pp, p.dp, str(spec.training.recompute)
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
-    """S_max and T that packing has; windows for policies without them."""
+    """S_max and T of packing; the window for policies that pack to it."""
     if spec.packing.varies_lengths:
         s_max, step_tokens = caps_of(spec)
         return TokenCaps(s_max=s_max, step_tokens=step_tokens)
@@ -240,7 +240,7 @@ def _packing_key(spec: RunSpec, caps: TokenCaps) -> tuple[Any, ...]:
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
-    """One mean step of one pipeline."""
+    """Prices of one mean step of one pipeline."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
     num = len(sample.batches) * spec.num_micro_batches
     lengths, counts = np.unique(sample.pieces(window), return_counts=True)

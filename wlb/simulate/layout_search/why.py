@@ -20,7 +20,7 @@ from wlb.spec import Recompute, RunSpec, Schedule
 OWN = "the run's own layout"
 COMPARED = ("tp", "cp", "pp")
 WORTH_NAMING = 0.1
-"""Share of all that grew from which on a term is named."""
+"""A term is named if it is at least this share of all growth."""
 MOST_NAMED = 3
 WORDS = {
     "gemm": "matrix products",
@@ -31,13 +31,13 @@ WORDS = {
     "head": "head and loss",
     BUBBLE: "bubble",
 }
-"""Terms whose names say too little."""
+"""Readable names of terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loser:
-    """label: the family. trial: its best, None where nothing fits. behind: its time / the winner's
-    at the same depth - 1."""
+    """A family that lost. trial: its best, None where nothing fits. behind: its time over the
+    winner's at the same depth, minus 1."""
 
     label: str
     why: str
@@ -55,17 +55,15 @@ class Loser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The winner's layout with other policies and with other sharding, all with spans."""
+    """The winner's layout with other policies and other shardings, all `sharded`."""
 
     policies: tuple[Trial, ...]
     strategies: tuple[Trial, ...]
 
 
 def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) -> list[Loser]:
-    """The families that the winner is not of. own: whose layout is a family. node: ranks of one.
-
-    What is not known yet is tried: the best candidate of each family `packed`, of the own layout
-    `tuned`.
+    """The families that the winner does not belong to. own: a run whose layout is a family. node:
+    ranks of a node. Packs the best candidate of a family, tunes that of the own layout, if needed.
     """
     winner = known.ranking[0]
     families = _families(known.layouts, winner.spec, own)
@@ -88,14 +86,14 @@ def references_of(tuner: Tuner, winner: Trial) -> References:
 
 
 def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
-    """Seconds more (or less, if negative), largest first."""
+    """Seconds by which the loser's terms exceed the winner's, largest first."""
     names = dict.fromkeys([*winner, *loser])
     found = {name: loser.get(name, 0.0) - winner.get(name, 0.0) for name in names}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
-    """The terms that grew most, and what shrank most."""
+    """The terms that grew most and the one that shrank most, as text."""
     terms = difference(loser.terms, winner.terms)
     grown = sum(s for s in terms.values() if s > 0)
     named = [(n, s) for n, s in terms.items() if s > 0 and s >= WORTH_NAMING * grown][:MOST_NAMED]
@@ -121,7 +119,7 @@ def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
 
 
 def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[str, list[Candidate]]:
-    """Candidates by family, those of the winner left out; empty where nothing fits."""
+    """Candidates by family without the winner's families; empty where nothing fits."""
     out: dict[str, list[Candidate]] = {}
     own_label = "" if own is None else f"{OWN}, {degrees_of(own)}"
     if own is not None and degrees_of(own) != degrees_of(winner):
@@ -143,7 +141,7 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 
 def _labels(spec: RunSpec) -> list[str]:
-    """All families that a layout may be of."""
+    """All families that a layout may belong to."""
     degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
@@ -154,7 +152,7 @@ def _pipeline_labels(spec: RunSpec) -> list[str]:
 
 
 def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
-    """The fastest of what is known best."""
+    """The fastest candidate at the deepest depth that any of them reached."""
 
     def key(candidate: Candidate) -> tuple[int, float, str]:
         name = candidate.name

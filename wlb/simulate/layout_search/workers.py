@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True, kw_only=True)
 class Workers:
-    """A context manager. jobs = 1: in this process. Functions and tasks must pickle."""
+    """A context manager. jobs = 1 runs in this process; else functions and tasks must pickle."""
 
     jobs: int = 1
     pool: ProcessPoolExecutor | None = field(default=None, init=False)
@@ -43,7 +43,7 @@ class Workers:
             self.pool = None
 
     def each(self, function: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-        """Results in the tasks' order, as they are there."""
+        """Yields results in the order of the tasks, each as soon as it is there."""
         if self.pool is None or len(tasks) < 2:
             return map(function, tasks)
         return self.pool.map(function, tasks)
@@ -53,5 +53,5 @@ class Workers:
 
 
 def _leave_interrupts() -> None:
-    """Ctrl-C is for the process that waits for these."""
+    """Ignores Ctrl-C, which the parent process handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
