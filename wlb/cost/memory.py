@@ -15,22 +15,20 @@ from wlb.spec import Dtype, Policy, Recompute, RunSpec, Schedule
 GIB = 2**30
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
-"""Share of T that is planned with where micro-batches are dealt to several pipelines."""
+"""Share of T that is planned with where several pipelines get unequal tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of pipeline rank `pp_rank`; every name ending in `_bytes` but the total is a term.
+    """Bytes of pipeline rank `pp_rank`; every `*_bytes` field is a term of `total_bytes`.
 
-    parameters: gathered, in compute dtype; all of them, or with `fsdp.reshard_after_forward` the
-    layer at work, those gathered ahead, embedding and head. optimizer: float32 master weights and
-    two AdamW moments, sharded over `fsdp.shard_size` ranks (dp * cp). gradients: float32, unsharded
-    until the last micro-batch, plus their reduced shard. Without FSDP (one rank, float32) the
-    parameters are the master weights and the gradients are never copied.
-    activations: saved for backward, of all micro-batches in flight, and left by it for the weights'
-    pass where that comes later. boundaries: outputs of stages in flight, kept for their backward.
-    logits: one chunk of the loss, last pipeline rank only. workspace: what the layer at work needs
-    beside what it keeps, MLP or attention, activations that it computes again included.
+    parameters: gathered, in compute dtype (with `fsdp.reshard_after_forward` only the layer at
+    work, those prefetched, embedding and head). optimizer: sharded float32 master weights and two
+    AdamW moments. gradients: float32, unsharded until the last micro-batch, plus their reduced
+    shard. Without FSDP (one rank, float32) parameters are the master weights; gradients are not
+    copied. activations: of all micro-batches in flight, and what waits for the weights' pass.
+    boundaries: stage outputs kept for backward. logits: a chunk of the loss, last pipeline rank
+    only. workspace: what the layer at work needs in addition, recomputed activations included.
     """
 
     pp_rank: int
@@ -54,12 +52,11 @@ class MemoryEstimate:
 
 
 def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Most stage passes whose activations rank `pp_rank` holds at once.
+    """Peak number of stage passes whose activations rank `pp_rank` holds, at most n * v.
 
-    1F1B: pp - pp_rank micro-batches. Interleaved: the warm-up, (v - 1) * round + 2 * (pp - 1 -
-    pp_rank) passes of a chunk (v chunks a rank), and the one that runs; never more than n * v.
-    Zero-bubble warms up with half of those hops, and what was kept waits for the weights' pass,
-    pp_rank * weight_delay passes later.
+    1F1B: pp - pp_rank. Interleaved: (v - 1) * round + 2 * (pp - 1 - pp_rank) of the warm-up, and
+    the running one. Zero-bubble: half of those hops; activations wait pp_rank * weight_delay passes
+    more.
     """
     pp = spec.parallel.pp
     if not 0 <= pp_rank < pp:
@@ -70,8 +67,8 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
 
 def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
-    """Forward passes before the first one that alternates with backward passes, and inputs' passes
-    before the first of weights."""
+    """(forward passes before the first backward's partner, inputs' passes before the first weights'
+    pass) of a rank."""
     pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.micro_batches_per_pipeline
     after = pp - 1 - pp_rank
     first_chunks = (v - 1) * (n // max(1, n // pp))
@@ -87,9 +84,8 @@ def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
 
 
 def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int]]:
-    """What a rank holds before and after its passes of inputs' gradients, in the schedule's order:
-    (layers whose activations are kept, stages whose outputs are, layers that wait for the weights'
-    pass). Equal to the simulator's count of the order itself."""
+    """States of a rank around its backward passes: (layers with kept activations, stages with kept
+    outputs, layers that wait for the weights' pass). Equal to the simulator's count."""
     layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
     v, n = len(layers), spec.micro_batches_per_pipeline
     group = n // max(1, n // spec.parallel.pp)
@@ -111,7 +107,7 @@ def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int]]:
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Saved activations of one layer and one micro-batch on one rank (module docstring)."""
+    """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
     local = -(-micro_batch_tokens // cp)
@@ -126,35 +122,37 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 
 
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """What a layer's pass of inputs' gradients leaves for that of the weights: inputs of linear
-    layers and gradients of their outputs, as large as what forward keeps without recompute."""
-    plain = replace(_with(spec, Recompute.NONE), cp=replace(spec.cp, keep_gathered_kv=False))
+    """Bytes that a layer's inputs' pass leaves for its weights' pass: linear layers' inputs and
+    output gradients, as many as forward keeps without recompute."""
+    plain = replace(
+        _with_recompute(spec, Recompute.NONE), cp=replace(spec.cp, keep_gathered_kv=False)
+    )
     return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
 
 
 def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Of one micro-batch on one rank, sequence-sharded."""
+    """A stage's output of one micro-batch on one rank, sequence-sharded."""
     local = -(-micro_batch_tokens // spec.parallel.cp)
     return local * spec.model.hidden_size * _compute_bytes(spec) // spec.parallel.tp
 
 
 def workspace_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """What one layer needs in backward beside what it kept (module docstring)."""
+    """What one layer needs in backward in addition to its activations (README.md)."""
     model, tp = spec.model, spec.parallel.tp
     local = -(-micro_batch_tokens // spec.parallel.cp)
     values = 2 * model.hidden_size + 3 * model.ffn_hidden_size // tp
     mlp = local * _compute_bytes(spec) * values
     attention = _attention_workspace_bytes(spec, local=local)
     kept, half, whole = (
-        layer_activation_bytes(_with(spec, how), micro_batch_tokens=micro_batch_tokens)
+        layer_activation_bytes(_with_recompute(spec, how), micro_batch_tokens=micro_batch_tokens)
         for how in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
-    # The MLP's backward pass goes first: what it needed is gone when attention's begins.
+    # The MLP's backward runs first and frees its workspace before attention's begins.
     return max(mlp + whole - kept, attention + max(0, half - kept))
 
 
 def _attention_workspace_bytes(spec: RunSpec, *, local: int) -> int:
-    """What attention needs in backward beside its activations, with `local` tokens a CP rank."""
+    """Attention's workspace in backward with `local` tokens a CP rank."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
@@ -169,7 +167,7 @@ def _attention_workspace_bytes(spec: RunSpec, *, local: int) -> int:
     return gradients + max(in_kernel, summing)
 
 
-def _with(spec: RunSpec, how: Recompute) -> RunSpec:
+def _with_recompute(spec: RunSpec, how: Recompute) -> RunSpec:
     return replace(spec, training=replace(spec.training, recompute=how))
 
 
@@ -182,7 +180,7 @@ def memory_of_rank(
 ) -> MemoryEstimate:
     """Memory of pipeline rank `pp_rank` with micro-batches of at most `micro_batch_tokens`.
 
-    step_tokens: T, most tokens of a step over all pipelines; None: only the micro-batch is bounded.
+    step_tokens: T, tokens of a step over all pipelines; None: unbounded.
     """
     model, parallel = spec.model, spec.parallel
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
@@ -245,7 +243,7 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
 
 
 def _most_in_layer(spec: RunSpec, tokens: int) -> int:
-    """Bytes of a layer and a micro-batch from its forward pass to the last of its backward."""
+    """Peak bytes that a layer keeps for a micro-batch between its passes."""
     kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
     if not spec.splits_backward:
         return kept
@@ -255,7 +253,7 @@ def _most_in_layer(spec: RunSpec, tokens: int) -> int:
 def memory_estimate(
     spec: RunSpec, *, micro_batch_tokens: int | None = None, step_tokens: int | None = None
 ) -> MemoryEstimate:
-    """The pipeline rank that needs most (rank 0 as a rule: it has most micro-batches in flight)."""
+    """The pipeline rank that needs most, mostly rank 0, which has most micro-batches in flight."""
     ranks = (
         memory_of_rank(
             spec, pp_rank=r, micro_batch_tokens=micro_batch_tokens, step_tokens=step_tokens
@@ -267,7 +265,7 @@ def memory_estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCaps:
-    """What fits a GPU: tokens of a micro-batch, and of a step over all pipelines (None: any)."""
+    """Tokens that fit a GPU: of a micro-batch, and of a step over all pipelines (None: any)."""
 
     s_max: int
     step_tokens: int | None
@@ -276,12 +274,11 @@ class TokenCaps:
 def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
     """Caps of packing under which `memory_estimate` stays within `memory_bytes` on every rank.
 
-    A pipeline rank holds v chunks of every micro-batch that is under way. S_max is what fits when
-    one of the longest is; T is what fits with the step's other micro-batches beside it, for one
-    pipeline and then times dp, less an eighth at dp > 1: `wlb.planner.deal` evens out work first,
-    and a pipeline had up to 12% more tokens than the mean one in what was measured. With many
-    micro-batches in 1F1B only `in_flight` of them are under way; S_max is what that many fit with
-    then, if T would be too small, and there is no T. UserError if the weights alone do not fit.
+    S_max fits with one longest micro-batch in flight; T is the step's tokens that fit beside it,
+    for one pipeline, times dp, times DEALT_MARGIN at dp > 1, because `wlb.planner.deal` evens out
+    work first (up to 12% more tokens on a pipeline were measured). Where only `in_flight` of many
+    micro-batches are held (1F1B) and T would be too small, S_max fits that many and there is no T.
+    Raises UserError if the weights alone do not fit.
     """
     s_max, step_tokens = spec.s_max, None
     for pp_rank in range(spec.parallel.pp):
@@ -304,7 +301,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
     one = estimate(window)
     flowing = one.activations_bytes + one.boundaries_bytes
-    # Logits grow with the micro-batch until a chunk of the loss is full: the most there can be.
+    # Logits grow with the micro-batch up to one chunk of the loss; the largest are counted.
     fixed = one.total_bytes - flowing - one.workspace_bytes - one.logits_bytes
     fixed += estimate(spec.s_max).logits_bytes
     room = memory_bytes - fixed
@@ -314,8 +311,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
             f"optimiser, more than the {memory_bytes / GIB:.1f} GiB of packing.memory_gib; use "
             f"more ranks (parallel.tp, pp, dp)"
         )
-    # Bytes a token, rounded up: of one micro-batch in as many of its passes as are under way and in
-    # all of them, of all passes under way, and of the layer that is at work.
+    # Bytes a token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
+    # its passes (whole), of all passes in flight (under_way), of the layer at work (at_work).
     layers = sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
     resident = min(passes, len(layers))
     in_layer = _most_in_layer(spec, window)
@@ -331,9 +328,9 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     step_tokens = int((room - at_work * s_max) / whole)
     all_under_way = int(room / (under_way + at_work))
     own_tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
-    margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN  # as `token_caps` takes it off
+    margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN  # `token_caps` applies the same
     if step_tokens * margin <= own_tokens and all_under_way >= window:
-        # Only `passes` of the step's micro-batches are under way: shorter ones need no cap on it.
+        # Only `passes` micro-batches are in flight at once; shorter ones need no cap on the step.
         return min(s_max, all_under_way), None
     return s_max, step_tokens
 

@@ -36,6 +36,16 @@ class Collective(StrEnum):
     ALL_REDUCE = "all_reduce"
     P2P = "p2p"
 
+    def wire_share(self, num_ranks: int) -> float:
+        """Bytes that a rank moves over the bytes of the whole buffer."""
+        match self:
+            case Collective.P2P:
+                return 1.0
+            case Collective.ALL_REDUCE:
+                return 2 * (num_ranks - 1) / num_ranks
+            case _:
+                return (num_ranks - 1) / num_ranks
+
 
 class Scope(StrEnum):
     INTRA_NODE = "intra_node"
@@ -47,11 +57,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where numbers come from.
-
-    residuals: held-out error of a fit, as fractions, by name. environment: versions, sizes and
-    conditions of a measurement, plain JSON values.
-    """
+    """The source of numbers. residuals: held-out errors of a fit, fractions by name. environment:
+    versions, sizes and conditions of a measurement as plain JSON values."""
 
     kind: ProvenanceKind
     source: str
@@ -73,19 +80,16 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionTable:
-    """One kernel at one head layout.
+    """One attention kernel at one head layout.
 
-    backends: names this kernel goes by (`kernels.attention` among them). num_heads, num_kv_heads,
-    head_dim: the layout it was measured at. tile_rows: query rows of a tile (128 on Hopper).
-    padded_lengths: lengths that rows and keys are rounded up to, rising, for kernels that compute
-    similar segments together (SDPA); longer ones stay as they are. forward, backward: achieved
-    TFLOP/s of tile-quantised FLOPs over (query rows, keys). square_*: those of segments without a
-    prefix (as many keys as rows: whole documents) where they were measured apart, else None; read
-    where they are above the surface.
-    heads, heads_efficiency: throughput at that many heads a rank, relative to the surface, above
-    what the launch cost explains. launch_*_ns: once a varlen call, whatever it holds. group_*_ns:
-    once for all segments of a call that are computed together (`groups`). reach: most keys that
-    were measured with each of the surface's rows, where that is not all of them (shape [rows]).
+    backends: the kernel's names (values of `kernels.attention`). tile_rows: query rows of a tile
+    (128 on Hopper). padded_lengths: rising lengths that rows and keys are rounded up to by kernels
+    that group similar segments (SDPA). forward, backward: achieved TFLOP/s of tile-quantised FLOPs
+    over (query rows, keys). square_*: TFLOP/s of segments without a prefix (rows = keys), if
+    measured apart; used where it exceeds the surface. heads, heads_efficiency: throughput at a
+    number of heads a rank, relative to the surface. launch_*_ns: once a varlen call. group_*_ns:
+    once for each group of segments (`groups`). reach: largest measured keys by row of the surface,
+    [rows], if not all keys were measured.
     """
 
     backends: tuple[str, ...]
@@ -162,10 +166,8 @@ class AttentionTable:
                 raise UserError(f"{name} costs {costs} ns must be finite and not below 0")
 
     def efficiency(self, num_heads: int) -> float:
-        """Efficiency at `num_heads` query heads a rank; constant outside the table.
-
-        Plain arithmetic, as in `wlb.cost.surface`: equal bits on any CPU.
-        """
+        """Efficiency at `num_heads` query heads a rank, constant outside the table; plain
+        arithmetic gives equal bits on all CPUs."""
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:
             return float(self.heads_efficiency[max(0, left)])
@@ -176,11 +178,9 @@ class AttentionTable:
     def times_ns(
         self, q: FloatArray, kv: FloatArray, *, num_heads: int, head_dim: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward time of each segment in one layer, launches and groups apart.
-
-        Shape [n] each. Padded query rows choose the throughput, so that all of a tile's lengths
-        cost the same. A segment below the grid is priced as the smallest in it; zero rows are free.
-        """
+        """Forward and backward ns of each segment in one layer, shape [n], without launches and
+        groups. Padded rows choose the throughput, so that all lengths of a tile cost the same; a
+        segment below the grid costs as much as the smallest in it; zero rows are free."""
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
         work = tile_pairs(rows, keys, tile_rows=self.tile_rows)
         work = np.where(q > 0, work * (head_dim * num_heads / self.efficiency(num_heads)), 0.0)
@@ -188,7 +188,7 @@ class AttentionTable:
         cells = self.forward.cells(tiled, keys)
         rates = [self.forward.read(cells), self.backward.read(cells)]
         if self.square_forward is not None and self.square_backward is not None:
-            # A mask never makes a segment cheaper, whatever a noisy measurement says.
+            # A mask never makes a segment cheaper; where a measurement says so, it is noise.
             for i, curve in enumerate((self.square_forward, self.square_backward)):
                 rates[i] = np.where(q == kv, np.maximum(curve.at(tiled), rates[i]), rates[i])
         # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
@@ -197,11 +197,10 @@ class AttentionTable:
         return forward, backward
 
     def groups(self, q: FloatArray, kv: FloatArray, offsets: IntArray) -> IntArray:
-        """How many groups of segments each call computes one after the other, shape [num_calls].
+        """Groups of segments that each call computes one after the other, shape [num_calls].
 
-        offsets: call i holds segments [offsets[i], offsets[i + 1]), shape [num_calls + 1]. Segments
-        are of one group if their padded rows, padded keys and squareness are the same. 0 where
-        groups cost nothing.
+        offsets: call i holds segments [offsets[i], offsets[i + 1]). Segments form a group if padded
+        rows, padded keys and squareness are equal. 0 where groups cost nothing.
         """
         num_calls = offsets.size - 1
         if not self.group_forward_ns and not self.group_backward_ns:
@@ -258,11 +257,8 @@ class Elementwise(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseCost:
-    """An operator limited by memory: bytes a second that the cost model counts, cost a call.
-
-    Bytes: `wlb.cost.flops.elementwise_values`, so that what an eager operator reads and writes
-    besides lowers its bytes_per_s.
-    """
+    """An operator bound by memory: bytes a second and ns a call. Bytes are those that
+    `wlb.cost.flops.elementwise_values` counts; additional traffic lowers bytes_per_s."""
 
     op: Elementwise
     forward_bytes_per_s: float
@@ -281,11 +277,8 @@ class ElementwiseCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCost:
-    """Output head and cross-entropy in one: achieved TFLOP/s of its three matrix products.
-
-    All three run in the forward pass (`wlb.model.loss`); backward scales their results, which is
-    priced in bytes.
-    """
+    """Output head with cross-entropy: TFLOP/s of its three matrix products, which all run in the
+    forward pass (`wlb.model.loss`); backward scales their results and is priced in bytes."""
 
     tflops: float
     backward_bytes_per_s: float
@@ -300,11 +293,8 @@ class HeadCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What a decoder layer takes beside its operators when they run one after the other.
-
-    *_factor: times their sum (fresh memory, caches that others have used). *_call_ns: a pass of a
-    layer, whatever it holds (modules, autograd).
-    """
+    """A decoder layer's time relative to its operators alone. *_factor: on their sum (fresh memory,
+    colder caches). *_call_ns: constant a pass (modules, autograd)."""
 
     forward_factor: float
     backward_factor: float
@@ -321,11 +311,8 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """alpha + bytes on the wire / bandwidth.
-
-    bytes_per_s is bus bandwidth (nccl-tests' convention): `size` is the whole buffer (gathered, or
-    before scattering); a rank moves (n - 1) / n of it, twice that for all-reduce, all for p2p.
-    """
+    """alpha + bytes on the wire / bus bandwidth, with nccl-tests' conventions: sizes are of the
+    whole buffer (gathered, or before scattering)."""
 
     op: Collective
     scope: Scope
@@ -341,14 +328,7 @@ class CollectiveCost:
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
         """Bandwidth term only; 0 in a group of one."""
-        match self.op:
-            case Collective.P2P:
-                share = 1.0
-            case Collective.ALL_REDUCE:
-                share = 2 * (num_ranks - 1) / num_ranks
-            case _:
-                share = (num_ranks - 1) / num_ranks
-        return size_bytes * share / self.bytes_per_s * 1e9
+        return size_bytes * self.op.wire_share(num_ranks) / self.bytes_per_s * 1e9
 
     def time_ns(self, size_bytes: float, *, num_ranks: int) -> float:
         return self.alpha_ns + self.wire_ns(size_bytes, num_ranks=num_ranks) if num_ranks > 1 else 0
@@ -356,12 +336,11 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelProfile:
-    """All tables of one device and dtype. `name` is how a run says which it was priced with.
+    """All tables of one device and dtype; runs log its `name`.
 
-    ranks_per_node: of the machine, where collectives' scope changes. provenance: of the whole.
-    attention: a table a kernel and head layout. gemm: matrix products. elementwise: what is limited
-    by memory, an operator each. layer: what a decoder layer takes beside its operators. head:
-    output head and cross-entropy. collectives: one a kind and scope.
+    ranks_per_node: where collectives' scope changes. attention: one table for each kernel and head
+    layout; the first kernel is the default. elementwise: each operator once. collectives: one for
+    each op and scope.
     """
 
     name: str
@@ -411,8 +390,8 @@ class KernelProfile:
     ) -> AttentionTable:
         """The table of `backend` (None = the profile's first kernel) nearest in head layout.
 
-        num_kv_heads: None = as many as num_heads. UserError where no table goes by that name.
-        Nearest: head_dim first, then query heads a key head, then number of heads.
+        num_kv_heads: None = num_heads. Nearest: by head_dim, then query heads a key head, then
+        number of heads. Raises UserError where no table has that name.
         """
         group = num_heads / (num_kv_heads or num_heads)
         name = backend or self.attention[0].backends[0]
@@ -441,8 +420,8 @@ class KernelProfile:
         """Cost of `op` in a group of `num_ranks` evenly spread over `span_ranks` consecutive ranks
         (default: all of them).
 
-        Between nodes every rank has a link of its own, and rings use those of all members, as NCCL
-        does: k members a node have k times the bandwidth of one, at most that inside a node.
+        Between nodes every rank has its own link and rings use those of all members, as NCCL does:
+        k members a node have k times the bandwidth of one, at most that inside a node.
         """
         by_scope = {c.scope: c for c in self.collectives if c.op == op}
         inside, between = by_scope[Scope.INTRA_NODE], by_scope[Scope.INTER_NODE]

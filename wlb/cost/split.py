@@ -15,8 +15,8 @@ WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBackward:
-    """Times of a pipeline rank's layers. weight_*: the weights' pass. saved_*: what backward
-    saves by it. product_ns_per_token: weights' matrix products, part of both. *_call_ns: a micro-batch.
+    """Times of a pipeline rank's layers. weight_*: of the weights' pass. saved_*: what backward
+    saves. product_ns_per_token: weights' matrix products, part of both. *_call_ns: a micro-batch.
     """
 
     product_ns_per_token: float

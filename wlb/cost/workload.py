@@ -30,10 +30,7 @@ _MOST_TABLED = 1 << 18
 
 
 class WorkloadModel(Protocol):
-    """What packing and sharding know about cost: times of a pipeline rank's layers.
-
-    Arrays have shape [n], int64.
-    """
+    """Costs as packing and sharding see them: int64 ns of a pipeline rank's layers, shape [n]."""
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         """W_a + W_l of each piece."""
@@ -48,20 +45,18 @@ class WorkloadModel(Protocol):
         ...
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """The forward part of each piece's workload: what Section 7.4's imbalance is taken over."""
+        """The forward part of each piece's workload, of which Section 7.4 takes the imbalance."""
         ...
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Forward and backward kernel time of each segment (q rows over kv keys) on one rank.
-
-        Segments without rows are free.
-        """
+        """Forward and backward kernel time of segments (q rows over kv keys) on one rank; zero rows
+        are free."""
         ...
 
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """What calls cost beside their segments, forward and backward, shape [num_calls] each.
+        """Costs of calls without their segments, forward and backward, shape [num_calls].
 
         Call i holds segments [offsets[i], offsets[i + 1]); offsets: shape [num_calls + 1].
         """
@@ -73,7 +68,7 @@ class WorkloadModel(Protocol):
 
 
 def _ns(values: FloatArray) -> IntArray:
-    """Whole ns; UserError for what is no time (NaN, infinite, over 292 years)."""
+    """Whole ns; raises UserError for NaN, infinity and over 292 years."""
     bad = np.flatnonzero(~(values < 2.0**63))
     if bad.size:
         raise UserError(
@@ -106,12 +101,11 @@ def _segments(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsWorkload:
-    """W(d) = quadratic_ns * d * d + linear_ns_per_token * d: states a ratio literally.
+    """W(d) = quadratic_ns * d * d + linear_ns_per_token * d, for a stated ratio.
 
-    Forward is taken to be the same part of both terms, so `forward_latency_ns` is the whole.
-    A segment of q rows over kv keys costs quadratic_ns * q * (2 * kv - q), so that the segments of
-    a piece add up to its W_a(d), however it is cut; two sevenths of it forward (two matrix products
-    of a flash kernel against five). Launches and CP's collectives are free.
+    A segment of q rows over kv keys costs quadratic_ns * q * (2 * kv - q), so segments of a piece
+    add up to W_a(d) however it is cut; two sevenths are forward (two products of a flash kernel
+    against five). `forward_latency_ns` is the whole W. Launches and CP's collectives are free.
     """
 
     quadratic_ns: float = 1.0
@@ -158,19 +152,12 @@ class FlopsWorkload:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    model, parallel: what a rank computes (`RunSpec.model`, `RunSpec.parallel`). profile: at which
-    speed. backend: attention kernel; the profile's first where that is None or has no table.
-    micro_batch_tokens: tokens of a typical micro-batch, at which GEMM throughput is read (W_l is
-    linear in d, a micro-batch's GEMMs run on all its tokens together). Attention of
-    pieces is tabled at construction (`wlb.cost.monotone`, about 2 ms), so that pricing is a
-    look-up.
-    keep_gathered_kv: backward does not gather keys and values again (`cp.keep_gathered_kv`).
-    recompute: what backward runs again of every layer (`training.recompute`); attention in `full`
-    only. tp_overlap: share of TP collectives that hides behind matrix products. machine: device the
-    run is on, dtype: it computes in, "" if they are not known; longest: most tokens of a piece, 0
-    if not known: all for `notes` only. Made of these: table and linear, what attention and all else
-    are read from; ns_per_token of each linear term; forward_ns and backward_ns of attention by a
-    piece's length.
+    backend: attention kernel; the profile's first where None or without a table.
+    micro_batch_tokens: tokens at which GEMM throughput is read. keep_gathered_kv, recompute: as in
+    [cp] and [training]. tp_overlap: share of TP collectives hidden behind matrix products. machine,
+    dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
+    (attention), linear (all else), ns_per_token by linear term, forward_ns and backward_ns:
+    attention by length, tabled at construction (about 2 ms) so that pricing is a look-up.
     """
 
     model: ModelSpec
@@ -247,7 +234,7 @@ class ProfiledWorkload:
         return self.forward_ns.at(d) + _ns(d * sum(linear))
 
     def terms(self, lengths: IntLike) -> dict[str, IntArray]:
-        """The parts of W, as Figure 7 draws them; they add up to `workload_ns`."""
+        """The parts of W as in Figure 7; they add up to `workload_ns`."""
         d = _lengths("lengths", lengths)
         attention = {
             "attention_forward": self.forward_ns.at(d),
@@ -272,14 +259,14 @@ class ProfiledWorkload:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
-        """Which pieces are priced with throughput from the edge of the profile's surface."""
+        """Which pieces are priced with throughput at the edge of the profile's surface."""
         d = _lengths("lengths", lengths)
         rows, keys = self._chunks(d)
         return self.table.extrapolated(rows, keys) | self.table.extrapolated(d, d)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where the profile does not match the model, in words for a log."""
+        """Mismatches between profile and run, as sentences for a log."""
         table, model, profile = self.table, self.model, self.profile
         notes: list[str] = []
         if self.machine and not is_same(self.machine, profile.device):
@@ -340,11 +327,11 @@ class ProfiledWorkload:
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
-    """The workload of a run on "cpu" or "cuda"; `.profile.name` says which profile it took.
+    """The workload of a run on "cpu" or "cuda"; `.profile` says which profile it took.
 
-    cost.profile = auto takes the one that matches this machine's device and the kernel.
-    kernels.attention picks the kernel's table; "auto", or a kernel that the profile lacks, takes
-    the profile's first: a run need not wait for a measurement. `.notes` says what does not match.
+    cost.profile = auto takes the profile that matches device and kernel. A kernel that the profile
+    lacks, or "auto", is priced as its first, so that a run need not wait for a measurement;
+    `.notes` tells mismatches.
     """
     name, backend = spec.cost.profile, str(spec.kernels.attention)
     machine = machine_name(device)
