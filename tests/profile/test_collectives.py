@@ -19,7 +19,6 @@ from wlb.profile.collectives import (
     collective_tasks,
     default_sizes,
     fit_alpha_beta,
-    wire_share,
 )
 from wlb.profile.tasks import Record
 
@@ -29,7 +28,7 @@ SIZES = (4096, 65536)
 
 
 def _times(alpha: float, rate: float, op: Collective, ranks: int, sizes: Sequence[int]):
-    return [alpha + size * wire_share(op, ranks) / rate * 1e9 for size in sizes]
+    return [alpha + size * op.wire_share(ranks) / rate * 1e9 for size in sizes]
 
 
 @pytest.mark.parametrize("op", list(Collective))

@@ -25,19 +25,19 @@ from wlb.profile.timing import KernelTimer
 from wlb.sharding import shard
 
 TILE_ROWS = {"cuda": 128, "cpu": 1}
-"""Query rows of a tile: FlashAttention's forward kernels on Ampere and Hopper; a CPU has none."""
+"""Query rows of a tile of FlashAttention's forward kernels; CPU kernels have no tiles."""
 CUDA_TILES = 1024
-"""Tiles that fill a GPU with several waves."""
+"""Number of tiles that fills a GPU with several waves."""
 CPU_KEYS, CPU_SEGMENTS = 4096, 256
-"""Keys of a CPU call beside which its own cost is small, and segments at most."""
+"""Keys that make a CPU call's own cost negligible, and the largest number of segments."""
 MOST_BYTES = 24 << 30
-"""Of keys, values and their gradients in a call of equal segments."""
+"""Limit of keys, values and their gradients in a call of equal segments."""
 STRATEGIES = ("per_sequence", "per_document", "balanced")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLayout:
-    """What the kernels compute on; num_heads, num_kv_heads: of one rank."""
+    """A kernel and the heads of one rank that it computes."""
 
     backend: str
     num_heads: int
@@ -48,7 +48,7 @@ class HeadLayout:
 
     @property
     def name(self) -> dict[str, Any]:
-        """As tasks carry it."""
+        """The entries of a task's point."""
         return {
             "backend": self.backend,
             "num_heads": self.num_heads,
@@ -58,7 +58,7 @@ class HeadLayout:
 
     @property
     def group(self) -> int:
-        """Query heads a key head."""
+        """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -73,11 +73,9 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGrid:
-    """What is measured. lengths: of rows and of keys; longest: of a document (S_max).
-
-    held_pairs: off the grid. batches, held_batches: random varlen calls of batch_tokens rows.
-    budget_s: of a point's repeats, forward and backward together.
-    """
+    """Points of the attention sweep. lengths: of rows and of keys. held_pairs: off the grid.
+    batches, held_batches: random varlen calls of batch_tokens rows. budget_s: for the repeats of a
+    point, forward and backward together."""
 
     lengths: tuple[int, ...]
     held_pairs: int
@@ -92,7 +90,7 @@ class AttentionGrid:
 
 
 def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tuple[int, ...]:
-    """Lengths from `first` to `last`, both included, at these multiples of first, 2 * first, ..."""
+    """Lengths from `first` to `last`, both included: these multiples of first, 2 * first, ..."""
     found = {last}
     power = first
     while power <= last:
@@ -110,7 +108,7 @@ def time_call(
     generator = torch.Generator().manual_seed(0)
 
     def made(rows: int, heads: int) -> torch.Tensor:
-        # Values on the host would take longer than the kernels; one block of them is repeated.
+        # Drawing all values would take longer than the kernels; one block is repeated.
         block = torch.randn(min(rows, 1024), heads, layout.head_dim, generator=generator)
         block = block.to(layout.device, layout.dtype)
         return block.repeat(-(-rows // block.shape[0]), 1, 1)[:rows].contiguous()
@@ -134,8 +132,8 @@ def time_call(
 
 
 def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, int]]:
-    """(rows, keys) of the grid's points; a kernel that pads gets one row less than keys on the
-    diagonal, where a point with a prefix and one without differ."""
+    """(rows, keys) of the grid's points. For kernels that pad, the diagonal has a second point with
+    one row less, because segments with and without a prefix differ there."""
     for i, q in enumerate(grid.lengths):
         yield q, q
         if layout.padded_lengths and q > 1:
@@ -145,7 +143,7 @@ def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, i
 
 
 def count_of(layout: HeadLayout, q: int, kv: int) -> int:
-    """How many equal segments fill the device."""
+    """Number of equal segments that fills the device."""
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
     fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tile_rows)))
@@ -154,7 +152,7 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
 
 
 def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Rows and keys of the segments of a task on equal ones."""
+    """Rows and keys of the equal segments of a task."""
     q, kv = (np.full(point["count"], point[name], np.int64) for name in ("q", "kv"))
     if point["has_other"]:
         q, kv = np.insert(q, 0, 1), np.insert(kv, 0, 1)
@@ -162,7 +160,7 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 
 
 def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
-    """Kinds "call" (a tiny segment), "two_groups" (and another), "grid", "held_pair"."""
+    """Kinds "call" (a tiny segment), "two_groups" (with another), "grid", "held_pair"."""
     shortest = grid.lengths[0]
     tasks = [_equal_task("call", layout, shortest, shortest, 1, grid, timer, has_other=False)]
     if layout.padded_lengths:
@@ -181,7 +179,7 @@ def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> l
 def head_tasks(
     layout: HeadLayout, others: Sequence[HeadLayout], grid: AttentionGrid, timer: KernelTimer
 ) -> list[Task]:
-    """Kind "heads": a few points at other numbers of heads, the layout's own included."""
+    """Kind "heads": a few points at the layout's and at other numbers of heads."""
     some = [n for n in grid.lengths if 128 <= n <= 8192][::3]
     return [
         _equal_task("heads", at, q, kv, count_of(at, q, kv), grid, timer)
@@ -202,7 +200,7 @@ def _equal_task(
     *,
     has_other: bool | None = None,
 ) -> Task:
-    """has_other: a one-token segment goes along; None: if the kernel has groups."""
+    """has_other: the call has a one-token segment too; None: if the kernel has groups."""
     other = bool(layout.padded_lengths) if has_other is None else has_other
     point = {**layout.name, "q": q, "kv": kv, "count": count, "has_other": other}
 
@@ -213,7 +211,7 @@ def _equal_task(
 
 
 def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
-    """Rows and keys of the segments of one rank of a random micro-batch; equal for equal index."""
+    """Rows and keys of one rank's segments of a random micro-batch, the same for equal `index`."""
     rng = np.random.default_rng([7, index])
     cp = int(rng.choice([1, 2, 4, 8]))
     rows = int(rng.choice(grid.batch_tokens))
@@ -234,13 +232,14 @@ def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
 def batch_tasks(
     layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer, *, held: bool, repeat: int = 0
 ) -> list[Task]:
-    """Kinds "batch" and "held_batch", of different micro-batches; repeat: measured how often."""
+    """Kinds "batch" and "held_batch", of disjoint micro-batches; repeat: number of the
+    repetition."""
 
     def task(index: int) -> Task:
         def run() -> Numbers:
             return time_call(layout, *random_call(grid, index), timer, 4 * grid.budget_s)
 
-        segments = digest(*random_call(grid, index))  # another batch has another name
+        segments = digest(*random_call(grid, index))  # names the batch in records
         point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
         kind = "held_batch" if held else "batch"
         return Task(kind=kind, point=point, run=run, may_fail=True)

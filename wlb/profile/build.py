@@ -34,12 +34,12 @@ from wlb.spec import ModelSpec
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
 """Shipped profiles whose collectives stand in where they were not measured."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
-"""Where a machine does not say: what a cluster's nodes have as a rule."""
+"""The usual number of a cluster's nodes, where the machine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltProfile:
-    """A profile, and what a report needs besides."""
+    """A profile with what reports need in addition."""
 
     profile: KernelProfile
     attention: tuple[FittedAttention, ...]
@@ -54,8 +54,8 @@ class BuiltProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOrigin:
-    """What all blocks of a profile are stamped with. environment: what `run_sweep` gives.
-    ranks_per_node: of the cluster; None: 8 GPUs, a CPU's processes all on one node."""
+    """Name, environment (from `run_sweep`) and nodes of a profile, from which blocks get their
+    provenance. ranks_per_node: None means 8 GPUs, and all of a CPU's processes."""
 
     name: str
     environment: Mapping[str, Any]
@@ -66,7 +66,7 @@ class SweepOrigin:
         return self.environment["dtype"]
 
     def provenance(self, source: str, **more: Any) -> Provenance:
-        """Dated and stamped by the last start that measured something."""
+        """A provenance with date, commit and command of the last start that measured something."""
         start = self.environment["starts"][-1]
         return Provenance(
             kind=ProvenanceKind.MEASURED,
@@ -88,7 +88,7 @@ def build(
     grid: AttentionGrid,
     origin: SweepOrigin,
 ) -> BuiltProfile:
-    """Fits everything. UserError, naming what is missing, where too little was measured."""
+    """Fits all blocks; raises UserError, naming what is missing, if too little was measured."""
     measured = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:
@@ -143,7 +143,7 @@ def _attention(
     call_of: Callable[[Record], Call],
     origin: SweepOrigin,
 ) -> tuple[tuple[FittedAttention, ...], list[str]]:
-    """A fit of each layout of which enough was measured, and notes; UserError if there is none."""
+    """Fits of the layouts with enough records, and notes; raises UserError if there are none."""
     found: list[FittedAttention] = []
     notes: list[str] = []
     for layout in layouts:
@@ -166,9 +166,8 @@ def _attention(
 def collectives(
     records: Sequence[Record], origin: SweepOrigin
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
-    """Measured where there were ranks; else of another scope (CPU) or of a shipped profile. So too
-    where measured times have no fit (they do not grow with size), which is noise and no reason to
-    lose a sweep: notes, the second value, name these."""
+    """Costs of all collectives, and notes. Without records, or where times do not grow with size
+    (noise, no reason to lose a sweep), costs are of another scope (CPU) or of a shipped profile."""
     found: dict[tuple[str, str], CollectiveCost] = {}
     why: dict[tuple[str, str], str] = {}
     notes: list[str] = []

@@ -30,17 +30,17 @@ SMALLEST_BYTES = 1 << 12
 CPU_LARGEST_BYTES = 1 << 24
 CUDA_LARGEST_BYTES = 1 << 30
 SHARE_OF_FREE_MEMORY = 8
-"""The largest buffer is at most 1 / this of a GPU's free memory: there are copies of it."""
+"""The largest buffer is at most 1 / this of a GPU's free memory, because it is copied."""
 LOCAL_RANKS = 2
 WARM_UPS = 3
 HEAD_START_CYCLES = 400_000
-"""The device spins for about 200 us, in which the host issues the barrier and the collective."""
+"""The device spins for about 200 us while the host issues the barrier and the collective."""
 TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint:
-    """What one task measures. size_bytes: a multiple of ranks x the bytes of a value."""
+    """A collective to measure. size_bytes: a multiple of ranks x the bytes of a value."""
 
     op: Collective
     scope: Scope
@@ -57,7 +57,7 @@ class _Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a rank measures: the group's ranks of the world, and this rank's device."""
+    """A group with its ranks of the world, and this rank's device."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -67,9 +67,9 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class CollectiveSweep:
-    """Tasks to run (rank 0 only; none on other ranks), and why there are none.
+    """Tasks of rank 0 (none on other ranks) and a note on what is measured.
 
-    Use as a context manager: the other ranks are let go when rank 0 leaves the block.
+    A context manager: the other ranks are released when rank 0 leaves the block.
 
         with collective_tasks(world, device, dtype=dtype) as sweep:
             sweep.follow()  # other ranks measure along until rank 0 leaves; rank 0 passes
@@ -87,7 +87,7 @@ class CollectiveSweep:
         self.release()
 
     def release(self) -> None:
-        """Let the other ranks go, before the block ends."""
+        """Releases the other ranks before the block ends."""
         if self._followed is not None:
             self._followed.release()
 
@@ -144,7 +144,7 @@ def default_sizes(device: torch.device) -> list[int]:
 def _points(
     scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int
 ) -> list[CollectivePoint]:
-    """All points; scopes: how many ranks the group of each has."""
+    """All points; scopes: number of ranks of each scope's group."""
     points: dict[CollectivePoint, None] = {}
     for scope, num_ranks in scopes.items():
         for op in Collective:
@@ -247,7 +247,7 @@ def _sweep_of_world(
 
 
 def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
-    """Ranks of each scope's group, from each rank's node; groups of one are left out."""
+    """Ranks of each scope's group; nodes: by rank. Groups of one rank are left out."""
     own = tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
     firsts = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
     groups = {Scope.INTRA_NODE: own, Scope.INTER_NODE: firsts}
@@ -257,7 +257,7 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 def _places(
     scopes: dict[Scope, tuple[int, ...]], device: torch.device, dtype: torch.dtype
 ) -> dict[Scope, _Place]:
-    """This rank's place in each scope; all ranks of the world make a group, also those outside."""
+    """This rank's place in each scope; ranks outside a group must create it too."""
     places: dict[Scope, _Place] = {}
     for scope, ranks in scopes.items():
         group = dist.new_group(list(ranks))
@@ -274,7 +274,7 @@ def _control() -> dist.ProcessGroup:
 
 @dataclass(slots=True, kw_only=True)
 class _LedRanks:
-    """Ranks that rank 0 leads. They wait in a broadcast, no longer than the group's time limit."""
+    """Ranks that rank 0 leads; they wait in a broadcast, at most for the group's timeout."""
 
     world: worlds.World
     places: dict[Scope, _Place]
@@ -282,12 +282,12 @@ class _LedRanks:
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """On rank 0, which is in every scope's group."""
+        """Measures on rank 0, which is in every scope's group, and on the ranks that follow."""
         self._tell(point)
         return _numbers(measure(point, self.places[point.scope], self.effort))
 
     def follow(self) -> None:
-        """On other ranks: measure along until released. Nothing on rank 0."""
+        """Measures along on other ranks until they are released; returns at once on rank 0."""
         while self.world.rank and not self.released:
             point = self._tell(None)
             if point is None:
@@ -310,12 +310,12 @@ class _LedRanks:
 
 
 def measure(point: CollectivePoint, place: _Place, effort: _Effort) -> Numbers | str:
-    """Times of one point, equal on all ranks of the group; or words if one is out of memory."""
+    """Times of one point, equal on all ranks of the group, or an error text if one lacks memory."""
     problem, call = "", None
     try:
         call = _call(point, place)
-        # Room for the result, which the allocator keeps: a rank that ran out of memory later, when
-        # the others are already in the collective, would leave them there.
+        # Reserve room for the result: a rank that ran out of memory inside the collective would
+        # leave the others waiting there.
         torch.empty(2 * point.size_bytes, dtype=torch.uint8, device=place.device)
     except torch.OutOfMemoryError as error:
         problem = str(error).partition("\n")[0] or "out of memory"
@@ -350,7 +350,7 @@ def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
 
 
 def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """From the group's first rank to its second, as the pipeline sends."""
+    """Sends from the group's first rank to its second, as the pipeline does."""
     if rank > 1:
         return
     act = dist.irecv if rank else dist.isend
@@ -360,7 +360,7 @@ def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _times(call: Callable[[], Any], place: _Place, effort: _Effort) -> np.ndarray:
-    """ns of the slowest rank in each repeat; all ranks agree on how many there are."""
+    """ns of the slowest rank in each repeat; ranks agree on the number of repeats."""
     sample = _cuda_samples if place.device.type == "cuda" else _cpu_samples
     start = time.perf_counter()
     sample(call, place, WARM_UPS)
@@ -371,7 +371,7 @@ def _times(call: Callable[[], Any], place: _Place, effort: _Effort) -> np.ndarra
 
 
 def _slowest(values: np.ndarray, place: _Place) -> np.ndarray:
-    """Largest over the ranks, of each value."""
+    """Maximum of each value over the ranks."""
     tensor = torch.from_numpy(values.astype(np.float64))
     return collectives.all_reduce(tensor, place.group, "max").numpy()
 
@@ -387,7 +387,7 @@ def _cpu_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarr
 
 
 def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
-    """Issued ahead of the device; the host waits once, at the end."""
+    """Issues all repeats ahead of the device and waits once, at the end."""
     flag = torch.zeros(1, device=place.device)
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(count):
@@ -407,37 +407,23 @@ def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlphaBeta:
-    """time = alpha_ns + bytes on the wire / bytes_per_s, as `CollectiveCost` prices it.
-
-    residuals: relative errors by name: of the fit itself, and of each time as predicted by a fit
-    to all others (leave one out).
-    """
+    """time = alpha_ns + bytes on the wire / bytes_per_s, as in `CollectiveCost`. residuals:
+    relative errors of the fit, and of each time as predicted by a fit to the others (leave one
+    out)."""
 
     alpha_ns: float
     bytes_per_s: float
     residuals: tuple[tuple[str, float], ...]
 
 
-def wire_share(op: Collective, num_ranks: int) -> float:
-    """Bytes that a rank moves, over the buffer's; as in `CollectiveCost`."""
-    match op:
-        case Collective.P2P:
-            return 1.0
-        case Collective.ALL_REDUCE:
-            return 2 * (num_ranks - 1) / num_ranks
-        case _:
-            return (num_ranks - 1) / num_ranks
-
-
 def fit_alpha_beta(
     sizes: Sequence[int], times_ns: Sequence[float], op: Collective, num_ranks: int
 ) -> AlphaBeta:
-    """Least squares of relative errors, neither term below 0.
+    """Non-negative least squares of relative errors, because sizes span six orders of magnitude.
 
-    Relative, because sizes span six orders of magnitude and a step has calls of all of them.
-    UserError with fewer than 3 sizes, or where times do not grow with size.
+    Raises UserError with fewer than 3 sizes, or where times do not grow with size.
     """
-    wire = np.asarray(sizes, np.float64) * wire_share(op, num_ranks)
+    wire = np.asarray(sizes, np.float64) * op.wire_share(num_ranks)
     times = np.asarray(times_ns, np.float64)
     if wire.shape != times.shape or np.unique(wire).size < 3 or not (times > 0).all():
         raise UserError(
@@ -470,7 +456,7 @@ def fit_alpha_beta(
 
 
 def _solve(wire: np.ndarray, times: np.ndarray) -> tuple[float, float]:
-    """alpha in ns and ns a byte; columns scaled alike, so that neither drowns in rounding."""
+    """(alpha in ns, ns a byte); columns are scaled to equal size for precision."""
     scale = times.max() / wire.max()
     design = np.stack([1 / times, scale * wire / times], axis=1)
     height = times.min()

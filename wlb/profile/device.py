@@ -35,16 +35,12 @@ THROTTLE_REASONS = {
     "nvmlClocksThrottleReasonHwThermalSlowdown": "hardware_thermal",
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power_brake",
 }
-"""NVML's constant -> name in a record. The older of NVML's two families of names: all have it."""
+"""NVML's constant -> name in a record, in NVML's older names, which all versions have."""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Device, versions and sizes as plain JSON values.
-
-    name, device ("cpu" or "cuda"), cpu, torch, num_threads, packages (attention packages and their
-    versions, installed ones only), memory_bytes and l2_bytes (the device's; 0 where the system does
-    not say); on CUDA also capability, cuda, driver, num_sms.
-    """
+    """Device, versions and sizes as plain JSON values; sizes are 0 where the system does not tell
+    them, packages are the installed attention packages."""
     found: dict[str, Any] = {
         "device": device.type,
         "name": cpu_name(),
@@ -70,7 +66,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_l2_bytes() -> int:
-    """L2 cache of the first core; 0 where the system does not say."""
+    """L2 cache of the first core; 0 if unknown."""
     with contextlib.suppress(OSError):
         found = re.fullmatch(r"(\d+)([KM]?)", CPU_L2_SIZE.read_text("utf-8").strip())
         if found is not None:
@@ -99,7 +95,7 @@ def _packages() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Version of the NVIDIA driver; NVML knows it, else the kernel module's own file."""
+    """Version of the NVIDIA driver, from NVML or the kernel module's file."""
     nvml, _ = _start_nvml()
     if nvml is not None:
         try:
@@ -115,7 +111,7 @@ def _driver() -> str:
 
 
 def _start_nvml() -> tuple[Any, str]:
-    """NVML, started, or None and why; whoever gets it shuts it down."""
+    """Started NVML, which the caller shuts down, or None and the reason."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -128,10 +124,9 @@ def _start_nvml() -> tuple[Any, str]:
 
 
 class Monitor:
-    """Samples a GPU's clocks, power, temperature and throttling until the block is left.
+    """Samples a GPU's clocks (MHz), power (W), temperature (C) and throttling during its block.
 
-    A thread of its own asks NVML every `every_s` seconds (about a millisecond each, without the
-    interpreter's lock). Clocks in MHz, power in W, temperature in degrees Celsius.
+    A thread asks NVML every `every_s` seconds, for about a millisecond without the GIL.
     """
 
     def __init__(self, device: torch.device, *, every_s: float = 1.0) -> None:
@@ -176,12 +171,9 @@ class Monitor:
             self._thread = None
 
     def record(self) -> dict[str, Any]:
-        """What was seen, as plain JSON values; read it after the block, or after `stop`.
-
-        Each quantity as [least, median, most]; throttling as the share of samples in which a reason
-        held. unavailable: quantities that this GPU does not tell, and NVML's words. why_empty: ""
-        or why there is nothing.
-        """
+        """Samples as plain JSON values, after the block or `stop`: [min, median, max] of each
+        quantity, the share of samples for each reason of throttling, NVML's messages for
+        unavailable quantities, and why the record is empty ("" if it is not)."""
         assert self._thread is None, "stop first"
         count = max((len(values) for values in self._samples.values()), default=0)
         throttled = self._samples.get("throttling", [])
@@ -205,7 +197,7 @@ class Monitor:
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except self._nvml.NVMLError:
-            # A slice of a GPU goes by the same number under another prefix.
+            # A MIG slice has the same UUID with another prefix.
             return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
     def _readings(self, handle: Any) -> dict[str, Callable[[], float]]:

@@ -30,12 +30,12 @@ from wlb.profile.tasks import Record
 PASSES = ("forward", "backward")
 FLOPS = {"forward": FORWARD_FLOPS_PER_PAIR, "backward": BACKWARD_FLOPS_PER_PAIR}
 LONG_ROWS = 256
-"""Rows from which a segment counts as long when factors are fitted."""
-ALONE = 0.3
-"""Weight of all calls on equal segments together, where random batches weigh 1."""
+"""Segments of at least this many rows are long for the fit of factors."""
+EQUAL_CALLS_WEIGHT = 0.3
+"""Weight of all calls on equal segments relative to that of all random batches."""
 MOST_FACTOR = 2.0
-"""Factors beyond this, or below its inverse, are cut there and told: the grid and the batches
-contradict each other, as after a sweep on a busy machine."""
+"""Factors are clipped to [1 / this, this] with a note: outside it grid and batches contradict each
+other, as after a sweep on a busy machine."""
 
 Call = tuple[IntArray, IntArray]
 """Rows and keys of a call's segments, shape [num_segments] each."""
@@ -43,7 +43,7 @@ Call = tuple[IntArray, IntArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRecords:
-    """Attention records of one layout. calls: segments of the record's call."""
+    """Attention records of one head layout; call_of: segments of a record's call."""
 
     layout: HeadLayout
     records: Sequence[Record]
@@ -60,7 +60,7 @@ class AttentionRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCall:
-    """A held-out call, for reports: measured and predicted ns of both passes."""
+    """A held-out call for reports, with ns of (forward, backward)."""
 
     kind: str
     label: Mapping[str, int]
@@ -70,7 +70,7 @@ class HeldOutCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedAttention:
-    """notes: what whoever reads the profile should know, in sentences."""
+    """A fitted table with held-out errors; notes: sentences for readers of the profile."""
 
     table: AttentionTable
     residuals: dict[str, float]
@@ -81,9 +81,9 @@ class FittedAttention:
 def fit_attention(
     measured: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
 ) -> FittedAttention:
-    """UserError where too little of the grid was measured."""
+    """Fits a table; raises UserError where too little of the grid was measured."""
     table = _from_grid(measured, backends, provenance)
-    table, notes = _in_company(measured, table)
+    table, notes = _fit_batches(measured, table)
     table = replace(table, **_heads(measured))
     points = tuple(held_out(measured, table))
     residuals = errors(points) | retest(measured)
@@ -134,22 +134,22 @@ def _from_grid(
 def _rates(
     layout: HeadLayout, grid: Sequence[Record], name: str, call_ns: float, group_ns: float
 ) -> dict[str, object]:
-    """TFLOP/s of segments, for a kernel with groups apart for those without a prefix.
+    """TFLOP/s of segments; for kernels with groups, those without a prefix are apart.
 
-    call_ns: of a call and its first group. group_ns: of the second, which the other segment is.
+    call_ns: cost of a call with its first group. group_ns: of the group of the other segment.
     """
     is_apart = bool(layout.padded_lengths)
     found: dict[tuple[bool, int, int], list[float]] = {}
     for record in grid:
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
-        # A segment adds something even where the call's cost is uncertain.
+        # At least a fifth is the segments' own: the cost of a call is uncertain.
         price = max(took - call_ns - group_ns * record.point["has_other"], 0.2 * took) / count
         rows = _computed(layout, q)
         work = float(tile_pairs(*(np.array([float(x)]) for x in (q if q == kv else rows, kv)),
                                 tile_rows=layout.tile_rows)[0])  # fmt: skip
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
-        # The point beside the diagonal, one row less than keys, stands for the one on it.
+        # The point with one row less than keys stands for the diagonal with a prefix.
         node = kv if is_apart and q == kv - 1 else _tiled(layout, rows)
         found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
     square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
@@ -172,7 +172,7 @@ def _rates(
 
 
 def _computed(layout: HeadLayout, length: int) -> int:
-    """Rows that the kernel computes for a segment of `length` rows."""
+    """Rows that the kernel computes for `length` rows."""
     steps = layout.padded_lengths
     if not steps or length > steps[-1]:
         return length
@@ -184,11 +184,10 @@ def _tiled(layout: HeadLayout, rows: int) -> int:
 
 
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
-    """Every grid point filled: `values` has NaN where rows exceed keys, and where nothing was
-    measured (out of memory).
+    """Fills NaN in `values`: points with more rows than keys, and unmeasured ones (out of memory).
 
-    What interpolation near the diagonal reads below it keeps time constant along a row of keys.
-    Other gaps take the throughput of the nearest shorter keys, then of the nearest fewer rows.
+    Values below the diagonal, which interpolation near it reads, keep time constant along the keys.
+    Other gaps take the throughput of the next shorter keys, else of the next fewer rows.
     """
     out = values.copy()
     for i in range(axis_q.size):
@@ -218,45 +217,35 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
     )
 
 
-def _in_company(
+def _fit_batches(
     measured: AttentionRecords, table: AttentionTable
 ) -> tuple[AttentionTable, list[str]]:
-    """Step 4, and notes."""
-    batches = measured.of("batch")
-    if not batches:
-        return table, ["no random batch was measured: prices are those of equal segments alone"]
-    notes: list[str] = []
-    alone = [r for kind in ("call", "two_groups", "grid") for r in measured.of(kind)]
-    weights = np.repeat([1.0, ALONE * len(batches) / len(alone)], [len(batches), len(alone)])
-    evidence = [*batches, *alone]
-    calls = [measured.call_of(r) for r in evidence]
-    changed: dict[str, object] = {}
-    for i, name in enumerate(PASSES):
-        of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch", "group")]
-        features = np.array([_features(table, call, i) for call in calls])
-        took = np.array([r.numbers[f"{name}_ns"] for r in evidence])
-        is_grouped = bool(table.padded_lengths)
-        start = np.append(of_call, np.ones(features.shape[1] - 2))
-        found = _robust(features, took, weights, start, is_grouped=is_grouped)
-        bad = [round(x, 2) for x in found[2:].tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
-        if bad:
-            notes.append(
-                f"{measured.layout.backend}, {table.num_heads} heads: {name} of segments in random "
-                f"batches took {', '.join(map(str, bad))} times what it took alone; was the "
-                f"machine busy or throttled? Remove the records and measure again"
-            )
-            found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR)
-        changed |= {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])}
-        changed |= _scaled(table, name, found[2:])
-    return replace(table, **changed), notes  # pyright: ignore[reportArgumentType]
+    """Fits factors and costs of calls to random batches; returns the table and notes.""" batches =
+    measured.of("batch") if not batches: return table, ["no random batch was measured: prices are
+    those of equal segments alone"] notes: list[str] = [] alone = [r for kind in ("call",
+    "two_groups", "grid") for r in measured.of(kind)] weights = np.repeat([1.0, EQUAL_CALLS_WEIGHT *
+    len(batches) / len(alone)], [len(batches), len(alone)]) evidence = [*batches, *alone] calls =
+    [measured.call_of(r) for r in evidence] changed: dict[str, object] = {} for i, name in
+    enumerate(PASSES): of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch",
+    "group")] features = np.array([_features(table, call, i) for call in calls]) took =
+    np.array([r.numbers[f"{name}_ns"] for r in evidence]) is_grouped = bool(table.padded_lengths)
+    start = np.append(of_call, np.ones(features.shape[1] - 2)) found = _robust(features, took,
+    weights, start, is_grouped=is_grouped) bad = [round(x, 2) for x in found[2:].tolist() if not 1 /
+    MOST_FACTOR < x < MOST_FACTOR] if bad: notes.append( f"{measured.layout.backend},
+    {table.num_heads} heads: {name} of segments in random " f"batches took {', '.join(map(str,
+    bad))} times what it took alone; was the " f"machine busy or throttled? Remove the records and
+    measure again" ) found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR) changed |=
+    {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])} changed |=
+    _scaled(table, name, found[2:]) return replace(table, **changed), notes  # pyright:
+    ignore[reportArgumentType]
 
 
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
-    """1, groups, and ns of short and of long segments, in a kernel with groups of those with a
-    prefix and then of those without."""
+    """[1, groups, ns of short segments, ns of long ones]; kernels with groups have the last two for
+    segments with a prefix, then for those without."""
     q, kv = (x.astype(np.float64) for x in call)
     times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)[which]
-    # groups() counts only where they cost something.
+    # groups() returns 0 for kernels whose groups cost nothing.
     counted = replace(table, group_forward_ns=1)
     groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
     is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
@@ -273,8 +262,8 @@ def _robust(
     *,
     is_grouped: bool,
 ) -> FloatArray:
-    """Coefficients at least 0 that make features @ x near `took` in relation; factors of what
-    hardly occurs in batches (of weight 1) stay at their start."""
+    """Non-negative x that minimises relative errors of features @ x against `took`; factors of
+    kinds that hardly occur in batches (weight 1) stay at `start`."""
     is_free = np.ones(start.size, bool)
     is_free[1] = is_grouped
     is_free[2:] = ((features[:, 2:] > 0.05 * took[:, None]) & (weights == 1)[:, None]).sum(0) >= 5
@@ -301,7 +290,7 @@ def _robust(
 
 
 def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, object]:
-    """Throughput of both kinds divided by their factors, blended between short and long rows."""
+    """Throughput divided by the factors, which blend between short and long rows."""
     surface: Surface = getattr(table, name)
     curve: Curve | None = getattr(table, f"square_{name}")
 
@@ -321,7 +310,7 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
 
 
 def _heads(measured: AttentionRecords) -> dict[str, FloatArray]:
-    """Throughput at other numbers of heads, relative to the layout's own; median over points."""
+    """Median throughput at other numbers of heads relative to the layout's own."""
     layout = measured.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
     for record in measured.records:
@@ -348,7 +337,7 @@ def _heads(measured: AttentionRecords) -> dict[str, FloatArray]:
 
 
 def held_out(measured: AttentionRecords, table: AttentionTable) -> list[HeldOutCall]:
-    """Every held-out call, with its prediction."""
+    """All held-out calls with their predictions."""
     points: list[HeldOutCall] = []
     for kind in ("held_pair", "held_batch"):
         for record in measured.of(kind):
@@ -365,7 +354,7 @@ def held_out(measured: AttentionRecords, table: AttentionTable) -> list[HeldOutC
 
 
 def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
-    """MAPE, p95 and maximum of pairs and of batches, of each pass and of both together."""
+    """MAPE, 95th percentile and maximum for pairs and batches, by pass and in total."""
     out: dict[str, float] = {}
     for kind in ("held_pair", "held_batch"):
         mine = [p for p in points if p.kind == kind]
@@ -386,7 +375,7 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
 
 
 def retest(measured: AttentionRecords) -> dict[str, float]:
-    """How far two measurements of the same held-out batch differ: mean |a / b - 1|."""
+    """Mean |a / b - 1| of two measurements of the same held-out batch."""
     by_index: dict[int, list[Record]] = {}
     for record in measured.of("held_batch"):
         by_index.setdefault(record.point["index"], []).append(record)

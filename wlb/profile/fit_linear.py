@@ -32,11 +32,11 @@ from wlb.spec import ModelSpec
 PASSES = ("forward", "backward")
 GEMMS = {"forward": 1, "backward": 2}
 FREE_BYTES_PER_S = 1e14
-"""Of an operator whose time did not grow with its size: beyond any memory's rate."""
+"""Rate of an operator whose time did not grow with size; above that of any memory."""
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
-    """UserError unless two token counts and two sizes of matrices were measured."""
+    """Fits GEMMs; raises UserError without two token counts and two matrix sizes."""
     mine = [r for r in records if r.kind == "gemm" and not r.failed]
     tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
     sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
@@ -68,7 +68,7 @@ def _weights(record: Record) -> float:
 
 
 def _filled(values: FloatArray) -> FloatArray:
-    """Gaps (out of memory, at many tokens) take the throughput at fewer tokens."""
+    """Fills gaps (out of memory) with the throughput at fewer tokens."""
     out = values.copy()
     for j in range(out.shape[1]):
         known = np.flatnonzero(np.isfinite(out[:, j]))
@@ -103,13 +103,13 @@ def fit_elementwise(
 def _bytes(record: Record, name: str, value_bytes: int) -> float:
     if record.kind != "embedding":
         return record.numbers[f"{name}_bytes"]
-    # As `elementwise_values`: read and write; backward reads a row and adds to another.
+    # The factors of `elementwise_values`.
     factor = {"forward": 2, "backward": 3}[name]
     return factor * record.point["tokens"] * record.point["hidden"] * value_bytes
 
 
 def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[float, float]:
-    """Nanoseconds of a call and bytes a second, from times of calls on `sizes` bytes."""
+    """(ns a call, bytes a second) from times of calls on `sizes` bytes."""
     took = np.maximum(np.array(times_ns, np.float64), 1.0)
     call, ns_per_byte = robust_line(np.array(sizes, np.float64), took)
     rate = 1e9 / max(ns_per_byte, 1e9 / FREE_BYTES_PER_S)
@@ -119,9 +119,9 @@ def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[fl
 def robust_line(
     x: FloatArray, took: FloatArray, offset: FloatArray | float = 0.0
 ) -> tuple[float, float]:
-    """(a, b), both at least 0, so that offset + a + b * x is near `took` (shape [n], above 0).
+    """Non-negative (a, b) with offset + a + b * x near `took`, shape [n], above 0.
 
-    Errors are relative; single points that something else on the machine disturbed count little.
+    Minimises relative errors with a robust loss, so that single disturbed points count little.
     """
     design = np.stack([np.ones(took.size), x], 1)
     rest = np.maximum(took - offset, 0.0) / took
@@ -143,7 +143,7 @@ def robust_line(
 
 
 def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
-    """At the larger half of the token counts: below it the head is a small part of a stage."""
+    """Fits the head at the larger half of the token counts, where its time matters."""
     mine = [r for r in records if r.kind == "head" and not r.failed]
     if not mine:
         raise UserError("the output head was not measured")
@@ -171,11 +171,8 @@ def sum_of_operators(
     elementwise: Sequence[ElementwiseCost],
     value_bytes: int,
 ) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward ns (shape [2]) of a layer's work, and of its operators' calls.
-
-    Without attention and collectives; norms and residuals of all `tokens`, as "layer" tasks have
-    them.
-    """
+    """(work, calls) of a layer's operators: forward and backward ns, shape [2] each, without
+    attention and collectives; norms and residuals of all `tokens`, as in "layer" tasks."""
     at = np.array([float(tokens)])
     work, calls = np.zeros(2), np.zeros(2)
     for rows, columns in rank_matrices(model, tp):
@@ -218,8 +215,8 @@ def fit_layer(records: Sequence[Record], operators: Operators, provenance: Prove
 def layer_errors(
     records: Sequence[Record], operators: Operators, layer: LayerCost
 ) -> dict[str, float]:
-    """Mean and maximum of |predicted / measured - 1| over held-out layers, both passes; and what
-    the sum of operators alone would miss ("operators")."""
+    """Mean and maximum of |predicted / measured - 1| over held-out layers, by pass; "operators":
+    the errors of the plain sum of operators."""
     own = np.array([layer.forward_call_ns, layer.backward_call_ns])
     factor = np.array([layer.forward_factor, layer.backward_factor])
     found: dict[str, list[float]] = {}

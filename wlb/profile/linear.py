@@ -26,19 +26,19 @@ from wlb.profile.timing import KernelTimer
 from wlb.spec import ModelSpec
 
 ROW_PARALLEL = (3, 6)
-"""Of `layer_matrices`: O and down, which TP splits by their inputs; all others by their outputs."""
+"""Indices in `layer_matrices` of O and down, which TP splits by inputs; others by outputs."""
 
 FORWARD_VALUES = {"norm": 2, "rotary": 2, "swiglu": 3, "residual": 3}
-"""Values read and written a token and channel of `width`: read, write; or read two, write one."""
+"""Values read and written for each token and channel of `width`."""
 BACKWARD_VALUES = {"norm": 3, "rotary": 2, "swiglu": 5, "residual": 3}
-"""The residual's: gradients of its two uses are added."""
+"""Residual: the gradients of its two uses are added."""
 
 SEED = 20_25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskBench:
-    """What all tasks share: where tensors live and how passes are timed."""
+    """Makes tensors and times passes for all tasks."""
 
     timer: KernelTimer
     device: torch.device
@@ -46,7 +46,7 @@ class _TaskBench:
     budget_s: float
 
     def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
-        """Normal values: what a GEMM costs on a GPU depends on how many bits it flips."""
+        """Normal values, because a GPU's GEMM time depends on the bits that flip."""
         generator = torch.Generator(self.device).manual_seed(SEED)
         values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
         return values.mul_(scale).requires_grad_(grad)
@@ -74,10 +74,10 @@ class _TaskBench:
     def graph(
         self, forward: Callable[[], Tensor], backward: Callable[[Tensor], Sequence[Tensor]]
     ) -> Numbers:
-        """Passes whose backward is one call of autograd, without the cost of entering it.
+        """Times passes whose backward is one call of autograd, without the cost of entering it.
 
-        Entering takes the host ten times as long as a small operator, but a stage enters once, not
-        once an operator. It is no device time, so only on CPU there is something to subtract.
+        Entering takes ten times as long as a small operator, but a stage enters once, not once an
+        operator. It is host time, so only CPU times contain it.
         """
         numbers = self.passes(forward, backward)
         if self.device.type == "cpu":
@@ -88,7 +88,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Time of autograd's backward through nothing but a view."""
+        """Time of autograd's backward through a view: the cost of entering."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),
@@ -111,13 +111,12 @@ def linear_tasks(
     held_tokens: Sequence[int] = (),
     budget_s: float = 0.2,
 ) -> list[Task]:
-    """One task a point; points that come to the same shapes are measured once.
+    """One task a point; points of equal shapes are measured once.
 
     tokens: rows of a CP rank. held_tokens: of held-out layers. loss_chunk: rows of logits at a
-    time. budget_s: timed part of a task, both passes together. Numbers of all: forward_ns and
-    backward_ns (medians), *_low_ns, *_high_ns (10th, 90th percentile), *_host_ns, count; on CPU
-    also entry_ns, the cost of entering autograd, already taken off backward. UserError where a TP
-    degree does not divide the model.
+    time. budget_s: of a task, both passes. Numbers: medians forward_ns and backward_ns, *_low_ns,
+    *_high_ns (10th, 90th percentile), *_host_ns, count; on CPU entry_ns, already subtracted from
+    backward. Raises UserError where a TP degree does not divide the model.
     """
     _check(model, tp_degrees, tokens)
     bench = _TaskBench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
@@ -136,7 +135,7 @@ def linear_tasks(
 
 
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
-    """A model whose layers have the matrices that a TP rank holds."""
+    """A model whose layers have a TP rank's matrices."""
     return replace(
         model,
         num_heads=model.num_heads // tp,
@@ -254,8 +253,8 @@ def _residual(bench: _TaskBench, tokens: int, width: int) -> Numbers:
     by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
-        # x is used twice, by the sum and by the branch: autograd adds the gradients of both. As an
-        # output of its own, x gets the branch's without the time of a branch.
+        # Autograd adds the gradients of x's two uses, the sum and the branch. Making x an output
+        # supplies the branch's gradient without the time of a branch.
         return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
 
     return bench.graph(lambda: x + y, backward)
@@ -286,7 +285,7 @@ def _end_tasks(
 
 
 def _embedding(bench: _TaskBench, tokens: int, hidden: int, vocab: int, tp: int) -> Numbers:
-    """Under TP as `wlb.parallel.tensor` does it: foreign tokens look up an end row, times zero."""
+    """As `wlb.parallel.tensor`: under TP, tokens of other ranks look up an end row, times zero."""
     weight = bench.random(vocab, hidden, grad=True)
     generator = torch.Generator(bench.device).manual_seed(SEED)
     index = torch.randint(vocab * tp, (tokens,), generator=generator, device=bench.device)
@@ -321,7 +320,7 @@ def _layer_task(bench: _TaskBench, model: ModelSpec, kind: str, tokens: int, tp:
 
 
 class _PassThrough(torch.autograd.Function):
-    """Attention's place: gives q, and in backward ready-made gradients to k and v."""
+    """Stands in for attention: returns q; backward gives k and v ready-made gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:

@@ -35,18 +35,15 @@ MOST_LAYOUTS_TP = 8
 QUICK_LONGEST = {"cpu": 2048, "cuda": 32768}
 CPU_LONGEST = 8192
 Shape = tuple[int, int, int]
-"""Query heads, key heads, head size."""
+"""(query heads, KV heads, head size)."""
 DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Query rows below 512 on a GPU: the plateau of a tile and the step at 256 (Figure 10)."""
+"""Query rows up to 512 on a GPU, which show a tile's plateau and the step at 256 (Figure 10)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
-    """A sweep, decided before anything is measured.
-
-    layouts: attention tables to make. other_heads: layouts at which only the efficiency of a number
-    of heads is measured, by backend of a table.
-    """
+    """A sweep, decided before anything is measured. layouts: one attention table each. other_heads:
+    layouts of which only the efficiency relative to a table is measured."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,7 +57,7 @@ class SweepSettings:
     collective_budget_s: float
 
     def header(self) -> dict[str, Any]:
-        """What two sweeps must share for one to go on with the other's records."""
+        """Conditions under which a sweep may go on with the records of an earlier one."""
         grid = self.grid
         return {
             **describe(self.device),
@@ -80,9 +77,9 @@ def settings_of(
     heads: Sequence[str],
     quick: bool,
 ) -> SweepSettings:
-    """UserError for a backend that cannot compute here, or for bad head layouts.
+    """Settings for the model, TP degree and window of `spec`; heads: more layouts, "8:2x128".
 
-    spec: the model, its TP degree and S_max. heads: further head layouts, as in "8:2x128".
+    Raises UserError for a backend that cannot compute here, or for bad head layouts.
     """
     model = spec.model
     if not model.vocab_size:
@@ -92,7 +89,7 @@ def settings_of(
     shapes = [
         (model.num_heads // tp, model.num_kv_heads // tp, model.head_size) for tp in degrees[::-1]
     ]
-    # A CPU's tables cost seconds; on a GPU other degrees of TP are a factor of the first table.
+    # Tables take seconds on a CPU; on a GPU other TP degrees are a factor on the first table.
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
     of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
 
@@ -121,7 +118,7 @@ def settings_of(
         layouts=layouts(of_tables),
         other_heads=layouts(shapes[1:]) if is_gpu and not quick else (),
         grid=_gpu_grid(longest, quick) if is_gpu else _cpu_grid(min(longest, CPU_LONGEST), quick),
-        # Twice as many from one to the next: between them throughput is taken to be linear.
+        # Powers of two: throughput between them is assumed to be linear.
         tokens=steps(128, max(512, longest), (1.0,)),
         linear_budget_s=(0.05 if is_gpu else 0.1) * (0.5 if quick else 1.0),
         collective_budget_s=0.03 if quick else 0.1,
@@ -151,7 +148,7 @@ def _shape(text: str) -> Shape:
 def _backends(
     device: torch.device, dtype: torch.dtype, head_size: int, asked: str | None
 ) -> list[str]:
-    """Those that are there and compute heads of this size, in the order that `auto` prefers."""
+    """Available backends for heads of this size, in the order that `auto` prefers."""
     if asked is not None and asked not in AUTO_ORDER:
         raise UserError(f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)}")
     found: list[str] = []
@@ -163,7 +160,7 @@ def _backends(
                 raise
             continue
         found.append(str(name))
-    # On a GPU sdpa is for float32, which nobody trains in; for a head size it may be all there is.
+    # On a GPU sdpa serves float32; it is measured only where it is all there is.
     return found if found == ["sdpa"] or asked else [b for b in found if b != "sdpa"]
 
 
@@ -191,7 +188,8 @@ def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
 
 
 def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
-    """All but collectives. Held-out batches come first and again last: at different moments."""
+    """All tasks but collectives. Held-out batches run first and again last, for test-retest
+    errors."""
     grid = settings.grid
     first, middle, last = [], [], []
     for layout in settings.layouts:
@@ -228,9 +226,8 @@ def run_sweep(
 ) -> tuple[list[Record], dict[str, Any]]:
     """All records, new and old, and the header of their file with its starts.
 
-    start: what this one leaves in the file beside the conditions: date, commit, command.
-
-    Every rank of `world` calls it; those but rank 0 only take part in collectives, and get nothing.
+    start: date, commit and command of this start, for the file. All ranks of `world` call it; ranks
+    other than 0 only take part in collectives and get nothing.
     """
     with pinned_threads(settings.device), Monitor(settings.device) as monitor:
         collectives = collective_tasks(
@@ -244,7 +241,7 @@ def run_sweep(
                 collectives.follow()
             return [], {}
         header = settings.header()
-        # Entered first: whatever happens here, the other ranks are let go.
+        # `collectives` is entered first, so that the other ranks are released whatever happens.
         with collectives, RecordFile(path, header) as file:
             tasks = tasks_of(settings, make_timer(settings.device))
             num = len(collectives.tasks) + len(tasks)
@@ -254,7 +251,7 @@ def run_sweep(
             console.print(collectives.note, markup=False, highlight=False)
             try:
                 records = list(_shown(file, collectives.tasks, "collectives", console))
-                collectives.release()  # the others wait no longer than their time limit
+                collectives.release()  # before the other ranks' timeout
                 what = f"kernels of {describe(settings.device)['name']}"
                 records += _shown(file, tasks, what, console)
             finally:

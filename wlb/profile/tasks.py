@@ -22,11 +22,8 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One point: `kind` and `point` (plain JSON values) name it, `run` measures it.
-
-    may_fail: any error is recorded and the sweep goes on, as with a kernel that lacks something;
-    otherwise only running out of memory is.
-    """
+    """One point: `kind` and `point` (plain JSON values) name it, `run` measures it. may_fail: every
+    error is recorded and the sweep goes on; else only running out of memory is."""
 
     kind: str
     point: Mapping[str, Any]
@@ -40,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A task's result: numbers, or why there are none."""
+    """A task's result: numbers, or the reason of failure."""
 
     kind: str
     point: Mapping[str, Any]
@@ -49,13 +46,11 @@ class Record:
 
 
 class RecordFile:
-    """Results of a sweep on disk; a context manager.
-
-    records: by key. starts: of those that measured something, oldest first.
-    """
+    """Results of a sweep on disk; a context manager. records: by key. starts: those that measured
+    something, oldest first."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Opens `path` to go on, or makes it. UserError if it belongs to another sweep."""
+        """Opens or makes `path`; raises UserError if it belongs to another sweep."""
         self.path = path
         self.records: dict[str, Record] = {}
         self.starts: list[dict[str, Any]] = []
@@ -90,7 +85,7 @@ class RecordFile:
             )
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) != len(lines):
-            # The last line was cut off when the sweep was killed.
+            # A killed sweep leaves an incomplete last line.
             self.path.write_text("".join([first, *whole]), "utf-8")
         for number, line in enumerate(whole, 2):
             data = _loaded(line)
@@ -106,7 +101,7 @@ class RecordFile:
             self.records[_key(record.kind, record.point)] = record
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Record]:
-        """Each task's record, from disk or measured now."""
+        """Yields each task's record, from disk or measured now."""
         for task in tasks:
             if task.key not in self.records:
                 record = _measured(task)
@@ -116,7 +111,7 @@ class RecordFile:
             yield self.records[task.key]
 
     def end(self, start: Mapping[str, Any]) -> None:
-        """Leave the line of this start, if it measured something."""
+        """Appends a line for this start if it measured something."""
         if self._num_measured:
             self.starts.append({**start, "points": self._num_measured})
             self._write({"start": self.starts[-1]})
@@ -130,7 +125,7 @@ def _key(kind: str, point: Mapping[str, Any]) -> str:
 
 
 def _loaded(line: str) -> dict[str, Any]:
-    """The JSON object of a line; an empty one where there is none."""
+    """The JSON object of a line; {} where there is none."""
     try:
         data = json.loads(line)
     except ValueError:
@@ -154,7 +149,7 @@ def _measured(task: Task) -> Record:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # The CPU's allocator, cuBLAS, cuDNN and NCCL say it in their own words.
+    # Messages of the CPU's allocator, cuBLAS, cuDNN and NCCL.
     words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)

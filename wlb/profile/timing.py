@@ -23,31 +23,29 @@ from wlb.plan import UserError
 from wlb.profile.device import cpu_l2_bytes
 
 Step = Callable[[Any], Any]
-"""A timed part of a repeat; it gets what the part before it returned (the first gets None)."""
+"""A timed part of a repeat; its argument is the previous part's result (None for the first)."""
 FloatArray = npt.NDArray[np.float64]
 _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 WARM_UP_CALLS = 3
-"""At most; one suffices where a call takes longer than the whole budget."""
+"""At most; one call is enough if it takes longer than the budget."""
 HEAP_BYTES = 31 << 20
-"""Just below 32 MiB, up to which glibc raises its thresholds when such a block is freed."""
+"""Just below 32 MiB: freeing such a block raises glibc's mmap and trim thresholds (mallopt(3))."""
 USUAL_CPU_L2_BYTES = 2 << 20
-"""Of a core, where the system does not say."""
+"""Assumed where the system does not tell a core's L2."""
 SETTLE_S = 1.0
 MOST_SPIN_S = 0.01
 SPIN_CYCLES_PER_S = 3e9
-"""Above any GPU's clock, so that the device spins longer than the host takes."""
+"""Above any GPU's clock, so that the device spins at least as long as the host needs."""
 LEAST_FLUSH_BYTES = 1 << 26
-"""On CUDA."""
+"""Smallest flush buffer on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median, 10th and 90th percentile of `count` repeats, in ns.
-
-    host_ns: what the host needs to issue a call to an idle device, which on CUDA usually hides
-    behind running kernels; 0 on CPU, where it is part of the time.
-    """
+    """Median, 10th and 90th percentile of `count` repeats, in ns. host_ns: the host's time to issue
+    a call on CUDA, usually hidden behind running kernels; 0 on CPU, where it is part of the
+    time."""
 
     median_ns: float
     low_ns: float
@@ -57,7 +55,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_ns: FloatArray, host_ns: float = 0.0) -> Self:
-        """Of repeats' times, shape [count]."""
+        """Percentiles of the repeats' times, shape [count]."""
         low, median, high = np.percentile(samples_ns, (10, 50, 90)).tolist()
         return cls(
             median_ns=median,
@@ -89,10 +87,8 @@ class KernelTimer(ABC):
         least: int = 5,
         most: int = 1000,
     ) -> tuple[Timing, Timing]:
-        """Forward and backward apart, in turns: `backward` gets what `forward` just returned.
-
-        So each graph is used once, as in training, and the budget is that of both.
-        """
+        """Times forward and backward in turns within one budget; `backward` gets the result of
+        `forward`, so that each graph is used once, as in training."""
         first, second = self._time([lambda _: forward(), backward], budget_s, least, most)
         return first, second
 
@@ -121,13 +117,12 @@ class KernelTimer(ABC):
 class CpuTimer(KernelTimer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # The C library learns from this to keep freed memory: else it returns some blocks to the
-        # system after each call, by size and by what ran before, and faults them in again, which
-        # costs more than the small operator that they are for.
+        # glibc keeps freed memory after this: else it returns blocks to the system after each call
+        # and faults them in again, which costs more than a small operator.
         torch.empty(HEAP_BYTES, dtype=torch.uint8)
         flush_bytes = 2 * (cpu_l2_bytes() or USUAL_CPU_L2_BYTES)
         self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8)
-        # Reading the thread's clock is a system call, a tenth of a small operator.
+        # Reading the thread's clock is a system call and takes a tenth of a small operator.
         empty = [self._once([lambda _: None])[0] for _ in range(50)]
         self.clock_ns = float(np.median(empty))
 
@@ -149,7 +144,7 @@ class CpuTimer(KernelTimer):
         return tuple(Timing.of(column) for column in times.T)
 
     def _once(self, steps: Sequence[Step]) -> list[int]:
-        """CPU time of each step, in ns; what a step replaces is freed outside the timed part."""
+        """CPU ns of each step; the previous result is freed outside the timed part."""
         took: list[int] = []
         value = None
         for step in steps:
@@ -183,7 +178,7 @@ class CudaTimer(KernelTimer):
             )
 
     def _settle(self) -> torch.Tensor:
-        """Busy until clocks have settled; the buffer that flushes L2."""
+        """Keeps the device busy until clocks have settled; returns the buffer that flushes L2."""
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         buffer = torch.empty(max(LEAST_FLUSH_BYTES, size), dtype=torch.uint8, device=self.device)
         a = torch.ones(2048, 2048, device=self.device)
@@ -195,10 +190,8 @@ class CudaTimer(KernelTimer):
         return buffer
 
     def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
-        """Seconds of a repeat, and the host's ns in each step while the device is idle.
-
-        Later the host may stand still because the device's queue is full.
-        """
+        """Seconds of a repeat, and the host's ns in each step on an idle device (later the host may
+        block because the device's queue is full)."""
         round_s, hosts_ns = 0.0, [float("inf")] * len(steps)
         spins, start = [0] * len(steps), time.perf_counter()
         for _ in range(WARM_UP_CALLS):
@@ -214,7 +207,7 @@ class CudaTimer(KernelTimer):
     def _once(
         self, steps: Sequence[Step], spins: Sequence[int]
     ) -> tuple[list[_Events], list[float]]:
-        """Events before and after each step, not yet reached by the device; the host's ns."""
+        """Recorded events around each step, and the host's ns of each."""
         assert self._flush_buffer is not None
         events: list[_Events] = []
         hosts_ns: list[float] = []
@@ -234,7 +227,7 @@ class CudaTimer(KernelTimer):
 
 
 def spin(cycles: int) -> None:
-    """Keep the current stream busy for some clock cycles, so that the host gets ahead of it."""
+    """Keeps the current stream busy for some clock cycles while the host gets ahead of it."""
     if cycles:
         torch.cuda._sleep(cycles)
 
@@ -255,10 +248,10 @@ def make_timer(device: torch.device) -> KernelTimer:
 
 @contextmanager
 def pinned_threads(device: torch.device) -> Iterator[None]:
-    """On CPU, one thread inside the block, as `CpuTimer` needs; the count before comes back.
+    """Sets torch to one thread inside the block on CPU, as `CpuTimer` needs; no change on CUDA.
 
-    The thread is not bound to a core: ranks started inside the block would all inherit that one
-    core, and CPU time already leaves out waiting for it. CUDA: nothing changes.
+    The thread is not bound to a core, because ranks started inside the block would inherit the
+    binding, and CPU time already excludes waiting for a core.
     """
     if device.type != "cpu":
         yield
