@@ -220,24 +220,35 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
 def _fit_batches(
     measured: AttentionRecords, table: AttentionTable
 ) -> tuple[AttentionTable, list[str]]:
-    """Fits factors and costs of calls to random batches; returns the table and notes.""" batches =
-    measured.of("batch") if not batches: return table, ["no random batch was measured: prices are
-    those of equal segments alone"] notes: list[str] = [] alone = [r for kind in ("call",
-    "two_groups", "grid") for r in measured.of(kind)] weights = np.repeat([1.0, EQUAL_CALLS_WEIGHT *
-    len(batches) / len(alone)], [len(batches), len(alone)]) evidence = [*batches, *alone] calls =
-    [measured.call_of(r) for r in evidence] changed: dict[str, object] = {} for i, name in
-    enumerate(PASSES): of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch",
-    "group")] features = np.array([_features(table, call, i) for call in calls]) took =
-    np.array([r.numbers[f"{name}_ns"] for r in evidence]) is_grouped = bool(table.padded_lengths)
-    start = np.append(of_call, np.ones(features.shape[1] - 2)) found = _robust(features, took,
-    weights, start, is_grouped=is_grouped) bad = [round(x, 2) for x in found[2:].tolist() if not 1 /
-    MOST_FACTOR < x < MOST_FACTOR] if bad: notes.append( f"{measured.layout.backend},
-    {table.num_heads} heads: {name} of segments in random " f"batches took {', '.join(map(str,
-    bad))} times what it took alone; was the " f"machine busy or throttled? Remove the records and
-    measure again" ) found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR) changed |=
-    {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])} changed |=
-    _scaled(table, name, found[2:]) return replace(table, **changed), notes  # pyright:
-    ignore[reportArgumentType]
+    """Fits factors and costs of calls to random batches; returns the table and notes."""
+    batches = measured.of("batch")
+    if not batches:
+        return table, ["no random batch was measured: prices are those of equal segments alone"]
+    notes: list[str] = []
+    alone = [r for kind in ("call", "two_groups", "grid") for r in measured.of(kind)]
+    weight = EQUAL_CALLS_WEIGHT * len(batches) / len(alone)
+    weights = np.repeat([1.0, weight], [len(batches), len(alone)])
+    evidence = [*batches, *alone]
+    calls = [measured.call_of(r) for r in evidence]
+    changed: dict[str, object] = {}
+    for i, name in enumerate(PASSES):
+        of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch", "group")]
+        features = np.array([_features(table, call, i) for call in calls])
+        took = np.array([r.numbers[f"{name}_ns"] for r in evidence])
+        is_grouped = bool(table.padded_lengths)
+        start = np.append(of_call, np.ones(features.shape[1] - 2))
+        found = _robust(features, took, weights, start, is_grouped=is_grouped)
+        bad = [round(x, 2) for x in found[2:].tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
+        if bad:
+            notes.append(
+                f"{measured.layout.backend}, {table.num_heads} heads: {name} of segments in random "
+                f"batches took {', '.join(map(str, bad))} times what it took alone; was the "
+                f"machine busy or throttled? Remove the records and measure again"
+            )
+            found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR)
+        changed |= {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])}
+        changed |= _scaled(table, name, found[2:])
+    return replace(table, **changed), notes  # pyright: ignore[reportArgumentType]
 
 
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:

@@ -188,8 +188,8 @@ def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
 
 
 def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
-    """All tasks but collectives. Held-out batches run first and again last, for test-retest
-    errors."""
+    """All tasks but collectives. Held-out batches run first and last, for the test-retest
+    error."""
     grid = settings.grid
     first, middle, last = [], [], []
     for layout in settings.layouts:
