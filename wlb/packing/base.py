@@ -21,6 +21,7 @@ from wlb.plan import (
     Layout,
     PackingPlan,
     Pieces,
+    UserError,
     check_at_least,
     int_array,
     offsets_of,
@@ -53,7 +54,7 @@ class Packer(Protocol):
         """The steps that can be made once `batch` has come, none or several, and what waits after.
 
         batch: None at the end of data, when all that is carried is placed. Pure: the same batch and
-        carry give the same plans, so a carry is all that a checkpoint keeps. ValueError for a
+        carry give the same plans, so a carry is all that a checkpoint keeps. UserError for a
         document that the policy is to refuse.
         """
         ...
@@ -112,7 +113,7 @@ class PackerOptions:
         most = int(work.max(initial=0))
         if max(work.sum(dtype=float), float(most * self.num_micro_batches)) > MOST_WORK:
             piece = pieces[int(work.argmax())]
-            raise ValueError(
+            raise UserError(
                 f"the costs of {len(pieces)} pieces add up beyond 64-bit integers; the largest is "
                 f"{most} ns for {piece}: check the cost model's units"
             )
@@ -124,14 +125,14 @@ class PackerOptions:
 
 
 def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
-    """`cost_ns` (shape [num_pieces]) as integers; ValueError naming the piece that has no cost."""
+    """`cost_ns` (shape [num_pieces]) as integers; UserError naming the piece that has no cost."""
     raw = np.asarray(cost_ns)
     if raw.shape != (len(pieces),):
-        raise ValueError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
+        raise UserError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
     bad = np.flatnonzero(~(raw >= 0) | ~(raw < 2.0**62))
     if bad.size:
         piece = pieces[int(bad[0])]
-        raise ValueError(
+        raise UserError(
             f"the cost of {piece} is {raw[bad[0]]} ns; it must be at least 0 and finite"
         )
     return int_array("cost_ns", raw)
@@ -154,23 +155,23 @@ class PolicyPacker:
 
 
 def check_s_max(s_max: int, options: PackerOptions) -> None:
-    """ValueError for an S_max (tokens) that a document as long as the window would not fit."""
+    """UserError for an S_max (tokens) that a document as long as the window would not fit."""
     if s_max < options.context_window:
-        raise ValueError(
+        raise UserError(
             f"s_max = {s_max} is below the context window of {options.context_window}: a document "
             f"that fills it could never be placed"
         )
 
 
 def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
-    """ValueError naming a waiting piece of more than `limit` tokens.
+    """UserError naming a waiting piece of more than `limit` tokens.
 
     It was cut for a larger window; no step could ever take it, and the flush would never end.
     """
     over = np.flatnonzero(pieces.length > limit)
     if over.size:
         piece = pieces[int(over[0])]
-        raise ValueError(
+        raise UserError(
             f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
             f"cut for a larger context window than this packer's: it is longer than {name} = "
             f"{limit}; go on with a larger window or {name}"

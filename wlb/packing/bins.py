@@ -36,7 +36,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.plan import IntArray, IntLike, check_at_least, check_minimum, int_array, offsets_of
+from wlb.plan import (
+    IntArray,
+    IntLike,
+    UserError,
+    check_at_least,
+    check_minimum,
+    int_array,
+    offsets_of,
+)
 from wlb.spec import BinMethod
 
 Group = tuple[int, int, int]
@@ -103,7 +111,7 @@ def pack_bins(
     checked = _checked(lengths, capacity)
     check_at_least("window", window, 1)
     if not 0 <= num_first <= checked.size:
-        raise ValueError(f"num_first = {num_first} is not between 0 and {checked.size} documents")
+        raise UserError(f"num_first = {num_first} is not between 0 and {checked.size} documents")
     match method:
         case BinMethod.FIRST_FIT_DECREASING | BinMethod.BEST_FIT_DECREASING:
             return _decreasing(checked, capacity, method=method, num_first=num_first)
@@ -114,7 +122,7 @@ def pack_bins(
         case BinMethod.BEST_FIT:
             return _best_fit(checked, capacity, window=window)
         case _:
-            raise ValueError(f"unknown method {method!r}; known: {', '.join(BinMethod)}")
+            raise UserError(f"unknown method {method!r}; known: {', '.join(BinMethod)}")
 
 
 def _checked(lengths: IntLike, capacity: int) -> IntArray:
@@ -124,7 +132,7 @@ def _checked(lengths: IntLike, capacity: int) -> IntArray:
     over = np.flatnonzero(checked > capacity)
     if over.size:
         row = int(over[0])
-        raise ValueError(
+        raise UserError(
             f"document {row} has {checked[row]} tokens, more than a bin of {capacity}; "
             f"split it first (split_long) or raise the capacity"
         )

@@ -34,6 +34,7 @@ from wlb.plan import (
     IntArray,
     PackingPlan,
     Pieces,
+    UserError,
     check_at_least,
 )
 
@@ -64,7 +65,7 @@ class BoundedPacker(PolicyPacker):
         windows = options.tokens_per_step // options.context_window
         check_s_max(self.s_max, options)
         if self.limits.step_tokens <= options.tokens_per_step:
-            raise ValueError(
+            raise UserError(
                 f"step_tokens = {self.limits.step_tokens} is not more than the "
                 f"{options.tokens_per_step} tokens that a global batch brings "
                 f"({windows} x {options.context_window}), so what is held back could never be "
@@ -72,7 +73,7 @@ class BoundedPacker(PolicyPacker):
             )
         check_at_least("max_delay", self.max_delay, 1)
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
-            raise ValueError(f"delay_price = {self.delay_price} must be above 0 and finite")
+            raise UserError(f"delay_price = {self.delay_price} must be above 0 and finite")
 
     @property
     def limits(self) -> StepLimits:

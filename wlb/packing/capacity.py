@@ -33,7 +33,7 @@ import numpy as np
 
 from wlb.packing.base import STEP_ORDER, PolicyPacker, build_plans, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
-from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least
+from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
 POLICY = "capacity"
 LEFTOVER = 0
@@ -59,10 +59,10 @@ class CapacityPacker(PolicyPacker):
         for name in ("pack_batches", "open_bins"):
             check_at_least(name, getattr(self, name), 1)
         if self.method not in tuple(BinMethod):
-            raise ValueError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
+            raise UserError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
         object.__setattr__(self, "method", BinMethod(self.method))
         if self.bin_tokens < self.options.context_window:
-            raise ValueError(
+            raise UserError(
                 f"capacity = {self.capacity} is below the context window of "
                 f"{self.options.context_window}: a piece that fills it could never be placed; "
                 f"raise the capacity or shorten the window"

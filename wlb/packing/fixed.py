@@ -28,7 +28,16 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import STEP_ORDER, PolicyPacker, build_plans, permuted
-from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least, cut_at
+from wlb.plan import (
+    Carry,
+    GlobalBatch,
+    IntArray,
+    PackingPlan,
+    Pieces,
+    UserError,
+    check_at_least,
+    cut_at,
+)
 from wlb.spec import StepGrouping
 
 POLICY = "fixed"
@@ -160,10 +169,10 @@ def greedy(
     """Pieces to micro-batches of `capacity` tokens by least attention (steps 1 to 3).
 
     attention_ns: shape [num_pieces]; the part of a cut piece is taken to cost its share of the
-    piece's tokens, an upper bound. ValueError if the tokens cannot fit.
+    piece's tokens, an upper bound. UserError if the tokens cannot fit.
     """
     if pieces.num_tokens > num_micro_batches * capacity:
-        raise ValueError(
+        raise UserError(
             f"{pieces.num_tokens} tokens do not fit {num_micro_batches} micro-batches of "
             f"{capacity} tokens; use more micro-batches or a larger window"
         )

@@ -10,7 +10,7 @@ from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
 from wlb.packing.var_len import VarLenPacker
-from wlb.plan import Layout
+from wlb.plan import Layout, UserError
 from wlb.spec import PLANNED_MEMORY, PackingSection, Policy, RunSpec, check
 
 GIB = 1 << 30
@@ -53,7 +53,7 @@ def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
 
 
 def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
-    """The packer of `spec.packing`; ValueError for options that cannot work together."""
+    """The packer of `spec.packing`; UserError for options that cannot work together."""
     packing, options = spec.packing, options_for(spec, cost)
     match packing.policy:
         case Policy.ORIGINAL:
@@ -102,7 +102,7 @@ def with_s_max(spec: RunSpec, *, memory_gib: float | None) -> RunSpec:
 
     The longest of at most 2 windows (tried in twentieths) beside which a step of 1.1 global batches
     fits, or else of any more than one: packing.memory_gib, or 95% of memory_gib where that is 0,
-    also lowers T (`caps_of`). ValueError where memory_gib is None (not known) or nothing fits.
+    also lowers T (`caps_of`). UserError where memory_gib is None (not known) or nothing fits.
     """
     packing, window = spec.packing, spec.data.context_window
     if not packing.takes_s_max_from_memory:
@@ -111,18 +111,18 @@ def with_s_max(spec: RunSpec, *, memory_gib: float | None) -> RunSpec:
         return check(replace(spec, packing=replace(packing, s_max=1.0)))  # not used
     planned = packing.memory_gib or (memory_gib or 0.0) * PLANNED_MEMORY
     if not planned:
-        raise ValueError(
+        raise UserError(
             "packing.s_max = 0 takes S_max from the memory of a device, which is not known on the "
             "CPU; set run.memory_gib or packing.memory_gib, or packing.s_max in context windows"
         )
-    refusal: ValueError | None = None
+    refusal: UserError | None = None
     fallback: RunSpec | None = None
     for twentieths in range(20 * MOST_AUTOMATIC_WINDOWS, 19, -1):
         made = replace(packing, s_max=twentieths / 20, memory_gib=planned)
         try:
             s_max, step_tokens = caps_of(replace(spec, packing=made))
             filled = check(replace(spec, packing=replace(made, s_max=s_max / window)))
-        except ValueError as error:
+        except UserError as error:
             refusal = error
             continue
         if step_tokens is None or step_tokens >= ROOM_OF_A_STEP * spec.tokens_per_step:
@@ -144,13 +144,13 @@ def caps_of(spec: RunSpec) -> tuple[int, int | None]:
     if caps.step_tokens is not None:
         step_tokens = min(step_tokens or caps.step_tokens, caps.step_tokens)
     if s_max < spec.data.context_window:
-        raise ValueError(
+        raise UserError(
             f"packing.memory_gib = {spec.packing.memory_gib}: a micro-batch of at most {s_max} "
             f"tokens fits, less than the context window of {spec.data.context_window}; use more "
             f"ranks (parallel.tp, cp, pp) or a smaller window"
         )
     if step_tokens is not None and step_tokens <= spec.tokens_per_step:
-        raise ValueError(
+        raise UserError(
             f"packing.memory_gib = {spec.packing.memory_gib}: a step of at most {step_tokens} "
             f"tokens fits, no more than the {spec.tokens_per_step} that a global batch brings; "
             f"lower packing.s_max or the window, or use more ranks (parallel.tp, cp, pp)"

@@ -45,6 +45,7 @@ from wlb.plan import (
     IntArray,
     PackingPlan,
     Pieces,
+    UserError,
     check_minimum,
     int_array,
 )
@@ -73,26 +74,26 @@ class VarLenPacker(PolicyPacker):
     def __post_init__(self) -> None:
         check_s_max(self.s_max, self.options)
         if self.literal and self.s_max == self.options.context_window:
-            raise ValueError(
+            raise UserError(
                 f"s_max = {self.s_max} is the context window, and Algorithm 1 taken literally "
                 f"places a document only where it stays below s_max: use {self.s_max + 1} or more"
             )
         window = self.options.context_window
         if self.step_tokens is not None and self.step_tokens < window:
-            raise ValueError(
+            raise UserError(
                 f"step_tokens = {self.step_tokens} is below the context window of {window}: a "
                 f"document that fills it could never be placed"
             )
         thresholds = int_array("queue_thresholds", self.queue_thresholds)
         check_minimum("queue_thresholds", thresholds, 1)
         if bool(np.any(np.diff(thresholds) <= 0)):
-            raise ValueError(f"queue_thresholds {thresholds.tolist()} must increase")
+            raise UserError(f"queue_thresholds {thresholds.tolist()} must increase")
         if self.hold < 0:
-            raise ValueError(f"hold = {self.hold} must be at least 0")
+            raise UserError(f"hold = {self.hold} must be at least 0")
         if self.hold and self.literal:
-            raise ValueError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
+            raise UserError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
         if self.hold and not self.queue_thresholds:
-            raise ValueError(f"hold = {self.hold} holds nothing without queue_thresholds; give one")
+            raise UserError(f"hold = {self.hold} holds nothing without queue_thresholds; give one")
 
     def push(
         self, batch: GlobalBatch | None, carry: Carry

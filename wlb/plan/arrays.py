@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wlb.plan.errors import UserError
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 IntLike = Sequence[int] | npt.NDArray[Any]
@@ -20,39 +22,39 @@ DIGEST_BITS = 60
 
 
 def int_array(name: str, values: IntLike) -> IntArray:
-    """A read-only int64 copy of `values` (shape [n]); ValueError if they are not whole numbers."""
+    """A read-only int64 copy of `values` (shape [n]); UserError if they are not whole numbers."""
     array = np.asarray(values)
     if array.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+        raise UserError(f"{name} must have one axis, got shape {array.shape}")
     if array.size == 0:
         array = np.zeros(0, np.int64)
     elif array.dtype.kind == "f":
         bad = np.flatnonzero(~(np.isfinite(array) & (array == np.round(array))))
         if bad.size:
             i = int(bad[0])
-            raise ValueError(f"{name}[{i}] = {array[i]} is not a whole number")
+            raise UserError(f"{name}[{i}] = {array[i]} is not a whole number")
     elif array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
+        raise UserError(f"{name} must hold integers, got dtype {array.dtype}")
     may_overflow = array.dtype != np.int64 and array.size > 0
     if may_overflow and not -(2.0**63) <= float(array.min()) <= float(array.max()) < 2.0**63:
-        raise ValueError(f"{name} holds {array.min()} to {array.max()}, beyond 64-bit integers")
+        raise UserError(f"{name} holds {array.min()} to {array.max()}, beyond 64-bit integers")
     out = array.astype(np.int64)
     out.flags.writeable = False
     return out
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:
-    """ValueError naming a number that is below `minimum`."""
+    """UserError naming a number that is below `minimum`."""
     if value < minimum:
-        raise ValueError(f"{name} = {value} must be at least {minimum}")
+        raise UserError(f"{name} = {value} must be at least {minimum}")
 
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:
-    """ValueError naming the first entry of `array` (shape [n]) that is below `minimum`."""
+    """UserError naming the first entry of `array` (shape [n]) that is below `minimum`."""
     bad = np.flatnonzero(array < minimum)
     if bad.size:
         i = int(bad[0])
-        raise ValueError(f"{name}[{i}] = {array[i]} must be at least {minimum}")
+        raise UserError(f"{name}[{i}] = {array[i]} must be at least {minimum}")
 
 
 def offsets_of(counts: IntLike) -> IntArray:

@@ -60,7 +60,7 @@ class _Columns:
             object.__setattr__(self, name, column)
             sizes[name] = column.size
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"{type(self).__name__}: columns differ in length: {sizes}")
+            raise UserError(f"{type(self).__name__}: columns differ in length: {sizes}")
 
     @classmethod
     def _of_valid(cls, columns: Iterable[IntArray]) -> Self:
@@ -127,7 +127,7 @@ class Documents(_Columns):
         over = np.flatnonzero(self.num_targets > self.length)
         if over.size:
             i = int(over[0])
-            raise ValueError(
+            raise UserError(
                 f"document {self.id[i]} has {self.num_targets[i]} targets "
                 f"in {self.length[i]} tokens"
             )

@@ -13,6 +13,7 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_of
 from wlb.plan.documents import Pieces
+from wlb.plan.errors import UserError
 from wlb.plan.parsing import parsing
 
 
@@ -206,7 +207,7 @@ class PackingPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
-        """What `to_json` gave; ValueError where it is no plan."""
+        """What `to_json` gave; UserError where it is no plan."""
         with parsing("packing plan"):
             values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
@@ -259,7 +260,7 @@ class Carry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Carry":
-        """What `to_json` gave; ValueError where it is no carry."""
+        """What `to_json` gave; UserError where it is no carry."""
         with parsing("carry"):
             values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
@@ -277,7 +278,7 @@ class Carry:
 
     @classmethod
     def load(cls, path: str | Path) -> "Carry":
-        """What `save` wrote; ValueError naming the file for anything else."""
+        """What `save` wrote; UserError naming the file for anything else."""
         try:
             with np.load(path, allow_pickle=False) as data:
                 arrays = {name: data[name] for name in data.files}
@@ -288,4 +289,4 @@ class Carry:
                 pieces=Pieces.from_file_columns(arrays),
             )
         except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-            raise ValueError(f"{path} is not a carry that `Carry.save` wrote: {error}") from error
+            raise UserError(f"{path} is not a carry that `Carry.save` wrote: {error}") from error

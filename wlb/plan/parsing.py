@@ -3,17 +3,19 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from wlb.plan.errors import UserError
+
 
 @contextmanager
 def parsing(what: str) -> Generator[None, None, None]:
     """Turns what a missing or misplaced value raises into a ValueError that names the record.
 
-    A ValueError passes as it is: the records say themselves which of their values is wrong.
+    A UserError passes as it is: the records say themselves which of their values is wrong.
     """
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
+        raise UserError(
             f"this is no {what} as `to_json` writes it ({reason}); give all of what it wrote"
         ) from error

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
+from wlb.plan.errors import UserError
 from wlb.plan.parsing import parsing
 
 
 def row_multiple(tp: int, multiple: int) -> int:
     """Rows of a rank are a multiple of this: lcm(tp, multiple)."""
     if tp < 1 or multiple < 1:
-        raise ValueError(f"tp = {tp} and row_multiple = {multiple} must be at least 1")
+        raise UserError(f"tp = {tp} and row_multiple = {multiple} must be at least 1")
     return math.lcm(tp, multiple)
 
 
@@ -114,7 +115,7 @@ class ShardingPlan:
         return running[self.rank_offsets[1:]] - running[self.rank_offsets[:-1]]
 
     def validate(self) -> "ShardingPlan":
-        """ValueError unless spans cover each piece exactly once and ranks differ by <= 1 token."""
+        """UserError unless spans cover each piece exactly once and ranks differ by <= 1 token."""
         order = np.lexsort((self.start, self.piece))
         piece, start, stop = self.piece[order], self.start[order], self.stop[order]
         first = np.ones(piece.size, bool)
@@ -158,7 +159,7 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
-        """What `to_json` gave; ValueError where it is no sharding."""
+        """What `to_json` gave; UserError where it is no sharding."""
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")

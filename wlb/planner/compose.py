@@ -40,6 +40,7 @@ from wlb.plan import (
     Progress,
     StepMetrics,
     StepPlan,
+    UserError,
     int_array,
     local_tokens,
     merge,
@@ -87,14 +88,14 @@ class Planner:
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "row_multiple"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+                raise UserError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.packer.num_micro_batches % self.dp:
-            raise ValueError(
+            raise UserError(
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
                 f"pipelines equally; use a multiple of {self.dp}"
             )
         if self.strategy not in NAMES:
-            raise ValueError(
+            raise UserError(
                 f"unknown sharding strategy {self.strategy!r}; known: {', '.join(NAMES)}"
             )
 
@@ -341,7 +342,7 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
 def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
     """Steps that were packed offline, checked against the run and its store."""
     if not isinstance(name, str):
-        raise ValueError("packing.packs are of one store; leave data.blend or packing.packs empty")
+        raise UserError("packing.packs are of one store; leave data.blend or packing.packs empty")
     store, options = TokenStore(name), options_for(spec, cost)
     packs = Packs.load(spec.packing.packs)
     packs.check(store, options)

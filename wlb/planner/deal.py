@@ -13,7 +13,7 @@ Cost: 0.5 ms for 32 micro-batches on 8 pipelines, 30 ms for 1,024 on 64.
 
 import numpy as np
 
-from wlb.plan import IntArray
+from wlb.plan import IntArray, UserError
 
 WORK_FOR_TOKENS = 1.005
 MAX_PAIRS = 1 << 22
@@ -24,7 +24,7 @@ def deal(workload_ns: IntArray, tokens: IntArray, dp: int) -> IntArray:
     """Shape [dp, N / dp]: the micro-batches of each pipeline. workload_ns, tokens: shape [N]."""
     num = workload_ns.size
     if num % dp:
-        raise ValueError(f"{num} micro-batches cannot be dealt to {dp} pipelines equally")
+        raise UserError(f"{num} micro-batches cannot be dealt to {dp} pipelines equally")
     if dp == 1:
         return np.arange(num).reshape(1, num)
     dealt = _heaviest_first(workload_ns, dp)

@@ -6,7 +6,7 @@ rank merged (each span is a kernel segment), and spans laid out rank-major.
 
 import numpy as np
 
-from wlb.plan import IntArray, ShardingPlan, offsets_of
+from wlb.plan import IntArray, ShardingPlan, UserError, offsets_of
 
 
 def from_spans(
@@ -62,7 +62,7 @@ def cut_sequence(
 
 def check_arguments(lengths: IntArray, cp: int) -> None:
     if cp < 1:
-        raise ValueError(f"cp = {cp} must be at least 1")
+        raise UserError(f"cp = {cp} must be at least 1")
     bad = np.flatnonzero(lengths < 1)
     if bad.size:
-        raise ValueError(f"piece {bad[0]} has {lengths[bad[0]]} tokens; it must have at least 1")
+        raise UserError(f"piece {bad[0]} has {lengths[bad[0]]} tokens; it must have at least 1")

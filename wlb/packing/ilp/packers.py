@@ -50,7 +50,7 @@ from wlb.packing.ilp.fluid import Shape, items_of, placed
 from wlb.packing.ilp.model import Objective, solve
 from wlb.packing.ilp.solvers import Solver, SolverLimits
 from wlb.packing.var_len import place
-from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, check_at_least
+from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
 FIXED_POLICY = "ilp_fixed"
 VAR_LEN_POLICY = "ilp_var_len"
@@ -79,9 +79,9 @@ class IlpOptions:
         object.__setattr__(self, "solver", Solver(self.solver))
         object.__setattr__(self, "objective", Objective(self.objective))
         if not 0 < self.time_limit_s < math.inf:
-            raise ValueError(f"time_limit_s = {self.time_limit_s} must be a positive number")
+            raise UserError(f"time_limit_s = {self.time_limit_s} must be a positive number")
         if not 0 <= self.gap_limit < 1:
-            raise ValueError(f"gap_limit = {self.gap_limit} must be in [0, 1), e.g. 1e-4 for 0.01%")
+            raise UserError(f"gap_limit = {self.gap_limit} must be in [0, 1), e.g. 1e-4 for 0.01%")
         check_at_least("threads", self.threads, 1)
         if self.divisible_below is not None:
             check_at_least("divisible_below", self.divisible_below, 0)
@@ -129,7 +129,7 @@ ReportSink = Callable[[IlpReport], None]
 def solve_fixed(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int
 ) -> tuple[Window, IlpReport]:
-    """Eq. 1: `pieces` in windows of C tokens; ValueError if they do not fit."""
+    """Eq. 1: `pieces` in windows of C tokens; UserError if they do not fit."""
     start = greedy(
         pieces,
         options.attention(pieces),
@@ -145,11 +145,11 @@ def solve_var_len(
 ) -> tuple[Window, IlpReport]:
     """Eq. 2: `pieces` whole in micro-batches of at most S_max tokens.
 
-    ValueError if greedy, which is where the solver starts, cannot place them all.
+    UserError if greedy, which is where the solver starts, cannot place them all.
     """
     start, rest = _greedy_var_len(pieces, options, num_micro_batches, s_max)
     if len(rest):
-        raise ValueError(
+        raise UserError(
             f"{len(rest)} of {len(pieces)} pieces ({pieces.num_tokens} tokens) do not fit "
             f"{num_micro_batches} micro-batches of s_max = {s_max} tokens; use more micro-batches "
             f"or a larger s_max"
@@ -168,7 +168,7 @@ def _shape(
     options: PackerOptions, ilp: IlpOptions, num: int, *, capacity: int, may_cut: bool
 ) -> Shape:
     if num < 1 or num % options.num_micro_batches:
-        raise ValueError(
+        raise UserError(
             f"num_micro_batches = {num} are not whole steps of {options.num_micro_batches}"
         )
     per_step = num if ilp.objective == Objective.MAX else options.num_micro_batches

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from wlb.plan import UserError
+
 PRINTED = 0.0005
 _LOWER_BOUND = re.compile(r"^Lower bound:\s+(\S+)\s*$", re.MULTILINE)
 _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
@@ -60,12 +62,12 @@ class Outcome:
 
 
 def modeller() -> Any:
-    """The module pulp; ValueError if it is not installed."""
+    """The module pulp; UserError if it is not installed."""
     return _module("pulp", "an ILP is modelled in the package")
 
 
 def run(problem: Any, solver: Solver, limits: SolverLimits) -> Outcome:
-    """Minimise the PuLP `problem` from its variables' values; ValueError for a missing solver."""
+    """Minimise the PuLP `problem` from its variables' values; UserError for a missing solver."""
     match solver:
         case Solver.HIGHS:
             return _run_highs(problem, limits)
@@ -77,7 +79,7 @@ def _module(name: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{purpose} {name}, which is not installed: pip install {name}") from error
+        raise UserError(f"{purpose} {name}, which is not installed: pip install {name}") from error
 
 
 def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
@@ -137,7 +139,7 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
             options=[f"randomCbcSeed {seed}", f"randomSeed {seed}"],
         )
         if not api.available():
-            raise ValueError(
+            raise UserError(
                 'solver = "cbc" needs the cbc program, which PuLP before version 4 ships: '
                 "pip install 'pulp<4'"
             )

@@ -35,6 +35,7 @@ from wlb.plan import (
     Layout,
     PackingPlan,
     Pieces,
+    UserError,
     int_array,
     offsets_of,
 )
@@ -199,7 +200,7 @@ class PackingTally:
 def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
-    """`packer` on `batches` and the flush after them; ValueError if there is nothing to train."""
+    """`packer` on `batches` and the flush after them; UserError if there is nothing to train."""
     tally = PackingTally(cost)
     times: list[float] = []
     carry = packer.start()
@@ -212,7 +213,7 @@ def measure(
     for plan in packer.push(None, carry)[0]:
         tally.add(plan, is_flush=True)
     if not tally.num_tokens:
-        raise ValueError("there are no documents to pack; check the lengths or the corpus")
+        raise UserError("there are no documents to pack; check the lengths or the corpus")
     forward = tally.ratios(tally.forward) if tally.forward else np.ones(1)
     return PackingRun(
         summary=_summary(tally, forward, times, label or packer.policy, packer.policy),

@@ -27,7 +27,7 @@ from wlb.cost import WorkloadModel
 from wlb.packing.bounded import DELAY_PRICE
 from wlb.packing.policies import has_room, packer_for
 from wlb.packing.study.measure import PackingSummary, measure
-from wlb.plan import GlobalBatch
+from wlb.plan import GlobalBatch, UserError
 from wlb.spec import PackingSection, Policy, RunSpec
 
 THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
@@ -54,20 +54,20 @@ class TuningGrid:
     def __post_init__(self) -> None:
         for name in ("policies", "s_max", "step_tokens"):
             if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one value to try")
+                raise UserError(f"{name} is empty; give at least one value to try")
         unknown = [p for p in self.policies if p not in (Policy.VAR_LEN, Policy.BOUNDED)]
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"policy {unknown[0]} has nothing to tune; use {Policy.VAR_LEN}, {Policy.BOUNDED}"
             )
         none = [p for p in self.prices if not 0 < p < float("inf")]
         if none:
-            raise ValueError(f"price {none[0]} must be above 0, relative to the default")
+            raise UserError(f"price {none[0]} must be above 0, relative to the default")
         bad = [t for t in self.thresholds if not 0 < t <= 1]
         if bad:
-            raise ValueError(f"threshold {bad[0]} must be above 0 and at most 1 context window")
+            raise UserError(f"threshold {bad[0]} must be above 0 and at most 1 context window")
         if self.max_queues < 0:
-            raise ValueError(f"max_queues = {self.max_queues} must be at least 0")
+            raise UserError(f"max_queues = {self.max_queues} must be at least 0")
 
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
         """Every setting, on the rest of the run's own; those that mean the same are left out."""
@@ -173,16 +173,16 @@ def tune_points(
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
     """Front and recommendation of `points`."""
     if not delay_budget >= 0:
-        raise ValueError(f"delay_budget = {delay_budget} iterations must be at least 0")
+        raise UserError(f"delay_budget = {delay_budget} iterations must be at least 0")
     tried = tuple(points)
     trained = [p for p in tried if p.summary.num_steps]
     if tried and not trained:
-        raise ValueError(
+        raise UserError(
             "no setting made a step before the data ended: everything waited for the flush; give "
             "more global batches or lower thresholds"
         )
     if not tried:
-        raise ValueError(
+        raise UserError(
             "no setting is left to try: every T is at least S_max, or no S_max leaves room for a "
             "global batch; give smaller T, or larger S_max"
         )
