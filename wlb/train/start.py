@@ -136,7 +136,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
                 try:
                     answer = [_claimed_job(checked, world.world_size, choice, asked, lock)]
                 # Of any kind: the other ranks wait for this answer.
-                except (ValueError, OSError) as error:
+                except (UserError, OSError) as error:
                     answer = [str(error)]
                 except StoppedEarly:
                     asked.console.print(_STOPPED)
