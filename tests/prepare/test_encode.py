@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from wlb.prepare import BadRecord, DocumentPolicy
 from wlb.prepare.encode import (
-    TextEncoderSpec,
+    TextChoice,
     Vocabulary,
     byte_vocabulary,
     load_tokenizer,
@@ -41,7 +41,7 @@ def saved(tmp_path, tokenizer):
 
 def encoder(path, policy=DocumentPolicy.SEPARATOR, **names):
     vocabulary = read_vocabulary(path, **names)
-    return TextEncoderSpec(tokenizer=str(path), vocabulary=vocabulary, policy=policy).open()
+    return TextChoice(policy=policy).open(str(path), vocabulary)
 
 
 def test_policies_of_a_tokenizer_that_adds_cuts_and_pads_by_itself(tmp_path):
@@ -131,8 +131,8 @@ def test_one_usual_name_is_taken(tmp_path):
 
 def test_bytes():
     def ids(policy, text):
-        spec = TextEncoderSpec(tokenizer="", vocabulary=byte_vocabulary(), policy=policy)
-        return spec.open().encode({"text": text})[0].tokens.tolist()
+        encoder = TextChoice(policy=policy).open("", byte_vocabulary())
+        return encoder.encode({"text": text})[0].tokens.tolist()
 
     assert ids(DocumentPolicy.EOS_BOS, "é") == [256, 0xC3, 0xA9, 257]
     assert ids(DocumentPolicy.SEPARATOR, "a") == [97, 257]
@@ -155,7 +155,7 @@ def test_bytes():
     ],
 )
 def test_records_without_text(record, reason, message):
-    made = TextEncoderSpec(tokenizer="", vocabulary=byte_vocabulary()).open()
+    made = TextChoice().open("", byte_vocabulary())
     with pytest.raises(BadRecord, match=message) as refused:
         made.encode(record)
     assert refused.value.reason == reason

@@ -189,7 +189,7 @@ _OF_TEXT = {
 
 
 def _chat(options: argparse.Namespace) -> ChatChoice | None:
-    """ValueError for options of text with --chat, and of conversations without."""
+    """UserError for options of text with --chat, and of conversations without."""
     given = {name: getattr(options, name) for name in _OF_CHAT}
     given = {name: value for name, value in given.items() if value is not None}
     if options.chat is None:

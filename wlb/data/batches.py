@@ -31,12 +31,12 @@ from wlb.plan import (
 State = dict[str, Any]
 
 BLOCK = 1 << 20
-"""Most documents that are looked up at once."""
+"""Most documents whose lengths are looked up at once."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
 
 
 class Source(Protocol):
-    """Anything with document lengths: a `TokenStore`, `LengthSource`, or a class of a user's."""
+    """Anything with document lengths: `TokenStore`, `LengthSource`, or a class of your own."""
 
     @property
     def num_documents(self) -> int: ...
@@ -48,15 +48,15 @@ class Source(Protocol):
 
     @property
     def source_id(self) -> int:
-        """What `Documents.source` says of these documents."""
+        """`Documents.source` of these documents."""
         ...
 
 
 @runtime_checkable
 class TargetSource(Source, Protocol):
-    """A source that knows which tokens are trained: a `TokenStore`.
+    """A source that knows which tokens are trained, such as `TokenStore`.
 
-    has_targets: False where that is every token but a document's first. num_targets: shape
+    has_targets: False where all tokens but a document's first are. num_targets: shape
     [num_documents].
     """
 
@@ -249,7 +249,7 @@ def stream_rows(
 
 
 def check_lengths(lengths: IntArray) -> None:
-    """ValueError unless there is a document and every one has a token."""
+    """UserError unless there is a document and each has a token."""
     if not lengths.size:
         raise UserError(
             "the corpus has no document; check data.store or data.corpus, and for held-out data "
@@ -264,7 +264,7 @@ def check_lengths(lengths: IntArray) -> None:
 
 
 class ListedBatches:
-    """Global batches that are there already, as a planner's source: it ends with them."""
+    """A planner's source of a list of global batches."""
 
     def __init__(self, batches: Sequence[GlobalBatch]) -> None:
         self.batches: Sequence[GlobalBatch] = batches

@@ -179,7 +179,7 @@ class BlendedBatches(BatchStream):
         return {**counts, **columns, **self._identity}
 
     def epochs_read(self, state: State) -> list[float]:
-        """Passes over each source until `state`."""
+        """Epochs of each source read until `state`."""
         read = zip(state["documents_read"], self._lengths, strict=True)
         return [count / lengths.size for count, lengths in read]
 
@@ -237,7 +237,7 @@ class BlendedBatches(BatchStream):
     def _ordered(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """At least one document of the stream in its order: source, id and length of each."""
+        """The next documents of the stream, at least one: source, id and length of each."""
         shares = self._weights / self._weights.sum()
         ids: list[IntArray] = []
         lengths: list[IntArray] = []
@@ -254,7 +254,7 @@ class BlendedBatches(BatchStream):
             first_unseen.append((float((before[-1] + block[-1]) / weight), number))
         source = np.repeat(np.arange(len(ids)), [block.size for block in ids])
         tag = np.concatenate(tags)
-        # What a source has beyond its block might come before later documents of the others.
+        # Documents after a source's block may precede later documents of the other sources.
         limit, of = min(first_unseen)
         known = (tag < limit) | ((tag == limit) & (source < of))
         rows = np.flatnonzero(known & (tag < self._end))
@@ -325,9 +325,9 @@ def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
 
 
 def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
-    """ValueError for stores whose tokens do not mean the same, as far as their sidecars say.
+    """UserError for stores of different tokenizers, as far as their sidecars tell.
 
-    A store whose documents end without eos_id has none; a blend may mix it with others.
+    A store without an eos_id may be mixed with others.
     """
     first: dict[str, tuple[TokenStore, object]] = {}
     for store in stores:

@@ -33,7 +33,7 @@ CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreIndex:
-    """What an `.idx` says, by document: first token and number of tokens, shape [documents]."""
+    """The content of an `.idx`: first token and number of tokens of each document."""
 
     dtype: np.dtype[Any]
     start: IntArray
@@ -43,7 +43,7 @@ class StoreIndex:
 
 
 def write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
-    """One sequence a document, as Megatron's preprocessing writes without sentence splitting."""
+    """Writes one sequence a document, as Megatron does without sentence splitting."""
     sizes = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
     ends = np.cumsum(sizes)
     file.write(_HEADER.pack(_MAGIC, _VERSION, CODES[dtype], sizes.size, sizes.size + 1))
@@ -53,9 +53,9 @@ def write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
 
 
 def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
-    """The index at `path` for a `.bin` of `num_bytes`; ValueError for what does not fit."""
+    """Reads the index at `path` for a `.bin` of `num_bytes`; UserError if they do not fit."""
     dtype, num_sequences, num_indices = _read_header(path)
-    # A copy, so that a store that is replaced under its name keeps its own documents.
+    # Copied, not mapped: a store that is replaced while it is open keeps its documents.
     raw = np.fromfile(path, np.uint8, offset=_HEADER.size)
     lengths = raw[: 4 * num_sequences].view("<i4").astype(np.int64)
     offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8").astype(np.int64)

@@ -25,7 +25,7 @@ from wlb.plan import IntArray, IntLike, UserError
 class LengthSource:
     """Document lengths (shape [num_documents]) without text; a `Source` of global batches.
 
-    name: in messages and checkpoints. source_id: what its documents carry as their source.
+    name: for messages. source_id: `Documents.source` of its documents.
     """
 
     name: str
@@ -37,22 +37,20 @@ class LengthSource:
 
     @property
     def num_documents(self) -> int:
-        """Documents of the source."""
         return self.lengths.size
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the source."""
         return int(self.lengths.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthFamily:
-    """Lengths as a mixture, everything relative to the window C, so that the shape scales with it.
+    """Lengths as a mixture, relative to the window, so that the shape scales with it.
 
-    body_median: in windows. body_sigma: of the logarithm. tail_start: in windows. tail_exponent:
-    of the Pareto survival function. The two shares are of tokens; the body has the rest. Body draws
-    above the window are drawn again.
+    body_median, tail_start: in windows. body_sigma: of the logarithm. tail_exponent: of the Pareto
+    survival function. The two shares are of tokens; the body has the rest. Body draws above the
+    window are drawn again.
     """
 
     body_median: float = 750 / 131072
@@ -180,7 +178,7 @@ def _load_json(path: Path) -> list[Any]:
 
 
 def _load_text(path: Path) -> list[Any]:
-    """Blank lines are passed over; what is no number stays a string for `_checked` to name."""
+    """One length a line, without blank lines; `_checked` names entries that are no number."""
     words = [line.strip() for line in path.read_text("utf-8", "replace").splitlines()]
     return [_number(word) for word in words if word]
 
@@ -195,7 +193,7 @@ def _number(word: str) -> int | float | str:
 
 
 def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
-    """A read-only int64 copy; ValueError naming the first entry that is no length."""
+    """A read-only int64 copy; UserError for the first entry that is no length."""
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and values.ndim == 1:
         array = values
     elif isinstance(values, np.ndarray) and (values.ndim != 1 or values.dtype.kind not in "iuf"):

@@ -1,4 +1,4 @@
-"""Document tokens by the ids that plans use."""
+"""Tokens and labels of documents by the ids that plans use."""
 
 import numpy as np
 

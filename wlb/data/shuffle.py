@@ -1,14 +1,10 @@
 """Seeded permutations of [0, n) that need no memory: a Feistel network with cycle walking.
 
-An index is split into two halves of bits. Each round XORs one half with a hash of the other, a key
-of (seed, epoch, round) in it, and so can be undone: the network is a bijection of [0, 2**bits).
-An image outside [0, n) is sent through again until it falls inside (cycle walking), which makes a
-bijection of [0, n). As 2**bits < 2n (4 for the smallest n), an index takes fewer than two passes on
-average.
-
-Guarantees: a bijection for every 1 <= n <= 2**62; unsigned 64-bit integer arithmetic only, so that
-every platform and every release gives the same order (tests hold literal values). Not cryptography.
-Cost: 15 to 30 ns an index, nothing stored, any position of any epoch on its own.
+Each round XORs one half of an index's bits with a keyed hash of the other half, so the network is a
+bijection of [0, 2**bits). An image outside [0, n) is sent through again until it falls inside; as
+2**bits < 2n, that takes fewer than two passes on average.
+Guarantees: a bijection for every 1 <= n <= 2**62 with the same order on every platform and in every
+release (tests hold literal values). It is not cryptography. Cost: 15 to 30 ns an index.
 """
 
 import numpy as np

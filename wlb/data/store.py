@@ -35,7 +35,7 @@ class StoreInfo:
     """The sidecar `<prefix>.json` of a store.
 
     eos_id: the token that ends every document, None if there is none. tokenizer: file name beside
-    the store. checksum: blake2b of `.bin`. preparation: how `wlb.prepare.prepare` made it.
+    the store. checksum: blake2b of `.bin`. preparation: what `wlb.prepare` records about its input.
     targets: blake2b of `.targets`, None for a store without it.
     """
 
@@ -51,7 +51,7 @@ class StoreInfo:
 
     @classmethod
     def read(cls, path: Path) -> "StoreInfo | None":
-        """The sidecar at `path`; None if there is none, ValueError if it cannot be used."""
+        """The sidecar at `path`; None if there is none, UserError if it cannot be used."""
         try:
             text = path.read_bytes()
         except FileNotFoundError:
@@ -84,7 +84,7 @@ def store_path(prefix: str | Path, suffix: str) -> Path:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name in the folder of `path` that nobody else uses."""
+    """A unique name in the folder of `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -96,9 +96,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class TokenStoreWriter:
     """Writes a store document by document; a context manager.
 
-    Leaving the block normally makes the store visible; leaving it by an exception leaves no trace
-    and an older store of the same name untouched. `preparation` goes to the sidecar and may be
-    added to until then.
+    Leaving the block makes the store visible; an exception removes the files and keeps an older
+    store of the same name. `preparation` goes to the sidecar and may be extended until then.
     """
 
     def __init__(
@@ -145,11 +144,10 @@ class TokenStoreWriter:
         return self._num_tokens
 
     def add(self, tokens: IntLike, trained: IntLike | None = None) -> None:
-        """Appends one document (shape [num_tokens]); ValueError naming a document it cannot be.
+        """Appends one document (shape [num_tokens]); UserError if it cannot be one.
 
-        trained: int64 [k, 2], half-open spans of the tokens that are trained, for all documents of
-        a store or for none (then every token but the first is). A token is trained as the label of
-        the one before it, so the first one never is, in a span or not.
+        trained: int64 [k, 2], half-open spans of trained tokens, for all documents of a store or
+        for none (then all but the first are). The first token of a document is never a label.
         """
         ids = np.asarray(tokens)
         number = len(self._lengths)
@@ -205,12 +203,12 @@ class TokenStoreWriter:
             self.finish()
 
     def discard(self) -> None:
-        """Removes what was written; nothing happens after `finish`."""
+        """Removes the temporary file; no effect after `finish`."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def finish(self) -> StoreInfo:
-        """Makes the store visible: old index away, tokens, targets, sidecar and, last, index."""
+        """Makes the store visible: removes the old index and renames the files, the index last."""
         info = replace(
             self._info,
             num_documents=self.num_documents,
@@ -316,7 +314,6 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Documents of the store."""
         return self.lengths.size
 
     @property
@@ -326,17 +323,16 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the store."""
         return self._tokens.size
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the sidecar; None without one, and then model.vocab_size has to say it."""
+        """From the sidecar; None without one, and then model.vocab_size must be set."""
         return self.info.vocab_size if self.info else None
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a document, or None where the store does not say."""
+        """The token that ends every document; None where it is not known."""
         return self.info.eos_id if self.info else None
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
@@ -360,7 +356,9 @@ class TokenStore:
 
         As labels: each from the token before it, so token 0 never is.
         """
-        size = self.read(document, start, stop).size  # refuses what is not there
+        size = self.read(
+            document, start, stop
+        ).size  # raises UserError for tokens that do not exist
         if self._targets is not None:
             return self._targets.trained(document, start, start + size)
         out = np.ones(size, bool)
@@ -379,7 +377,7 @@ class TokenStore:
         return last - np.asarray(start, np.int64)
 
     def verify(self) -> None:
-        """ValueError unless the files have the checksums of the sidecar; reads them whole."""
+        """UserError unless the files have the checksums of the sidecar; reads them whole."""
         path = store_path(self.prefix, ".bin")
         if self.info is None:
             raise UserError(f"{path} has no checksum: {self.prefix}.json is missing")

@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<8sQQQQ32s")
 
 
 class TargetSpans:
-    """Collects the spans of document after document, and writes them."""
+    """Collects the trained spans of documents in order, and writes them."""
 
     def __init__(self) -> None:
         self._start = array("q")
@@ -32,7 +32,7 @@ class TargetSpans:
     def add(self, spans: IntLike, *, first: int, length: int, name: str) -> None:
         """Spans (int64 [k, 2]) of the next document: `length` tokens from token `first` on.
 
-        ValueError, with `name`, for spans that overlap, are out of order or outside the document.
+        UserError, with `name`, for spans that overlap, are out of order or outside the document.
         """
         rows = np.asarray(spans)
         if rows.size == 0:
@@ -119,7 +119,7 @@ class Targets:
 
 
 def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArray]:
-    """Start and stop of every span, mapped; ValueError for a file that is not this store's."""
+    """Start and stop of every span, mapped; UserError for a file of another store."""
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -152,7 +152,7 @@ def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArr
 def _check_spans(
     path: Path, start: IntArray, stop: IntArray, first: IntArray, ends: IntArray
 ) -> None:
-    """Spans must be filled, in order, apart, and each inside one document, not at its start."""
+    """Spans must be non-empty, ordered, apart, and inside one document but not at its start."""
     if not start.size:
         return
     row = np.minimum(np.searchsorted(ends, start, side="right"), ends.size - 1)

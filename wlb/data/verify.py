@@ -12,7 +12,7 @@ _BLOCK_TOKENS = 1 << 22
 
 
 def verify_store(prefix: str) -> None:
-    """ValueError unless the store has its checksum and only tokens of its vocabulary."""
+    """UserError unless the store has its checksum and only tokens of its vocabulary."""
     store = TokenStore(prefix)
     store.verify()
     size = store.vocab_size

@@ -9,7 +9,6 @@ from wlb.prepare.encode import (
     DocumentPolicy,
     Encoded,
     EncoderChoice,
-    EncoderSpec,
     RecordEncoder,
     load_tokenizer,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "DocumentPolicy",
     "Encoded",
     "EncoderChoice",
-    "EncoderSpec",
     "OnError",
     "PrepareOptions",
     "Record",

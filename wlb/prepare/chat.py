@@ -30,21 +30,20 @@ _PROBES = (
     (Role.SYSTEM, Role.USER, Role.ASSISTANT),
     (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT),
 )
-"""Conversations that show which tokens a template uses; the first one must be possible."""
+"""Conversations that show which tokens a template uses; it must render the first one."""
 
 
 class InjectedToken(UserError):
-    """Text of a conversation was encoded to a special token."""
+    """Text of a conversation encodes to a special token."""
 
 
 class TooLong(StrEnum):
-    """What becomes of a conversation of more than the limit's tokens.
+    """What happens to a conversation of more than `limit` tokens.
 
-    SPLIT: into documents that begin with a turn, as many turns each as fit; a turn that does not
-    fit is cut after `limit` tokens, and what follows repeats one token where its first one is
-    trained, so that no label is lost. What follows a cut has no system message. TRUNCATE_LEFT: what
-    starts the text and the system message stay, the oldest turns go; of a last turn that does not
-    fit, the beginning.
+    SPLIT: it becomes documents of as many whole turns as fit. A turn that does not fit is cut after
+    `limit` tokens, and the next document repeats one token where its first one is trained, so no
+    label is lost; only the first document has the system message. TRUNCATE_LEFT: the oldest turns
+    are dropped, or the beginning of a last turn that does not fit; the system message stays.
     """
 
     SPLIT = "split"
@@ -74,7 +73,7 @@ class ChatTokens:
 
 @dataclass(slots=True)
 class _Run:
-    """Text that is encoded at once, or (token) one special token; parts by their number."""
+    """Text that is encoded at once, or one special token (`token`); part: number of its part."""
 
     text: str
     token: int | None
@@ -84,7 +83,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Special:
-    """Added tokens as they are found in a template's text."""
+    """Added tokens, and the pattern that finds them in a template's text."""
 
     ids: dict[str, int]
     pattern: re.Pattern[str] | None
@@ -115,7 +114,7 @@ class ChatEncoder:
     def documents(
         self, record: object, *, limit: int | None = None, too_long: TooLong = TooLong.SPLIT
     ) -> list[ChatTokens]:
-        """Documents of one record, each with a trained token; ValueError where there is none.
+        """Documents of one record, each with a trained token; UserError where there is none.
 
         `chat_encode.py` says and counts what is left out here.
         """
@@ -126,14 +125,14 @@ class ChatEncoder:
         return found
 
     def encode(self, conversation: Conversation) -> ChatTokens:
-        """ValueError for a conversation that the template refuses or cannot render exactly."""
+        """UserError for a conversation that the template refuses or cannot render exactly."""
         rendered = self.template.render(conversation, self.turns)
         runs = self._runs(rendered)
         ids = [[run.token] if run.token is not None else self._ids(run.text) for run in runs]
         return _assemble(rendered, runs, ids)
 
     def _ids(self, text: str) -> list[int]:
-        # A batch of one: on one thread, and without the offsets that encode() computes.
+        # A batch of one runs on one thread and skips the offsets that encode() computes.
         encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded[0].ids
         if not self._forbidden.isdisjoint(ids):
@@ -145,7 +144,7 @@ class ChatEncoder:
         return ids
 
     def _runs(self, rendered: Rendered) -> list[_Run]:
-        """Parts as runs: neighbours of one kind that no turn begins between are one text."""
+        """Joins neighbouring parts of one kind into runs, except where a turn begins."""
         edges = {*rendered.turns, rendered.prefix}
         runs: list[_Run] = []
         for number, part in enumerate(rendered.parts):
@@ -187,9 +186,9 @@ class ChatEncoder:
         return runs
 
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
-        """A copy to which every added token that a plain conversation's template uses is special.
+        """A copy in which every added token that the template uses is special.
 
-        Without it, contents would match those that were added as ordinary tokens.
+        Contents would match tokens that were added as ordinary ones.
         """
         from tokenizers import Tokenizer
 
@@ -198,7 +197,7 @@ class ChatEncoder:
             probe = Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
             try:
                 rendered = self.template.render(probe, Turns.LAST)
-            except UserError:  # not every template has system messages and tools
+            except UserError:  # a template may refuse system messages and tools
                 if roles == _PROBES[0]:
                     raise
                 continue
@@ -215,9 +214,9 @@ class ChatEncoder:
 
 
 def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatTokens]:
-    """Documents of at most `limit` tokens out of a conversation's; one where it fits.
+    """Documents of at most `limit` tokens; the conversation itself where it fits.
 
-    ValueError where it is refused, or where it cannot be truncated.
+    UserError where it is refused or cannot be truncated.
     """
     num = made.tokens.size
     if limit is None or num <= limit:
@@ -241,7 +240,7 @@ def _split(made: ChatTokens, limit: int) -> list[ChatTokens]:
     trained = _mask(made)
     pieces: list[tuple[int, int]] = []
     while num - start > limit:
-        # The first token of a document has no label: where it is trained, one more is repeated.
+        # The first token of a document has no label, so repeat one token where it is trained.
         turns = [t for t in made.turns if start < t - int(trained[t]) and t <= start + limit]
         stop = turns[-1] if turns else start + limit
         pieces.append((start, stop))
@@ -267,7 +266,7 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     start = turns[0] if turns else num - room
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
     mask = _mask(made)
-    mask[start] = False  # it would be predicted from the system message
+    mask[start] = False  # it would be predicted from a token that does not precede it
     return _document(made.tokens[rows], mask[rows])
 
 
@@ -296,7 +295,7 @@ def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> Cha
     parts = [run.part for run in runs]
 
     def token_at(part: int) -> int:
-        """First token of part `part`: a run never crosses the beginning of a turn."""
+        """First token of part `part`; no run crosses the beginning of a turn."""
         return int(starts[next((i for i, p in enumerate(parts) if p >= part), len(parts))])
 
     return ChatTokens(
@@ -308,7 +307,7 @@ def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> Cha
 
 
 def _special_of(tokenizer: "Tokenizer") -> _Special:
-    """All added tokens, longest first; white space that a token takes with it is part of it."""
+    """All added tokens, longest first, with the white space that lstrip and rstrip take in."""
     added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
     ids = {token.content: number for number, token in added.items()}
     if not ids:
@@ -334,7 +333,7 @@ def _check_built_in(tokenizer: "Tokenizer", template: ChatTemplate) -> None:
 
 
 def _check_parts(tokenizer: "Tokenizer") -> None:
-    """ValueError for a tokenizer that encodes the parts of a text differently from the whole."""
+    """UserError for a tokenizer that encodes the parts of a text differently from the whole."""
     encoded: list[list[int]] = [
         tokenizer.encode(text, add_special_tokens=False).ids for text in ("\nword", "\n", "word")
     ]
@@ -347,5 +346,5 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
 
 
 def add_chat_tokens(tokenizer: "Tokenizer", template: BuiltInTemplate) -> int:
-    """Adds the template's special tokens that the tokenizer lacks; how many those were."""
+    """Adds the template's special tokens that the tokenizer lacks; returns how many."""
     return add_special_tokens(tokenizer, template.special_tokens)

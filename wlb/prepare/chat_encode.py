@@ -37,10 +37,9 @@ class ChatChoice(EncoderChoice):
     """Conversations, for `prepare_store(options, encoder=ChatChoice(...))`.
 
     template: chatml, llama3, a file with a Jinja template or a tokenizer_config.json. limit: most
-    tokens of a document, None for any length. on_untrained: of conversations without a trained
-    token. add_tokens: gives a tokenizer.json the special tokens of a built-in template that it
-    lacks (for a model that is trained from the start, or whose embedding is enlarged); a BPE that
-    is trained here has them.
+    tokens of a document, None for any length. on_untrained: for conversations without a trained
+    token. add_tokens: whether a tokenizer.json gets the special tokens of a built-in template that
+    it lacks (the model's embedding must have room); a BPE that is trained here has them.
     """
 
     template: str = "chatml"
@@ -64,7 +63,7 @@ class ChatChoice(EncoderChoice):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Files by their checksums: an edited template is another one."""
+        """Template files count by checksum, so that an edited template is another argument."""
         given: dict[str, Any] = {
             "chat": self.template,
             "turns": self.turns,
@@ -102,43 +101,29 @@ class ChatChoice(EncoderChoice):
             )
         return template.special_tokens
 
-    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatEncoderSpec":
-        """Opens an encoder, so that a tokenizer without the template's tokens is refused here."""
+    def open(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatRecordEncoder":
+        """Encodes a conversation, so that a tokenizer without the template's tokens is refused."""
         if not tokenizer:
             raise UserError(
                 f"--tokenizer bytes has no special tokens for --chat {self.template}; use a "
                 f"tokenizer.json, or --tokenizer {BPE}"
             )
-        spec = ChatEncoderSpec(tokenizer=tokenizer, vocabulary=vocabulary, choice=self)
         try:
-            spec.open().encoder.encode(_PROBE)
+            encoder = ChatRecordEncoder(self, tokenizer, vocabulary)
+            encoder.encoder.encode(_PROBE)
         except UserError as error:
             raise UserError(f"--chat {self.template}: {error}") from None
-        return spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatEncoderSpec:
-    """What a worker makes its encoder from. tokenizer: a path."""
-
-    tokenizer: str
-    vocabulary: Vocabulary
-    choice: ChatChoice
-
-    def open(self) -> "ChatRecordEncoder":
-        return ChatRecordEncoder(self)
+        return encoder
 
 
 class ChatRecordEncoder:
     """Documents of a record that is a conversation."""
 
-    def __init__(self, spec: ChatEncoderSpec) -> None:
-        self._choice = spec.choice
-        self._unknown = spec.vocabulary.unknown_id
+    def __init__(self, choice: ChatChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
+        self._choice = choice
+        self._unknown = vocabulary.unknown_id
         self.encoder = ChatEncoder(
-            load_tokenizer(spec.tokenizer),
-            load_template(spec.choice.template),
-            turns=spec.choice.turns,
+            load_tokenizer(tokenizer), load_template(choice.template), turns=choice.turns
         )
 
     def encode(self, record: Record) -> Sequence[Encoded]:
@@ -178,7 +163,7 @@ class ChatRecordEncoder:
 
 
 def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) -> dict[str, int]:
-    """What was done to a conversation that did not fit."""
+    """Statistics of a conversation that did not fit; see the module."""
     kept = [part for part in parts if part.num_targets]
     if too_long == TooLong.TRUNCATE_LEFT:
         return {

@@ -18,7 +18,7 @@ class Train(StrEnum):
     NO = "no"
     ALL = "all"
     END = "end"
-    """Up to and with its first special token, which ends the turn."""
+    """The text up to and including its first special token, which ends the turn."""
 
 
 class Turns(StrEnum):
@@ -30,7 +30,7 @@ class Turns(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A stretch of the rendered text: of the template, or (is_content) of a message."""
+    """Consecutive rendered text of the template, or (is_content) of a message."""
 
     text: str
     is_content: bool = False
@@ -41,9 +41,9 @@ class Part:
 class Rendered:
     """A rendered conversation.
 
-    turns: the parts with which a turn after the first one begins, where that is known. prefix: how
-    many parts precede the first turn (what starts a text, the system message); None where the
-    system message is inside the first turn.
+    turns: parts at which a turn after the first one begins, where known. prefix: number of parts
+    before the first turn (start of text, system message); None where the system message is inside
+    the first turn.
     """
 
     parts: tuple[Part, ...]
@@ -62,7 +62,7 @@ class ChatTemplate(Protocol):
     def name(self) -> str: ...
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
-        """ValueError for a conversation that the template cannot render in exact parts."""
+        """UserError for a conversation that the template cannot render in exact parts."""
         ...
 
 
@@ -118,7 +118,7 @@ CHATML = BuiltInTemplate(
     end="<|im_end|>",
     after_end="\n",
 )
-"""No system message of its own; a newline after every message, which is not trained."""
+"""It adds no system message; the newline after a message is not trained."""
 
 LLAMA3 = BuiltInTemplate(
     name="llama3",
@@ -130,7 +130,7 @@ LLAMA3 = BuiltInTemplate(
     roles=((Role.TOOL, "ipython"),),
     is_stripped=True,
 )
-"""Llama 3's own, without the date that 3.1 and later put into the system message."""
+"""The template of Llama 3, without the date that 3.1 adds to the system message."""
 
 BUILT_IN = {template.name: template for template in (CHATML, LLAMA3)}
 

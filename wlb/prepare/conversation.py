@@ -52,7 +52,7 @@ _MORE = (
     "audio",
     "videos",
 )
-"""Keys that hold a part of the conversation which would be lost."""
+"""Keys with parts of a conversation that text messages cannot hold."""
 
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
 _NEEDED = "messages, or conversations, or prompt and completion"
@@ -69,10 +69,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages in order: a system message or none, then turns of a user and an assistant.
+    """Messages in order: at most one system message, then turns of a user and an assistant.
 
-    An assistant may be followed by tools, and tools by the assistant. The last message may be
-    anyone's.
+    Tools may answer an assistant, who then continues. Any role may have the last message.
     """
 
     messages: tuple[Message, ...]
@@ -98,7 +97,7 @@ class Conversation:
 
 
 def conversation_of(record: object) -> Conversation:
-    """The conversation that a JSON object holds; ValueError says what is wrong with it."""
+    """The conversation that a JSON object holds; UserError names what is wrong with it."""
     if not isinstance(record, Mapping):
         raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)
@@ -123,10 +122,7 @@ def conversation_of(record: object) -> Conversation:
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Of a table's columns, those that `conversation_of` looks at; ValueError without a shape.
-
-    Those it refuses are among them, so that a table and its rows as JSON are treated alike.
-    """
+    """The columns of a table that `conversation_of` reads or refuses; UserError without a shape."""
     if not any(set(shape) <= set(names) for shape in _SHAPES):
         raise UserError(
             f"has no column of conversations; its columns are {', '.join(names)}, and it needs "

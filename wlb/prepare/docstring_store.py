@@ -24,9 +24,9 @@ _LEAST_VOCAB = 258
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocstringStores:
-    """Prefixes of the two stores. num_targets: trained tokens. made_s: 0 where they were found.
+    """Prefixes of the two stores. heldout: "" where nothing is held out.
 
-    heldout: "" where nothing is held out. num_documents, num_tokens, num_targets: of `train`.
+    num_documents, num_tokens, num_targets (trained tokens): of `train`. made_s: 0 if reused.
     """
 
     train: str
@@ -41,11 +41,9 @@ class DocstringStores:
 def prepare_docstrings(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> DocstringStores:
-    """Writes, or finds, the stores in `folder`; conversations longer than `limit` are split.
+    """Writes, or finds, the stores in `folder`, and the conversations beside them as JSONL.
 
-    The conversations stay beside them as JSONL.
-
-    vocab_size: of the model, ChatML's tokens included.
+    vocab_size: includes ChatML's tokens. limit: most tokens of a document; longer ones are split.
     """
     if vocab_size <= _LEAST_VOCAB:
         raise UserError(
@@ -72,7 +70,7 @@ def prepare_docstrings(
 def docstring_prefix(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> Path:
-    """What the names of the two stores begin with, for this version of Python."""
+    """Prefix of the stores of these arguments for this version of Python."""
     mark = digest(
         _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
     )
@@ -89,13 +87,13 @@ def _make(prefix: Path, vocab_size: int, limit: int, heldout_fraction: float, se
         vocab_size=vocab_size,
         heldout_fraction=heldout_fraction,
         seed=seed,
-        overwrite=True,  # what an interrupted call left is of an older file
+        overwrite=True,  # parts of an interrupted call are of an older JSONL
     )
     prepare_store(asked, encoder=ChatChoice(template="chatml", limit=limit))
 
 
 def _find(prefix: Path, heldout_fraction: float) -> DocstringStores | None:
-    """None where they are absent or not complete: the train store is written last."""
+    """The stores, or None where they are not complete; the train store is written last."""
     try:
         train = TokenStore(prefix)
         heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None

@@ -4,20 +4,18 @@ A public function's docstring answers a question about it; a class is a conversa
 turns, the class first and then its methods in source order. Sources are parsed, never imported. A
 hash of the name chooses the words of a question, so equal sources give equal conversations. They
 are for trying fine-tuning out; lengths are heavy-tailed, as those of real conversations are.
-Cost: parsing takes 2 to 4 s; one file is held at a time.
+Cost: parsing takes 2 to 4 s; the text of all conversations is held at once.
 """
 
 import ast
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb.data.store import temporary_name
+from wlb.prepare.files import write_text
 from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
 _ABOUT_FUNCTION = (
@@ -42,38 +40,23 @@ _ABOUT_METHOD = (
 )
 _SYSTEM = "You answer questions about Python's standard library from its documentation."
 _SYSTEM_SHARE = 4
-"""One conversation in so many has the system message."""
+"""One in this many conversations has the system message."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocstringCounts:
-    """num_unparsed: files that are no Python of this version, or no text, left out."""
-
-    num_conversations: int
-    num_messages: int
-    num_unparsed: int
-
-
-def docstring_conversations(
-    documents: TextDocuments | None = None, *, unparsed: list[str] | None = None
-) -> Iterator[dict[str, Any]]:
+def docstring_conversations(documents: TextDocuments | None = None) -> Iterator[dict[str, Any]]:
     """{"messages": [...]} of every documented public function and class, in order of the files.
 
-    documents: Python sources by path, the standard library by default; tests and private modules
-    are left out. unparsed: collects the names of files that could not be read as Python.
+    documents: Python sources by path, the standard library by default. Tests, private modules and
+    files that are no Python of this version are left out.
     """
     documents = documents or stdlib_documents()
     for row, name in enumerate(documents.names):
         module = _module_of(name)
-        if module is None:
-            continue
-        text = documents.read(row)
+        text = documents.read(row) if module else Skip.HIDDEN
         tree = None if isinstance(text, Skip) else _parse(text)
-        if tree is None:
-            if unparsed is not None:
-                unparsed.append(name)
+        if module is None or tree is None:
             continue
         for node in tree.body:
             turns = _turns(module, node)
@@ -81,33 +64,17 @@ def docstring_conversations(
                 yield {"messages": _messages(turns)}
 
 
-def write_docstring_conversations(
-    path: str | Path, documents: TextDocuments | None = None
-) -> DocstringCounts:
+def write_docstring_conversations(path: str | Path, documents: TextDocuments | None = None) -> None:
     """Writes them as JSONL; the file is complete or absent."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(path)
-    unparsed: list[str] = []
-    num = num_messages = 0
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            for record in docstring_conversations(documents, unparsed=unparsed):
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                num += 1
-                num_messages += len(record["messages"])
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return DocstringCounts(
-        num_conversations=num, num_messages=num_messages, num_unparsed=len(unparsed)
-    )
+    records = docstring_conversations(documents)
+    write_text(Path(path), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def _module_of(path: str) -> str | None:
-    """The module's name; None for tests (by name, so unittest and doctest among them), private
-    modules and what cannot be imported."""
+    """The module's name; None for private modules, names that cannot be imported, and tests.
+
+    Tests are found by name, so unittest and doctest are among them.
+    """
     parts = path.removesuffix(".py").split("/")
     if parts[-1] == "__init__":
         parts.pop()
@@ -118,7 +85,7 @@ def _module_of(path: str) -> str | None:
 
 def _parse(text: str) -> ast.Module | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes in string literals
+        warnings.simplefilter("ignore")  # sources have invalid escapes in string literals
         try:
             return ast.parse(text)
         except (SyntaxError, ValueError):
@@ -126,8 +93,7 @@ def _parse(text: str) -> ast.Module | None:
 
 
 def _turns(module: str, node: ast.stmt) -> list[tuple[str, str]]:
-    """(question, answer) of a conversation about a statement of a module; none where it is no
-    documented public function or class."""
+    """(question, answer) pairs about a documented public function or class; else none."""
     if isinstance(node, _Function):
         return _about_function(f"{module}.{node.name}", node, _ABOUT_FUNCTION)
     if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
@@ -158,7 +124,7 @@ def _about_function(
 
 
 def _arguments(node: _Function, *, bound: bool) -> str:
-    """As a caller gives them: without self."""
+    """The arguments that a caller gives: without self."""
     text = ast.unparse(node.args)
     first = (node.args.posonlyargs + node.args.args)[:1]
     if bound and first and first[0].arg in ("self", "cls"):

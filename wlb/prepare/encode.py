@@ -2,8 +2,8 @@
 
 Tokenizers are a `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. Special tokens come
 from the policy alone; a document whose text encodes to one all the same (an ordinary piece of the
-vocabulary) is refused. All that a preparation knows of a kind of records is its `EncoderChoice`;
-encoders travel to worker processes as an `EncoderSpec`, which is plain data.
+vocabulary) is refused. All that a preparation knows of a kind of records is its `EncoderChoice`,
+plain data that travels to worker processes and opens an encoder there.
 Cost: 2 to 3 MB/s a process for BPE, and some 100 bytes a token of the longest piece of text.
 """
 
@@ -45,9 +45,9 @@ class DocumentPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """One document. tokens: shape [n], n >= 1. trained: half-open ranges of trained tokens, shape
-    [m, 2]; None for all. num_unknown: characters that the tokenizer has no token for. counts: what
-    was done to make it, by name; what is of a whole record is in one of its documents."""
+    """One document. tokens: shape [n], n >= 1. trained: half-open spans of trained tokens, shape
+    [m, 2]; None for all. num_unknown: tokens that stand for unknown characters. counts: statistics
+    by name, summed over documents; those of a whole record are in one of its documents."""
 
     tokens: TokenArray
     trained: IntArray | None = None
@@ -56,24 +56,18 @@ class Encoded:
 
 
 class RecordEncoder(Protocol):
-    """Makes documents of records; `BadRecord` for one that is none, with the reason."""
+    """Turns records into documents; raises `BadRecord`, with the reason, for one that is none."""
 
     def encode(self, record: Record) -> Sequence[Encoded]:
-        """The documents of a record, at least one; they go to the same side of the split."""
+        """The documents of a record, at least one; all go to the same side of the split."""
         ...
-
-
-class EncoderSpec(Protocol):
-    """Plain, picklable data that a worker opens an encoder from."""
-
-    def open(self) -> RecordEncoder: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
     """A tokenizer's size and special tokens, by id; None where it has none.
 
-    special: ids that text must not give.
+    special: ids that text must not encode to.
     """
 
     size: int
@@ -86,8 +80,8 @@ class Vocabulary:
 class EncoderChoice(Protocol):
     """A kind of records, for `prepare_store`: plain, picklable data; derive from it.
 
-    arguments: JSON-able; an interrupted preparation goes on only with equal ones. actions: what
-    becomes of records that are left out for a reason with an option of its own, `--on-<reason>`.
+    arguments: JSON-able; an interrupted preparation continues only with equal ones. actions: for
+    records that are left out for a reason with an option of its own, `--on-<reason>`.
     """
 
     @property
@@ -98,7 +92,7 @@ class EncoderChoice(Protocol):
         return {}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Of a Parquet file's columns, those to read; ValueError where it lacks some."""
+        """Of a Parquet file's columns, those to read; UserError where it lacks some."""
         ...
 
     def texts(self, record: Record) -> Sequence[str]:
@@ -117,21 +111,25 @@ class EncoderChoice(Protocol):
         del vocabulary
         return None
 
-    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> EncoderSpec:
-        """tokenizer: path of the tokenizer's file, "" for raw bytes.
+    def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:
+        """The encoder, opened once in every worker. tokenizer: a path, or "" for raw bytes.
 
-        ValueError for one that these records cannot be encoded with.
+        UserError for a tokenizer that these records cannot be encoded with.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChoice(EncoderChoice):
-    """Records with a text under `text_key`. in_parts: see `TextEncoderSpec`."""
+    """Records with a text under `text_key`.
+
+    in_pieces: whether long text may be cut at line ends before encoding, as for our own BPE: it
+    decodes to the same text, but may get other tokens at a cut before an indented line.
+    """
 
     policy: DocumentPolicy = DocumentPolicy.SEPARATOR
     text_key: str = "text"
-    in_parts: bool = False
+    in_pieces: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -151,49 +149,23 @@ class TextChoice(EncoderChoice):
     def eos_id(self, vocabulary: Vocabulary) -> int | None:
         return vocabulary.eos_id if self.policy != DocumentPolicy.NONE else None
 
-    def spec(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoderSpec":
-        around(self.policy, vocabulary)  # refuses what tokens it lacks
-        return TextEncoderSpec(
-            tokenizer=tokenizer,
-            vocabulary=vocabulary,
-            policy=self.policy,
-            text_key=self.text_key,
-            in_parts=self.in_parts,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextEncoderSpec:
-    """What a worker makes its encoder from. tokenizer: a path, or "" for raw bytes.
-
-    in_parts: whether long text may be cut at line ends before encoding, as for our own BPE: it
-    decodes to the same text, but may get other tokens at a cut before an indented line.
-    """
-
-    tokenizer: str
-    vocabulary: Vocabulary
-    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
-    text_key: str = "text"
-    in_parts: bool = False
-
-    def open(self) -> "TextEncoder":
-        return TextEncoder(self)
+    def open(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoder":
+        return TextEncoder(self, tokenizer, vocabulary)
 
 
 class TextEncoder:
-    """Encodes `record[text_key]` and puts the policy's tokens around it."""
+    """Encodes the text of a record and puts the policy's tokens around it."""
 
-    def __init__(self, spec: TextEncoderSpec) -> None:
-        vocabulary = spec.vocabulary
-        self._key = spec.text_key
+    def __init__(self, choice: TextChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
+        self._key = choice.text_key
         self._special = np.array(vocabulary.special, np.int64)
         self._unknown = vocabulary.unknown_id
-        self._before, self._after = around(spec.policy, vocabulary)
+        self._before, self._after = around(choice.policy, vocabulary)
         self._ids: Callable[[str], TokenArray] = byte_ids
-        if spec.tokenizer:
-            tokenizer = load_tokenizer(spec.tokenizer)
-            whole = _in_parts if spec.in_parts else _whole
-            self._ids = lambda text: whole(tokenizer, text)
+        if tokenizer:
+            opened = load_tokenizer(tokenizer)
+            encode = _in_pieces if choice.in_pieces else _whole
+            self._ids = lambda text: encode(opened, text)
 
     def encode(self, record: Record) -> Sequence[Encoded]:
         text = text_of(record, self._key)
@@ -214,7 +186,7 @@ class TextEncoder:
 
 
 def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
-    """Tokens before and after a document; ValueError where the vocabulary lacks one."""
+    """Tokens before and after a document; UserError where the vocabulary lacks one."""
     bos, eos = vocabulary.bos_id, vocabulary.eos_id
     for option, token, wanted in (
         ("--eos", eos, policy != DocumentPolicy.NONE),
@@ -261,9 +233,9 @@ def byte_ids(text: str) -> TokenArray:
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """A tokenizer that takes all of a text as text: no special tokens, nothing cut or padded.
+    """Opens a tokenizer that never matches special tokens in text and does not cut or pad.
 
-    ValueError without the tokenizers library, or for a file that it cannot read.
+    UserError without the tokenizers library, or for a file that it cannot read.
     """
     try:
         from tokenizers import Tokenizer
@@ -273,7 +245,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # tokenizers raises plain Exception
         raise UserError(f"{path} is not a tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -282,12 +254,12 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    # A batch of one: on one thread, and without the offsets that encode() computes.
+    # A batch of one runs on one thread and skips the offsets that encode() computes.
     encoded: Any = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoded[0].ids, np.int64)
 
 
-def _in_parts(tokenizer: "Tokenizer", text: str) -> TokenArray:
+def _in_pieces(tokenizer: "Tokenizer", text: str) -> TokenArray:
     """Encodes a long text piece by piece: an encoding takes some 100 bytes a token until freed."""
     return np.concatenate([_whole(tokenizer, piece) for piece in _pieces(text)])
 
@@ -308,7 +280,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def add_special_tokens(tokenizer: "Tokenizer", names: Sequence[str]) -> int:
-    """Adds those of `names` that the tokenizer lacks; how many those were."""
+    """Adds those of `names` that the tokenizer lacks; returns how many."""
     from tokenizers import AddedToken
 
     tokens = [AddedToken(name, special=True, normalized=False) for name in names]
@@ -368,7 +340,7 @@ def _special_id(
 
 
 def unknown_id(tokenizer: "Tokenizer") -> int | None:
-    """The token for what the tokenizer does not know; None if it has none."""
+    """The token that stands for unknown characters; None if there is none."""
     model = cast("dict[str, Any]", json.loads(tokenizer.to_str())["model"])
     if isinstance(index := model.get("unk_id"), int):
         return index

@@ -35,14 +35,14 @@ _MARK = "\U000f5eed"  # a private-use character
 _BEGIN, _END = f"{_MARK}[", f"{_MARK}]"
 _MARKS = re.compile(f"({_MARK}\\[|{_MARK}\\]|{_MARK}[0-9]+{_MARK})")
 _MOST_SHAPES = 4096
-"""Sequences of roles that are remembered."""
+"""Most sequences of roles whose rendering is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A stretch of a rendering with markers: text, or the content of message `owner`.
+    """Consecutive text of a rendering with markers, or the content of message `owner`.
 
-    owner: the message whose turn the text belongs to. is_end: it follows the owner's content.
+    owner: the message whose turn the text belongs to. is_end: whether it follows its content.
     """
 
     text: str
@@ -56,8 +56,8 @@ class _Piece:
 class _Shape:
     """A sequence of roles, rendered with markers.
 
-    is_end_known: of each message, whether the text of the messages up to and with it is how the
-    whole text begins.
+    is_end_known: for each message, whether the whole text begins with the rendering of the messages
+    up to this one.
     """
 
     pieces: tuple[_Piece, ...]
@@ -80,7 +80,7 @@ class JinjaTemplate:
         self._shapes: dict[tuple[Role, ...], _Shape] = {}
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
-        """ValueError for a conversation whose parts are not exactly known."""
+        """UserError for a conversation whose parts are not exactly known."""
         contents = [message.content for message in conversation.messages]
         for i, content in enumerate(contents):
             if _MARK in content:
@@ -115,7 +115,7 @@ class JinjaTemplate:
         )
 
     def _train(self, piece: _Piece, shape: _Shape) -> Train:
-        """What is trained of a piece of a message that is to be trained."""
+        """What is trained of a piece of a trained message."""
         if self.has_generation:
             return Train.ALL if piece.is_generated else Train.NO
         if piece.is_content:
@@ -154,7 +154,7 @@ class JinjaTemplate:
         return shape
 
     def _measure(self, roles: tuple[Role, ...]) -> _Shape:
-        """Steps 1 and 2: the rendering with markers, and where turns end in it."""
+        """Renders with markers and finds where turns end (steps 1 and 2 of the module)."""
         markers = [f"{_MARK}{i}{_MARK}" for i in range(len(roles))]
         marked = self._text(roles, markers)
         plain = marked.replace(_BEGIN, "").replace(_END, "")
@@ -179,7 +179,7 @@ class JinjaTemplate:
         return _Shape(pieces=tuple(pieces), is_end_known=tuple(end is not None for end in ends))
 
     def _end(self, roles: tuple[Role, ...], markers: list[str], plain: str) -> int | None:
-        """Characters of the rendering of the first messages, if `plain` begins with it."""
+        """Length of the rendering of the first messages, if `plain` begins with it."""
         try:
             text = self._text(roles, markers[: len(roles)])
         except UserError:  # templates may refuse a conversation that is not complete
@@ -204,10 +204,10 @@ class JinjaTemplate:
 
 
 def _pieces(marked: str, ends: Sequence[int | None], *, start: str) -> list[_Piece]:
-    """The rendering in pieces; its text is cut at the ends of turns that are known."""
+    """The rendering in pieces, cut at the known ends of turns."""
     out: list[_Piece] = []
     content, depth, at = -1, 0, 0
-    is_direct = False  # still in the block that wrote the content before
+    is_direct = False  # whether the block that wrote the last content is still open
 
     def add(text: str, owner: int, is_end: bool) -> None:
         if text or is_end:
@@ -286,8 +286,8 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
     """A built-in template by name, or the Jinja template of a file.
 
     A `.json` file is a tokenizer_config.json with a chat_template; any other file is the template
-    itself, whose bos_token and the like come from a tokenizer_config.json beside it. variables: of
-    the template, in addition (a date_string, say).
+    itself and takes bos_token and the like from a tokenizer_config.json beside it. variables:
+    further variables of the template, such as date_string.
     """
     given = dict(variables or {})
     if str(name) in BUILT_IN:

@@ -60,7 +60,7 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
 
 
 def open_manifest(path: Path, manifest: Manifest) -> bool:
-    """Writes the manifest, or finds it there (True); ValueError where another one is there."""
+    """Writes the manifest, or finds it (True); UserError where a different one exists."""
     try:
         old: Any = json.loads(path.read_bytes())
         found = differences(old, manifest)
@@ -81,7 +81,7 @@ def open_manifest(path: Path, manifest: Manifest) -> bool:
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
-    """ValueError for the first input that is not as it was listed."""
+    """UserError for the first input whose size or modification time changed since the listing."""
     for file in files:
         try:
             status = Path(file.path).stat()

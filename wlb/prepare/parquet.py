@@ -12,18 +12,18 @@ from typing import Any
 from wlb.plan import UserError
 
 Columns = Callable[[Sequence[str]], tuple[str, ...]]
-"""Chooses, of a table's columns, those to read; ValueError, without the path, where some lack."""
+"""Chooses the columns of a table to read; UserError, without the path, where some are absent."""
 
 _PARQUET_ROWS = 256
 _BUFFER_BYTES = 1 << 20
 
 
 def _pyarrow(module: str = "") -> Any:
-    return import_module(f"pyarrow{module}")  # untyped, hence not a statement
+    return import_module(f"pyarrow{module}")  # pyarrow has no types, so pyright must not see it
 
 
 def open_parquet(path: str) -> Any:
-    """`pyarrow.parquet.ParquetFile`; ValueError without pyarrow or for what is no Parquet file."""
+    """`pyarrow.parquet.ParquetFile`; UserError without pyarrow or for another kind of file."""
     try:
         pa, pq = _pyarrow(), _pyarrow(".parquet")
     except ModuleNotFoundError:

@@ -8,7 +8,7 @@ Cost: memory of one document, and 8 bytes a document of the writer.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from wlb.data.store import TokenStore, TokenStoreWriter
 from wlb.plan import IntArray, UserError
-from wlb.prepare.encode import Encoded, EncoderSpec, RecordEncoder
+from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
-from wlb.prepare.parquet import Columns
 from wlb.prepare.records import (
     AnyShard,
     BadRecord,
@@ -34,32 +33,34 @@ from wlb.prepare.text import Skip
 
 SIDES = ("train", "heldout")
 NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
-"""Left out and counted, whatever --on-error says: there is nothing in them to lose."""
+"""Counted whatever --on-error says, because nothing is lost with them."""
 MOST_EXAMPLES = 3
 _STOP_EVERY = 64
 
 
 class Stopped(Exception):
-    """A shard was given up because the preparation is being stopped."""
+    """A worker left its shard because the preparation stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartJob:
     """What all shards of a preparation have in common.
 
-    folder: where parts are written. columns: of a Parquet file's, those to read. actions: for
-    reasons that --on-error does not decide.
+    folder: where parts are written. tokenizer: a path, or "" for raw bytes. text_key: the key that
+    the text of a file or line gets.
     """
 
     folder: str
-    encoder: EncoderSpec
-    vocab_size: int
+    choice: EncoderChoice
+    tokenizer: str
+    vocabulary: Vocabulary
     text_key: str
-    columns: Columns
     heldout_fraction: float
     seed: int
     on_error: OnError
-    actions: Mapping[Skip, OnError] = field(default_factory=dict[Skip, OnError])
+
+    def open_encoder(self) -> RecordEncoder:
+        return self.choice.open(self.tokenizer, self.vocabulary)
 
     def prefix(self, shard: int, side: int) -> Path:
         return Path(self.folder, f"{shard:06}-{SIDES[side]}")
@@ -73,11 +74,11 @@ _Nearest = tuple[float, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """What became of a shard.
+    """The outcome of a shard.
 
-    num_documents, num_tokens: of train and held-out. counts: of `Encoded`, summed. examples: the
-    first records left out, by reason. nearest: of each side (draw, first row, number of rows) of
-    the record nearest to the held-out limit.
+    num_documents, num_tokens: of train and held-out. counts: sums of `Encoded.counts`. examples:
+    the first records left out, by reason. nearest: for each side (draw, first row, number of rows)
+    of the record nearest to the held-out limit.
     """
 
     shard: int
@@ -107,10 +108,11 @@ class _ShardCounts:
     num_unknown: int = 0
 
     def leave_out(self, position: RecordPosition, bad: BadRecord) -> None:
-        """Counts a record that is no document, or raises ValueError with where it is."""
+        """Counts a record that is no document, or raises UserError with its place."""
         action, option = self.job.on_error, "--on-error"
-        if bad.reason in self.job.actions:
-            action, option = self.job.actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
+        actions = self.job.choice.actions
+        if bad.reason in actions:
+            action, option = actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
             raise UserError(
                 f"{position.spoken()}: {bad}. Correct it, or leave out and count such records "
@@ -134,13 +136,13 @@ def encode_shard(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> PartSummary:
-    """Writes the part of shard `number`; ValueError for a bad record unless those are skipped."""
+    """Writes the part of shard `number`; UserError for a bad record unless those are skipped."""
     counts = _ShardCounts(job)
     nearest: list[_Nearest | None] = [None, None]
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
-                TokenStoreWriter(job.prefix(number, side), vocab_size=job.vocab_size)
+                TokenStoreWriter(job.prefix(number, side), vocab_size=job.vocabulary.size)
             )
             for side in range(2)
         ]
@@ -177,7 +179,7 @@ def _records(
     is_stopped: Callable[[], bool],
 ) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
     """(position, its documents) of the records that are not left out."""
-    records = read_shard(shard, text_key=job.text_key, columns=job.columns)
+    records = read_shard(shard, text_key=job.text_key, columns=job.choice.columns)
     for number, (position, record) in enumerate(records):
         if number % _STOP_EVERY == 0 and is_stopped():
             raise Stopped
@@ -194,7 +196,7 @@ def _records(
 
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) -> None:
-    """Appends a document; a ValueError of the store says where the document came from."""
+    """Appends a document; a UserError of the store says where the document came from."""
     try:
         writer.add(encoded.tokens, encoded.trained)
     except UserError as error:
@@ -202,7 +204,7 @@ def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) ->
 
 
 def find_part(job: PartJob, shard: int) -> PartSummary | None:
-    """The part of a shard if it is complete and has its checksums; None if it has to be made."""
+    """The summary of a part that is complete and matches its checksums; None if it must be made."""
     try:
         summary = PartSummary.read(job.summary_path(shard))
         for side in range(2):
@@ -216,7 +218,7 @@ def find_part(job: PartJob, shard: int) -> PartSummary | None:
 
 
 def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
-    """Removes what killed processes left of files `prefix`... under temporary names."""
+    """Removes temporary files of names that start with `prefix`, left by killed processes."""
     for entry in os.scandir(folder):
         if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
             os.unlink(entry.path)
@@ -227,8 +229,8 @@ def moved_record(
 ) -> tuple[int, int, range] | None:
     """(shard, side, rows) of the record that changes sides so that neither side is empty.
 
-    As `prepare` does: the one nearest to the limit, with all its documents; None where both sides
-    have documents, or where there is one record, which is trained.
+    It is the one nearest to the limit, with all its documents; None where both sides have documents
+    or the only record is in the training store.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:
@@ -250,8 +252,7 @@ def merge_parts(
 ) -> None:
     """Adds all parts, in order of shards, to the stores of the two sides.
 
-    writers: of train and of held-out, or of train alone where nothing is held out. progress: called
-    with each shard that is done.
+    writers: for train and held-out, or for train alone. progress: called with each finished shard.
     """
     moved = moved_record(summaries, fraction=job.heldout_fraction)
     for summary in summaries:
@@ -272,7 +273,7 @@ def trained_spans(mask: npt.NDArray[np.bool_]) -> IntArray:
 
 
 def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:
-    """Of all shards: counts, unknown tokens, what was left out with first examples by reason."""
+    """Sums over all shards: counts, unknown tokens, records left out with first examples."""
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}

@@ -47,12 +47,11 @@ from wlb.prepare.records import (
 )
 from wlb.prepare.request import PrepareOptions, Status, StoreReport, arguments_of
 from wlb.prepare.text import Skip
-from wlb.prepare.tokenizer import PreparedTokenizer, prepare_tokenizer
+from wlb.prepare.tokenizer import prepare_tokenizer
 from wlb.prepare.workers import encode_shards
 
 _SHARD_BYTES = (1 << 20, 1 << 26)
 _NUM_SHARDS = 256
-
 
 Progress = Callable[[Status], None]
 
@@ -65,13 +64,13 @@ def prepare_store(
 ) -> StoreReport:
     """Writes, goes on with, or finds the store `options.out`; see the module.
 
-    encoder: for records that are not text, such as `ChatChoice`; options of documents that are text
-    (policy, text_key, text_unit) are not for them.
-    ValueError for bad input, for an interrupted call with other arguments, for a store of other
+    encoder: for records that are not text, such as `ChatChoice`; the options policy, text_key and
+    text_unit do not apply to them.
+    UserError for bad input, for an interrupted call with other arguments, for a store of other
     arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
     """
     began = time.perf_counter()
-    report = progress or _unseen
+    report = progress or _no_progress
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(options.out).resolve().parents:
             raise UserError(
@@ -91,7 +90,7 @@ def prepare_store(
     if encoder is not None:
         arguments["encoder"] = encoder.arguments
     choice = encoder or TextChoice(
-        policy=options.policy, text_key=options.text_key, in_parts=options.tokenizer == BPE
+        policy=options.policy, text_key=options.text_key, in_pieces=options.tokenizer == BPE
     )
     check_columns(files, choice.columns)
     manifest = manifest_of(arguments, files)
@@ -108,13 +107,12 @@ def prepare_store(
     return replace(found, time_s=time.perf_counter() - began)
 
 
-def _unseen(status: Status) -> None:
+def _no_progress(status: Status) -> None:
     del status
 
 
 def _check_heldout(options: PrepareOptions, manifest: Manifest) -> None:
-    """ValueError where OUT-heldout is a store of its own, which would be replaced or removed: one
-    that neither this call, interrupted, nor the one that made OUT has left."""
+    """Refuses to replace a store at OUT-heldout that was not made together with OUT."""
     heldout = f"{options.out}-heldout"
     if not store_path(heldout, ".idx").exists():
         return
@@ -129,7 +127,7 @@ def _check_heldout(options: PrepareOptions, manifest: Manifest) -> None:
 
 
 def _mark_of(prefix: str) -> str | None:
-    """Digest of the manifest that made a store; None where there is none, or none that says."""
+    """Digest of the manifest that made a store; None where it is not known."""
     try:
         info = TokenStore(prefix).info
     except UserError:
@@ -138,7 +136,7 @@ def _mark_of(prefix: str) -> str | None:
 
 
 def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
-    """ValueError where a pattern finds what an earlier call wrote."""
+    """Refuses inputs that an earlier call wrote and a pattern finds."""
     parts = (".bin", ".idx", ".json", ".targets")
     ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
     own = {store_path(out, end).resolve() for end in ends}
@@ -153,8 +151,10 @@ def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
 def _finished(
     options: PrepareOptions, manifest: Manifest, files: Sequence[InputFile]
 ) -> StoreReport | None:
-    """The report of a store that this manifest made; None if there is none, ValueError if another
-    store is there and may not be overwritten."""
+    """The report of a store that this manifest made; None if there is none.
+
+    UserError if another store is there and may not be overwritten.
+    """
     prefix = options.out
     if not store_path(prefix, ".idx").exists():
         return None
@@ -191,7 +191,7 @@ def _finished(
         lengths_p50=p50,
         lengths_p99=p99,
         longest=int(lengths.max()),
-        counts=info.preparation.get("counts", {}),  # stores of text were made without
+        counts=info.preparation.get("counts", {}),  # stores of older versions have none
         skipped=info.preparation["skipped"],
         examples=info.preparation["examples"],
         num_unknown=info.preparation["num_unknown"],
@@ -213,7 +213,7 @@ def _prepare(
     listed: dict[str, int],
     report: Progress,
 ) -> tuple[int, int]:
-    """Parts, then stores; returns the number of shards, and how many of them were there already."""
+    """Makes parts, then stores; returns the numbers of shards and of parts that existed."""
     folder = store_path(options.out, ".parts")
     if options.overwrite and folder.exists():
         shutil.rmtree(folder)
@@ -228,28 +228,26 @@ def _prepare(
     report(Status(stage="tokenizer", size=size, done=0))
     try:
         tokenizer = prepare_tokenizer(options, choice, folder, shards)
-        spec = choice.spec(tokenizer.path, tokenizer.vocabulary)
-    except UserError:  # nothing was made yet that another tokenizer could not go on from
-        if not is_begun:
+        choice.open(tokenizer.path, tokenizer.vocabulary)  # refuses a tokenizer that does not fit
+    except UserError:
+        if not is_begun:  # no part exists that would be lost
             shutil.rmtree(folder)
         raise
     job = PartJob(
         folder=str(folder),
-        encoder=spec,
-        vocab_size=tokenizer.vocabulary.size,
+        choice=choice,
+        tokenizer=tokenizer.path,
+        vocabulary=tokenizer.vocabulary,
         text_key=options.text_key,
-        columns=choice.columns,
         heldout_fraction=options.heldout_fraction,
         seed=options.seed,
         on_error=options.on_error,
-        actions=choice.actions,
     )
     summaries = encode_parts(job, shards, processes=options.processes, report=report)
     num_kept = sum(kept for _, kept in summaries)
     check_unchanged(files)
     parts = [summary for summary, _ in summaries]
-    eos_id = choice.eos_id(tokenizer.vocabulary)
-    _publish(options, job, parts, tokenizer, eos_id, manifest, listed, report)
+    _publish(options, job, parts, tokenizer.checksum, manifest, listed, report)
     shutil.rmtree(folder)
     return len(shards), num_kept
 
@@ -262,7 +260,7 @@ def encode_parts(
     in_threads: bool = False,
     report: Progress,
 ) -> list[tuple[PartSummary, bool]]:
-    """(summary, was there already) of every shard, in order."""
+    """(summary, whether its part existed already) of every shard, in order."""
     made: dict[int, tuple[PartSummary, bool]] = {}
     at = Status(stage="encode", size=sum(shard.size for shard in shards), done=0)
 
@@ -292,13 +290,12 @@ def _publish(
     options: PrepareOptions,
     job: PartJob,
     parts: Sequence[PartSummary],
-    tokenizer: PreparedTokenizer,
-    eos_id: int | None,
+    tokenizer_checksum: str,
     manifest: Manifest,
     listed: dict[str, int],
     report: Progress,
 ) -> None:
-    """Merges parts into the stores; the tokenizer is there before them."""
+    """Merges parts into the stores, after the tokenizer that they name is in place."""
     left_out = totals(parts)
     for reason, count in listed.items():
         left_out["skipped"][reason] = left_out["skipped"].get(reason, 0) + count
@@ -308,25 +305,25 @@ def _publish(
             f"{left_out['skipped']}, such as {left_out['examples']})"
         )
     name = None
-    if tokenizer.path:
+    if job.tokenizer:
         path = store_path(options.out, "-tokenizer.json")
-        write_text(path, Path(tokenizer.path).read_text("utf-8"))
+        write_text(path, Path(job.tokenizer).read_text("utf-8"))
         name = path.name
     about: dict[str, Any] = {
-        "vocab_size": job.vocab_size,
-        "eos_id": eos_id,
+        "vocab_size": job.vocabulary.size,
+        "eos_id": job.choice.eos_id(job.vocabulary),
         "tokenizer": name,
         "source": ", ".join(options.inputs),
         "preparation": {
             "manifest": manifest_digest(manifest),
-            "tokenizer_checksum": tokenizer.checksum,
+            "tokenizer_checksum": tokenizer_checksum,
             "arguments": manifest["arguments"],
             "num_files": len(manifest["inputs"]),
             **left_out,
         },
     }
     heldout = f"{options.out}-heldout"
-    if not options.heldout_fraction:  # what a store that is overwritten held out
+    if not options.heldout_fraction:  # the store that is overwritten may have had one
         for suffix in (".idx", ".bin", ".json", ".targets"):
             store_path(heldout, suffix).unlink(missing_ok=True)
     prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
@@ -352,6 +349,6 @@ def merge_stores(
         done += parts[shard].size
         report(Status(stage="merge", size=total, done=done))
 
-    with ExitStack() as stack:  # leaves the held-out store first, so that the store comes last
+    with ExitStack() as stack:  # held-out store first, so that the other one marks the end
         writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
         merge_parts(job, parts, writers, progress=merged)

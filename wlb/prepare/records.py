@@ -28,7 +28,7 @@ from wlb.prepare.text import Skip, TextDocuments, folder_documents
 Record = Mapping[str, Any]
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_UNKNOWN_PACKING = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
+_UNREAD_SUFFIXES = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _MOST_FILES = 4096
 _BOM = b"\xef\xbb\xbf"
@@ -44,21 +44,21 @@ class FileKind(StrEnum):
 
 
 class TextUnit(StrEnum):
-    """What a document of a text file is."""
+    """What one document of a text file is."""
 
     FILE = "file"
     LINE = "line"
 
 
 class OnError(StrEnum):
-    """What becomes of a record that is no document: the preparation stops, or it is counted."""
+    """Whether a record that is no document stops the preparation or is skipped and counted."""
 
     FAIL = "fail"
     SKIP = "skip"
 
 
 class BadRecord(UserError):
-    """A line, row or file that is no document; `reason` is what it is counted under."""
+    """A line, row or file that is no document; it is counted under `reason`."""
 
     def __init__(self, reason: Skip, detail: str) -> None:
         super().__init__(detail)
@@ -67,7 +67,7 @@ class BadRecord(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A file to read. name: what documents are called by, relative to the input it was found in."""
+    """A file to read. name: relative to the input it was found in; documents are named after it."""
 
     path: str
     name: str
@@ -94,7 +94,7 @@ class Shard:
 class RecordPosition:
     """Where a record is. offset: bytes before a line, rows before a row; None for a whole file.
 
-    name: what the held-out rule hashes; it does not depend on where the corpus lies.
+    name: what the held-out rule hashes; it does not depend on the corpus's folder.
     """
 
     file: InputFile
@@ -105,7 +105,7 @@ class RecordPosition:
         return self.file.name if self.offset is None else f"{self.file.name}:{self.offset}"
 
     def spoken(self) -> str:
-        """For messages: the path, with the line (from 1) or the row (from 0)."""
+        """The place as messages show it: path, with line (from 1) or row (from 0)."""
         if self.offset is None:
             return self.file.path
         if self.file.kind == FileKind.PARQUET:
@@ -129,9 +129,9 @@ Read = tuple[RecordPosition, Record | BadRecord]
 def list_inputs(
     inputs: Sequence[str], *, text_unit: TextUnit = TextUnit.FILE
 ) -> tuple[list[InputFile], Counter[Skip]]:
-    """Files of paths, folders and glob patterns, in the order given; and what was left out.
+    """Files of paths, folders and glob patterns, in the order given, and counts of files left out.
 
-    ValueError for an input that is not there, a file that is named twice, packing that is not read.
+    UserError for an input that is absent, a file named twice, and compression that is not read.
     """
     found: dict[str, InputFile] = {}
     skipped: Counter[Skip] = Counter()
@@ -153,7 +153,7 @@ def list_inputs(
 
 
 def _expand(text: str, skipped: Counter[Skip]) -> Iterator[tuple[Path, str]]:
-    """(path, name) of the files that an input means."""
+    """(path, name) of the files that an input names."""
     path = Path(text)
     if path.is_dir():
         listing = folder_documents(path)
@@ -177,7 +177,7 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     if not path.is_file():
         raise UserError(f"the input {path} is not a file or folder; pipes cannot be read again")
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _UNKNOWN_PACKING:
+    if suffixes and suffixes[-1] in _UNREAD_SUFFIXES:
         raise UserError(
             f"{path}: {suffixes[-1]} is not read; unpack it, or use {', '.join(_OPENERS)}"
         )
@@ -247,9 +247,8 @@ def document_shards(documents: TextDocuments, *, shard_bytes: int) -> list[Docum
 def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[Read]:
     """(position, record or BadRecord) of everything in a shard.
 
-    text_key: the key that a text file's or line's text gets. columns: of those of a Parquet file,
-    the ones that are read.
-    ValueError for a file that is corrupt as a whole, with its path.
+    text_key: the key that the text of a file or line gets. columns: chooses columns of Parquet.
+    UserError, with the path, for a file that is corrupt as a whole.
     """
     if isinstance(shard, DocumentShard):
         yield from _listed_records(shard, text_key)
@@ -345,7 +344,10 @@ def _json_record(line: bytes, text_key: str) -> Record | BadRecord:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
-    except (RecursionError, ValueError) as error:  # nested too deep, a number of too many digits
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # nested too deeply, or a number with too many digits
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
     if not isinstance(value, dict):
         return BadRecord(Skip.NOT_AN_OBJECT, f"not a JSON object but {type(value).__name__}")
@@ -363,7 +365,7 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
-    """ValueError for the first Parquet file that lacks what `columns` looks for."""
+    """UserError for the first Parquet file that lacks what `columns` looks for."""
     for file in files:
         if file.kind == FileKind.PARQUET:
             names = open_parquet(file.path).schema_arrow.names

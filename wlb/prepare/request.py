@@ -12,12 +12,12 @@ from wlb.prepare.records import OnError, TextUnit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareOptions:
-    """What `prepare_store` is asked for.
+    """Arguments of `prepare_store`; messages use the option names of `wlb prepare`.
 
     inputs: paths, folders, glob patterns. out: prefix of the store. tokenizer: "bpe", "bytes", or a
-    tokenizer.json or its folder. vocab_size, sample_bytes: of the BPE, refused with another
-    tokenizer. bos, eos: names of tokens; "" for what the tokenizer says. shard_bytes: 0 for 1/256
-    of the input, 1 to 64 MiB. ValueError for what cannot be, in the words of `wlb prepare`.
+    tokenizer.json or its folder. vocab_size, sample_bytes: for training a BPE, refused with another
+    tokenizer. bos, eos: token names; "" for the tokenizer's own. shard_bytes: 0 for 1/256 of the
+    input, within 1 to 64 MiB.
     """
 
     inputs: tuple[str, ...]
@@ -73,7 +73,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How far a preparation is. size, done: bytes of input; skipped: records left out so far."""
+    """Progress of a preparation. size, done: bytes of input; skipped: records left out so far."""
 
     stage: str
     size: int
@@ -84,12 +84,12 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReport:
-    """What was made. heldout: prefix of the held-out store, "" where there is none.
+    """The stores that were made. heldout: prefix of the held-out store, "" where there is none.
 
     num_targets: trained tokens. lengths_p50, lengths_p99, longest: tokens of training documents.
-    counts: what was done to records to encode them, of both stores. skipped: left out, by reason,
-    with the first `examples`. num_unknown: tokens that stand for characters the tokenizer does not
-    know. num_kept: parts that an interrupted call had made. time_s: of this call.
+    counts, skipped, num_unknown: sums over both stores of `Encoded.counts`, of records left out by
+    reason (with the first `examples`), of tokens for unknown characters. num_kept: parts
+    that an interrupted call had made. time_s: of this call.
     """
 
     prefix: str
@@ -119,7 +119,7 @@ class StoreReport:
 
 
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:
-    """What the result depends on; not where it goes nor who makes it."""
+    """The options that the content of the store depends on."""
     names = {f: v for f, v in asdict(options).items() if f not in ("out", "processes", "overwrite")}
     names["inputs"] = list(options.inputs)
     if options.tokenizer not in (BPE, BYTES):
@@ -127,13 +127,13 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
         names["tokenizer_checksum"] = file_checksum(path)
         config = path.parent / "tokenizer_config.json"
         names["tokenizer_config"] = file_checksum(config) if config.is_file() else ""
-    if options.tokenizer != BPE:  # vocab_size and sample_bytes are of a BPE to be trained
+    if options.tokenizer != BPE:  # vocab_size and sample_bytes only train a BPE
         del names["vocab_size"], names["sample_bytes"]
     return names
 
 
 def tokenizer_path(text: str) -> Path:
-    """The tokenizer.json that `text` (a file, or a folder with one) names; ValueError if none."""
+    """The tokenizer.json that `text` (a file, or a folder with one) names; UserError if none."""
     path = Path(text, "tokenizer.json") if Path(text).is_dir() else Path(text)
     if not path.is_file():
         raise UserError(

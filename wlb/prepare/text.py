@@ -43,7 +43,8 @@ class Skip(StrEnum):
 class TextDocuments(Protocol):
     """Documents that are listed now and read later.
 
-    names: unique, shape [n]. sizes: bytes, at least 1, shape [n]. skipped: left out by the listing.
+    names: unique, shape [n]. sizes: bytes, at least 1, shape [n]. skipped: files that the listing
+    left out, by reason.
     """
 
     @property
@@ -79,7 +80,7 @@ class FileDocuments:
 
 
 def text_documents(corpus: str) -> FileDocuments:
-    """What `data.corpus` names: "stdlib" or a folder."""
+    """The documents that `data.corpus` names: "stdlib" or a folder."""
     return stdlib_documents() if corpus == STDLIB else folder_documents(corpus)
 
 
@@ -143,7 +144,7 @@ def _count_folder(skipped: Counter[Skip]) -> None:
 
 
 def _size(path: Path) -> int | Skip:
-    """Bytes of a regular file; a pipe or device would block the reader and is unreadable."""
+    """Bytes of a regular file; pipes and devices would block the reader, so they are unreadable."""
     try:
         status = path.stat()
     except OSError:

@@ -185,7 +185,8 @@ def _write(
 ) -> None:
     """Encodes into temporary parts and merges them into the two stores."""
     *prefixes, tokenizer = _paths(prefix)
-    choice = TextChoice(in_parts=True)
+
+    choice = TextChoice(in_pieces=True)
 
     def report(status: Status) -> None:
         if progress and status.stage == "encode":
@@ -194,10 +195,10 @@ def _write(
     with tempfile.TemporaryDirectory(prefix=f".{tokenizer.name}.", dir=tokenizer.parent) as folder:
         job = PartJob(
             folder=folder,
-            encoder=choice.spec(str(tokenizer), vocabulary),
-            vocab_size=vocabulary.size,
+            choice=choice,
+            tokenizer=str(tokenizer),
+            vocabulary=vocabulary,
             text_key=choice.text_key,
-            columns=choice.columns,
             heldout_fraction=heldout_fraction,
             seed=seed,
             on_error=OnError.SKIP,

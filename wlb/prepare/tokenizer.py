@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTokenizer:
-    """path: of its file, "" for raw bytes."""
+    """The tokenizer of a preparation. path: its file, "" for raw bytes."""
 
     path: str
     vocabulary: Vocabulary
@@ -48,8 +48,8 @@ def prepare_tokenizer(
 ) -> PreparedTokenizer:
     """Writes `folder`/tokenizer.json, with the special tokens that `choice` needs.
 
-    A BPE that an interrupted call trained is found there. ValueError for a tokenizer that cannot be
-    read, lacks a token of the options, or cannot get those of `choice`.
+    A BPE that an interrupted call trained is reused. UserError for a tokenizer that cannot be read,
+    lacks a token of the options, or cannot get those of `choice`.
     """
     if options.tokenizer == BYTES:
         return PreparedTokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
@@ -63,20 +63,20 @@ def prepare_tokenizer(
         source = tokenizer_path(options.tokenizer)
         write_text(path, _copied(source, names))
         vocabulary = read_vocabulary(
-            path if names else source,  # messages name the user's file where they can
+            path if names else source,  # so that messages name the user's file
             bos=options.bos,
             eos=eos,
-            folder=source.parent,  # which says what token is EOS
+            folder=source.parent,  # its tokenizer_config.json names the EOS token
         )
     return PreparedTokenizer(path=str(path), vocabulary=vocabulary, checksum=file_checksum(path))
 
 
 def _copied(source: Path, names: Sequence[str]) -> str:
-    """The file as it is, unless it lacks one of the special tokens `names`."""
+    """The text of the file, with the special tokens `names` that it lacks."""
     if names:
         from tokenizers import Tokenizer
 
-        load_tokenizer(source)  # refuses what is no tokenizer
+        load_tokenizer(source)  # raises UserError for a file that is no tokenizer
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
             return tokenizer.to_str(pretty=True)
@@ -93,7 +93,7 @@ def _trained(
             f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes, "
             f"{', '.join([END_OF_TEXT, *names])}"
         )
-    if not shards:  # Parquet files without a row group have none
+    if not shards:  # a Parquet file may have no row group
         raise UserError(
             f"--tokenizer {BPE}: {', '.join(options.inputs)} holds no record to train one on"
         )
@@ -167,4 +167,4 @@ def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iter
             if not isinstance(record, BadRecord):
                 yield from choice.texts(record)
         except BadRecord:
-            continue  # refused or counted when it is encoded
+            continue  # encoding refuses or counts it

@@ -36,11 +36,11 @@ def encode_shards(
     """Encodes the shards of `numbers`; summaries as they are made, in any order.
 
     in_threads: with threads of this process, which need no main module that can be imported.
-    A ValueError of a shard stops the others; of several that of the first shard is raised. What is
+    A UserError of a shard stops the others; of several that of the first shard is raised. What is
     complete stays. RuntimeError if a worker dies. One process encodes in this one.
     """
     if processes == 1 or len(numbers) <= 1:
-        encoder = job.encoder.open() if numbers else None
+        encoder = job.open_encoder() if numbers else None
         for number in numbers:
             assert encoder is not None
             yield encode_shard(job, encoder, number, shards[number])
@@ -68,7 +68,7 @@ def _open_pool(
 ) -> tuple[Executor, Any, Callable[[int, AnyShard], PartSummary]]:
     """The pool, the event that stops its workers, and what they call with a shard."""
     if in_threads:
-        stop, encoder = threading.Event(), job.encoder.open()
+        stop, encoder = threading.Event(), job.open_encoder()
 
         def encode(number: int, shard: AnyShard) -> PartSummary:
             return encode_shard(job, encoder, number, shard, is_stopped=stop.is_set)
@@ -83,22 +83,22 @@ def _open_pool(
 
 
 def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
-    """The error of the lowest shard: shards start in order, so those before it have ended."""
+    """The error of the lowest shard; shards start in order, so those before it have ended."""
     for future in sorted(futures, key=lambda f: futures[f]):
         if not future.cancelled() and (error := future.exception()) is not None:
             return error
     raise AssertionError("no shard failed")
 
 
-# One job a worker process, given when it starts: a pool has no other way to keep it.
+# The job of a worker process; a pool's initializer can only store it in a global.
 _worker: tuple[PartJob, RecordEncoder, Any] | None = None
 
 
 def _start_worker(job: PartJob, stop: Any) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted and sets `stop`
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt and sets `stop`
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = (job, job.encoder.open(), stop)
+    _worker = (job, job.open_encoder(), stop)
 
 
 def _end_with_parent() -> None:
