@@ -40,6 +40,7 @@ class Watcher(Hook):
 
     def end(self, run: RunContext) -> None:
         EVENTS.append("end")
+        run.tally.rows["longest"] = "a row of the summary"
 
     def close(self) -> None:
         EVENTS.append("close")
@@ -56,7 +57,7 @@ def and_watched(*given: Any, **named: Any) -> tuple[Hook, ...]:
 
 @pytest.mark.process
 def test_events_of_a_run_that_rolls_back_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compute, failed = Trainer._compute, list[int]()
 
@@ -101,3 +102,4 @@ def test_events_of_a_run_that_rolls_back_once(
         "ShowSummary",
     ]
     assert [line["steps_done"] for line in run.lines if line["kind"] == "longest"] == [1, 2]
+    assert "a row of the summary" in capsys.readouterr().out

@@ -5,7 +5,7 @@ Times are integers of microseconds. The records are written rarely (`telemetry.r
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,10 +90,6 @@ class RankTable:
         if not known.any():
             return np.ones_like(ratio)
         return np.where(known, ratio / np.nanmedian(ratio), 1.0)
-
-    def named(self, stragglers: tuple[Straggler, ...]) -> "RankTable":
-        """The table with its stragglers."""
-        return replace(self, stragglers=stragglers)
 
     def to_json(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in ("step", "steps_done", "num_steps")}

@@ -1,5 +1,6 @@
 """What is shown: plain lines in a log file, a live table on a terminal."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -113,7 +114,7 @@ def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     )
     tally.stragglers.add(empty)
     assert "none in 1 tables of ranks" in said(tally)
-    tally.stragglers.add(empty.named((STRAGGLER,)))
+    tally.stragglers.add(replace(empty, stragglers=(STRAGGLER,)))
     assert "rank 3 on gpu[007] (node 1; tp 1, cp 1" in said(tally)
     assert "named in 1 of 2 tables" in said(tally)
 

@@ -157,10 +157,8 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
     if tally.refused:
         told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
         table.add_row("not finite", f"steps: {told}")
-    if tally.graphs:
-        table.add_row(
-            "compiled", f"{tally.graphs} graphs of a layer, {tally.most_graphs} at most on a rank"
-        )
+    for name, text in tally.rows.items():
+        table.add_row(name, text)
     if tally.saves.stall_s:
         table.add_row("checkpoints", _saves(tally.saves))
     table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")

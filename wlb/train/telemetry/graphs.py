@@ -12,21 +12,20 @@ class CountGraphs(Hook):
 
     def __init__(self) -> None:
         self._num_before = num_graphs()
-
-    @property
-    def num_compiled(self) -> int:
-        return num_graphs() - self._num_before
+        self._num_told = 0
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        total = self.num_compiled
-        if new := total - run.tally.graphs:
-            run.tally.graphs = total
+        total = num_graphs() - self._num_before
+        if new := total - self._num_told:
+            self._num_told = total
             run.report.write("compiled", steps_done=run.steps_done, graphs=new, total=total)
             run.report.say(
                 f"compiled {new} graphs of a decoder layer by step {run.steps_done}, {total} in all"
             )
 
     def finished(self, run: RunContext) -> None:
-        most = torch.tensor(self.num_compiled)
+        most = torch.tensor(num_graphs() - self._num_before)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        run.tally.most_graphs = int(most)
+        if self._num_told:
+            told = f"{self._num_told} graphs of a layer, {int(most)} at most on a rank"
+            run.tally.rows["compiled"] = told

@@ -8,6 +8,7 @@ ahead of its device.
 """
 
 import platform
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class RankMeter:
             bubble_us=bubble,
             loading_us=loading,
         )
-        return table.named(self._watch.see(table))
+        return replace(table, stragglers=self._watch.see(table))
 
     def is_timeline_due(self, steps_done: int, *, is_last: bool) -> bool:
         interval = self.spec.telemetry.timeline_interval

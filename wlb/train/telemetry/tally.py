@@ -131,8 +131,7 @@ class Saves:
 class Tally:
     """Everything the summary says. losses: mean loss of each step, in order. heldout: loss after
     executed steps. telemetry: records after the warm-up. refused: steps that were not finite, by
-    what was done about them; skipped_tokens: tokens of skipped ones. graphs: compiled for this
-    rank; most_graphs: the most for any rank."""
+    what was done about them; skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -149,8 +148,7 @@ class Tally:
     saves: Saves = field(default_factory=Saves)
     refused: Counter[str] = field(default_factory=Counter[str])
     skipped_tokens: int = 0
-    graphs: int = 0
-    most_graphs: int = 0
+    rows: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(
         self, measured: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
@@ -186,5 +184,5 @@ class Tally:
     def rolled_back(self, until: "Tally") -> "Tally":
         """Sums over steps as of `until`, an earlier tally; counters that are not tied to steps stay
         as they are."""
-        kept = ("saves", "refused", "graphs", "most_graphs")
+        kept = ("saves", "refused", "rows")
         return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})
