@@ -1,5 +1,5 @@
-"""Three libraries' own batches and ours: `python -m experiments.adapters`, its results page
-table. Needs the extras [hf,torchtitan,megatron]; some 12 minutes on two cores, one minute and one
+"""Three libraries' own batches and ours: `python -m experiments.adapters` writes the results page.
+Needs the extras [hf,torchtitan,megatron]; some 12 minutes on two cores, one minute and one
 seed with --quick, which writes nothing."""
 
 import argparse
