@@ -1,6 +1,6 @@
-"""A planned stream as rows of a dataset: which rows make which micro-batch of which rank.
+"""A planner's steps as rows of a dataset: which rows make which micro-batch of which rank.
 
-For loops that take whole documents by their row in a dataset (a sampler, a scheduler). NumPy only.
+For loops that address whole documents by their row in a dataset (samplers, schedulers). NumPy only.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from wlb.cost import WorkloadModel
 from wlb.cost.flops import FloatArray
-from wlb.plan import DocumentIds, IntArray, IntLike, offsets_of
+from wlb.plan import DocumentIds, IntArray, IntLike, UserError, offsets_of
 from wlb.planner import Planner
 
 
@@ -18,10 +18,9 @@ from wlb.planner import Planner
 class DealtRows:
     """All steps of a planner, dealt to data-parallel ranks.
 
-    rows: of the dataset, micro-batch after micro-batch; a step's micro-batches are in the order in
-    which ranks take them: the first of every rank, then the second of every rank. offsets: of the
-    micro-batches in `rows`, shape [num_steps * N + 1]. num_ranks: dp. num_micro_batches: N, of a
-    step on all ranks.
+    rows: dataset rows, micro-batch after micro-batch; within a step the first micro-batch of every
+    rank, then the second of every rank, ... offsets: of the micro-batches in `rows`, shape
+    [num_steps * N + 1]. num_ranks: dp. num_micro_batches: N, micro-batches per step on all ranks.
     """
 
     rows: IntArray
@@ -31,19 +30,19 @@ class DealtRows:
 
     @classmethod
     def of(cls, planner: Planner, num_documents: int) -> "DealtRows":
-        """Plans to the end of data. ValueError for a planner that cuts documents."""
+        """Plan to the end of data. UserError if the planner cuts documents or has no end."""
         if getattr(planner.source, "epochs", 1) < 1:
-            raise ValueError("epochs = 0 is a stream without end, which cannot be dealt; give some")
+            raise UserError("epochs = 0 never ends, so it cannot be dealt; set epochs >= 1")
         rows: list[IntArray] = []
         ids = DocumentIds(num_documents=num_documents)
-        planner = replace(planner, baseline=None)  # what Plain-4D would do is not asked for
+        planner = replace(planner, baseline=None)  # Plain-4D's metrics are not needed
         for plan in planner.steps():
             for i in plan.pipelines.T.ravel().tolist():
                 pieces = plan.packing.micro_batch(i).pieces
                 if pieces.start.any():
                     bad = int(ids.row(pieces.document)[pieces.start.argmax()])
-                    raise ValueError(
-                        f"document {bad} is cut into pieces, but here a row is trained whole; cut "
+                    raise UserError(
+                        f"document {bad} is cut into pieces, but rows are trained whole here; cut "
                         f"it in the dataset, or use a longer context window"
                     )
                 rows.append(ids.row(pieces.document))
@@ -56,11 +55,11 @@ class DealtRows:
 
     @property
     def num_steps(self) -> int:
-        """Of all epochs."""
+        """Steps of all epochs."""
         return (self.offsets.size - 1) // self.num_micro_batches
 
     def step(self, step: int) -> Iterator[IntArray]:
-        """The micro-batches of a step, in the order in which ranks take them."""
+        """A step's micro-batches, in the order of `rows`."""
         first = step * self.num_micro_batches
         for i in range(first, first + self.num_micro_batches):
             yield self.rows[self.offsets[i] : self.offsets[i + 1]]
@@ -77,10 +76,10 @@ class DealtRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBalance:
-    """How evenly predicted work is spread over ranks that wait for each other at every step.
+    """Balance of predicted work over ranks that wait for each other in every step.
 
-    num_steps: steps. imbalance: slowest rank / mean rank, mean of the steps. worst: the same of the
-    worst step. utilisation: share of all ranks' time in which they work, were the prediction true.
+    imbalance: slowest rank / mean rank, averaged over steps. worst: the same in the worst step.
+    utilisation: predicted share of all ranks' time in which they compute.
     """
 
     num_steps: int
@@ -102,9 +101,9 @@ class RankBalance:
 
 
 def work_of(steps: Iterable[Sequence[Sequence[IntLike]]], cost: WorkloadModel) -> IntArray:
-    """Predicted work of anybody's steps: steps[i][rank] are its micro-batches' document lengths.
+    """Predicted work of any steps, shape [num_steps, num_ranks].
 
-    Shape [num_steps, num_ranks].
+    steps[i][rank]: the document lengths of each of the rank's micro-batches.
     """
     return np.array(
         [

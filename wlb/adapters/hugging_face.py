@@ -1,26 +1,11 @@
-"""transformers' Trainer, TRL's SFTTrainer and accelerate: work balanced over data-parallel ranks.
-
-    from trl import SFTTrainer
-    from wlb.adapters.hugging_face import Balance, balanced
+"""transformers' Trainer, TRL's SFTTrainer and accelerate, with work balanced over ranks.
 
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
-The library's loop stays; its training batches are ours: padding-free rows (documents one after the
-other, `position_ids` restarting, nothing padded) whose work is balanced over ranks x accumulation
-steps by packing with delay. `per_device_train_batch_size` does not count any more: a micro-batch
-has some `context_window` tokens, `Balance.s_max` at most. In loops of your own, hand
-`BalancedBatchSampler` to a DataLoader as batch_sampler, and let accelerate prepare it.
-
-All epochs are one stream: what an epoch holds back comes in the next, and every row is trained as
-often as there are epochs. An epoch has the E-th part of all steps, rounded up, because the Trainer
-asks once for the length of all epochs and reckons with it when it resumes. So the last epoch has up
-to E - 1 steps fewer; where epochs have hardly any, the last ones have none, and a warning says so.
-The Trainer's schedule is as long as the steps there are. Steps are a function of lengths and
-options, so a resumed run needs no state of its own: the Trainer skips what it has trained
-(`skip_first_batches`).
-
-Attention has to keep documents apart: flash attention, or SDPA with a model that reads restarting
-position_ids (`wlb.adapters.collate.collators`). Our collator reads the columns in `READ`.
+The library's loop stays; its batches become padding-free rows (documents one after the other,
+restarting `position_ids`), balanced over ranks x accumulation steps by packing with delay. Own
+loops: `BalancedBatchSampler` as a DataLoader's batch_sampler. Attention must keep documents apart:
+flash attention, or SDPA with a model that reads restarting position_ids. Notes: README.md.
 """
 
 import importlib
@@ -43,27 +28,27 @@ from wlb.adapters.collate import PaddingFreeCollator, flatten
 from wlb.adapters.collate.collators import LOSS_MASKS
 from wlb.adapters.dealt import DealtRows, RankBalance
 from wlb.cost import WorkloadModel
-from wlb.plan import IGNORE, IntArray, IntLike, int_array
+from wlb.plan import IGNORE, IntArray, IntLike, UserError, int_array
 from wlb.planner import LLAMA2_7B, Planner
 
 T = TypeVar("T")
 
 BLOCK = 1 << 16
-"""Rows whose lengths are looked up at once."""
+"""Rows whose lengths are read at once."""
 PACKED_COLUMNS = ("seq_lengths", "lengths")
-"""With a list in each row, where that row holds several documents."""
+"""Columns that hold a list per row if rows are packed documents."""
 READ = ("input_ids", "labels", "attention_mask", "position_ids")
-"""attention_mask only to refuse padding, which would be trained."""
+"""Columns that our collator reads; attention_mask only to refuse padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """How rows are packed. Lengths in tokens; the same on all ranks.
+    """How rows are packed; lengths in tokens, the same on all ranks.
 
-    context_window: C, typical tokens of a micro-batch and most of a row. s_max: most tokens of a
-    micro-batch, 1.5 windows unless given. step_tokens: most of a step on all ranks. max_delay: most
-    steps that a row is held back. cost: what is balanced; the default has LLaMA2-7B's ratio of
-    attention to linear FLOPs, `wlb.workload_of` makes one of a measured GPU. seed: of the order.
+    context_window: typical tokens of a micro-batch and limit of a row. s_max: limit of a
+    micro-batch, default 1.5 windows. step_tokens: limit of a step on all ranks. max_delay: most
+    steps that a row waits. cost: workload model; the default has LLaMA2-7B's ratio of attention to
+    linear FLOPs, `wlb.workload_of` makes one of a measured GPU. seed: of the shuffle.
     """
 
     context_window: int
@@ -76,7 +61,7 @@ class Balance:
     def planner(
         self, lengths: IntLike, *, num_ranks: int, accumulation_steps: int, epochs: int
     ) -> Planner:
-        """Over rows of these lengths; ValueError for one above the window."""
+        """A planner over rows of these lengths; UserError for one above the window."""
         return Planner.for_lengths(
             lengths,
             context_window=self.context_window,
@@ -94,17 +79,21 @@ class Balance:
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """Batches of rows: a step's micro-batches of all ranks, dealt as accelerate deals them.
+    """Micro-batches of all ranks as lists of dataset rows, for accelerate to shard.
 
-    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator()), which accelerate's
-    `prepare` shards: batch i is rank i % num_ranks's. Without accelerate, `of_rank` gives one
-    rank's. lengths: tokens of each row of the dataset. accumulation_steps: micro-batches of a rank
-    in a step. epochs: that will be trained; `set_epoch` says which one is next, as accelerate and
-    the Trainer do. Iterating past them is an IndexError. A schedule should be `num_steps` long: the
-    last epochs may be short or empty.
+    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator()): after accelerate's
+    `prepare`, batch i belongs to rank i % num_ranks. Without accelerate, use `of_rank`.
+
+    All epochs are planned as one stream: rows held back in one epoch come in the next, and every
+    row is trained once per epoch overall. An epoch iterates 1/epochs of all steps, rounded up,
+    because the Trainer asks for one epoch length; so the last epochs may be short or empty, and a
+    learning-rate schedule should be `num_steps` long. Steps depend on lengths and options only:
+    resuming needs no state besides skipped batches. Iterating past `epochs` is an IndexError.
+
+    lengths: tokens of each dataset row. accumulation_steps: micro-batches per rank and step.
     """
 
-    batch_size = None  # of varying numbers of rows: what BatchSamplerShard asks for
+    batch_size = None  # accelerate's BatchSamplerShard requires None for varying sizes
     drop_last = False
 
     def __init__(
@@ -117,7 +106,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epochs: int = 1,
     ) -> None:
         if epochs < 1:
-            raise ValueError(f"epochs = {epochs} must be at least 1: all are planned at once")
+            raise UserError(f"epochs = {epochs} must be at least 1, as all are planned at once")
         self.lengths = int_array("lengths", lengths)
         self.balance, self.epochs, self.epoch = balance, epochs, 0
         planner = balance.planner(
@@ -131,20 +120,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "BalancedBatchSampler":
-        """Itself: where accelerate's loaders look for `set_epoch`."""
+        """Itself; accelerate's loaders look for `set_epoch` here."""
         return self
 
     @property
     def num_steps(self) -> int:
-        """Of all epochs."""
+        """Steps of all epochs."""
         return self.dealt.num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch is iterated next, from 0."""
+        """Choose the epoch to iterate next, from 0."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Micro-batches of the epoch, of all ranks."""
+        """Micro-batches of the epoch on all ranks."""
         return len(self._steps()) * self.dealt.num_micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -155,23 +144,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 yield rows.tolist()
 
     def of_rank(self, rank: int) -> "RankBatches":
-        """One rank's micro-batches, for loops that do not shard."""
+        """One rank's micro-batches, for loops without accelerate."""
         return RankBatches(self, rank)
 
     def rank_balance(self) -> RankBalance:
-        """Of all epochs, as predicted."""
+        """Predicted balance over all epochs."""
         return RankBalance.of(self.dealt.work_ns(self.lengths, self.balance.cost))
 
     def warn_of_empty_epochs(self) -> None:
-        """UserWarning where there are too few steps for one an epoch."""
+        """UserWarning if there are fewer steps than epochs."""
         filled = ceil(self.num_steps / max(1, self.steps_per_epoch))
         if 0 < filled < self.epochs:
             warnings.warn(
                 f"{self.num_steps} steps make {filled} epochs of {self.steps_per_epoch} and leave "
-                f"none for the last {self.epochs - filled} of {self.epochs}: every row is trained "
-                f"{self.epochs} times all the same, but what is done once an epoch is done "
-                f"{filled} times; for more steps use a shorter context_window or fewer "
-                f"accumulation steps",
+                f"none for the last {self.epochs - filled} of {self.epochs}: every row is still "
+                f"trained {self.epochs} times, but per-epoch actions run {filled} times only; for "
+                f"more steps use a shorter context_window or fewer accumulation steps",
                 stacklevel=2,
             )
 
@@ -179,24 +167,24 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if not 0 <= self.epoch < self.epochs:
             raise IndexError(
                 f"epoch {self.epoch} is not one of the {self.epochs} that were planned; give "
-                f"BalancedBatchSampler as many epochs as are trained"
+                f"BalancedBatchSampler the number of epochs to train"
             )
         first = self.epoch * self.steps_per_epoch
         return range(first, min(first + self.steps_per_epoch, self.num_steps))
 
 
 class RankBatches(Sampler[list[int]]):
-    """A rank's micro-batches of a BalancedBatchSampler, whose epoch it follows."""
+    """One rank's micro-batches of a BalancedBatchSampler; it shares the sampler's epoch."""
 
     def __init__(self, batches: BalancedBatchSampler, rank: int) -> None:
         if not 0 <= rank < batches.dealt.num_ranks:
-            raise ValueError(
+            raise UserError(
                 f"rank = {rank} is not one of the {batches.dealt.num_ranks} that were planned for"
             )
         self.batches, self.rank = batches, rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the sampler of all ranks."""
+        """Set the shared sampler's epoch."""
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -210,10 +198,10 @@ class RankBatches(Sampler[list[int]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancedCollator:
-    """`PaddingFreeCollator`, and one token of padding for a micro-batch that got no row.
+    """`PaddingFreeCollator` that turns an empty micro-batch into one padding token.
 
-    That happens when fewer rows than micro-batches are left. Its loss is no label's: divide by the
-    labels of all ranks, as the Trainer does, not by this rank's.
+    A micro-batch is empty if fewer rows than micro-batches are left. As it has no label, divide the
+    loss by the labels of all ranks, as the Trainer does, not by this rank's.
     """
 
     collator: PaddingFreeCollator = PaddingFreeCollator()
@@ -228,13 +216,12 @@ class BalancedCollator:
 
 
 class BalancedTrainer:
-    """Mixed into a Trainer, left of it: `class Mine(BalancedTrainer, SFTTrainer)`, or `balanced`.
+    """A mixin left of a Trainer: `class Mine(BalancedTrainer, SFTTrainer)`; see `balanced`.
 
-    balance: how rows are packed. data_collator: `BalancedCollator()` unless you give one, which
-    then gets an empty list where a micro-batch has no row. ValueError before training for what
-    would lose, repeat or mix rows or train what is masked: packed datasets, masks of the loss that
-    are not in labels, streams, accelerate's dispatch_batches and split_batches, and ranks that
-    share a sequence.
+    data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
+    UserError before training for settings that would lose, repeat or mix rows or train masked
+    tokens: packed datasets, loss masks that are not in labels, streams, accelerate's
+    dispatch_batches and split_batches, and ranks that share a sequence.
     """
 
     balanced_batches: BalancedBatchSampler
@@ -247,12 +234,12 @@ class BalancedTrainer:
         self._chosen_collator = None if given else cast(Any, self).data_collator
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
-        """What the Trainer trains from; prepared by its accelerator."""
-        # Also one that was set after the trainer was made.
+        """The Trainer's DataLoader over balanced batches, prepared by its accelerator."""
+        # The user may also have set a collator after the trainer was made.
         is_chosen = self.data_collator is self._chosen_collator
         collator = _collator(None if is_chosen else self.data_collator)
         dataset = _checked(self.train_dataset)
-        if hasattr(dataset, "column_names"):  # of others our collator reads what it needs
+        if hasattr(dataset, "column_names"):  # from other datasets our collator takes what it needs
             if isinstance(collator, BalancedCollator):
                 dataset = _read_by_ours(dataset, remove=self.args.remove_unused_columns)
             else:
@@ -261,7 +248,7 @@ class BalancedTrainer:
         args, lengths = self.args, _lengths(dataset)
         num_ranks = args.world_size // (self.get_tp_size() * self.get_cp_size())
         if num_ranks < 1:
-            raise ValueError(f"{args.world_size} processes are too few for the trainer's tp and cp")
+            raise UserError(f"{args.world_size} processes are too few for the trainer's tp and cp")
         batches = BalancedBatchSampler(
             lengths,
             self.balance,
@@ -282,30 +269,30 @@ class BalancedTrainer:
         )
         if isinstance(loader.batch_sampler, BatchSamplerShard):
             shard: Any = loader.batch_sampler
-            # Where skip_first_batches' loader looks for set_epoch; without, a run that is resumed
-            # in a later epoch would train the rows of the first.
+            # skip_first_batches looks for set_epoch here. Without it, a run that resumes in a later
+            # epoch would train the rows of the first epoch.
             shard.sampler = batches
         self.balanced_batches = batches
-        if args.max_steps <= 0:  # else epochs are planned in reserve
+        if args.max_steps <= 0:  # with max_steps, more epochs than needed are planned
             batches.warn_of_empty_epochs()
         return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The Trainer's, whose last value, the steps of its schedule, is of equal epochs."""
+        """The Trainer's values, with the last (steps of the schedule) limited to planned steps."""
         theirs = cast(Any, super())
         *values, max_steps = theirs.set_initial_training_values(args, dataloader)
         return (*values, min(max_steps, max(1, self.balanced_batches.num_steps)))
 
 
 def balanced(trainer: type[T]) -> type[T]:
-    """A subclass of a Trainer that takes `balance=` and trains balanced batches."""
+    """A subclass of the Trainer that takes `balance=` and trains balanced batches."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedTrainer, trainer), {})
     return made
 
 
 def _checked(dataset: Any) -> Any:
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
+        raise UserError(
             f"balancing needs a train_dataset with a length and rows by number, not "
             f"{type(dataset).__name__}; load it without streaming"
         )
@@ -316,7 +303,7 @@ def _checked(dataset: Any) -> Any:
         if name in names and len(dataset) and np.ndim(dataset[0][name])
     ]
     if packed:
-        raise ValueError(
+        raise UserError(
             f"train_dataset has {packed[0]}: its rows are packed already, and hold documents that "
             f"cannot be balanced one by one; use packing=False"
         )
@@ -324,15 +311,15 @@ def _checked(dataset: Any) -> Any:
 
 
 def _read_by_ours(dataset: Any, *, remove: bool) -> Any:
-    """A `datasets.Dataset` with the columns that our collator reads, all of them unless `remove`.
+    """A `datasets.Dataset` with only the columns that our collator reads, if `remove`.
 
-    The Trainer would remove what the model's forward does not take, and with it a loss mask or the
-    mask of padding, unseen. ValueError for the former.
+    The Trainer would silently remove all that the model's forward does not take, e.g. a padding
+    mask or a loss mask; a loss mask without labels is a UserError.
     """
     names: list[str] = dataset.column_names
     masks = [name for name in LOSS_MASKS if name in names]
     if masks and "labels" not in names:
-        raise ValueError(
+        raise UserError(
             f"train_dataset has {masks[0]} and no labels, so what it masks would be trained; give "
             f"labels that are {IGNORE} where nothing is trained"
         )
@@ -342,21 +329,21 @@ def _read_by_ours(dataset: Any, *, remove: bool) -> Any:
 
 
 def _is_transformed(dataset: Any) -> bool:
-    """Whether rows are made as they are read, by `set_transform` or `with_transform`."""
+    """Whether rows are computed when read, by `set_transform` or `with_transform`."""
     return dataset.format["type"] == "custom"
 
 
 def _lengths(dataset: Any) -> IntArray:
-    """Tokens of each row. Of a `datasets.Dataset` from its offsets, without reading a token."""
+    """Tokens of each row; for a `datasets.Dataset` from its offsets, without reading tokens."""
     if not hasattr(dataset, "with_format") or _is_transformed(dataset):
         return np.array(list(_lengths_read(dataset)), np.int64)
-    arrow: Any = importlib.import_module("pyarrow.compute")  # which datasets are kept with
+    arrow: Any = importlib.import_module("pyarrow.compute")  # a dependency of datasets
     table = dataset.with_format("arrow")
     parts = [np.zeros(0, np.int64)]
     for at in range(0, len(dataset), BLOCK):
         part = arrow.list_value_length(table[at : at + BLOCK]["input_ids"])
         if part.null_count:
-            raise ValueError(
+            raise UserError(
                 f"row {at + part.is_null().to_pylist().index(True)} of train_dataset has null for "
                 f"its input_ids; remove such rows"
             )
@@ -367,14 +354,14 @@ def _lengths(dataset: Any) -> IntArray:
 def _lengths_read(rows: Iterable[Mapping[str, Any]]) -> Iterator[int]:
     for i, row in enumerate(rows):
         if row.get("input_ids") is None:
-            raise ValueError(
+            raise UserError(
                 f"row {i} of train_dataset has {sorted(row)}, but no input_ids; tokenize it first"
             )
         yield len(row["input_ids"])
 
 
 def _collator(given: Any) -> Callable[[Any], dict[str, Any]]:
-    """The user's; a padding-free one in the place of what trainers choose, which pads."""
+    """The user's collator, or a padding-free one instead of the trainer's, which pads."""
     if given is None or isinstance(given, PaddingFreeCollator):
         return BalancedCollator(collator=given or PaddingFreeCollator())
     return given
@@ -383,22 +370,22 @@ def _collator(given: Any) -> Callable[[Any], dict[str, Any]]:
 def _check_accelerator(accelerator: Any, sp: int) -> None:
     given = accelerator.dataloader_config
     if given.dispatch_batches:
-        raise ValueError(
+        raise UserError(
             "accelerator_config.dispatch_batches = True: a run that resumes would skip one rank's "
             "share of what was trained; leave it False, every process plans the same batches and "
             "reads its own. In a loop of your own it works where pad_to_multiple_of is s_max"
         )
     if given.split_batches:
-        raise ValueError(
+        raise UserError(
             "accelerator_config.split_batches = True cuts rows of a batch apart, and a batch here "
             "is one row of many documents; leave it False"
         )
     if sp > 1:
-        raise ValueError(f"sequence parallelism of {sp} deals its own batches; balance without it")
+        raise UserError(f"sequence parallelism of {sp} deals its own batches; balance without it")
 
 
 def _epochs(args: Any, balance: Balance, lengths: IntArray, num_ranks: int) -> int:
-    """That the Trainer will ask for: of max_steps as many as have so many steps."""
+    """Epochs that the Trainer will ask for; with max_steps, enough to hold that many steps."""
     if args.max_steps <= 0:
         return max(1, ceil(args.num_train_epochs))
     longest = balance.s_max or balance.context_window * 3 // 2

@@ -1,20 +1,11 @@
 """Megatron-Core: packed (THD) micro-batches per context-parallel rank from a planner's steps.
 
-    from wlb.adapters.megatron import PackedSteps, PlannedP2P
-
-    reader = StoreReader("data/books", vocab_size)  # of wlb.data.reader
     steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp)
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
-`next` returns what Megatron's packing scheduler (`wrap_data_iterator` of later versions) does, from
-a plan that every rank makes: no lengths are gathered, no sample is sent. `thd_batch` has the keys
-that Megatron's packed batches have; `on_cp_rank` cuts them as Transformer Engine's
-`thd_get_partitioned_indices` does, `packed_seq_params` makes `PackedSeqParams` of them. TE shards
-every document by head and tail, so what wlb balances here are micro-batches and ranks; its other
-shardings need its own attention.
-
-`PlannedP2P` is Megatron's pipeline communicator without its exchange of shapes: set
-`variable_seq_lengths`, and say before a step what `PackedSteps.shapes` says.
+`next` returns what Megatron's `wrap_data_iterator` does, but every rank plans, so no lengths are
+gathered and no sample is sent. `PlannedP2P` is Megatron's pipeline communicator without its
+exchange of shapes. Transformer Engine (TE) shards every document head and tail.
 """
 
 import itertools
@@ -35,15 +26,26 @@ from wlb.adapters.collate import FlatOptions, flatten_micro_batch
 from wlb.cost import WorkloadModel
 from wlb.packing import place, refine
 from wlb.parallel.rows import TokenReader
-from wlb.plan import IGNORE, IntArray, MicroBatch, PlannerState, StepPlan, offsets_of, ranges
+from wlb.plan import (
+    IGNORE,
+    IntArray,
+    MicroBatch,
+    PlannerState,
+    StepPlan,
+    UserError,
+    offsets_of,
+    ranges,
+)
 from wlb.planner import LLAMA2_7B, Planner
 
 Shape = tuple[int, int, int]
 
 
 def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
-    """Of documents in a THD batch: multiples of 2 x cp, and the last one's so that ranks' rows
-    divide by tp (sequence parallelism). cp = 1 pads the last one only."""
+    """Padded document lengths of a THD batch: multiples of 2 x cp (of 1 for cp = 1).
+
+    The last one is padded further, so that each rank's rows are a multiple of tp.
+    """
     multiple = 2 * cp if cp > 1 else 1
     out = -(-lengths // multiple) * multiple
     whole = multiple * tp
@@ -54,14 +56,16 @@ def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
 def thd_batch(
     micro_batch: MicroBatch, reader: TokenReader, *, cp: int, tp: int = 1, pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """A micro-batch for all CP ranks together; T tokens with padding.
+    """A micro-batch for all CP ranks, with the keys of Megatron's packed batches; T with padding.
 
-    tokens, labels, position_ids: int64 [1, T]. loss_mask: float32 [1, T], 0 on padding and where
-    nothing is trained. cu_seqlens, cu_seqlens_padded: int32, shape [num_documents + 1]. max_seqlen:
-    int32 [1], padded. A micro-batch without documents is one padded document that trains nothing.
+    tokens, labels, position_ids: int64 [1, T]. loss_mask: float32 [1, T], 0 on padding and tokens
+    that are not trained. cu_seqlens, cu_seqlens_padded: int32, shape [num_documents + 1].
+    max_seqlen: int32 [1], padded. An empty micro-batch becomes one document of padding.
     """
     flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
-    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # padding of an empty one is a document
+    lengths = np.diff(flat.cu_seqlens).astype(
+        np.int64
+    )  # an empty micro-batch has its padding as a document
     padded = padded_lengths(lengths, cp=cp, tp=tp)
     starts = offsets_of(padded)
     rows = ranges(starts[:-1], starts[:-1] + lengths)
@@ -84,7 +88,8 @@ def thd_batch(
 
 
 def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
-    """Rows of a THD batch on one CP rank: chunks `rank` and 2 * cp - 1 - rank of each document."""
+    """Rows of a CP rank: chunks `rank` and 2 * cp - 1 - rank of each document, as in TE's
+    `thd_get_partitioned_indices`."""
     starts, lengths = cu_seqlens_padded[:-1], np.diff(cu_seqlens_padded)
     if cp == 1:
         return ranges(starts, starts + lengths)
@@ -94,7 +99,7 @@ def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
 
 
 def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Tensor]:
-    """The batch with the rank's rows; what says where documents are stays that of all ranks."""
+    """The batch with only the rank's rows; cu_seqlens stay those of all ranks."""
     starts = batch["cu_seqlens_padded"].numpy().astype(np.int64)
     rows = torch.from_numpy(cp_rows(starts, cp=cp, rank=rank))
     cut = ("tokens", "labels", "loss_mask", "position_ids")
@@ -102,7 +107,7 @@ def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Ten
 
 
 def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
-    """For attention and rotary embeddings in the thd format, the same on every CP rank."""
+    """Megatron's parameters for attention and RoPE in thd format; the same on every CP rank."""
     longest = int(batch["max_seqlen"])
     return PackedSeqParams(
         qkv_format="thd",
@@ -116,10 +121,10 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
 
 
 class PackedSteps:
-    """A data-parallel rank's global steps, one `next` for each.
+    """One data-parallel rank's part of each global step.
 
-    planner: with dp = the data-parallel ranks, cp = 1 (TE shards). state_dict is the planner's, the
-    same on every rank; it goes on exactly, also on another number of ranks.
+    planner: with dp = the data-parallel ranks and cp = 1, since TE shards. The state is the
+    planner's, equal on all ranks, and resumes exactly on any number of ranks.
     """
 
     def __init__(
@@ -133,7 +138,7 @@ class PackedSteps:
         pad_token_id: int = 0,
     ) -> None:
         if not 0 <= dp_rank < planner.dp:
-            raise ValueError(
+            raise UserError(
                 f"dp_rank = {dp_rank} is not one of the planner's {planner.dp} pipelines; make it "
                 f"with dp = the number of data-parallel ranks"
             )
@@ -142,9 +147,8 @@ class PackedSteps:
         self._state, self._plan = planner.start(), cast(StepPlan | None, None)
 
     def next(self) -> tuple[Iterator[dict[str, Tensor]], int, float, float]:
-        """(THD batches of all CP ranks in execution order, how many, tokens of the step on all
-        ranks, sum of their documents' squared lengths: Megatron counts FLOPs with them).
-        StopIteration at the end of data."""
+        """THD batches in execution order, their number, tokens of the step on all ranks, and the
+        sum of squared document lengths (for Megatron's FLOPs). StopIteration at the end of data."""
         plan = self.planner.next(self._state)
         if plan is None:
             raise StopIteration("the planner's data has ended; give it more epochs")
@@ -157,10 +161,10 @@ class PackedSteps:
         return batches, plan.pipelines.shape[1], float(lengths.sum()), float((lengths**2).sum())
 
     def shapes(self, *, hidden_size: int, sequence_parallel: bool = False) -> list[Shape]:
-        """Of the last step's activations between stages, [rows of a rank, 1, hidden], in execution
-        order: what `PlannedP2P.begin` is told, without looking at a token."""
+        """Shapes of the last step's activations between stages, [rows, 1, hidden], in execution
+        order, for `PlannedP2P.begin`."""
         if self._plan is None:
-            raise RuntimeError("shapes are of a step; call next first")
+            raise RuntimeError("there is no step to give shapes of; call next first")
         parts = self.cp * (self.tp if sequence_parallel else 1)
         out: list[Shape] = []
         for m in self._micro_batches(self._plan):
@@ -170,11 +174,11 @@ class PackedSteps:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """After the step that was given last. JSON."""
+        """State after the last step that was returned; JSON."""
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that step, with more epochs or not."""
+        """Continue after that step, possibly with more epochs."""
         self._state = PlannerState.from_json(state).reopened()
 
     def _micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
@@ -183,25 +187,25 @@ class PackedSteps:
 
 
 class PlannedP2P(P2PCommunicator):
-    """Pipeline communication whose receivers know every shape from the plan.
+    """Megatron's pipeline communicator with receive shapes from the plan, without exchanging them.
 
-    For 1F1B without virtual stages (micro-batches come in order), with
-    `config.variable_seq_lengths = True`. Call `begin` before every forward-backward; a step of more
-    or fewer micro-batches than were said is a RuntimeError (fewer: in the next `begin`).
+    For 1F1B without virtual stages, with `config.variable_seq_lengths = True`. Call `begin` before
+    every forward-backward. A step with more micro-batches than announced is a RuntimeError, with
+    fewer a RuntimeError in the next `begin`.
     """
 
     _shapes: Sequence[Shape] = ()
     _taken: Sequence[int] = (0, 0)
 
     def begin(self, shapes: Sequence[Shape]) -> None:
-        """shapes: of this pipeline's micro-batches, in execution order."""
+        """shapes: those of this pipeline's micro-batches, in execution order."""
         if not self.config.variable_seq_lengths:
-            raise ValueError(
+            raise UserError(
                 "config.variable_seq_lengths = False takes every micro-batch to have seq_length "
                 "tokens; set it to True"
             )
         if self.virtual_pipeline_model_parallel_size is not None:
-            raise ValueError(
+            raise UserError(
                 f"virtual_pipeline_model_parallel_size = "
                 f"{self.virtual_pipeline_model_parallel_size}: stages receive in another order; "
                 f"use Megatron's P2PCommunicator, which exchanges shapes"
@@ -209,15 +213,15 @@ class PlannedP2P(P2PCommunicator):
         for taken in self._taken:
             if 0 < taken < len(self._shapes):
                 raise RuntimeError(
-                    f"of the last step's {len(self._shapes)} micro-batches {taken} were received; "
-                    f"give PlannedP2P.begin the shapes of the micro-batches that are run"
+                    f"only {taken} of the last step's {len(self._shapes)} micro-batches were "
+                    f"received; give PlannedP2P.begin the shapes of the micro-batches that run"
                 )
         self._shapes, self._taken = list(shapes), [0, 0]
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """In the place of a round trip: [0, 0, 0] for what is not received."""
+        """Replaces a round trip; [0, 0, 0] if nothing is received."""
         return self._known(0, receives=recv_prev), self._known(1, receives=recv_next)
 
     def _known(self, way: int, *, receives: bool) -> list[int]:
@@ -235,11 +239,11 @@ class PlannedP2P(P2PCommunicator):
 
 
 class BalancedScheduler:
-    """In the place of Megatron's schedulers of packed samples: the same call, by work.
+    """A drop-in for Megatron's schedulers of packed samples that balances work.
 
-    For loops that keep Megatron's own sampling, where a step has to train the samples that came:
-    nothing is delayed, so a sample of more work than a rank's share leaves the others waiting. dp,
-    cp: ranks. max_tokens: of a micro-batch on all its CP ranks.
+    For loops that keep Megatron's sampling and must train each step's samples in that step. Nothing
+    is delayed, so a sample with more work than a rank's share leaves other ranks waiting.
+    max_tokens: limit of a micro-batch over all its CP ranks.
     """
 
     def __init__(
@@ -250,19 +254,17 @@ class BalancedScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> Any:
-        """groups[i][r]: ids of the samples that rank r of the dp x cp ranks has in its i-th
-        micro-batch; ranks of one CP group have the same, and none is empty. As few micro-batches
-        as balanced ranks need.
+        """groups[i][r]: sample ids of rank r (of dp x cp) in its i-th micro-batch, never empty.
 
-        sample_id_seqlens: (id, tokens) of a step. With a config, as Megatron-Core 0.16 calls its
-        scheduler, (groups, groups). ValueError for a sample above max_tokens, and for fewer samples
-        than micro-batches.
+        Ranks of a CP group share samples; there are as few micro-batches as balanced ranks need.
+        sample_id_seqlens: (id, tokens) of a step. Returns (groups, groups) if given a config, as
+        Megatron-Core 0.16 does. UserError for a sample above max_tokens and for too few samples.
         """
         ids = np.array([i for i, _ in sample_id_seqlens], np.int64)
         lengths = np.array([n for _, n in sample_id_seqlens], np.int64)
         if lengths.size and lengths.max() > self.max_tokens:
             bad = int(lengths.argmax())
-            raise ValueError(
+            raise UserError(
                 f"sample {ids[bad]} has {lengths[bad]} tokens, a micro-batch at most "
                 f"{self.max_tokens}; cut the sample or raise max_tokens"
             )
@@ -276,9 +278,9 @@ class BalancedScheduler:
         return groups if config is None else (groups, groups)
 
     def _parts(self, lengths: list[int], work: list[int]) -> list[list[list[int]]]:
-        """Rows of `lengths` by rank and micro-batch, as few micro-batches as hold all.
+        """Indices into `lengths` by rank and micro-batch, with as few micro-batches as possible.
 
-        Ranks first: they wait for each other once a step, whatever its micro-batches are.
+        Ranks are balanced first, because they wait for each other once per step.
         """
         every = list(range(len(lengths)))
         fewest = -(-sum(lengths) // (self.max_tokens * self.dp))
@@ -295,8 +297,11 @@ class BalancedScheduler:
 def spread(
     members: Sequence[int], lengths: list[int], work: list[int], *, num: int, most: int
 ) -> list[list[int]] | None:
-    """`members` on `num` bins of at most `most` tokens, work as equal as can be; None where one
-    finds no room. lengths, work: of all samples. Algorithm 1's placement, then exchanges."""
+    """`members` in `num` bins of at most `most` tokens with work as equal as possible.
+
+    Algorithm 1's placement, then exchanges; None if a member finds no room. lengths, work: of all
+    samples.
+    """
     order = sorted(members, key=lambda i: (-work[i], i))
     rows, left = place(
         [lengths[i] for i in order],
@@ -311,9 +316,9 @@ def spread(
 
 
 def fill_empty(parts: list[list[int]], work: list[int]) -> None:
-    """Every empty part gets the lightest sample of the part with most, in place."""
+    """Move the lightest sample of the part with the most samples into each empty part, in place."""
     if sum(map(len, parts)) < len(parts):
-        raise ValueError(
+        raise UserError(
             f"{sum(map(len, parts))} samples cannot fill {len(parts)} micro-batches, and Megatron "
             f"runs no empty one; give a step more samples, or fewer ranks"
         )

@@ -1,14 +1,11 @@
-"""torch's context parallel with our sharding: rank-major indices, documents of any length.
-
-    from torch.distributed.tensor.experimental._context_parallel import _attention as cp
+"""torch's context parallel with our shardings: rank-major indices, documents of any length.
 
     balancer = ShardedLoadBalancer([sharding], seq_length=T, device="cuda")
     tokens, positions = cp._context_parallel_shard(mesh, [tokens, positions], [1, 1], balancer)
 
-torch's own per-document balancer (`_PerDocumentHeadTailLoadBalancer`) needs documents of multiples
-of 2 x cp tokens, and lays ranks' chunks out document by document, so that what `Shard` then gives
-a rank are not the chunks meant for it. Here rank r's rows are [r * T / cp, (r + 1) * T / cp) of the
-index. torch marks this API private; the tests run on every torch that wlb supports.
+with cp = torch.distributed.tensor.experimental._context_parallel._attention, a private API. torch's
+`_PerDocumentHeadTailLoadBalancer` needs documents of multiples of 2 x cp tokens, and its layout
+gives ranks the wrong chunks. Here rank r has rows [r * T / cp, (r + 1) * T / cp) of the index.
 """
 
 from collections.abc import Sequence
@@ -21,15 +18,14 @@ import numpy as np
 import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _LoadBalancer
 
-from wlb.plan import IntArray, ShardingPlan
+from wlb.plan import IntArray, ShardingPlan, UserError
 
 
 class ShardedLoadBalancer(_LoadBalancer):
-    """Rows of a batch as their shardings say.
+    """Shards each row of a batch by its `ShardingPlan`.
 
-    shardings: one for every row of the batch, or one for all (`wlb.shard(lengths, cp=...)`).
-    seq_length: T, rows of documents and padding, the same for all. ValueError unless T is a
-    multiple of the ranks and holds the documents.
+    shardings: one per batch row, or one for all (`wlb.shard(lengths, cp=...)`). seq_length: T,
+    tokens and padding of every row; UserError unless it is a multiple of cp that holds the tokens.
     """
 
     def __init__(
@@ -40,7 +36,7 @@ class ShardedLoadBalancer(_LoadBalancer):
         device: str | torch.device,
     ) -> None:
         if not shardings:
-            raise ValueError("a load balancer needs the sharding of at least one row, got none")
+            raise UserError("a load balancer needs the sharding of at least one row, got none")
         index = np.stack([rank_major(sharding, seq_length) for sharding in shardings])
         self._index = torch.from_numpy(index).to(device)
         self._restore = torch.from_numpy(np.argsort(index, axis=1)).to(device)
@@ -51,15 +47,14 @@ class ShardedLoadBalancer(_LoadBalancer):
 
 
 def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
-    """All rows of a packed sequence in the order of ranks; shape [T].
+    """Positions of a packed sequence in the order of ranks, shape [T].
 
-    Real tokens of ranks differ by at most one; padding (the rows behind the documents) fills every
-    rank up to T / cp.
+    Padding, the positions behind the documents, fills each rank up to T / cp.
     """
     cp, num_tokens = sharding.cp, sharding.num_tokens
     rows = seq_length // cp
     if seq_length % cp or int(sharding.tokens.max(initial=0)) > rows:
-        raise ValueError(
+        raise UserError(
             f"seq_length = {seq_length} must be a multiple of {cp} ranks with room for the "
             f"{num_tokens} tokens of the documents; pad the sequence to a multiple of {cp}"
         )

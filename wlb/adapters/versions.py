@@ -1,11 +1,11 @@
-"""Which library of which version an adapter needs; torch-free."""
+"""Checks that the library an adapter needs is installed and recent enough; torch-free."""
 
 import re
 from importlib import metadata
 
 
 def require(*needs: str) -> None:
-    """Each need is "name>=version". ImportError says what is missing or too old, and the remedy."""
+    """ImportError with the remedy unless each "name>=version" is installed."""
     for need in needs:
         name, least = need.split(">=")
         try:
@@ -23,6 +23,6 @@ def require(*needs: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of the release: "5.23.0rc1" is (5, 23, 0)."""
+    """Numbers of the release: "5.23.0rc1" gives (5, 23, 0)."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release[0].split(".")) if release else ()

@@ -1,7 +1,7 @@
 """attend: causal attention of many packed segments in one call, on any backend.
 
-Query i of a segment with Lq queries and Lk keys sees keys [0, Lk - Lq + i]. Scores are scaled by
-1 / sqrt(D). Query head h uses key/value head h // (H / G).
+Query i of a segment with Lq queries and Lk keys attends to keys [0, Lk - Lq + i], with scores
+scaled by 1 / sqrt(D). Query head h uses key/value head h // (H / G).
 
 Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
 """
@@ -10,6 +10,7 @@ import torch
 
 from wlb.kernels.op import BACKENDS, attend_op
 from wlb.kernels.segments import Segments
+from wlb.plan import UserError
 
 
 def attend(
@@ -22,7 +23,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention output, shape [T, H, D]; differentiable in q, k and v."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+        raise UserError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     _check(q_THD, k_SGD, v_SGD, segments)
     out_THD, _ = attend_op(
         q_THD,
@@ -40,17 +41,17 @@ def attend(
 def _check(
     q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, segments: Segments
 ) -> None:
-    """What is known without the offsets; `wlb.kernels.op` compares the numbers of rows."""
+    """Check everything but the offsets; `wlb.kernels.op` compares those with the rows."""
     if segments.key_rows is not None:
-        raise ValueError(
+        raise UserError(
             "attend takes the keys of each segment; segments with key_rows are for Backend.forward"
         )
     tensors = (q_THD, k_SGD, v_SGD)
     if any(tensor.dim() != 3 for tensor in tensors) or k_SGD.shape != v_SGD.shape:
-        raise ValueError(f"attend takes q [T, H, D] and k, v [S, G, D], not {_shapes(*tensors)}")
+        raise UserError(f"attend takes q [T, H, D] and k, v [S, G, D], not {_shapes(*tensors)}")
     (_, num_heads, head_dim), (_, num_kv_heads, kv_head_dim) = q_THD.shape, k_SGD.shape
     if head_dim != kv_head_dim or num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(
+        raise UserError(
             "query heads must be a multiple of key heads and all heads of one size: "
             f"{_shapes(*tensors)}"
         )
@@ -59,9 +60,9 @@ def _check(
     )
     if not is_one_kind or not q_THD.is_floating_point():
         found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
-        raise ValueError(f"q, k and v must be of one floating dtype on one device, not {found}")
+        raise UserError(f"q, k and v must be of one floating dtype on one device, not {found}")
     if segments.cu_seqlens_q.device != q_THD.device:
-        raise ValueError(f"segments are on {segments.cu_seqlens_q.device}, q on {q_THD.device}")
+        raise UserError(f"segments are on {segments.cu_seqlens_q.device}, q on {q_THD.device}")
 
 
 def _shapes(q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> str:

@@ -1,10 +1,8 @@
 """Backend: how one kernel computes the attention of all segments, forward and backward.
 
-Forward and backward are separate calls, without autograd, so that whoever calls them chooses what
-is kept in between: `wlb.kernels.op` keeps its inputs, context parallelism only its local rows.
-
-Shapes: T query rows, S key rows (or R rows of a buffer), H query heads, G key/value heads, D head
-size.
+The two are separate calls without autograd, so that the caller chooses what is kept in between:
+`wlb.kernels.op` keeps its inputs, context parallelism its local rows only. Shapes: T query rows, S
+key rows (or R rows of a buffer), H query heads, G key/value heads, D head size.
 """
 
 from typing import Protocol
@@ -16,14 +14,13 @@ from wlb.kernels.segments import Segments
 
 
 class Backend(Protocol):
-    """One attention kernel. Called with T > 0 (see `wlb.kernels.op.forward`), without gradients.
+    """One attention kernel, called without autograd and with T > 0 (`wlb.kernels.op.forward`).
 
-    takes_key_rows: the backend reads the keys of segments with `key_rows` from the buffer
-    themselves, and returns the gradients of the buffer's rows. Other backends never see key_rows:
-    the caller gathers the keys, and brings their gradients back. FlashAttention's varlen kernels
-    are such others, because they write dK and dV of a segment plainly, without adding: segments
-    sharing keys (the head and the tail of a document) would overwrite each other's gradients. And
-    rows gathered from several ranks lie in rank order, where a document is not contiguous.
+    takes_key_rows: the backend reads keys of `Segments.key_rows` from a buffer and returns the
+    gradients of the buffer's rows. For other backends the caller gathers keys and brings their
+    gradients back. FlashAttention's varlen kernels need that: they overwrite dK and dV, so segments
+    sharing keys (head and tail of a document) would lose gradients, and rows gathered from several
+    ranks are in rank order, where a document is not contiguous.
     """
 
     @property
@@ -35,9 +32,9 @@ class Backend(Protocol):
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Output [T, H, D], and what backward needs besides: a tensor like `empty_lse(q_THD)`.
+        """Output [T, H, D], and a tensor like `empty_lse(q_THD)` for backward.
 
-        Its values are the backend's own affair (the log-sum-exp of each row, usually).
+        Usually the log-sum-exp of each row, but only this backend's backward reads it.
         """
         ...
 

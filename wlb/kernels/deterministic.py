@@ -1,4 +1,4 @@
-"""Torch's own attention operators in a fixed order of additions, so that a step can be repeated."""
+"""Deterministic attention operators of torch, so that a step can be repeated bit by bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ import torch
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Operators that have no argument for it look at the process's setting.
+    """Set the process's flag, for operators without an argument for it.
 
-    Not by torch.use_deterministic_algorithms, which changes settings of the compiler too.
+    torch.use_deterministic_algorithms would change settings of the compiler as well.
     """
     is_on = torch._C._get_deterministic_algorithms()
     is_warn_only = torch._C._get_deterministic_algorithms_warn_only()

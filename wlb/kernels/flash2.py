@@ -1,23 +1,23 @@
 """Attention by the package flash-attn (FlashAttention-2), for GPUs from Ampere on.
 
-The kernels that torch_varlen has inside torch, in the package's own build; float16 and bfloat16,
-heads up to 256 in steps of 8.
-
-Checked: signatures and return values in the source of flash-attn 2.8.3, where both functions are
-torch custom ops that take keywords. The calls are tested with a stand-in of that signature; they
-have not run on a GPU.
-
-The deterministic backward keeps ceil(SMs / (segments * heads)) copies of dQ in float32 (one copy
-otherwise): with 132 SMs, one segment of 131072 tokens and 32 heads of 128, five copies of 2.1 GB.
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+The kernels that torch_varlen uses inside torch, in the package's own build: float16 and bfloat16,
+heads up to 256 in steps of 8. Signatures were read in the source of 2.8.3 and are tested with a
+stand-in; **never run on a GPU**. The deterministic backward keeps ceil(SMs / (segments * heads))
+float32 copies of dQ: with 132 SMs, one segment of 131,072 tokens and 32 heads of 128, five copies
+of 2.1 GB. Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from wlb.kernels.flash_package import FlashBackend, FlashPackage, before_ampere, wrong_head_size
+from wlb.kernels.flash_package import (
+    FlashBackend,
+    FlashPackage,
+    before_ampere,
+    common_arguments,
+    wrong_head_size,
+)
 from wlb.kernels.segments import Segments
 
 _SHARED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -70,34 +70,21 @@ class Flash2Backend(FlashBackend):
         lse_HT: Tensor,
         segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Written in full: rows of a segment without queries get zeros from the kernel.
-        dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
-        self.kernels["_flash_attn_varlen_backward"](
-            dout=grad_THD,
-            q=q_THD,
-            k=k_SGD,
-            v=v_SGD,
-            out=out_THD,
-            softmax_lse=lse_HT,
-            dq=dq_THD,
-            dk=dk_SGD,
-            dv=dv_SGD,
+        return self.backward_into(
+            "_flash_attn_varlen_backward",
+            {"dout": grad_THD, "out": out_THD, "softmax_lse": lse_HT},
+            (q_THD, k_SGD, v_SGD),
             **_arguments(q_THD, segments),
-            deterministic=self.deterministic,
         )
-        return dq_THD, dk_SGD, dv_SGD
 
 
 def _arguments(q_THD: Tensor, segments: Segments) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        # With 1 and grouped heads the package takes the call for decoding: it then wants exactly
-        # one query in every segment, where there may be none. The maximum only sizes the launch.
+        **common_arguments(q_THD, segments),
+        # With a maximum of 1 and grouped heads the package assumes decoding, with exactly one query
+        # in every segment, but ours may have none. A larger maximum only changes the launch size.
         "max_seqlen_q": max(2, segments.max_q),
-        "max_seqlen_k": segments.max_k,
         "dropout_p": 0.0,
-        "softmax_scale": q_THD.shape[-1] ** -0.5,
         "causal": True,
         "window_size_left": -1,
         "window_size_right": -1,

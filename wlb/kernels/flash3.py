@@ -1,21 +1,17 @@
 """Attention by FlashAttention-3 (package flash-attn-3, module flash_attn_interface), for Hopper.
 
 float16 and bfloat16; heads up to 256 in steps of 8, or up to 192 with the deterministic backward.
-
-Checked: signatures and return values of version 3.0.0 (folder hopper of the flash-attention
-repository, from the commit that marks it stable in February 2026 to August 2026), where both
-functions are torch custom ops that take keywords. Betas before autumn 2025 name some parameters
-differently and are refused. The calls are tested with a stand-in of that signature; they have not
-run on a GPU. The package has Ampere kernels too; they are not offered here.
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+Signatures were read in version 3.0.0 (folder hopper of the flash-attention repository, February to
+August 2026; betas before autumn 2025 differ and are refused) and are tested with a stand-in;
+**never run on a GPU**. The package's Ampere kernels are not offered. Shapes: T query rows, S key
+rows, H query heads, G key/value heads, D head size.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from wlb.kernels.flash_package import FlashBackend, FlashPackage, wrong_head_size
+from wlb.kernels.flash_package import FlashBackend, FlashPackage, common_arguments, wrong_head_size
 from wlb.kernels.segments import Segments
 
 _SHARED = (
@@ -48,8 +44,7 @@ class Flash3Backend(FlashBackend):
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        # One split: keys are divided over thread blocks for decoding only, which rounds differently
-        # with every number of splits.
+        # More splits are for decoding, and every number of splits rounds differently.
         out_THD, lse_HT, *_ = self.kernels["_flash_attn_forward"](
             q=q_THD, k=k_SGD, v=v_SGD, **_arguments(q_THD, segments), causal=True, num_splits=1
         )
@@ -65,32 +60,18 @@ class Flash3Backend(FlashBackend):
         lse_HT: Tensor,
         segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Written in full: rows of a segment without queries get zeros from the kernel.
-        dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
-        self.kernels["_flash_attn_backward"](
-            dout=grad_THD,
-            q=q_THD,
-            k=k_SGD,
-            v=v_SGD,
-            out=out_THD,
-            softmax_lse=lse_HT,
-            dq=dq_THD,
-            dk=dk_SGD,
-            dv=dv_SGD,
+        return self.backward_into(
+            "_flash_attn_backward",
+            {"dout": grad_THD, "out": out_THD, "softmax_lse": lse_HT},
+            (q_THD, k_SGD, v_SGD),
             **_arguments(q_THD, segments),
             is_causal=True,
-            deterministic=self.deterministic,
         )
-        return dq_THD, dk_SGD, dv_SGD
 
 
 def _arguments(q_THD: Tensor, segments: Segments) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        "max_seqlen_q": segments.max_q,
-        "max_seqlen_k": segments.max_k,
-        "softmax_scale": q_THD.shape[-1] ** -0.5,
+        **common_arguments(q_THD, segments),
         "window_size_left": -1,
         "window_size_right": -1,
         "softcap": 0.0,

@@ -1,21 +1,17 @@
 """Attention by FlashAttention-4 (package flash-attn-4), for Hopper and Blackwell.
 
-float16 and bfloat16. Heads in steps of 8: on Hopper up to 256, on Blackwell up to 128, or 256.
-Kernels are compiled at their first call for a shape of heads: expect some seconds there.
-
-Checked: signatures and return values of flash-attn-4 4.0.0b36, a pre-release like all so far; the
-arguments passed here exist since January 2026. flash-attn 2.8.3 brings an older copy of the same
-module, which is refused. The calls are tested with a stand-in of that signature; they have not run
-on a GPU.
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+float16 and bfloat16; heads in steps of 8, on Hopper up to 256, on Blackwell up to 128, or 256. The
+first call for a shape of heads compiles kernels for some seconds. Signatures were read in 4.0.0b36
+(all releases so far are pre-releases; flash-attn 2.8.3 brings an older copy of the module, which is
+refused) and are tested with a stand-in; **never run on a GPU**. Shapes: T query rows, S key rows, H
+query heads, G key/value heads, D head size.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from wlb.kernels.flash_package import FlashBackend, FlashPackage, wrong_head_size
+from wlb.kernels.flash_package import FlashBackend, FlashPackage, common_arguments, wrong_head_size
 from wlb.kernels.segments import Segments
 
 _BLACKWELL = 10
@@ -78,13 +74,9 @@ class Flash4Backend(FlashBackend):
 
 def _arguments(q_THD: Tensor, segments: Segments) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        "max_seqlen_q": segments.max_q,
-        "max_seqlen_k": segments.max_k,
-        "softmax_scale": q_THD.shape[-1] ** -0.5,
+        **common_arguments(q_THD, segments),
         "causal": True,
-        "window_size_left": None,  # this package's word for no window, where the others take -1
+        "window_size_left": None,  # None means no window here; the other packages take -1.
         "window_size_right": None,
     }
 

@@ -1,9 +1,8 @@
-"""What the optional FlashAttention packages have in common: found, checked and imported late.
+"""What the three optional FlashAttention packages share: finding, checking and late import.
 
-Nothing is imported before a package is asked for, so that wlb runs without any of them. The
-functions below the packages' public ones are called, because only these offer a forward and a
-backward apart from autograd; they are not promised to stay as they are. So their parameters are
-compared with what is passed, once, and a package that differs is refused by name and version.
+A package is imported at first use, so that wlb runs without any. We call the functions below the
+public ones, because only those separate forward from backward. As they are private and may change,
+their parameters are compared with what we pass, and a package that differs is refused by version.
 """
 
 import importlib
@@ -16,6 +15,10 @@ from importlib import metadata, util
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from wlb.kernels.segments import Segments
+from wlb.plan import UserError
 
 Kernels = dict[str, Callable[..., Any]]
 
@@ -27,8 +30,8 @@ HEAD_SIZE_STEP = 8
 class FlashPackage:
     """A package and how it is called.
 
-    passed: by function, the names of all arguments it is given. supported: the version in whose
-    source these were read. install: how to get it.
+    passed: names of all arguments that we pass, by function. supported: the version whose source
+    they were read in. install: how to get it.
     """
 
     distribution: str
@@ -45,37 +48,37 @@ class FlashPackage:
             return f"{self.module} (of no known version)"
 
     def missing(self) -> str | None:
-        """Why it is surely not here, without importing it (which takes seconds)."""
+        """Why the package cannot be here, found without importing it (which takes seconds)."""
         root = self.module.partition(".")[0]
         if root in sys.modules or util.find_spec(root) is not None:
             return None
         return self._not_installed()
 
     def problem(self) -> str | None:
-        """Why its functions can't be called, in words; None where they can."""
+        """Why its functions cannot be called, in words; None if they can."""
         try:
             self.load()
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         return None
 
     def load(self) -> Kernels:
-        """The functions by name; ValueError where the package is missing, broken or different."""
+        """The functions by name; UserError if the package is missing, broken or different."""
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            # One package may bring the parent module of another, so this one is still missing.
+            # Another package may provide the parent module, but this one is still missing.
             if error.name and (self.module + ".").startswith(error.name + "."):
-                raise ValueError(self._not_installed()) from error
-            raise ValueError(self._broken(error)) from error
+                raise UserError(self._not_installed()) from error
+            raise UserError(self._broken(error)) from error
         except (ImportError, OSError, AttributeError, RuntimeError, TypeError) as error:
-            raise ValueError(self._broken(error)) from error
+            raise UserError(self._broken(error)) from error
         kernels: Kernels = {}
         for name, passed in self.passed.items():
             function = getattr(module, name, None)
             difference = "is missing" if function is None else _difference(function, passed)
             if function is None or difference:
-                raise ValueError(
+                raise UserError(
                     f"{self.installed} is not supported: {self.module}.{name} {difference}; "
                     f"supported is {self.supported}"
                 )
@@ -91,10 +94,10 @@ class FlashPackage:
 
 
 class FlashBackend:
-    """What the backends of the three packages share; a subclass adds forward and backward.
+    """Base of the three packages' backends; a subclass adds forward and backward.
 
-    deterministic: backward adds in a fixed order, so that a step can be repeated bit by bit; slower
-    and with more memory.
+    deterministic: backward adds in a fixed order, so that a step can be repeated bit by bit, at the
+    cost of time and memory.
     """
 
     name: str
@@ -105,15 +108,12 @@ class FlashBackend:
         self.deterministic = deterministic
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        """Why it can't compute this, in words; None where it can.
-
-        The cheapest answer comes first: the device is asked only where the package is installed.
-        """
+        """Why this backend cannot compute, in words; None if it can. Cheap checks come first."""
         if reason := wrong_tensors(device, dtype) or self.package.missing():
             return reason
         capability = compute_capability(device)
         if capability is None:
-            return "torch sees no GPU here whose compute capability it could ask for"
+            return "torch sees no GPU here to ask for its compute capability"
         return self.wrong_device(*capability, head_size) or self.package.problem()
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
@@ -121,8 +121,37 @@ class FlashBackend:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The package's functions, loaded and checked once; ValueError says what is wrong."""
+        """The package's functions, loaded and checked once; UserError says what is wrong."""
         return self.package.load()
+
+    def backward_into(
+        self,
+        function: str,
+        saved: Mapping[str, Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v by a function that writes them into given tensors.
+
+        They need no zeros: kernels also write rows of a segment without queries.
+        """
+        dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in inputs)
+        named = dict(zip("qkv", inputs, strict=True))
+        gradients = {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
+        self.kernels[function](
+            **saved, **named, **gradients, **options, deterministic=self.deterministic
+        )
+        return dq_THD, dk_SGD, dv_SGD
+
+
+def common_arguments(q_THD: Tensor, segments: Segments) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_q": segments.max_q,
+        "max_seqlen_k": segments.max_k,
+        "softmax_scale": q_THD.shape[-1] ** -0.5,
+    }
 
 
 def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -138,7 +167,7 @@ def wrong_head_size(head_size: int, largest: int) -> str | None:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """(major, minor) of this GPU; None where torch sees none, as on a login node."""
+    """(major, minor) of this GPU; None if torch sees none, as on a login node."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
@@ -147,7 +176,7 @@ def before_ampere(major: int, minor: int) -> str | None:
 
 
 def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
-    """How the function's parameters differ from what it is passed; empty if they don't."""
+    """How the function's parameters differ from what we pass; empty if they do not."""
     required = _parameters(function)
     unknown = [name for name in passed if name not in required]
     lacking = [name for name, is_required in required.items() if is_required and name not in passed]
@@ -157,8 +186,8 @@ def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """By name, whether a parameter must be given."""
-    # The Python signature of a torch custom op is (*args, **kwargs); its schema knows the names.
+    """Whether each parameter is required, by name."""
+    # A torch custom op's Python signature is (*args, **kwargs); its schema has the names.
     op = getattr(function, "_opoverload", None)
     if op is not None:
         return {a.name: not a.has_default_value() for a in op._schema.arguments}

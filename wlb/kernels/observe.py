@@ -1,7 +1,7 @@
-"""Who is told when an attention kernel runs: at most one observer, of the whole process.
+"""Tells at most one observer of the process when an attention kernel runs.
 
-A module-level variable, against the house rule: a custom op receives tensors and integers only, and
-its backward runs in autograd's own thread on CUDA, which context variables do not reach.
+A module-level variable, because a custom op takes tensors and integers only, and its backward runs
+in autograd's own thread on CUDA, which context variables do not reach.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ from typing import Protocol
 
 
 class AttentionObserver(Protocol):
+    """Watches attention kernels, e.g. a clock."""
+
     def attention(self, *, is_backward: bool) -> AbstractContextManager[object]:
-        """Entered before a backend's kernel is called, left after the call."""
+        """Entered around the call of a backend's kernel."""
         ...
 
 
@@ -20,16 +22,16 @@ _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """What a kernel's call is wrapped in."""
+    """The context that a kernel is called in."""
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 
 @contextmanager
 def observing(observer: AttentionObserver) -> Iterator[None]:
-    """Tell `observer` of every kernel inside; RuntimeError if another one is being told."""
+    """Make `observer` watch every kernel inside; RuntimeError if there already is one."""
     global _observer
     if _observer is not None:
-        raise RuntimeError(f"attention is observed by {_observer} already; one observer at a time")
+        raise RuntimeError(f"attention is already observed by {_observer}; use one at a time")
     _observer = observer
     try:
         yield

@@ -1,9 +1,8 @@
-"""The custom ops wlb::attend and wlb::attend_backward, and the registry of backends behind them.
+"""The custom ops wlb::attend and wlb::attend_backward, and the registry of backends.
 
-torch.compile sees tensors and integers only, and never looks into a backend: micro-batches of any
-lengths run in one compiled graph. Their host-side offsets are found again by `Segments.of`.
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+torch.compile sees tensors and integers only and never looks into a backend, so one compiled graph
+serves all lengths. `Segments.of` finds the offsets on the host again. Shapes: T query rows, S key
+rows, H query heads, G key/value heads, D head size.
 """
 
 from typing import Any
@@ -20,6 +19,7 @@ from wlb.kernels.reference import REFERENCE
 from wlb.kernels.sdpa import SDPA
 from wlb.kernels.segments import Segments
 from wlb.kernels.torch_varlen import TORCH_VARLEN
+from wlb.plan import UserError
 
 _ALL: tuple[Backend, ...] = (SDPA, TORCH_VARLEN, FLASH2, FLASH3, FLASH4, REFERENCE)
 BACKENDS = {backend.name: backend for backend in _ALL}
@@ -45,11 +45,11 @@ def backward(
     lse_HT: Tensor,
     segments: Segments,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backend.backward, for any number of queries: without any, the gradients are zero."""
+    """Backend.backward, for any number of queries; without queries gradients are zero."""
     if q_THD.shape[0] == 0:
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q_THD, k_SGD, v_SGD))
         return dq, dk, dv
-    # The gradient of a sum is one number for all rows; kernels want rows.
+    # Kernels need strides, but e.g. the gradient of a sum is one expanded number.
     grad_THD = grad_THD.contiguous()
     with observed(is_backward=True):
         return BACKENDS[backend].backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
@@ -66,7 +66,7 @@ def attend_op(
     max_k: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and the backend's log-sum-exp [H, T]; only the output has a gradient."""
+    """Output [T, H, D] and log-sum-exp [H, T]; only the output is differentiable."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     _check_rows(q_THD, k_SGD, segments)
     out_THD, lse_HT = forward(backend, q_THD, k_SGD, v_SGD, segments)
@@ -114,7 +114,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    if grad_THD is None:  # somebody differentiated the log-sum-exp alone
+    if grad_THD is None:  # only the log-sum-exp was differentiated
         return (None,) * 8
     dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)
     return (*dq_dk_dv, None, None, None, None, None)
@@ -124,12 +124,12 @@ attend_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
-    """Kernels would read beyond the end. Not where checking would wait for the device."""
+    """Kernels would read out of bounds. Skipped if the check would wait for the device."""
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
     rows = (segments.num_queries, segments.num_keys)
     if rows != (q_THD.shape[0], k_SGD.shape[0]):
-        raise ValueError(
+        raise UserError(
             f"segments have {rows[0]} queries and {rows[1]} keys, but q {tuple(q_THD.shape)}, "
             f"k {tuple(k_SGD.shape)}"
         )

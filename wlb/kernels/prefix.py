@@ -1,12 +1,10 @@
 """Attention of a span over its document's prefix, on CPU, without a mask.
 
 The keys of a span [start, stop) are two parts: [0, start), which all its queries see, and the span
-itself, which is square and causal. Each part is one call of torch's CPU flash kernel; the outputs
-are merged by their log-sum-exps, and the backward kernel, given the merged output and
-log-sum-exp, returns each part's exact share of the gradients. A mask of Lq * Lk values (1.5-2x the
-time, and memory that grows with the square of a document) is never made.
-
-Shapes: B segments, H heads, Q query and K > Q key rows, D head size.
+itself, which is causal. Each is one call of torch's CPU flash kernel. Outputs are merged by their
+log-sum-exps; backward, given the merged output and log-sum-exp, returns each part's exact share of
+the gradients. It saves a mask of Lq * Lk values, which takes 1.5-2x the time. Shapes: B segments, H
+heads, Q query and K > Q key rows, D head size.
 """
 
 import torch
@@ -17,7 +15,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def prefixed_forward(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of causal attention aligned at the end."""
+    """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of bottom-right causal attention."""
     prefix = k_BHKD.shape[2] - q_BHQD.shape[2]
     before, lse_before = flash_forward(q_BHQD, k_BHKD[:, :, :prefix], v_BHKD[:, :, :prefix])
     own, lse_own = flash_forward(

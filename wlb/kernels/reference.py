@@ -1,10 +1,8 @@
 """Reference attention: the definition, in the dtype of its inputs. Tests run it in float64.
 
-Materialises every segment's scores: num_heads * Lq * Lk numbers, once in forward and once in
-backward.
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, R = H / G queries a key head,
-D head size; q, k index one segment's queries and keys.
+Materialises each segment's scores, num_heads * Lq * Lk numbers, in forward and again in backward.
+Shapes: T query rows, S key rows, H query heads, G key/value heads, R = H / G query heads per
+key/value head, D head size; q and k index the queries and keys of one segment.
 """
 
 from collections.abc import Iterator
@@ -43,7 +41,7 @@ class ReferenceBackend:
         lse_HT: Tensor,
         segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The chain rule through the definition; neither the output nor the lse is needed."""
+        """The chain rule through the definition; needs neither the output nor the lse."""
         del out_THD, lse_HT
         scale, num_kv_heads = q_THD.shape[-1] ** -0.5, k_SGD.shape[1]
         dq_THD, dk_SGD, dv_SGD = (torch.zeros_like(x) for x in (q_THD, k_SGD, v_SGD))
@@ -54,7 +52,7 @@ class ReferenceBackend:
             weights_GRqk = _scores(q_THD[rows], k_SGD[keys]).softmax(dim=-1)
             dv_SGD[keys] = torch.einsum("grqk,qgrd->kgd", weights_GRqk, grad_qGRD)
             dweights_GRqk = torch.einsum("qgrd,kgd->grqk", grad_qGRD, v_SGD[keys])
-            # w * (dw - sum_k w * dw): this op adds bfloat16 up in float32, as autograd would.
+            # w * (dw - sum_k w * dw); like autograd, this op accumulates bfloat16 in float32.
             dscores_GRqk = torch.ops.aten._softmax_backward_data(
                 dweights_GRqk, weights_GRqk, -1, weights_GRqk.dtype
             )
@@ -68,7 +66,7 @@ REFERENCE = ReferenceBackend()
 
 
 def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
-    """Query rows and key rows of each segment with queries."""
+    """Query rows and key rows of each segment that has queries."""
     q, k = segments.offsets_q, segments.offsets_k
     for i in range(segments.num_segments):
         if q[i] < q[i + 1]:
@@ -76,7 +74,7 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(q_qHD: Tensor, k_kGD: Tensor) -> Tensor:
-    """[G, R, q, k]; minus infinity where a query does not see a key."""
+    """Scores [G, R, q, k], minus infinity for masked keys."""
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
     scores_GRqk = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD)
     seen_qk = torch.ones(scores_GRqk.shape[-2:], dtype=torch.bool, device=q_qHD.device)

@@ -1,11 +1,9 @@
 """Segments: where the attention segments of one variable-length call begin and end.
 
-A segment has Lq queries and Lk >= Lq keys. The queries are its last Lq positions: query i sees
-keys [0, Lk - Lq + i] ("bottom-right" causal). Offsets are kept on the device for kernels that
-take them and on the host for backends that loop, so that no backend ever waits for the device.
-
-Custom ops take tensors and integers only, so inside one the host's part is found again by the
-identity of the tensors (`Segments.of`). It lives as long as cu_seqlens_q does.
+A segment has Lq queries and Lk >= Lq keys; query i attends to keys [0, Lk - Lq + i] (bottom-right
+causal). Offsets are on the device for kernels and on the host for backends that loop, so no backend
+waits for the device. A custom op takes tensors and integers only, so inside one the host's part is
+found by the identity of the tensors (`Segments.of`); it lives as long as cu_seqlens_q does.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +14,17 @@ import numpy as np
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from wlb.plan import UserError
+
 T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
-    """What the host knows of segments. offsets: None until somebody needs to read the device.
+    """The host's part of segments.
 
-    versions: of both tensors when it was made; they count changes in place.
+    offsets: None until a backend has to read the device. versions: in-place version counters of
+    both tensors at creation. derived: see `Segments.derive`.
     """
 
     cu_seqlens_k: TensorWeakRef
@@ -33,14 +34,14 @@ class HostPart:
     derived: dict[str, Any] = field(default_factory=dict)
 
 
-# By cu_seqlens_q. A module-level cache, against the house rule, because a custom op receives
-# nothing else that could carry the host's part; weak, so that it keeps nothing alive.
+# Keyed by cu_seqlens_q. A module-level cache, because a custom op receives nothing else that could
+# carry the host's part; weak, so that it keeps nothing alive.
 _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Boundaries of the segments of one call; make it with `Segments.from_offsets`.
+    """Boundaries of the segments of one call, made by `Segments.from_offsets`.
 
     cu_seqlens_q, cu_seqlens_k: int32 on the device, shape [num_segments + 1].
     """
@@ -60,28 +61,29 @@ class Segments:
         device: torch.device | str,
         key_rows: np.ndarray | None = None,
     ) -> "Segments":
-        """From offsets such as [0, 3, 5] (queries) and [0, 3, 9] (keys): two segments.
+        """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments.
 
-        key_rows: key i of the segments, one after the other, is row key_rows[i] of a larger
-        buffer, whose rows may be used several times. For backends that take it.
+        key_rows: the segments' i-th key is row key_rows[i] of a larger buffer, whose rows may be
+        used several times; for backends with `takes_key_rows`.
         """
         q, k = np.asarray(cu_q), np.asarray(cu_k)
         _check("cu_q", q)
         _check("cu_k", k)
         if q.size != k.size:
-            raise ValueError(f"cu_q has {q.size - 1} segments, cu_k {k.size - 1}")
+            raise UserError(f"cu_q has {q.size - 1} segments, cu_k {k.size - 1}")
         num_q, num_k = np.diff(q), np.diff(k)
         short = np.flatnonzero(num_k < num_q)
         if short.size:
             i = int(short[0])
-            raise ValueError(
+            raise UserError(
                 f"segment {i} has {num_q[i]} queries but only {num_k[i]} keys; its keys must "
                 "include its queries' own positions"
             )
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
         on_device = _to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
-        # Not views: of those, compiled code saves others for backward, which `of` does not know.
+        # Clones, not views: compiled code would save other view objects for backward, which `of`
+        # does not know.
         cu_seqlens_q, cu_seqlens_k = on_device[0].clone(), on_device[1].clone()
         host = HostPart(
             cu_seqlens_k=TensorWeakRef(cu_seqlens_k),
@@ -102,10 +104,10 @@ class Segments:
     def of(
         cls, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_q: int, max_k: int
     ) -> "Segments":
-        """The segments that these two tensors came from.
+        """The segments that these two tensors were made for.
 
-        Of other tensors (copies, say, or changed ones) the offsets are read when a backend asks for
-        them, which on CUDA waits for the device; key_rows cannot be read, so they are None.
+        For other tensors, e.g. copies or modified ones, the offsets are read when a backend asks
+        for them, which waits for a CUDA device, and key_rows is None.
         """
         host = _HOST_PARTS.get(cu_seqlens_q)
         versions = _versions(cu_seqlens_q, cu_seqlens_k)
@@ -115,7 +117,7 @@ class Segments:
             host = HostPart(
                 cu_seqlens_k=TensorWeakRef(cu_seqlens_k), versions=versions, offsets=None
             )
-            if is_new:  # else it belongs to the segments that cu_seqlens_q was made for
+            if is_new:  # otherwise the entry belongs to the segments that cu_seqlens_q was made for
                 _HOST_PARTS[cu_seqlens_q] = host
         return cls(
             cu_seqlens_q=cu_seqlens_q,
@@ -126,7 +128,7 @@ class Segments:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
-        """Itself: immutable, and copies of its tensors would be other segments to `of`."""
+        """Returns itself: `of` would not recognise copies of the tensors."""
         return self
 
     @property
@@ -165,7 +167,7 @@ class Segments:
         return self.offsets_k[-1]
 
     def derive(self, name: str, make: Callable[["Segments"], T]) -> T:
-        """make(self), worked out at the first call with this name, for all layers."""
+        """make(self), computed at the first call with this name and shared by all layers."""
         derived = self.host.derived
         if name not in derived:
             derived[name] = make(self)
@@ -173,35 +175,35 @@ class Segments:
 
 
 def _versions(*tensors: torch.Tensor) -> tuple[int, int]:
-    """How often both were changed in place; 0 for inference tensors, which do not count."""
+    """In-place version counters of both; 0 for inference tensors, which have none."""
     q, k = (0 if x.is_inference() else x._version for x in tensors)
     return q, k
 
 
 def _check(name: str, offsets: np.ndarray) -> None:
     if offsets.ndim != 1 or offsets.size == 0 or offsets.dtype.kind not in "iu":
-        raise ValueError(
+        raise UserError(
             f"{name} must be a list of whole numbers beginning with 0, not {offsets.dtype} of "
             f"shape {offsets.shape}"
         )
     if offsets[0] != 0:
-        raise ValueError(f"{name} begins with {offsets[0]}, not with 0")
+        raise UserError(f"{name} begins with {offsets[0]}, not with 0")
     down = np.flatnonzero(offsets[1:] < offsets[:-1])
     if down.size:
         i = int(down[0])
-        raise ValueError(f"{name} falls from {offsets[i]} to {offsets[i + 1]} at segment {i}")
+        raise UserError(f"{name} falls from {offsets[i]} to {offsets[i + 1]} at segment {i}")
     if offsets[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"{name} ends at {offsets[-1]}; kernels count rows in 32 bits")
+        raise UserError(f"{name} ends at {offsets[-1]}; kernels count rows in 32 bits")
 
 
 def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
     if key_rows.shape != (num_keys,) or key_rows.dtype.kind not in "iu":
-        raise ValueError(
+        raise UserError(
             f"key_rows must be {num_keys} whole numbers, one a key, not {key_rows.dtype} of shape "
             f"{key_rows.shape}"
         )
     if key_rows.min(initial=0) < 0:
-        raise ValueError(f"key_rows has a negative row: {key_rows.min()}")
+        raise UserError(f"key_rows has a negative row: {key_rows.min()}")
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

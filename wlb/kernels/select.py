@@ -1,19 +1,10 @@
-"""Which backend computes the attention of a run, and why.
+"""Which attention backend a run uses, and why: kernels.attention = auto takes the first that can.
 
-kernels.attention = auto takes the first of AUTO_ORDER that can compute the run's dtype and head
-size on its device:
-
-1. flash_attention_3, the fastest published on Hopper (H100: 584 TFLOP/s forward at 32K tokens
-   against 344 of FlashAttention-2, see `kernels_profile/h100.json`); it runs on nothing else.
-2. flash_attention_4, made for Blackwell; on Hopper a pre-release beside a stable package.
-3. torch_varlen, which every CUDA build of torch has; for Ampere and newer. A machine without GPUs,
-   where a run is only prepared, is taken for one that has such.
-4. flash_attention_2, the same kernels in a build of their own: nothing is gained over torch's.
-5. sdpa, anywhere: the only one on CPU and in float32.
-
-1, 2 and 4 are packages that a user installed on purpose. The rule looks at the dtype, the head
-size, the device and what is installed, at nothing that varies from step to step. An explicit
-choice is refused where it can't compute, never replaced.
+1. flash_attention_3, the fastest published on Hopper (`kernels_profile/h100.json`) and only there.
+2. flash_attention_4, made for Blackwell; on Hopper a pre-release. 3. torch_varlen, in every CUDA
+build of torch, from Ampere on; also assumed when preparing a run without GPUs. 4.
+flash_attention_2, the same kernels in their own build. 5. sdpa, everywhere, alone in float32 and on
+CPU. The rule looks at dtype, head size, device and installed packages only.
 """
 
 from dataclasses import dataclass
@@ -31,6 +22,7 @@ from wlb.kernels.flash_package import (
     wrong_tensors,
 )
 from wlb.kernels.torch_varlen import MAX_HEAD_DIM
+from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
 AUTO_ORDER = (
@@ -44,7 +36,7 @@ AUTO_ORDER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A backend, and one line about it: why this one and why none of those before it."""
+    """A backend, and one line saying why it and none before it was chosen."""
 
     backend: AttentionBackend
     reason: str
@@ -53,7 +45,7 @@ class Choice:
 def select_backend(
     requested: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> AttentionBackend:
-    """The backend that will compute; an explicit choice is refused, never replaced."""
+    """The backend that will compute; UserError if an explicit choice cannot."""
     return choose_backend(requested, device=device, dtype=dtype, head_size=head_size).backend
 
 
@@ -71,7 +63,7 @@ def choose_backend(
     run = f"{dtype} on {device.type} with heads of {head_size}"
     if requested != AttentionBackend.AUTO:
         if why := _why_not(requested, device, dtype, head_size):
-            raise ValueError(
+            raise UserError(
                 f"kernels.attention = {requested} can't compute this run: {why}, but the run is "
                 f"{run}; set kernels.attention = auto or sdpa{_remedy(requested, device, dtype)}"
             )
@@ -81,8 +73,8 @@ def choose_backend(
     for backend in AUTO_ORDER:
         why = _why_not(backend, device, dtype, head_size)
         if why is None:
-            for words, names in passed_over.items():
-                reason += f"; not {', '.join(names)}: {words}"
+            for why_not, names in passed_over.items():
+                reason += f"; not {', '.join(names)}: {why_not}"
             return Choice(backend=backend, reason=reason)
         passed_over.setdefault(why, []).append(backend)
     raise AssertionError("sdpa computes everything")
@@ -118,12 +110,4 @@ def _before_ampere(device: torch.device) -> str | None:
 
 
 def _flash(backend: AttentionBackend) -> FlashBackend | None:
-    match backend:
-        case AttentionBackend.FLASH_ATTENTION_2:
-            return FLASH2
-        case AttentionBackend.FLASH_ATTENTION_3:
-            return FLASH3
-        case AttentionBackend.FLASH_ATTENTION_4:
-            return FLASH4
-        case _:
-            return None
+    return next((flash for flash in (FLASH2, FLASH3, FLASH4) if flash.name == backend), None)

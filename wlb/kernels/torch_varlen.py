@@ -1,11 +1,9 @@
 """Attention by torch's own variable-length kernel (FlashAttention-2 inside torch), CUDA only.
 
-One kernel for all segments, forward and backward; float16 and bfloat16. Nothing is padded. Calls
-the two operators below torch.nn.attention.varlen.varlen_attn, which offers no backward without
-autograd. Their first ten arguments are the same in torch 2.11 to 2.13; fewer key heads need no
-flag there. Backward adds in a fixed order, as the other backends do.
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+One kernel for all segments, without padding; float16 and bfloat16, deterministic backward. We call
+the two operators below torch.nn.attention.varlen.varlen_attn, which has no backward without
+autograd; their first ten arguments are the same in torch 2.11 to 2.13. Shapes: T query rows, S key
+rows, H query heads, G key/value heads, D head size.
 """
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from wlb.kernels.deterministic import deterministic
 from wlb.kernels.segments import Segments
+from wlb.plan import UserError
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -53,7 +52,7 @@ class TorchVarlenBackend:
         lse_HT: Tensor,
         segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # The state of dropout's random numbers; forward returns the same zeros, without dropout.
+        # The RNG state of dropout: zeros, as forward returns them without dropout.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
         with deterministic():
             dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(
@@ -80,13 +79,13 @@ TORCH_VARLEN = TorchVarlenBackend()
 
 def _check(q_THD: Tensor) -> None:
     if q_THD.device.type != "cuda" or q_THD.dtype not in DTYPES:
-        raise ValueError(
+        raise UserError(
             f"torch_varlen computes bfloat16 and float16 on CUDA, not {q_THD.dtype} on "
             f"{q_THD.device}; use sdpa there"
         )
     head_dim = q_THD.shape[-1]
     if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
-        raise ValueError(
+        raise UserError(
             f"torch_varlen takes head sizes up to {MAX_HEAD_DIM} that are multiples of "
             f"{HEAD_DIM_STEP}, not {head_dim}; use sdpa"
         )

@@ -1,8 +1,8 @@
 """A LLaMA decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
 
-x is [T, C]: T rows, C width. What depends on the micro-batch (rotary tables, attention over
-segments, labels) comes in as a `Rows` record. What tensor parallelism would change (the four kinds
-of layers that hold weights) goes through an `Ops` object; `Ops` itself just calls the modules.
+x is [T, C]: T rows, C width. What depends on the micro-batch (rotary tables, attention, labels) is
+a `Rows` record. What tensor parallelism changes, the layers with weights, goes through an `Ops`
+object; `Ops` itself just calls the modules.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ from wlb.spec import ModelSpec
 
 
 class Attend(Protocol):
-    """Attention of a micro-batch's rows; keys and values may have to come from other ranks first.
+    """Attention over a micro-batch's rows; keys and values may come from other ranks.
 
-    A layer calls `begin` as soon as it has k and v, computes q while they travel, and hands what
-    `begin` gave to the call.
+    A layer calls `begin` once it has k and v, computes q while they are gathered, and passes the
+    result of `begin` to the call.
     """
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None: ...
@@ -37,7 +37,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalAttend:
-    """Attention whose keys are all here: call(q_THD, k_TGD, v_TGD) -> [T, H, D]; nothing moves."""
+    """Attention whose keys are all local: call(q_THD, k_TGD, v_TGD) -> [T, H, D]."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -52,10 +52,10 @@ class LocalAttend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What a forward pass needs to know about its rows.
+    """The inputs of a forward pass besides tokens or hidden states.
 
-    cos, sin: [T, 1, D / 2]. labels: [T], needed by the last stage only. loss_scale: the stage
-    returns the summed loss times this.
+    cos, sin: [T, 1, D / 2]. labels: [T], only on the last stage. loss_scale: factor of the summed
+    loss that the last stage returns.
     """
 
     cos: Tensor
@@ -66,7 +66,7 @@ class Rows:
 
 
 class Ops:
-    """How layers with weights are applied; tensor parallelism gives its own (`wlb.parallel`)."""
+    """How layers with weights are applied; tensor parallelism has its own (`wlb.parallel`)."""
 
     vocabulary: VocabularyShard = WHOLE
 
@@ -77,14 +77,14 @@ class Ops:
         return norm(x_TC)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Several linear layers of the same rows (column-parallel under TP), in this order.
+        """Apply several linear layers to the same rows (column-parallel under TP), lazily.
 
-        Each is computed when it is asked for, so that a caller can start something in between.
+        Each output is computed when requested, so that callers can start other work in between.
         """
         return (linear(x_TC) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """A linear layer that ends a residual branch (row-parallel under TP)."""
+        """Apply the linear layer that ends a residual branch (row-parallel under TP)."""
         return linear(x_TC)
 
     def weight(self, module: nn.Linear) -> Tensor:
@@ -102,12 +102,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
-        # As arguments, projections and what moves live no longer than the call.
+        # Passed directly, the projections are freed when the call returns.
         out_THD = rows.attend(*self._project(x_TC, rows))
         return self.ops.fan_in(out_THD.flatten(1), self.o_proj)
 
     def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v and what moves: keys and values leave while queries are computed."""
+        """q, k, v and the gather of k and v, which runs while q is computed."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
         v_TGD = self._heads(next(projected))
@@ -146,13 +146,12 @@ class DecoderLayer(nn.Module):
         return x_TC + self.second_half(x_TC)
 
     def second_half(self, x_TC: Tensor) -> Tensor:
-        """Norm and MLP; a method of its own so that it can be run again (`wlb.parallel`)."""
+        """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
         return self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC))
 
 
 class Decoder(nn.Module):
-    """Layers of a range, with the embedding before them on the first stage and a norm after them on
-    the last."""
+    """A range of layers; with the embedding on the first stage, with the norm on the last."""
 
     def __init__(
         self, spec: ModelSpec, layers: range, ops: Ops, *, is_first: bool, is_last: bool
@@ -173,11 +172,11 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A whole model, or one pipeline stage of it under the same parameter names.
+    """A whole model, or one pipeline stage of it with the same parameter names.
 
-    layers: of the stage, may be none of them; None = all. is_first, is_last: whether the stage has
-    the embedding, and norm, head and loss. forward: tokens [T] (first stage) or rows [T, C] -> rows
-    [T, C], or on the last stage the summed loss times rows.loss_scale, a scalar.
+    layers: the stage's layers, possibly none; None = all. is_first: it has the embedding. is_last:
+    it has norm, head and loss. forward takes tokens [T] on the first stage, else rows [T, C], and
+    returns rows [T, C], or on the last stage the summed loss times rows.loss_scale, a scalar.
     """
 
     def __init__(
@@ -218,10 +217,9 @@ class Llama(nn.Module):
 def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) -> Tensor:
     """The whole initial value of a parameter, float32, on the CPU.
 
-    A function of its name and the seed only, so that every layout, and every kind of device, starts
-    from the same model (a GPU's generator would give other numbers). Matrices are normal with
-    spec.init_std, those that end a residual branch scaled by 1 / sqrt(2 * num_layers) (GPT-2);
-    norms are one.
+    Depends on name and seed only, so that every layout and device starts from the same model (a
+    GPU's generator gives other numbers). Matrices are normal with spec.init_std, scaled by
+    1 / sqrt(2 * num_layers) if they end a residual branch (GPT-2); norms are one.
     """
     if len(shape) == 1:
         return torch.ones(shape)
@@ -232,7 +230,7 @@ def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) 
 
 
 def build_reference(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
-    """The whole model in one process, initialised: what every layout is compared with."""
+    """The whole model in one process, initialised; tests compare every layout with it."""
     model = Llama(spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,10 +1,8 @@
 """Output head and cross-entropy in one, a chunk of rows at a time.
 
-Logits of a whole micro-batch never exist: for each chunk the forward pass computes logits, the
-summed loss and, when gradients are wanted, their part of the gradients of the rows and of the head
-(as the loss is a plain sum, its gradient is known up to one factor). The backward pass only
-multiplies by that factor. Costs one float32 copy of the head's gradient while it waits.
-
+The logits of a micro-batch never exist as a whole. For each chunk, forward computes logits, summed
+loss and the gradients of rows and head, which are known up to one factor since the loss is a plain
+sum; backward multiplies by that factor. Costs one float32 copy of the head's gradient until then.
 Shapes: T rows, C width, V vocabulary entries of this shard.
 """
 
@@ -17,10 +15,10 @@ from wlb.plan import IGNORE
 
 
 class VocabularyShard:
-    """Which vocabulary entries this process holds: here all of them. Tensor parallelism overrides.
+    """The vocabulary entries of this process: all of them, unless tensor parallelism overrides it.
 
-    gather: rows of this process -> rows the head works on; scatter: its adjoint for gradients,
-    which sums over the processes that share the vocabulary.
+    offset: first entry. gather: this process's rows -> the rows that the head computes. scatter:
+    its adjoint for gradients, which sums over the processes that share the vocabulary.
     """
 
     offset = 0
@@ -81,10 +79,10 @@ class _HeadLoss(torch.autograd.Function):
 def _chunk(
     x_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, vocab_size: int, vocabulary: VocabularyShard
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of the rows, float32, and its gradient with respect to the logits, [T, V]."""
+    """Summed loss of the rows, float32, and its gradient for the logits, [T, V]."""
     logits = (x_TC @ weight_VC.t()).float()
     size = logits.shape[1]
-    # Entries that only pad the vocabulary get no probability, so padding never changes the loss.
+    # Entries that pad the vocabulary get probability zero, so that they never change the loss.
     real = max(0, min(size, vocab_size - vocabulary.offset))
     logits[:, real:] = float("-inf")
     peak = vocabulary.all_max(logits.amax(-1))
@@ -113,8 +111,8 @@ def head_loss(
 ) -> Tensor:
     """Summed cross-entropy of the rows against `labels_T` (IGNORE = not trained), float32 scalar.
 
-    x_TC: normalised rows of this process. weight_VC: this process's rows of the head. vocab_size:
-    entries that are real; padding is masked. chunk: rows of logits held at a time.
+    x_TC: this process's rows after the final norm. weight_VC: its shard of the head. vocab_size:
+    entries without padding. chunk: rows of logits in memory at a time.
     """
     wants_grad = torch.is_grad_enabled() and (x_TC.requires_grad or weight_VC.requires_grad)
     loss: Tensor = _HeadLoss.apply(  # pyright: ignore[reportAssignmentType]

@@ -12,7 +12,7 @@ from wlb.spec import ModelSpec, RopeScaling
 
 
 def inverse_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Angle per position of each pair of channels, float32, shape [D / 2]."""
+    """Angle per position for each pair of channels, float32, shape [D / 2]."""
     steps = torch.arange(0, spec.head_size, 2, dtype=torch.float64, device=device)
     frequency = spec.rope_theta ** (-steps / spec.head_size)
     if spec.rope_scaling.factor != 1.0:
@@ -21,7 +21,7 @@ def inverse_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> 
 
 
 def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
+    """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
     wavelength = 2 * math.pi / frequency
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = (scaling.original_context / wavelength - low) / (high - low)
@@ -30,13 +30,13 @@ def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]; built once a batch."""
+    """cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
     angles = positions_T.float()[:, None, None] * inverse
     return angles.cos(), angles.sin()
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (i, i + D/2) by the row's angles; computed in float32."""
+    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32."""
     first, second = x_THD.float().chunk(2, -1)
     out = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return out.to(x_THD.dtype)

@@ -1,8 +1,8 @@
-"""SwiGLU's elementwise half, silu(gate) * up, that keeps gate and up for backward and no more.
+"""SwiGLU's elementwise half, silu(gate) * up, saving only gate and up for backward.
 
-Autograd keeps silu(gate) as well: a fourth tensor of the MLP's width a token beside gate, up and
-the product, which the down projection keeps. Here backward computes it again, in the same dtype, so
-gradients are the same bits.
+Autograd would also save silu(gate), a fourth tensor of the MLP's width beside gate, up and the
+product (which the down projection saves). Backward computes it again, in the same dtype, so
+gradients are bit-equal.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up, shape [T, F] like both. A compiler chooses itself what it keeps."""
+    """silu(gate) * up, shape [T, F] like both. torch.compile chooses itself what it saves."""
     if torch.compiler.is_compiling():
         return silu(gate_TF) * up_TF
     return _SwiGlu.apply(gate_TF, up_TF)
@@ -30,4 +30,4 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         (grad,) = grads
         d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return d_gate, silu(gate).mul_(grad)  # in place: three tensors of that size at most
+        return d_gate, silu(gate).mul_(grad)  # in place: at most three tensors of this size

@@ -1,4 +1,4 @@
-"""Collators for training loops other than ours: packed or padded batches out of documents."""
+"""Collators for other training loops: packed or padded batches out of documents."""
 
 from wlb.adapters.collate.boundaries import (
     MAX_MASK_BYTES,

@@ -1,12 +1,11 @@
-"""Where documents begin: lengths, cu_seqlens, position ids, masks, and the ways between them.
+"""Document boundaries: lengths, cu_seqlens, position ids, masks, and conversions between them.
 
     lengths       [3, 2]            tokens of each document, each at least one
-    cu_seqlens    [0, 3, 5]         int32 running offsets, as kernels for variable lengths take them
+    cu_seqlens    [0, 3, 5]         int32 running offsets, as variable-length kernels take them
     position_ids  [0, 1, 2, 0, 1]   restarting at each document
 
-Lengths and cu_seqlens say the same. Position ids say it too as long as nobody has padded them: a
-tail of zeros reads as documents of one token, which nothing can tell from real ones. So lengths are
-the source wherever there are any, and position ids are read only if there is nothing else.
+Padding makes position ids ambiguous: a tail of zeros reads as documents of one token. So lengths
+are the source if there are any, and position ids are read only if there is nothing else.
 """
 
 from typing import Any
@@ -14,23 +13,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import BoolArray, IntArray, IntLike, check_at_least, int_array, offsets_of
+from wlb.plan import BoolArray, IntArray, IntLike, UserError, check_at_least, int_array, offsets_of
 
 Int32Array = npt.NDArray[np.int32]
 
 MAX_MASK_BYTES = 1 << 28
-"""Largest mask that `block_mask` makes unless told otherwise: 256 MiB, 16,384 tokens."""
+"""Default limit of `block_mask`: 256 MiB, i.e. 16,384 tokens."""
 _LONGEST = 2**31 - 1
 _COPIED_TOKENS = 256
-"""Mean length from which a copy for each document is faster than arithmetic on every token."""
+"""Mean length from which copying per document is faster than arithmetic per token."""
 
 
 def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
-    """`lengths` (shape [n]) as int64; ValueError, begun with `where`, for one below 1."""
+    """`lengths` (shape [n]) as int64. UserError, prefixed by `where`, for one below 1."""
     out = int_array(f"{where}lengths", lengths)
     if out.size and int(out.min()) < 1:
         i = int(np.flatnonzero(out < 1)[0])
-        raise ValueError(
+        raise UserError(
             f"{where}lengths[{i}] = {out[i]}; a document has at least 1 token, leave others out"
         )
     return out
@@ -42,26 +41,26 @@ def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
 
 
 def offsets_of_documents(lengths: IntArray) -> Int32Array:
-    """`cu_seqlens_from_lengths` of what `document_lengths` has checked."""
+    """`cu_seqlens_from_lengths` of lengths that `document_lengths` has checked."""
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
     if total > _LONGEST:
-        raise ValueError(
+        raise UserError(
             f"{total} tokens are more than int32 offsets reach ({_LONGEST}); make smaller batches"
         )
     return offsets.astype(np.int32)
 
 
 def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
-    """Tokens of each segment, shape [n], of offsets of shape [n + 1] that rise from 0."""
+    """Tokens of each segment, shape [n], from offsets, shape [n + 1], that increase from 0."""
     offsets = int_array("cu_seqlens", cu_seqlens)
     if not offsets.size or offsets[0] != 0:
         first = f"begin with {offsets[0]}" if offsets.size else "are empty"
-        raise ValueError(f"cu_seqlens {first}; they begin with 0")
+        raise UserError(f"cu_seqlens {first}; they begin with 0")
     out = np.diff(offsets)
     if out.size and int(out.min()) < 1:
         i = int(np.flatnonzero(out < 1)[0])
-        raise ValueError(
+        raise UserError(
             f"cu_seqlens[{i}] = {offsets[i]} and cu_seqlens[{i + 1}] = {offsets[i + 1]}: a segment "
             f"has at least 1 token; cut repeated offsets off the end"
         )
@@ -81,7 +80,7 @@ def position_ids_from_lengths(
 def positions_in_documents(
     lengths: IntArray, *, start: int, dtype: type[np.int64] | type[np.int32]
 ) -> npt.NDArray[np.integer[Any]]:
-    """`position_ids_from_lengths` of what `document_lengths` has checked."""
+    """`position_ids_from_lengths` of lengths that `document_lengths` has checked."""
     ends = lengths.cumsum()
     total = int(ends[-1]) if ends.size else 0
     if total >= _COPIED_TOKENS * lengths.size > 0:
@@ -95,22 +94,21 @@ def positions_in_documents(
 def lengths_from_position_ids(
     position_ids: IntLike, where: str = "position_ids", *, start: int = 0
 ) -> IntArray:
-    """Documents of one row (shape [T]) whose positions restart at `start`.
+    """Document lengths of one row (shape [T]) whose positions restart at `start`.
 
-    ValueError, begun with `where`, for ids that are no packing: each is `start` or one more than
-    the one before it, and the first is `start`. (A row that begins in the middle of a document, or
-    left padding, has no boundaries that could be read.)
+    UserError, prefixed by `where`, unless the first id is `start` and every other is `start` or one
+    more than its predecessor. Rows with left padding, or that begin inside a document, fail.
     """
     ids = int_array(where, position_ids)
     if ids.size and ids[0] != start:
-        raise ValueError(
+        raise UserError(
             f"{where} begin with {ids[0]}, a packed row begins with {start}; give lengths instead"
         )
     begins = ids == start
     wrong = np.flatnonzero(~begins[1:] & (ids[1:] != ids[:-1] + 1))
     if wrong.size:
         i = int(wrong[0]) + 1
-        raise ValueError(
+        raise UserError(
             f"{where}[{i}] = {ids[i]} follows {ids[i - 1]}; in a packed row it is {start} or "
             f"{ids[i - 1] + 1}; give lengths instead"
         )
@@ -118,16 +116,15 @@ def lengths_from_position_ids(
 
 
 def cu_seqlens_from_position_ids(position_ids: npt.ArrayLike, *, start: int = 0) -> Int32Array:
-    """Offsets of the documents of a row [T], or of rows [R, S] one after the other.
+    """Offsets of the documents of a row [T], or of concatenated rows [R, S], without padding.
 
-    Only for ids that nobody has padded; see the module. Each row begins with a document. ValueError
-    as `lengths_from_position_ids`, naming the row.
+    UserError as in `lengths_from_position_ids`, naming the row.
     """
     ids = np.asarray(position_ids)
     if ids.ndim == 1:
         return cu_seqlens_from_lengths(lengths_from_position_ids(ids, start=start))
     if ids.ndim != 2:
-        raise ValueError(f"position_ids have shape {ids.shape}, not [T] or [rows, T]")
+        raise UserError(f"position_ids have shape {ids.shape}, not [T] or [rows, T]")
     rows = [
         lengths_from_position_ids(row, f"position_ids[{i}]", start=start)
         for i, row in enumerate(ids)
@@ -142,17 +139,17 @@ def block_mask(
     window: int | None = None,
     max_bytes: int = MAX_MASK_BYTES,
 ) -> BoolArray:
-    """True where query t (row) sees key s (column), shape [T, T]: s in t's segment, and s <= t.
+    """True where query t (row) attends to key s (column), shape [T, T]: same segment, s <= t.
 
-    causal: False to see the whole segment. window: of a model with sliding windows, s > t - window.
-    For small checks: T * T bytes, a few times that on the way, and a ValueError beyond `max_bytes`.
-    transformers takes `mask[None, None]` as attention_mask on SDPA; its eager attention adds the
-    mask to the scores, so there it has to be 0 and the lowest float instead of True and False.
+    causal = False: the whole segment. window: sliding window, s > t - window. Takes T * T bytes,
+    and a few times that temporarily; UserError beyond `max_bytes`. transformers accepts
+    `mask[None, None]` as attention_mask on SDPA; its eager attention adds the mask to the scores,
+    so give it 0 and the lowest float instead of True and False.
     """
     lengths = lengths_from_cu_seqlens(cu_seqlens)
     num_tokens = int(lengths.sum())
     if num_tokens**2 > max_bytes:
-        raise ValueError(
+        raise UserError(
             f"a mask of {num_tokens} x {num_tokens} tokens takes {num_tokens**2} bytes, more than "
             f"max_bytes = {max_bytes}; give a kernel cu_seqlens instead, or raise max_bytes"
         )

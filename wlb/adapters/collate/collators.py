@@ -1,20 +1,10 @@
-"""Collators for other people's loops: `collate_fn` of a DataLoader or `data_collator` of a trainer.
+"""Collators for other loops: `collate_fn` of a DataLoader or `data_collator` of a trainer.
 
-`PaddingFreeCollator` is Section 3.4 of "Enhancing Training Efficiency Using Packing with Flash
-Attention", with the keys, types and dtypes of transformers' DataCollatorWithFlattening, whose place
-it takes. It differs where that one goes wrong: rows that are packed already keep their documents
-(`seq_lengths`, as TRL's packing writes them, or restarting `position_ids`), padding is one segment,
-padding inside an example is refused. `PaddedCollator` is its counterpart with a row a document.
-
-Both take a list of mappings with `input_ids` (list, NumPy array or CPU tensor of one axis) and, in
-all of them or none, `labels` (unshifted, IGNORE where nothing is trained). They hold plain values
-only, so workers can pickle them; they touch no device and pin nothing.
-
-On SDPA or eager attention, transformers' models read the boundaries from position_ids, and only in
-calls without attention_mask and without a cache: outside its Trainer call them with
-`use_cache=False`, in training too, or documents see each other and nothing says so. A model that
-never looks (falcon in 5.23) needs `block_mask` of cu_seq_lens_q as attention_mask.
-tests/adapters/collate/test_families.py has the table.
+`PaddingFreeCollator` (Section 3.4 of "Enhancing Training Efficiency Using Packing with Flash
+Attention") replaces transformers' DataCollatorWithFlattening, with the same keys, types and dtypes;
+but packed rows keep their documents, padding is a segment, and padding inside an example is
+refused. `PaddedCollator` makes a row per document. Examples are mappings with `input_ids` and, in
+all or none, unshifted `labels`. Models must be called with `use_cache=False`: see README.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,24 +18,25 @@ from wlb.adapters.collate.boundaries import document_lengths
 from wlb.adapters.collate.flat import FlatBatch, FlatOptions, flatten
 from wlb.adapters.collate.padded import PaddedBatch, PadOptions, PadTo, Side, pad
 from wlb.parallel.rows import IGNORE
+from wlb.plan import UserError
 
 Feature = Mapping[str, Any]
 Tensors = Literal["pt", "np"]
 
 LENGTH_KEYS = ("seq_lengths", "lengths")
-"""Where a packed row keeps its documents' lengths; either, not both."""
+"""Keys of a packed row's document lengths; give one of them."""
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-"""What other collators turn into labels; to leave it out would train what should not be."""
+"""Masks that other collators turn into labels; refused, as ignoring them would train too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingFreeCollator:
     """Examples to one row [1, T]: input_ids, labels, position_ids, all int64.
 
-    return_flash_attn_kwargs: also cu_seq_lens_q and cu_seq_lens_k (one int32 tensor, shape
-    [num_segments + 1]), max_length_q and max_length_k (int). return_seq_idx: also seq_idx, int32
-    [1, T]. return_shift_labels: also shift_labels, int64 [1, T], labels moved to the token that
-    predicts them, as transformers' losses take them beside `labels`. The others: `FlatOptions`.
+    return_flash_attn_kwargs adds cu_seq_lens_q and cu_seq_lens_k (one int32 tensor, shape
+    [num_segments + 1]), max_length_q and max_length_k (int). return_seq_idx adds seq_idx, int32
+    [1, T]. return_shift_labels adds shift_labels, int64 [1, T]: labels at the token that predicts
+    them, as transformers' losses accept them. Other options: `FlatOptions`.
     """
 
     return_position_ids: bool = True
@@ -69,9 +60,9 @@ class PaddingFreeCollator:
             next_labels=self.return_shift_labels,
         )
         object.__setattr__(self, "options", options)
-        says = (self.return_position_ids, self.return_flash_attn_kwargs, self.return_seq_idx)
-        if not any(says):
-            raise ValueError(
+        boundaries = (self.return_position_ids, self.return_flash_attn_kwargs, self.return_seq_idx)
+        if not any(boundaries):
+            raise UserError(
                 "return_position_ids = False leaves nothing that says where documents begin; set "
                 "return_flash_attn_kwargs or return_seq_idx"
             )
@@ -96,13 +87,13 @@ class PaddingFreeCollator:
         return self.batch(flat, return_tensors=return_tensors)
 
     def batch(self, flat: FlatBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """The same keys for a batch of `wlb.adapters.collate.flat`, as of a plan's micro-batch."""
+        """The same keys for a `FlatBatch`, such as a plan's micro-batch."""
         out: dict[str, Any] = {"input_ids": flat.input_ids[None], "labels": flat.labels[None]}
         if self.return_position_ids:
             out["position_ids"] = flat.position_ids[None]
         if self.return_shift_labels:
             if flat.next_labels is None:
-                raise ValueError(
+                raise UserError(
                     "return_shift_labels needs a batch with next_labels; make it with "
                     "FlatOptions(next_labels=True)"
                 )
@@ -119,7 +110,7 @@ class PaddingFreeCollator:
 class PaddedCollator:
     """Examples to rows [examples, width]: input_ids, labels, attention_mask, position_ids, int64.
 
-    The options are those of `PadOptions`. An example is one document: packed rows are refused.
+    Options: `PadOptions`. An example is one document; packed rows are refused.
     """
 
     pad_token_id: int
@@ -151,7 +142,7 @@ class PaddedCollator:
         return self.batch(made, return_tensors=return_tensors)
 
     def batch(self, made: PaddedBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """The same keys for a batch that `wlb.adapters.collate.padded` has made."""
+        """The same keys for a `PaddedBatch`."""
         out: dict[str, Any] = {
             "input_ids": made.input_ids,
             "labels": made.labels,
@@ -164,11 +155,11 @@ class PaddedCollator:
 
 def _check_tensors(return_tensors: str) -> None:
     if return_tensors not in ("pt", "np"):
-        raise ValueError(f"return_tensors = {return_tensors!r} must be 'pt' or 'np'")
+        raise UserError(f"return_tensors = {return_tensors!r} must be 'pt' or 'np'")
 
 
 def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any]:
-    """Arrays as tensors on the same memory; an array under two keys becomes one tensor."""
+    """Arrays as tensors that share their memory; an array under two keys becomes one tensor."""
     _check_tensors(return_tensors)
     if return_tensors == "np":
         return values
@@ -189,15 +180,15 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
 
 
 def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
-    """What the examples hold: input_ids, and of labels, lengths and position_ids what is given.
+    """The columns input_ids and, if given, labels, lengths and position_ids.
 
-    Other keys are left out. ValueError for what a collator would have to guess or to drop.
+    Other keys are ignored, except those that a collator would have to guess or drop: UserError.
     """
     present: set[str] = set().union(*features)
     out = {"input_ids": _column(features, "input_ids")} if features else {"input_ids": []}
     for key in LOSS_MASKS:
         if key in present:
-            raise ValueError(
+            raise UserError(
                 f"examples have {key}, which is not read; put {IGNORE} into their labels where "
                 f"nothing is trained, and leave {key} out"
             )
@@ -207,17 +198,17 @@ def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
         if key in present and any(feature.get(key) is not None for feature in features):
             name = "lengths" if key in LENGTH_KEYS else key
             if name in out:
-                raise ValueError(f"examples have {' and '.join(LENGTH_KEYS)}; give one of them")
+                raise UserError(f"examples have {' and '.join(LENGTH_KEYS)}; give one of them")
             out[name] = _column(features, key)
     return out
 
 
 def _column(features: Sequence[Feature], key: str) -> list[Any]:
-    """The values of `key`; ValueError for an example that has none."""
+    """The values of `key`; UserError for an example without it."""
     out = [feature.get(key) for feature in features]
     for i, value in enumerate(out):
         if value is None:
-            raise ValueError(
+            raise UserError(
                 f"example {i} has {sorted(features[i])}, but no {key}; give it for every example"
             )
     return out
@@ -231,7 +222,7 @@ def _check_attention_masks(features: Sequence[Feature]) -> None:
         seen = np.asarray(mask)
         num_tokens = len(feature["input_ids"])
         if seen.shape != (num_tokens,) or not seen.all():
-            raise ValueError(
+            raise UserError(
                 f"example {i} has {num_tokens} tokens and an attention_mask of shape {seen.shape} "
                 f"with {int(np.count_nonzero(seen))} ones; tokenize without padding, which would "
                 f"be trained as part of a document"
@@ -239,14 +230,14 @@ def _check_attention_masks(features: Sequence[Feature]) -> None:
 
 
 def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
-    """ValueError for a row of several documents, by its lengths or its position ids."""
+    """UserError for a row of several documents, judged by lengths or position ids."""
     for i in range(len(columns["input_ids"])):
         num = 1
         if "lengths" in columns:
             lengths = document_lengths(columns["lengths"][i], f"lengths of example {i}: ")
             num, num_tokens = lengths.size, len(columns["input_ids"][i])
             if int(lengths.sum()) != num_tokens:
-                raise ValueError(
+                raise UserError(
                     f"example {i} has {num_tokens} tokens, its documents' lengths "
                     f"{lengths.tolist()} add up to {int(lengths.sum())}"
                 )
@@ -254,7 +245,7 @@ def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
             ids = np.asarray(columns["position_ids"][i])
             num = max(num, int(np.count_nonzero(np.diff(ids) != 1)) + 1)
         if num > 1:
-            raise ValueError(
+            raise UserError(
                 f"example {i} is a packed row of {num} documents, which an attention mask cannot "
                 f"keep apart; use PaddingFreeCollator"
             )

@@ -1,24 +1,10 @@
-"""Padding-free batches: examples one after the other, and where each document begins.
+"""Padding-free batches: documents concatenated, with their boundaries. NumPy only.
 
-Section 3.4 of "Enhancing Training Efficiency Using Packing with Flash Attention": tokens are
-concatenated, position ids restart at each document, the first label of each document is IGNORE.
-NumPy only; `wlb.adapters.collate.collators` hands the same to torch.
-
-Labels are unshifted, as transformers' models take them: labels[t] is what token t itself counts as
-a target, and the model compares it with what it predicted at t - 1. So a document of n tokens has
-n - 1 targets, and its first label must be IGNORE, or the model would learn to predict a document's
-first token from another document. `next_labels` are the same, shifted already.
-
-Boundaries have one source: the lengths of documents where they are given, else position ids of a
-row that says it is packed by them, else each example is one document. Tokens (EOS) are never read.
-Given lengths and position ids have to agree.
-
-Padding (`pad_to_multiple_of`) comes last and is one segment of its own in cu_seqlens, because
-kernels for variable lengths leave rows behind cu_seqlens[-1] unwritten. It counts neither as
-document nor target: `lengths` and `num_documents` leave it out, its labels are IGNORE.
-
-Cost: 3 to 8 ns a token of a buffer or of arrays and 20 to 30 ns of Python lists, whose integers are
-read one by one, plus some 50 us a batch (`python -m experiments.collation`).
+Position ids restart at each document (Section 3.4 of "Enhancing Training Efficiency Using Packing
+with Flash Attention"). Labels are unshifted, as transformers takes them: labels[t] is token t, so a
+document's first label is IGNORE and n tokens have n - 1 targets; `next_labels` are shifted.
+Boundaries come from lengths, else from position ids, else each example is one document. Padding is
+last, a segment but neither document nor target. Cost: 3-8 ns a token in arrays, 20-30 in lists.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +25,7 @@ from wlb.adapters.collate.boundaries import (
     positions_in_documents,
 )
 from wlb.parallel.rows import IGNORE, LabelReader, TokenReader
-from wlb.plan import IntArray, IntLike, Layout, MicroBatch, check_at_least
+from wlb.plan import IntArray, IntLike, Layout, MicroBatch, UserError, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
 """int64, or what `FlatOptions.dtype` says."""
@@ -47,13 +33,12 @@ TokenArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatOptions:
-    """How a flat batch is laid out.
+    """Layout of a flat batch.
 
-    pad_to_multiple_of: pad with `pad_token_id` to a multiple of so many tokens; None: no padding.
-    separator_id: label of the first token of each document, IGNORE unless the loss ignores another
-    value. position_ids_start: position of a document's first token; models like RoBERTa begin at
-    padding_idx + 1. next_labels: make `FlatBatch.next_labels` too. dtype: int64 or int32, of
-    tokens, labels and positions.
+    pad_to_multiple_of: pad with `pad_token_id` to a multiple of this many tokens. separator_id:
+    label of each document's first token, IGNORE unless the loss ignores another value.
+    position_ids_start: position of a document's first token (RoBERTa: padding_idx + 1).
+    next_labels: also make `FlatBatch.next_labels`. dtype: of tokens, labels, positions.
     """
 
     pad_to_multiple_of: int | None = None
@@ -69,30 +54,29 @@ class FlatOptions:
         check_at_least("pad_token_id", self.pad_token_id, 0)
         check_at_least("position_ids_start", self.position_ids_start, 0)
         if np.dtype(self.dtype) not in (np.dtype(np.int64), np.dtype(np.int32)):
-            raise ValueError(f"dtype = {self.dtype} must be numpy.int64 or numpy.int32")
+            raise UserError(f"dtype = {self.dtype} must be numpy.int64 or numpy.int32")
 
     def padding(self, num_tokens: int) -> int:
-        """Padding tokens behind `num_tokens`; an empty batch gets a whole multiple."""
+        """Padding tokens after `num_tokens`; an empty batch gets a whole multiple."""
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
 
 
 _PACKED_TOKENS = 256
-"""Mean tokens of a list from which a call for each is faster than calls for several."""
+"""Mean list length from which one `pack_into` call per list is fastest."""
 
 DEFAULT_OPTIONS = FlatOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatBatch:
-    """Documents one after the other, then padding; T tokens with it.
+    """Documents one after the other, then padding; T tokens in all.
 
-    input_ids, labels, position_ids: shape [T]. cu_seqlens: int32 offsets of the segments, the
-    documents and then the padding if there is any; shape [num_segments + 1], from 0 to T.
-    max_seqlen: tokens of the longest segment. num_padding: tokens of the padding, fewer than the
-    multiple it fills up to. next_labels: shape [T], the label of the token that follows in the
-    document, behind its last one the separator; None unless asked for. num_cut_targets: labels that
-    next_labels alone have, of documents that end before they do.
+    input_ids, labels, position_ids: shape [T]. cu_seqlens: int32 offsets of the segments, i.e. of
+    documents and then padding, shape [num_segments + 1], from 0 to T. max_seqlen: tokens of the
+    longest segment. num_padding: padding tokens. next_labels: shape [T], the label of the next
+    token in the document, the separator for its last; None unless requested. num_cut_targets:
+    targets that only next_labels has, of pieces that end before their document.
     """
 
     input_ids: TokenArray
@@ -106,7 +90,7 @@ class FlatBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of documents."""
+        """Tokens without padding."""
         return self.input_ids.size - self.num_padding
 
     @property
@@ -115,19 +99,19 @@ class FlatBatch:
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, shape [num_documents]; no padding."""
+        """Tokens of each document, shape [num_documents]."""
         return np.diff(self.cu_seqlens)[: self.num_documents].astype(np.int64)
 
     @property
     def num_targets(self) -> int:
-        """Labels that are trained: what a loss is divided by. No separator is, whatever its id."""
+        """Trained labels, the loss's divisor; separators do not count, whatever their id."""
         is_target = self.labels != IGNORE
         is_target[self.cu_seqlens[: self.num_documents]] = False
         return int(np.count_nonzero(is_target)) + self.num_cut_targets
 
     @property
     def seq_idx(self) -> Int32Array:
-        """Number of each token's segment, shape [T]; padding has a number of its own."""
+        """Segment index of each token, shape [T]; padding has its own."""
         return np.repeat(
             np.arange(self.cu_seqlens.size - 1, dtype=np.int32), np.diff(self.cu_seqlens)
         )
@@ -143,16 +127,16 @@ def flatten(
 ) -> FlatBatch:
     """One batch of `examples`: token ids (lists or arrays), each a document or a packed row.
 
-    labels: of each example, as long as it; else its tokens. Both unshifted, see the module.
-    lengths: of the documents in each example; position_ids: of each example. Without both, an
-    example is one document. ValueError names an example that does not fit.
+    labels: unshifted, as long as each example; default: its tokens. lengths: of the documents in
+    each example. position_ids: of each example. Without both, an example is one document. UserError
+    names an example that does not fit.
     """
     if not len(examples):
-        raise ValueError("a batch needs at least one example, got none")
+        raise UserError("a batch needs at least one example, got none")
     ids = _checked("tokens", examples, options)
     sizes = _sizes(ids)
     if not sizes.all():
-        raise ValueError(f"example {int(sizes.argmin())} holds no token; leave empty examples out")
+        raise UserError(f"example {int(sizes.argmin())} holds no token; leave empty examples out")
     num_tokens = int(sizes.sum())
     documents = _documents(sizes, lengths, position_ids, start=options.position_ids_start)
     padding = options.padding(num_tokens)
@@ -168,13 +152,13 @@ def flatten_buffer(
     labels: IntLike | None = None,
     options: FlatOptions = DEFAULT_OPTIONS,
 ) -> FlatBatch:
-    """One batch of documents that lie one after the other already; the fastest way in.
+    """One batch of documents that are concatenated already; the fastest of the three.
 
-    tokens, labels: shape [num_tokens], copied. lengths: tokens of each document, at least one.
+    tokens, labels: shape [num_tokens], copied. lengths: tokens of each document, at least one each.
     """
     documents = document_lengths(lengths)
     if not documents.size:
-        raise ValueError("a batch needs at least one document, got none")
+        raise UserError("a batch needs at least one document, got none")
     _check_row("the buffer", documents, len(tokens))
     padding = options.padding(len(tokens))
     sizes = _sizes([tokens])
@@ -188,16 +172,16 @@ def flatten_buffer(
 def flatten_micro_batch(
     micro_batch: MicroBatch, reader: TokenReader, *, options: FlatOptions = DEFAULT_OPTIONS
 ) -> FlatBatch:
-    """One batch of a plan's micro-batch, its pieces as documents in the plan's order.
+    """One batch of a plan's micro-batch, with its pieces as documents in the plan's order.
 
-    A piece that ends before its document does has the document's next token as its last target.
-    Only `next_labels` can say so: ask for them, or a document loses a target where it is cut. A
-    micro-batch without pieces becomes padding. A `LabelReader` says which tokens are trained.
+    The last target of a piece that ends before its document is the document's next token. Only
+    `next_labels` can hold it; without them a cut document loses one target. An empty micro-batch
+    becomes padding. A `LabelReader` says which tokens are trained.
     """
     if micro_batch.layout != Layout.SEPARATE:
-        raise ValueError(
-            f"the plan's micro-batches have packing.layout = {micro_batch.layout}, and here "
-            f"documents lie one after the other and apart; plan with separate"
+        raise UserError(
+            f"the plan's micro-batches have packing.layout = {micro_batch.layout}, but a flat "
+            f"batch keeps documents separate; plan with packing.layout = separate"
         )
     pieces = micro_batch.pieces
     rows = list(
@@ -233,7 +217,7 @@ def _assemble(
     padding: int,
     options: FlatOptions,
 ) -> FlatBatch:
-    """tokens, labels: shape [T], documents of `lengths` and then room for the padding."""
+    """tokens, labels: shape [T], documents of `lengths` and then space for padding."""
     segments = np.append(lengths, padding) if padding else lengths
     cu_seqlens = offsets_of_documents(segments)
     out = tokens.copy() if labels is None else labels
@@ -261,7 +245,7 @@ def _documents(
     *,
     start: int,
 ) -> IntArray:
-    """Lengths of all documents, one after the other."""
+    """Lengths of the documents of all examples."""
     if lengths is None and position_ids is None:
         return sizes
     by_length = by_position = None
@@ -281,7 +265,7 @@ def _documents(
     if by_length is not None and by_position is not None:
         for i, (a, b) in enumerate(zip(by_length, by_position, strict=True)):
             if not np.array_equal(a, b):
-                raise ValueError(
+                raise UserError(
                     f"example {i}: its lengths are {_short(a)}, its position_ids begin documents "
                     f"of {_short(b)} tokens; give the lengths alone if they are right"
                 )
@@ -291,7 +275,7 @@ def _documents(
 def _labels(
     labels: Sequence[IntLike] | None, sizes: IntArray, *, padding: int, options: FlatOptions
 ) -> TokenArray | None:
-    """All labels in a new array, checked against the tokens' sizes; None for None."""
+    """All labels in a new array, checked against the examples' sizes; None for None."""
     if labels is None:
         return None
     values = _checked("labels", labels, options)
@@ -304,13 +288,13 @@ def _sizes(values: Sequence[IntLike]) -> IntArray:
 
 
 def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequence[IntLike]:
-    """All as lists, which `_join` checks, or all as arrays of one axis that fit the dtype."""
+    """All as lists, which `_join` checks, or all as 1-D arrays that fit the dtype."""
     if all(isinstance(value, list | tuple) for value in values):
         return values
     arrays = [np.asarray(value) for value in values]
     for i, array in enumerate(arrays):
         if array.ndim != 1:
-            raise ValueError(f"{what} of example {i} have shape {array.shape}, not one axis")
+            raise UserError(f"{what} of example {i} have shape {array.shape}, not one axis")
     wanted = np.dtype(options.dtype)
     if not all(dtype.kind in "iu" and np.can_cast(dtype, wanted) for dtype in _dtypes(arrays)):
         for i, array in enumerate(arrays):
@@ -324,22 +308,22 @@ def _dtypes(arrays: Sequence[npt.NDArray[Any]]) -> set[np.dtype[Any]]:
 
 def _check_count(what: str, values: Sequence[Any], sizes: IntArray) -> None:
     if len(values) != sizes.size:
-        raise ValueError(f"{what} of {len(values)} examples for the tokens of {sizes.size}")
+        raise UserError(f"{what} of {len(values)} examples for the tokens of {sizes.size}")
 
 
 def _check_sizes(what: str, found: IntArray, sizes: IntArray) -> None:
     if found.size != sizes.size:
-        raise ValueError(f"{what} of {found.size} examples for the tokens of {sizes.size}")
+        raise UserError(f"{what} of {found.size} examples for the tokens of {sizes.size}")
     wrong = np.flatnonzero(found != sizes)
     if wrong.size:
         i = int(wrong[0])
-        raise ValueError(f"example {i} has {sizes[i]} tokens but {found[i]} {what}")
+        raise UserError(f"example {i} has {sizes[i]} tokens but {found[i]} {what}")
 
 
 def _check_row(what: str, lengths: IntArray, num_tokens: int) -> None:
     total = int(lengths.sum())
     if total != num_tokens:
-        raise ValueError(
+        raise UserError(
             f"{what} has {num_tokens} tokens, its documents' lengths {_short(lengths)} add up to "
             f"{total}; if the row was cut or padded, cut or pad its lengths as well"
         )
@@ -351,23 +335,23 @@ def _short(lengths: IntArray) -> str:
 
 
 def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOptions) -> TokenArray:
-    """A new array of `num_rows`: all checked values, and room for the padding behind them."""
+    """A new array of `num_rows`: all checked values, then space for padding."""
     out = np.empty(num_rows, options.dtype)
     if not values or isinstance(values[0], list | tuple):
         try:
             _pack(values, out)
         except struct_error:
-            raise ValueError(_not_integers(what, values, out.dtype)) from None
+            raise UserError(_not_integers(what, values, out.dtype)) from None
     else:
         np.concatenate(values, out=out[: sum(map(len, values))], casting="same_kind")
     return out
 
 
 def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
-    """Writes lists one after the other; `struct` is fast and takes integers only.
+    """Write lists one after the other with `struct`, which is fast and accepts integers only.
 
-    Long lists one by one, short ones together: a call costs about as much as 50 integers, and
-    arguments that outgrow the processor's caches cost more than that.
+    Short lists share a call, which costs about as much as 50 integers; long ones do not, since
+    arguments beyond the processor's caches cost more.
     """
     rows: Iterable[Any] = values
     if sum(map(len, values)) < _PACKED_TOKENS * len(values):
@@ -380,16 +364,16 @@ def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
 
 
 def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """ValueError for an array whose values are no integers of `dtype`."""
+    """UserError unless the array holds integers within `dtype`."""
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{what} have dtype {array.dtype}, not integers")
+        raise UserError(f"{what} have dtype {array.dtype}, not integers")
     info = np.iinfo(dtype)
     if array.size and not info.min <= int(array.min()) <= int(array.max()) <= info.max:
-        raise ValueError(f"{what} are {array.min()} to {array.max()}, beyond {dtype}")
+        raise UserError(f"{what} are {array.min()} to {array.max()}, beyond {dtype}")
 
 
 def _not_integers(what: str, values: Sequence[IntLike], dtype: np.dtype[Any]) -> str:
-    """Which value of the lists is no integer of `dtype`."""
+    """Message naming the value that is not an integer within `dtype`."""
     info = np.iinfo(dtype)
     for i, value in enumerate(values):
         for at, item in enumerate(value):

@@ -1,12 +1,9 @@
-"""A loader for other training loops: planned, collated steps of one data-parallel rank.
+"""A resumable loader for other training loops: planned, collated steps of one data-parallel rank.
 
-Every rank plans the same global steps and takes its own pipeline's micro-batches, so that shards
-are disjoint and complete over any number of ranks. The state is the planner's, a few KB of JSON and
-the same on all ranks: it resumes exactly, with what waits in the packer, also on another number of
-ranks. Worker processes open planner and store themselves (only the functions that open them are
-pickled) and collate every `num_workers`-th step.
-
-(wlb's own trainer has a planner process a node instead and loads ahead in a thread: `wlb.train`.)
+Every rank plans the same global steps and takes its own pipeline's micro-batches, so shards are
+disjoint and complete. The state is the planner's: a few KB of JSON, equal on all ranks, exact on
+any number of ranks. Worker processes open planner and reader themselves and collate every
+`num_workers`-th step. (wlb's own trainer has one planner process per node: `wlb.train`.)
 """
 
 from collections.abc import Callable, Iterator
@@ -15,15 +12,18 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from wlb.parallel.rows import TokenReader
-from wlb.plan import MicroBatch, PlannerState, StepPlan
+from wlb.plan import MicroBatch, PlannerState, StepPlan, UserError
 from wlb.planner import Planner
 
 Collate = Callable[[MicroBatch, TokenReader], Any]
 
 
 class LoadedStep(NamedTuple):
-    """One global step on one rank. num_targets: labels of all ranks, what the loss is divided by.
-    micro_batches: what `collate` made of this rank's, in execution order."""
+    """One global step on one rank.
+
+    num_targets: trained labels on all ranks, the loss's divisor. micro_batches: results of
+    `collate` for this rank, in execution order.
+    """
 
     step: int
     num_targets: int
@@ -31,7 +31,7 @@ class LoadedStep(NamedTuple):
 
 
 class PlannedSteps(IterableDataset[LoadedStep]):
-    """The rank's steps from a state on; in a worker process, every num_workers-th of them."""
+    """The rank's steps after a state; in a worker process, every num_workers-th of them."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class PlannedSteps(IterableDataset[LoadedStep]):
         return LoadedStep(plan.step, plan.num_targets, made)
 
 
-def _as_it_is(step: Any) -> Any:
-    """In the place of torch's conversion, which would make tensors of every array."""
+def _unchanged(step: Any) -> Any:
+    """Replaces torch's conversion, which would turn every array into a tensor."""
     return step
 
 
 class PlannedLoader:
-    """Iterates over steps to the end of data; a second iteration goes on where one was left.
+    """Iterates over steps to the end of data; a second iteration continues the first.
 
-    open_planner, open_reader: functions without arguments that open them, picklable if num_workers
-    is above 0 (`functools.partial` of a module's function). dp_rank: below the planner's dp.
-    num_workers, pin_memory, prefetch_factor: as in torch's DataLoader.
+    open_planner, open_reader: functions without arguments, picklable if num_workers > 0 (e.g.
+    `functools.partial` of a module's function). dp_rank: below the planner's dp. num_workers,
+    pin_memory, prefetch_factor: as in torch's DataLoader.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PlannedLoader:
     ) -> None:
         self._planner = open_planner()
         if not 0 <= dp_rank < self._planner.dp:
-            raise ValueError(
+            raise UserError(
                 f"dp_rank = {dp_rank} is not one of the planner's {self._planner.dp} pipelines; "
                 f"open it with dp = the number of data-parallel ranks"
             )
@@ -102,22 +102,21 @@ class PlannedLoader:
         steps = PlannedSteps(
             *self._open, dp_rank=self.dp_rank, collate=self.collate, state=self._state
         )
-        for loaded in DataLoader(steps, batch_size=None, collate_fn=_as_it_is, **self._options):
+        for loaded in DataLoader(steps, batch_size=None, collate_fn=_unchanged, **self._options):
             plan = self._planner.next(self._state)
             if plan is None or plan.step != loaded.step:
                 raise RuntimeError(
                     f"step {loaded.step} came from a worker, this process planned "
                     f"{None if plan is None else plan.step}: the planners differ"
                 )
-            # Before the step is given out: a checkpoint is made after it was trained.
+            # Updated before the yield: a checkpoint is made after the step was trained.
             self._state = plan.state
             yield loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """After the step that was given last. JSON, the same on every rank."""
+        """State after the last step that was returned; JSON, equal on all ranks."""
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that step, on any number of ranks and with more epochs or not; takes effect
-        with the next iteration."""
+        """Continue after that step from the next iteration on, with any ranks and more epochs."""
         self._state = PlannerState.from_json(state).reopened()

@@ -1,10 +1,9 @@
-"""Padded batches: a row for each document, filled up to a common width.
+"""Padded batches, a row per document, for loops without variable-length kernels.
 
-What loops without a kernel for variable lengths take. A row is one document: an attention mask
-[rows, width] cannot say where a second one begins; packed rows are in `wlb.adapters.collate.flat`.
-Labels are unshifted as there; the first of each document is IGNORE, or with padding on the left the
-model would learn to predict a first token from padding. Nothing is cut: a document longer than
-`max_length` is an error. Cost: rows x width tokens, whatever the documents hold.
+An attention mask [rows, width] cannot separate documents, so a row is one document. Labels are
+unshifted as in `wlb.adapters.collate.flat`, the first of each document IGNORE (with left padding
+the model would otherwise predict it from padding). Nothing is cut: a document longer than
+`max_length` is an error. Cost: rows x width tokens.
 """
 
 from collections.abc import Sequence
@@ -15,31 +14,31 @@ import numpy as np
 
 from wlb.adapters.collate.flat import TokenArray, flatten
 from wlb.parallel.rows import IGNORE
-from wlb.plan import IntArray, IntLike, check_at_least
+from wlb.plan import IntArray, IntLike, UserError, check_at_least
 
 
 class Side(StrEnum):
-    """Where padding goes."""
+    """Side of the padding."""
 
     RIGHT = "right"
     LEFT = "left"
 
 
 class PadTo(StrEnum):
-    """How wide a batch is."""
+    """Width of a batch."""
 
     LONGEST = "longest"
-    """As its longest document."""
+    """The batch's longest document."""
     MAX_LENGTH = "max_length"
-    """`max_length` always, for compiled models and fixed buffers."""
+    """Always `max_length`, for compiled models and fixed buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadOptions:
-    """How a padded batch is laid out.
+    """Layout of a padded batch.
 
-    max_length: documents above it are refused; None for any. pad_to_multiple_of: the width is
-    rounded up to it, and `max_length` must be such a multiple. The enums may be given as strings.
+    max_length: longer documents are refused. pad_to_multiple_of: the width is rounded up to it;
+    `max_length` must be a multiple. Enums may be given as strings.
     """
 
     pad_token_id: int
@@ -55,20 +54,20 @@ class PadOptions:
         if self.max_length is not None:
             check_at_least("max_length", self.max_length, 1)
         elif self.pad_to is PadTo.MAX_LENGTH:
-            raise ValueError("pad_to = max_length needs max_length, which is None")
+            raise UserError("pad_to = max_length needs max_length, which is None")
         if self.pad_to_multiple_of is not None:
             check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, 1)
             if (self.max_length or 0) % self.pad_to_multiple_of:
-                raise ValueError(
+                raise UserError(
                     f"max_length = {self.max_length} is not a multiple of pad_to_multiple_of = "
                     f"{self.pad_to_multiple_of}, so the widest batch would exceed it; round it"
                 )
 
     def width(self, lengths: IntArray) -> int:
-        """Of a batch of documents of `lengths` (shape [rows])."""
+        """Width of a batch of documents of `lengths` (shape [rows])."""
         longest = int(lengths.max())
         if self.max_length is not None and longest > self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"example {int(lengths.argmax())} has {longest} tokens, max_length = "
                 f"{self.max_length}; nothing is cut here: split it, leave it out, or raise "
                 f"max_length"
@@ -83,8 +82,8 @@ class PadOptions:
 class PaddedBatch:
     """Documents as rows; all int64 of shape [rows, width].
 
-    labels: IGNORE on padding and on a document's first token. attention_mask: 1 on tokens, 0 on
-    padding. position_ids: from 0 in each document, 0 on padding.
+    labels: IGNORE on padding and on first tokens. attention_mask: 1 on tokens, 0 on padding.
+    position_ids: from 0 in each document, 0 on padding.
     """
 
     input_ids: IntArray
@@ -104,10 +103,10 @@ def pad(
     labels: Sequence[IntLike] | None = None,
     options: PadOptions,
 ) -> PaddedBatch:
-    """A row for each example: token ids (lists or arrays) of one document.
+    """A row for each example: token ids (list or array) of one document.
 
-    labels: of each example, as long as it; else its tokens. ValueError names an example that does
-    not fit.
+    labels: as long as each example; default: its tokens. UserError names an example that does not
+    fit.
     """
     flat = flatten(examples, labels=labels)
     lengths = flat.lengths
