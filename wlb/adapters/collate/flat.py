@@ -181,7 +181,7 @@ def flatten_micro_batch(
     if micro_batch.layout != Layout.SEPARATE:
         raise UserError(
             f"the plan's micro-batches have packing.layout = {micro_batch.layout}, but a flat "
-            f"batch keeps documents separate; plan with packing.layout = separate"
+            f"batch keeps documents separate; plan with separate"
         )
     pieces = micro_batch.pieces
     rows = list(
