@@ -21,6 +21,7 @@ _ops = torch.ops._c10d_functional
 _DIGEST_BYTES = 8
 _TEXT_BYTES = 64
 _ERROR_BYTES = 512
+_USERS = "u"
 
 
 class Group(Protocol):
@@ -72,7 +73,7 @@ def agree(
     device may be the very argument that is wrong.
 
     declared: the same names on every rank; values are compared as text. problem: this rank's error.
-    UserError with every rank's message; ValueError on a rank whose problem is not a UserError.
+    UserError with every rank's message; ValueError if a problem is not a UserError.
     """
     if group is None:
         if problem is not None:
@@ -86,8 +87,8 @@ def agree(
     columns = [[row.tobytes()[a:b] for row in rows] for a, b in pairwise(edges)]
     errors = [_text(error) for error in columns[0]]
     if any(errors):
-        is_users = problem is None or isinstance(problem, UserError)
-        found = "; ".join(f"rank {r}: {error}" for r, error in enumerate(errors) if error)
+        found = "; ".join(f"rank {r}: {error[1:]}" for r, error in enumerate(errors) if error)
+        is_users = all(error[:1] in ("", _USERS) for error in errors)
         raise (UserError if is_users else ValueError)(found) from problem
     differing = [
         f"{name}: "
@@ -100,9 +101,11 @@ def agree(
 
 
 def _described(problem: Exception | None) -> str:
+    """Its text after one character that says whether it is a UserError; empty without a problem."""
     if problem is None:
         return ""
-    return str(problem) if isinstance(problem, ValueError) and str(problem) else repr(problem)
+    text = str(problem) if isinstance(problem, ValueError) and str(problem) else repr(problem)
+    return (_USERS if isinstance(problem, UserError) else "!") + text
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
