@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.train.case import small_spec, train, write_corpus, write_store
+from tests.train.case import small_spec, train, write_corpus
 from tests.train.faults.test_faults import free_port
 from wlb.launch.local import RankFailure, run_local
 from wlb.parallel.world import World
@@ -20,7 +20,6 @@ from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.stop import Signals
-from wlb.train.rank import collective_limit_s
 from wlb.train.stores import Stores
 
 
@@ -124,36 +123,3 @@ def test_a_store_may_take_longer_to_make_than_a_collective_may(tmp_path: Path) -
     spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"timeout_s": 10.0})
     spec = replace(spec, parallel=replace(spec.parallel, tp=2))
     assert run_local(as_given_ranks, 2, spec, timeout_s=600) == [True, True]
-
-
-def test_a_collective_may_outlast_the_watch_where_nccl_would_end_who_waits() -> None:
-    spec, two = RunSpec(), World(rank=0, world_size=2, local_world_size=2, rendezvous_file="f")
-    spec = replace(spec, training=replace(spec.training, timeout_s=100.0))
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert collective_limit_s(spec, two, gpu) == 230.0
-    assert collective_limit_s(spec, two, cpu) == 100.0
-    assert collective_limit_s(spec, World(), gpu) == 100.0
-    alone = replace(spec, training=replace(spec.training, heartbeat_s=0.0))
-    assert collective_limit_s(alone, two, gpu) == 100.0
-
-
-@pytest.mark.parametrize("key", ["store", "heldout_store", "blend", "corpus", "packs", "profile"])
-def test_inputs_in_a_run_that_would_be_moved_aside_are_refused(tmp_path: Path, key: str) -> None:
-    folder = tmp_path / "runs" / "small"
-    inside = str(folder / "inputs" / "store")
-    own = write_store(tmp_path / "own", [30, 70, 50] * 9)
-    made = write_store(folder / "inputs" / "store", [30, 70, 50] * 9)
-    corpus = write_corpus(folder / "texts" if key == "corpus" else tmp_path / "texts")
-    sections: dict[str, dict[str, object]] = {
-        "store": {"data": {"store": made}},
-        "heldout_store": {"data": {"store": own, "heldout_store": made}},
-        "blend": {"data": {"blend": [f"{own}:0.5", f"{made}:0.5"]}},
-        "corpus": {"data": {"cache_dir": str(tmp_path / "stores")}},
-        "packs": {"data": {"store": own}, "packing": {"packs": inside}},
-        "profile": {"cost": {"profile": f"{inside}.json"}},
-    }
-    spec = small_spec(tmp_path, corpus, **sections[key])
-    with pytest.raises(ValueError, match=rf"{key} = .* lies in .*small, the folder of a run of th"):
-        train(spec)
-    assert Path(f"{made}.bin").exists()
-    assert not folder.with_name("small.1").exists()

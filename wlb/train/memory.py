@@ -100,7 +100,7 @@ def caps_line(spec: RunSpec, budget: Budget) -> str:
     window = spec.data.context_window
     try:
         caps = token_caps(spec, memory_bytes=budget.planned_bytes)
-    except ValueError as error:
+    except UserError as error:
         return f"nothing fits: {error}"
     return f"fits {PLANNED_MEMORY:.0%} of {budget}: {_caps(caps, window, spec.tokens_per_step)}"
 

@@ -123,7 +123,7 @@ def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, s
         priced = with_backend(spec, mesh.device.type)
         profile = workload_for(priced, mesh.device.type).profile.name
         hold_against(spec, budget_of(spec, mesh.device.type))  # of this node's devices
-    except ValueError as error:
+    except ValueError as error:  # of any kind: the other ranks wait for this one
         problem = error
     group = dist.group.WORLD if world.world_size > 1 else None
     declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}

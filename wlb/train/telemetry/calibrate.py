@@ -83,7 +83,7 @@ class Calibration:
             return
         try:
             scales = fit_scales(self._records)
-        except ValueError as error:
+        except UserError as error:
             console.print(f"no profile was written: {error}")
             return
         old = cost.profile.name
