@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from wlb.cli import main
+from wlb.cli import main, report
+from wlb.plan import UserError
 
 PLAN = ["plan", "--synthetic", "wlb_paper", "--steps", "2", "--json", "-"]
 
@@ -26,3 +27,13 @@ def test_a_users_error_is_one_line_with_status_2(
     assert error.startswith("wlb plan: ")
     assert "absent.toml' is neither a preset" in error
     assert error.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        raise ValueError(f"an invariant does not hold in {folder.name}")
+
+    monkeypatch.setattr(report, "read_run", broken)
+    with pytest.raises(ValueError, match="an invariant does not hold") as raised:
+        main(["report", str(tmp_path)])
+    assert not isinstance(raised.value, UserError)

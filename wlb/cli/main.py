@@ -9,6 +9,7 @@ from typing import Any
 
 from wlb import __version__
 from wlb.cli import pack, plan, prepare, profile, report, simulate, train, tune, weights
+from wlb.plan import UserError
 from wlb.spec import RenamedKeyWarning
 
 _EPILOG = """\
@@ -17,9 +18,10 @@ Commands that need no torch: pack, plan, prepare, report, simulate, tune."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return 0 on success, 2 for bad input (one line on stderr), 130 if interrupted.
+    """Run a command; return 0 on success, 1 for a failed run, 2 for bad input, 130 if interrupted.
 
-    Bugs keep their traceback.
+    A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
+    and keeps its traceback.
     """
     parser = argparse.ArgumentParser(
         prog="wlb",
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with _one_line_warnings(options.command):
             return options.run(options)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"wlb {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
