@@ -37,3 +37,11 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(ValueError, match="an invariant does not hold") as raised:
         main(["report", str(tmp_path)])
     assert not isinstance(raised.value, UserError)
+
+
+@pytest.mark.parametrize("command", [["simulate", "--timeline"], ["tune", "packing", "--plot"]])
+def test_a_format_of_pictures_that_is_none_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "step.xyz", "demo", "--synthetic", "wlb_paper"]) == 2
+    assert "step.xyz: xyz is no format of pictures; use .png" in capsys.readouterr().err

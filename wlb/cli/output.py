@@ -48,6 +48,17 @@ def print_written(console: Console, *paths: str | None) -> None:
             console.print(f"written: {path}", markup=False)
 
 
+def check_figure(path: str | None) -> None:
+    """UserError before any work for a picture's format that matplotlib does not write."""
+    suffix = Path(path or "").suffix.removeprefix(".")
+    if not suffix:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if suffix.lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise UserError(f"{path}: {suffix} is no format of pictures; use .png, .svg or .pdf")
+
+
 @contextmanager
 def needs_train_extra(what: str) -> Generator[None]:
     """UserError for a package that an import in this block lacks; what: "training needs"."""

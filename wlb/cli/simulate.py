@@ -116,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
         options.html,
         needs_plots=bool(options.timeline or options.html),
     )
+    output.check_figure(options.timeline)
     if options.recorded:
         return recorded.show(options)
     spec = priced_spec(load(options.name, options.overrides), options)

@@ -154,3 +154,4 @@ def _check(options: argparse.Namespace) -> None:
     if options.rows < 1:
         raise UserError(f"--rows {options.rows} must be at least 1")
     sources.check_outputs(options.json, options.plot, needs_plots=bool(options.plot))
+    output.check_figure(options.plot)
