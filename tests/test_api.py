@@ -25,12 +25,14 @@ PROGRAM = """
 import sys
 from importlib.util import find_spec
 from wlb import Planner, load_profile, profile_names
+from wlb.report.render import render
 planner = Planner.for_lengths([64, 40, 30, 20, 10], context_window=64, num_micro_batches=2, cp=2)
 plans = list(planner.steps())
 assert sum(plan.packing.num_tokens for plan in plans) == 164
 assert {"cpu", "h100"} <= set(profile_names())
 assert load_profile("h100").attention
 assert find_spec("torch") is None
+assert "<title>empty</title>" in render("base", title="empty")
 print("as installed")
 """
 
@@ -138,6 +140,7 @@ def test_wheel_and_sdist_hold_what_they_need(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"wlb/py.typed", "wlb/__init__.pyi", "wlb/_kernels_profile/h100.json"} <= names
     assert any(name.endswith("presets/demo.toml") for name in names)
+    assert "wlb/report/templates/base.html.j2" in names
     assert not any(name.startswith(("tests/", "experiments/", "slurm/")) for name in names)
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[-1] for name in archive.getnames()}

@@ -22,9 +22,9 @@ from wlb.packing import (
     VarLenPacker,
 )
 from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
+from wlb.plan.tally import Share
 from wlb.planner import Planner, deal, open_heldout_planner
 from wlb.spec import load, system_choice
-from wlb.train.telemetry.tally import Share
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")

@@ -172,7 +172,7 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
         },
         {"kind": "stop", "steps_done": 20, "asked_by": "the stop file <x>"},
     ]
-    shown = run_page(read_run(write(tmp_path, [*whole_run(), *events])))
+    shown = " ".join(run_page(read_run(write(tmp_path, [*whole_run(), *events]))).split())
     for text in (
         "2 checkpoints were written, the last after step 10 with 3.0 MiB",
         "waited 0.030 s for one on average, 0.040 s at most",

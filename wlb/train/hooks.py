@@ -15,6 +15,7 @@ import numpy as np
 from wlb.launch.position import Position
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
+from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.faults.stop import Stop
 from wlb.train.feed import PlanFeed
@@ -22,7 +23,6 @@ from wlb.train.job import Job
 from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reduce import StepSums
 from wlb.train.telemetry.report import RunReport
-from wlb.train.telemetry.tally import Tally
 
 
 @dataclass(slots=True, kw_only=True)

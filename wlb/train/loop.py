@@ -15,6 +15,7 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite
 from wlb.train import checkpoint
@@ -34,7 +35,6 @@ from wlb.train.refuse import agree_on_kernel
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.ranks import gather_places
 from wlb.train.telemetry.report import RunReport
-from wlb.train.telemetry.tally import Tally
 from wlb.train.watchers import hooks_of
 
 

@@ -5,6 +5,7 @@ import torch
 from wlb.launch.position import Position
 from wlb.parallel.mesh import build_mesh, limit_collectives
 from wlb.parallel.world import World
+from wlb.plan.tally import Tally
 from wlb.spec import RunSpec
 from wlb.train import checkpoint
 from wlb.train.checkpoint.shared_folder import refuse_unshared
@@ -12,7 +13,6 @@ from wlb.train.faults.stop import StopRequest
 from wlb.train.faults.watched import watched
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
-from wlb.train.telemetry.tally import Tally
 
 
 def run_rank(world: World, job: Job, device: torch.device, request: StopRequest) -> Tally:

@@ -11,13 +11,13 @@ from tests.train.case import Run, job_of, small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, StepPlan
+from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train import checkpoint, start
 from wlb.train.faults.nonfinite import NonfiniteSteps
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
 from wlb.train.reduce import StepSums
-from wlb.train.telemetry.tally import Tally
 
 
 @pytest.fixture(scope="module")

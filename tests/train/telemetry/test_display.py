@@ -8,9 +8,9 @@ from rich.console import Console
 
 from tests.plan.test_telemetry import record
 from wlb.plan import MeasuredStep, RankTable, StepMetrics, Straggler, Work
+from wlb.plan.tally import Tally
 from wlb.train.telemetry import display
 from wlb.train.telemetry.display import Display, summary
-from wlb.train.telemetry.tally import Tally
 
 STRAGGLER = Straggler(rank=3, over=1.5, host="gpu[007]", node=1, tp=1, cp=1, pp=0, dp=0)
 

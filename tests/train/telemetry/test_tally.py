@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from wlb.plan.tally import Share, Tally
 from wlb.train.telemetry.measure import MeasureSteps
-from wlb.train.telemetry.tally import Share, Tally
 
 
 def test_filler_is_on_top_of_the_tokens() -> None:

@@ -94,6 +94,12 @@ def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
     )
 
 
+def labelled_trials(report: LayoutReport) -> list[tuple[str, Trial]]:
+    """Rows of tables: the best layouts by rank, then the run's own settings."""
+    rows = [(str(i + 1), trial) for i, trial in enumerate(report.best)]
+    return rows + ([("own", report.own)] if report.own is not None else [])
+
+
 def layout_table(report: LayoutReport, *, title: str, width: int) -> Table:
     """The best layouts, and the run's own settings below them."""
     table = Table(
@@ -109,9 +115,7 @@ def layout_table(report: LayoutReport, *, title: str, width: int) -> Table:
     shown = [name for name in COLUMNS if name not in _too_wide(width)]
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(str(i + 1), trial) for i, trial in enumerate(report.best)]
-    rows += [("own", report.own)] if report.own is not None else []
-    for label, trial in rows:
+    for label, trial in labelled_trials(report):
         style = "bold" if trial is report.winner else ""
         cells = dict(zip(COLUMNS, cells_of(trial, report.own), strict=True))
         text = "\n".join(lines_of(trial))

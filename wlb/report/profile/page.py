@@ -1,15 +1,22 @@
 """`wlb profile`'s page: what was measured, the paper's Figures 7 and 10, and how well fits fit.
 
-One page that needs nothing else. Every number in its text is computed from the records and the
-profile that it is given; what was not measured is named instead of drawn.
+Every number in its text is computed from the records and the profile that it is given; what was not
+measured is named instead of drawn.
 """
 
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any, cast
+from typing import Any
 
-from wlb.cost import AttentionTable, KernelProfile, ProfiledWorkload, Provenance, ProvenanceKind
-from wlb.report.packing.page import STYLE
+import numpy as np
+
+from wlb.cost import (
+    AttentionTable,
+    Collective,
+    Elementwise,
+    KernelProfile,
+    ProfiledWorkload,
+    ProvenanceKind,
+)
 from wlb.report.plots import require_matplotlib
 from wlb.report.profile.plots import (
     collective_figure,
@@ -18,44 +25,36 @@ from wlb.report.profile.plots import (
     held_figure,
     kernel_figure,
     layer_figure,
-    rate_unit,
     shown_keys,
     terms_figure,
 )
 from wlb.report.profile.points import (
     PASSES,
     HeldPoint,
+    PlottedSample,
     Record,
+    TermCurves,
     collective_samples,
     elementwise_samples,
+    gemm_rate,
     gemm_samples,
     grid_samples,
+    kernel_rates,
     layer_samples,
     measured_of,
     terms_of,
     without_layer,
     worst,
 )
-from wlb.report.profile.words import (
-    HELD,
-    collective_words,
-    elementwise_words,
-    gemm_words,
-    held_text,
-    held_words,
-    kernel_words,
-    layer_words,
-    rate_text,
-    spoken,
-    table_title,
-    table_words,
-    terms_words,
-    time_text,
-)
+from wlb.report.profile.provenance import made_with, source_rows
+from wlb.report.profile.words import rate_text, spoken, table_title, time_text
+from wlb.report.render import render
 from wlb.spec import ModelSpec, ParallelSpec
 
 __all__ = ["HeldPoint", "profile_page"]
 
+HELD = {"held_pair": "equal segments", "held_batch": "varlen batches"}
+"""Kinds of held-out attention calls, in words."""
 KINDS = {
     "grid": "attention of equal segments",
     "held_pair": "held-out equal segments",
@@ -69,33 +68,8 @@ KINDS = {
     "collective": "collectives",
 }
 """Kinds of records, in words."""
-FACTS = {
-    "cpu": "CPU",
-    "torch": "PyTorch",
-    "num_threads": "threads",
-    "packages": "attention packages",
-    "memory_bytes": "memory",
-    "capability": "compute capability",
-    "cuda": "CUDA",
-    "num_sms": "multiprocessors",
-    "l2_bytes": "L2 cache",
-    "lengths": "grid (tokens)",
-    "batch_tokens": "rows of a batch",
-    "model": "hidden, feed-forward and vocabulary size",
-    "budgets_s": "seconds for a point of attention, of the linear part, of collectives",
-    "sm_clock_mhz": "SM clock (MHz)",
-    "memory_clock_mhz": "memory clock (MHz)",
-    "power_w": "power (W)",
-    "temperature_c": "temperature (degrees Celsius)",
-    "num_samples": "samples of clocks and power",
-    "throttled": "throttled, share of samples",
-    "unavailable": "not told by the device",
-    "why_empty": "clocks and power",
-}
-"""Names of a profile's environment, in words; others are shown as they are."""
-NO_COST_BYTES_PER_S = 1e15
-"""A rate above it says that the time of calls did not grow with their bytes."""
 TOTALS = (*PASSES, "total")
+Context = dict[str, Any]
 
 
 def profile_page(
@@ -106,117 +80,83 @@ def profile_page(
     held: Sequence[HeldPoint],
     residuals: Sequence[Mapping[str, float]],
 ) -> str:
-    """The page as text; equal arguments give equal bytes.
+    """The page as HTML; equal arguments give equal bytes.
 
     records: all that the sweep has, with `kind`, `point`, `numbers` and `failed` each. held: held-
     out calls with their predictions. residuals: of each attention table of the profile.
     """
     require_matplotlib()
-    title = f"Kernel profile {profile.name}"
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        *_lead(profile, records, residuals),
-        *_not_measured(profile, records, held),
-        "<h2>Latency over document length (the paper's Figure 7)</h2>",
-        _figure_7(profile, model, records),
-        *(
-            part
+    work = _workload(profile, model)
+    curves = terms_of(work, records)
+    return render(
+        "profile",
+        title=f"Kernel profile {profile.name}",
+        profile=profile,
+        num_done=sum(not r["failed"] for r in records),
+        num_records=len(records),
+        held_errors=[
+            (table_title(table), found["held_batch_total_mape"])
+            for table, found in zip(profile.attention, residuals, strict=True)
+            if "held_batch_total_mape" in found
+        ],
+        failed=[_failed(r) for r in records if r["failed"]],
+        missing=_missing(profile, records, held),
+        stand_ins=[c for c in profile.collectives if c.provenance.kind != ProvenanceKind.MEASURED],
+        work=work,
+        curves=curves,
+        communication=_communication(work, curves),
+        figures={"terms": terms_figure(curves, name="terms")},
+        kernels=[
+            _kernel(i, table, records, [p for p in held if p.table == i])
             for i, table in enumerate(profile.attention)
-            for part in _kernel(i, table, records, [p for p in held if p.table == i])
-        ),
-        "<h2>How well unseen calls are predicted</h2>",
-        *_residuals(profile, held, residuals),
-        *_linear(profile, model, records),
-        "<h2>Where the numbers come from</h2>",
-        _sources(profile),
-        "<h2>Made with</h2>",
-        _made_with(profile),
-    ]
-    head = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
-    )
-    return head + "\n".join(parts) + "</body></html>\n"
-
-
-def _p(*sentences: str) -> str:
-    return f"<p>{escape(' '.join(s for s in sentences if s))}</p>"
-
-
-def _figure(svg: str, *sentences: str) -> str:
-    caption = escape(" ".join(s for s in sentences if s))
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return (
-        f'<div class="scroll"><table><thead><tr>{names}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        ],
+        residuals=_residual_rows(profile, held, residuals),
+        gemm=_gemm(profile, records),
+        elementwise=_elementwise(profile, records),
+        layers=_layers(profile, model, records),
+        collectives=_collectives(profile, records),
+        sources=source_rows(profile),
+        provenance=made_with(profile),
+        time=time_text,
+        rate=rate_text,
+        spoken=spoken,
+        table_title=table_title,
     )
 
 
-def _lead(
-    profile: KernelProfile, records: Sequence[Record], residuals: Sequence[Mapping[str, float]]
-) -> list[str]:
-    origin = profile.provenance
-    done = sum(not r["failed"] for r in records)
-    when = f" on {origin.date}" if origin.date else ""
-    errors = [
-        f"{r['held_batch_total_mape']:.1%} ({table_title(table)})"
-        for table, r in zip(profile.attention, residuals, strict=True)
-        if "held_batch_total_mape" in r
-    ]
-    return [
-        _p(
-            f"{profile.device}, {profile.dtype}, {origin.kind}{when}: {origin.source}.",
-            f"{done} of {len(records)} points were measured.",
-            f"Varlen batches that no fit has seen are predicted with a mean error of "
-            f"{', '.join(errors)}."
-            if errors
-            else "",
-        ),
-        _p("In all figures points are measured and lines are what the profile says of the same."),
-    ]
+def _failed(record: Record) -> tuple[str, str, str]:
+    """Kind, point and error."""
+    point = ", ".join(f"{name} {value}" for name, value in record["point"].items())
+    kind = str(record["kind"])
+    return KINDS.get(kind, kind), point, record["failed"]
 
 
-def _not_measured(
+def _missing(
     profile: KernelProfile, records: Sequence[Record], held: Sequence[HeldPoint]
 ) -> list[str]:
-    lines = [_failed_text(r) for r in records if r["failed"]]
+    """Kinds of points that the sweep does not have, of each attention table and of the rest."""
+    missing: list[str] = []
     for i, table in enumerate(profile.attention):
         has = {p.kind for p in held if p.table == i}
         has |= {"grid"} if grid_samples(table, records) else set()
-        lines += [
-            f"Without any point: {KINDS[kind]}, {table_title(table)}."
-            for kind in ("grid", *HELD)
-            if kind not in has
+        missing += [
+            f"{KINDS[kind]}, {table_title(table)}" for kind in ("grid", *HELD) if kind not in has
         ]
-    lines += [
-        f"Without any point: {words}."
+    return missing + [
+        words
         for kind, words in KINDS.items()
         if kind not in ("grid", *HELD) and not measured_of(records, kind)
     ]
-    lines += [
-        f"{spoken(c.op)}, {spoken(c.scope)}: {c.provenance.source} ({c.provenance.kind})."
-        for c in profile.collectives
-        if c.provenance.kind != ProvenanceKind.MEASURED
-    ]
-    if not lines:
-        return []
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return ["<h2>What was not measured</h2>", f"<ul>{items}</ul>"]
 
 
-def _failed_text(record: Record) -> str:
-    point = ", ".join(f"{name} {value}" for name, value in record["point"].items())
-    return f"Failed: {KINDS.get(record['kind'], record['kind'])} at {point}: {record['failed']}"
+def _errors(samples: Sequence[PlottedSample], which: int) -> dict[str, float] | None:
+    """Mean and worst error of a pass; None where no point took measurable time."""
+    errors = np.abs([s.error(which) for s in samples if s.measured_ns[which] > 0])
+    return {"mean": float(errors.mean()), "worst": float(errors.max())} if errors.size else None
 
 
-# Figure 7.
+def _both_errors(samples: Sequence[PlottedSample]) -> list[dict[str, float] | None]:
+    return [_errors(samples, which) for which in range(2)]
 
 
 def _workload(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
@@ -232,10 +172,16 @@ def _workload(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
     )
 
 
-def _figure_7(profile: KernelProfile, model: ModelSpec, records: Sequence[Record]) -> str:
-    work = _workload(profile, model)
-    terms = terms_of(work, records)
-    return _figure(terms_figure(terms, name="terms"), *terms_words(work, terms))
+def _communication(work: ProfiledWorkload, curves: TermCurves) -> Context | None:
+    """Where the prices of TP collectives come from; None for a rank that communicates nothing."""
+    if not curves.parts["collective communication"].any():
+        return None
+    costs = [
+        work.profile.collective(op, span_ranks=work.parallel.tp)
+        for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    ]
+    sources = {c.provenance.source for c in costs if c.provenance.kind != ProvenanceKind.MEASURED}
+    return {"sources": sorted(sources), "scope": spoken(costs[0].scope)}
 
 
 # Attention kernels: Figure 10, and held-out calls.
@@ -243,38 +189,76 @@ def _figure_7(profile: KernelProfile, model: ModelSpec, records: Sequence[Record
 
 def _kernel(
     index: int, table: AttentionTable, records: Sequence[Record], held: Sequence[HeldPoint]
-) -> list[str]:
+) -> Context:
     samples = grid_samples(table, records)
-    parts = [f"<h2>Attention: {escape(table_title(table))} (the paper's Figure 10)</h2>"]
-    parts.append(_p(*table_words(table)))
-    if shown_keys(samples):
-        for which, name in enumerate(PASSES):
-            parts.append(
-                _figure(
-                    kernel_figure(table, samples, which=which, name=f"kernel-{index}-{name}"),
-                    *kernel_words(table, samples, which),
-                )
-            )
-    else:
-        parts.append(_p("Too little of the grid was measured to draw it."))
-    if not held:
-        return [*parts, _p("No held-out call was measured.")]
-    return [*parts, _held(index, held)]
+    return {
+        "table": table,
+        "title": table_title(table),
+        "num_samples": len(samples),
+        "passes": [
+            _pass(index, table, samples, which) for which in range(2) if shown_keys(samples)
+        ],
+        "held": _held(index, held) if held else None,
+    }
 
 
-def _held(index: int, held: Sequence[HeldPoint]) -> str:
-    lists = "".join(
-        f"<p>The worst {name} predictions:</p><ol>"
-        + "".join(f"<li>{escape(held_text(e, p, i))}</li>" for e, p in worst(held, i))
-        + "</ol>"
-        for i, name in enumerate(PASSES)
-    )
-    return _figure(held_figure(held, name=f"held-{index}"), *held_words(held)) + lists
+def _pass(
+    index: int, table: AttentionTable, samples: Sequence[PlottedSample], which: int
+) -> Context:
+    (tflops, best), *_ = kernel_rates(table, samples, which)
+    name = PASSES[which]
+    return {
+        "name": name,
+        "figure": kernel_figure(table, samples, which=which, name=f"kernel-{index}-{name}"),
+        "steps": _steps(table, samples, which),
+        "best_tflops": tflops,
+        "best": best,
+        "error": _errors(samples, which),
+    }
 
 
-def _residuals(
+def _steps(table: AttentionTable, samples: Sequence[PlottedSample], which: int) -> Context:
+    """How time grows over the most keys: from the fewest rows to one tile and to two; without
+    tiles, from the fewest rows to the most."""
+    kv, tile = shown_keys(samples)[-1], table.tile_rows
+    rows = {s.at["q"]: s for s in samples if s.at["kv"] == kv and s.at["q"] < kv}
+    first, last = min(rows), max(rows)
+
+    def growth(few: int, many: int) -> float:
+        return rows[many].measured_ns[which] / rows[few].measured_ns[which]
+
+    steps = {"kv": kv, "first": first, "last": last}
+    if tile > 1 and first < tile and {tile, 2 * tile} <= rows.keys():
+        second = growth(tile, 2 * tile)
+        return {**steps, "tile": tile, "growth": growth(first, tile), "second_growth": second}
+    rates = [kernel_rates(table, [rows[q]], which)[0][0] for q in (first, last)]
+    return {
+        **steps,
+        "tile": 0,
+        "growth": growth(first, last),
+        "first_tflops": rates[0],
+        "last_tflops": rates[1],
+    }
+
+
+def _held(index: int, held: Sequence[HeldPoint]) -> Context:
+    counts = [sum(p.kind == kind for p in held) for kind in HELD]
+    return {
+        "figure": held_figure(held, name=f"held-{index}"),
+        "num": len(held),
+        "num_pairs": counts[0],
+        "num_batches": counts[1],
+        "inside": [
+            sum(abs(p.predicted_ns[i] / p.measured_ns[i] - 1) <= 0.1 for p in held)
+            for i in range(2)
+        ],
+        "worst": [(name, worst(held, i)) for i, name in enumerate(PASSES)],
+    }
+
+
+def _residual_rows(
     profile: KernelProfile, held: Sequence[HeldPoint], residuals: Sequence[Mapping[str, float]]
-) -> list[str]:
+) -> list[list[str]]:
     rows: list[list[str]] = []
     for i, (table, found) in enumerate(zip(profile.attention, residuals, strict=True)):
         for kind, words in HELD.items():
@@ -286,181 +270,62 @@ def _residuals(
                 if kind == "held_pair":
                     cells[-1] = ""
                 rows.append([table_title(table), words, name, str(count), *cells])
-    return [
-        _p(
-            "Errors are |predicted / measured - 1| of held-out calls: their mean, the 95th "
-            "percentile and the worst. Test-retest is how far two measurements of the same batch "
-            "differ on average; a prediction without error of its own would be off by about 0.7 "
-            "times that."
-        ),
-        _table(
-            ["kernel", "calls", "pass", "points", "mean", "95%", "worst", "test-retest"],
-            rows,
-        ),
-    ]
+    return rows
 
 
 # The linear part.
 
 
-def _linear(profile: KernelProfile, model: ModelSpec, records: Sequence[Record]) -> list[str]:
-    gemm = gemm_samples(profile, records)
-    elementwise = elementwise_samples(profile, records)
-    collectives = collective_samples(profile, records)
-    return [
-        "<h2>Matrix products</h2>",
-        _figure(gemm_figure(profile, gemm, name="gemm"), *gemm_words(gemm))
-        if gemm
-        else _p("Matrix products were not measured."),
-        "<h2>Element-wise operators</h2>",
-        _figure(
-            elementwise_figure(profile, elementwise, name="elementwise"),
-            *elementwise_words(elementwise),
-        )
-        if elementwise
-        else _p("Element-wise operators were not measured."),
-        "<h2>Whole layers without attention</h2>",
-        _layers(profile, model, records),
-        "<h2>Collectives</h2>",
-        _figure(
-            collective_figure(profile, collectives, name="collectives"),
-            *collective_words(profile, collectives),
-        )
-        if collectives
-        else _p("Collectives were not measured; what stands in for them is named above."),
-    ]
+def _gemm(profile: KernelProfile, records: Sequence[Record]) -> Context | None:
+    samples = gemm_samples(profile, records)
+    if not samples:
+        return None
+    return {
+        "figure": gemm_figure(profile, samples, name="gemm"),
+        "num": len(samples),
+        "peaks": [max(gemm_rate(s, s.measured_ns[i], i) for s in samples) for i in range(2)],
+        "errors": _both_errors(samples),
+    }
 
 
-def _layers(profile: KernelProfile, model: ModelSpec, records: Sequence[Record]) -> str:
-    fitted, held = (
-        layer_samples(profile, model, records, kind=kind) for kind in ("layer", "held_layer")
-    )
+def _elementwise(profile: KernelProfile, records: Sequence[Record]) -> Context | None:
+    samples = elementwise_samples(profile, records)
+    if not samples:
+        return None
+    return {
+        "figure": elementwise_figure(profile, samples, name="elementwise"),
+        "errors": _both_errors(samples),
+        "num_too_short": sum(ns <= 0 for s in samples for ns in s.measured_ns),
+        "missing": sorted({str(op) for op in Elementwise} - {s.at["op"] for s in samples}),
+    }
+
+
+def _layers(profile: KernelProfile, model: ModelSpec, records: Sequence[Record]) -> Context | None:
+    kinds = ("layer", "held_layer")
+    fitted, held = (layer_samples(profile, model, records, kind=kind) for kind in kinds)
     if not fitted and not held:
-        return _p("Whole layers were not measured.")
-    operators = sorted(
-        (
-            s
-            for kind in ("layer", "held_layer")
-            for s in layer_samples(without_layer(profile), model, records, kind=kind)
-        ),
-        key=lambda s: s.at["tokens"],
-    )
-    return _figure(
-        layer_figure(fitted, held, operators, name="layers"),
-        *layer_words(profile, fitted, held, operators),
-    )
+        return None
+    bare = without_layer(profile)
+    operators = [s for kind in kinds for s in layer_samples(bare, model, records, kind=kind)]
+    operators.sort(key=lambda s: s.at["tokens"])
+    return {
+        "figure": layer_figure(fitted, held, operators, name="layers"),
+        "num_fitted": len(fitted),
+        "num_held": len(held),
+        "fitted": _both_errors(fitted),
+        "held": _both_errors(held),
+        "operators": _both_errors(operators),
+    }
 
 
-# Provenance.
-
-
-def _sources(profile: KernelProfile) -> str:
-    def row(what: str, forward: str, backward: str, origin: Provenance) -> list[str]:
-        return [what, forward, backward, str(origin.kind), origin.source]
-
-    def tops(values: Any) -> str:
-        scale, unit = rate_unit([float(values.max())])
-        return f"{values.min() * scale:.3g} to {values.max() * scale:.3g} {unit}"
-
-    def rate(bytes_per_s: float, call_ns: float) -> str:
-        is_told = bytes_per_s < NO_COST_BYTES_PER_S
-        told = f"{bytes_per_s / 1e9:.3g} GB/s" if is_told else "no measurable cost a byte"
-        return f"{told}, {time_text(call_ns)} a call"
-
-    rows = [
-        row(table_title(t), tops(t.forward.values), tops(t.backward.values), t.provenance)
-        for t in profile.attention
-    ]
-    gemm, head = profile.gemm, profile.head
-    rows.append(
-        row(
-            "matrix products",
-            tops(gemm.forward.values),
-            tops(gemm.backward.values),
-            gemm.provenance,
-        )
-    )
-    rows += [
-        row(
-            str(c.op),
-            rate(c.forward_bytes_per_s, c.forward_call_ns),
-            rate(c.backward_bytes_per_s, c.backward_call_ns),
-            c.provenance,
-        )
-        for c in profile.elementwise
-    ]
-    layer = profile.layer
-    rows.append(
-        row(
-            "a layer's own",
-            f"{layer.forward_factor:.3g} times its operators, {time_text(layer.forward_call_ns)}",
-            f"{layer.backward_factor:.3g} times its operators, {time_text(layer.backward_call_ns)}",
-            layer.provenance,
-        )
-    )
-    scaling = f"{head.backward_bytes_per_s / 1e9:.3g} GB/s"
-    rows.append(row("head and loss", rate_text(head.tflops), scaling, head.provenance))
-    rows += [
-        row(
-            f"{spoken(c.op)}, {spoken(c.scope)}",
-            f"{time_text(c.alpha_ns)} + wire bytes / {c.bytes_per_s / 1e9:.3g} GB/s",
-            "",
-            c.provenance,
-        )
-        for c in profile.collectives
-    ]
-    return _table(["", "forward", "backward", "kind", "source"], rows)
-
-
-def _made_with(profile: KernelProfile) -> str:
-    origin = profile.provenance
-    plain = [
-        ("device", profile.device),
-        ("data type", profile.dtype),
-        ("attention kernels", ", ".join(profile.backends)),
-        ("date", origin.date),
-        ("commit", origin.commit),
-        ("command", origin.command),
-    ]
-    starts: list[dict[str, Any]] = origin.environment.get("starts") or [{}]
-    conditions: dict[str, Any] = starts[-1].get("conditions", {})
-    facts = [
-        (FACTS.get(name, name), text)
-        for texts in (
-            [(k, _value_text(k, v)) for k, v in origin.environment.items()],
-            [(k, _condition_text(v)) for k, v in conditions.items() if v not in ("", {}, 0)],
-        )
-        for name, text in texts
-        if name not in ("starts", "name", "dtype", "device")
-    ]
-    items = (
-        f"<dt>{escape(name)}</dt><dd><code>{escape(text)}</code></dd>"
-        for name, text in [*plain, *facts]
-        if text
-    )
-    return f"<dl>{''.join(items)}</dl>"
-
-
-def _value_text(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {v}" for k, v in value.items())  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(str(v) for v in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return str(value)
-
-
-def _condition_text(value: Any) -> str:
-    """Of three numbers: least, median, most; of shares by reason: percent of samples."""
-    match value:
-        case [float() | int() as low, float() | int() as middle, float() | int() as high]:
-            return f"{low:g} at least, {middle:g} at the median, {high:g} at most"
-        case Mapping():
-            shares = cast(Mapping[str, Any], value)
-            return ", ".join(
-                f"{spoken(k)} {v:.0%}" if isinstance(v, float) else f"{spoken(k)} ({v})"
-                for k, v in shares.items()
-            )
-        case _:
-            return str(value)
+def _collectives(profile: KernelProfile, records: Sequence[Record]) -> Context | None:
+    samples = collective_samples(profile, records)
+    if not samples:
+        return None
+    measured = {(s.at["op"], s.at["scope"]) for s in samples}
+    return {
+        "figure": collective_figure(profile, samples, name="collectives"),
+        "fitted": [c for c in profile.collectives if (c.op, c.scope) in measured],
+        "missing": [c for c in profile.collectives if (c.op, c.scope) not in measured],
+        "error": _errors(samples, 0),
+    }

@@ -25,6 +25,7 @@ from wlb.report.profile.points import (
     segment_ns,
     worst,
 )
+from wlb.report.profile.words import rate_unit
 
 MARKERS = "osD^vPX"
 DENSE_ROWS = 512
@@ -374,11 +375,6 @@ def collective_figure(
 
 
 # Axes.
-
-
-def rate_unit(tflops: Sequence[float]) -> tuple[float, str]:
-    """Factor and unit in which these TFLOP/s are legible."""
-    return (1.0, "TFLOP/s") if max(tflops, default=1.0) >= 1 else (1e3, "GFLOP/s")
 
 
 def tokens_text(count: int) -> str:

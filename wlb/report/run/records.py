@@ -22,12 +22,15 @@ from wlb.plan import (
     RankTable,
     StepMetrics,
     Telemetry,
+    UserError,
     places_from_json,
 )
-from wlb.report.run.events import KINDS
 from wlb.spec import RunSpec, apply
 
 FloatArray = npt.NDArray[np.float64]
+
+EVENT_KINDS = ("checkpoint", "nonfinite", "stop")
+"""Kinds of lines that say what happened besides steps."""
 
 
 class StepRecord(NamedTuple):
@@ -44,7 +47,7 @@ class StepRecord(NamedTuple):
 @dataclass(kw_only=True)
 class RunRecords:
     """In the order of steps. starts: the lines of every start. evaluations: held-out loss by
-    steps_done. events: lines of `run_events.KINDS`, all that happened. num_replaced: steps that
+    steps_done. events: lines of `EVENT_KINDS`, all that happened. num_replaced: steps that
     were trained again. num_unreadable: lines."""
 
     folder: Path
@@ -94,27 +97,27 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """The step after which so many were done; ValueError if it is not there."""
+        """The step after which so many were done; UserError if it is not there."""
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
         shown = [s.steps_done for s in self.steps]
-        raise ValueError(
+        raise UserError(
             f"--step {steps_done}: {self.folder / 'metrics.jsonl'} has steps {min(shown)} to "
             f"{max(shown)}"
         )
 
 
 def read_run(folder: Path) -> RunRecords:
-    """The run in `folder` (run.output_dir/run.name); ValueError where there is nothing to show."""
+    """The run in `folder` (run.output_dir/run.name); UserError where there is nothing to show."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the folder of a run that trained")
+        raise UserError(f"{path} does not exist; give the folder of a run that trained")
     read = _Reading()
     with path.open(encoding="utf-8") as file:
         read.take(file)
     if not read.steps:
-        raise ValueError(f"{path} has no step yet; wait until the run has trained one")
+        raise UserError(f"{path} has no step yet; wait until the run has trained one")
     steps = [read.steps[i] for i in sorted(read.steps)]
     return RunRecords(
         folder=folder,
@@ -177,7 +180,7 @@ class _Reading:
                 self.tables[line["step"]] = line
             case "timeline":
                 self.timelines[line["step"]] = line
-            case kind if kind in KINDS:
+            case kind if kind in EVENT_KINDS:
                 self.events.append(line)
             case _:  # of a later version
                 pass
@@ -218,7 +221,7 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
         )
     saved = sorted((folder / "checkpoints").glob("step-*/run.json"))
     if not saved:
-        raise ValueError(
+        raise UserError(
             f"neither {folder / 'metrics.jsonl'} nor a checkpoint in {folder / 'checkpoints'} says "
             f"how the run was configured"
         )

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite
 from wlb.train import checkpoint
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.report import RunReport
-from wlb.train.telemetry.tally import Tally
 
 
 class SaveCheckpoints(Hook):

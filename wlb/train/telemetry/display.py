@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work
-from wlb.train.telemetry.tally import MeasuredShare, Saves, Stragglers, Tally
+from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 
 _ROWS = 14
 _MOST_STRAGGLERS = 5
@@ -181,12 +181,11 @@ def _saves(saves: Saves) -> str:
 
 
 def _stragglers(seen: Stragglers) -> str:
-    if not seen.named:
+    if not seen.by_rank:
         return f"none in {seen.num_tables} tables of ranks"
-    worst_first = sorted(seen.named.values(), key=lambda item: -item[0].over)
     return "\n".join(
-        f"{s.text}, at most; named in {count} of {seen.num_tables} tables"
-        for s, count in worst_first[:_MOST_STRAGGLERS]
+        f"{s.worst.text}, at most; named in {s.num_tables} of {seen.num_tables} tables"
+        for s in seen.worst_first[:_MOST_STRAGGLERS]
     )
 
 

@@ -1,20 +1,13 @@
-"""Sums over a run's steps, from which the summary is made."""
+"""Sums over the steps of a run, for the summary of training and for the page of a run."""
 
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from wlb.plan import (
-    MeasuredStep,
-    Moments,
-    RankTable,
-    Spread,
-    StepMetrics,
-    Straggler,
-    Telemetry,
-    Work,
-    degrees_of,
-)
+from wlb.plan.metrics import MeasuredStep, StepMetrics, degrees_of
+from wlb.plan.ranks import RankTable, Straggler
+from wlb.plan.telemetry import Moments, Spread, Telemetry, Work
 
 
 @dataclass(slots=True)
@@ -93,21 +86,34 @@ class MeasuredShare:
         return mean / self.steps, largest / self.steps, rank
 
 
+class NamedStraggler(NamedTuple):
+    """worst: the rank as when it was slowest. num_tables: tables that named it; first, last: the
+    steps_done of the first and the last of them."""
+
+    worst: Straggler
+    num_tables: int
+    first: int
+    last: int
+
+
 @dataclass(slots=True)
 class Stragglers:
-    """Stragglers in tables of ranks. named: by rank, the straggler as it was when slowest, and the
-    number of tables that name it. num_tables: tables seen."""
+    """Ranks that were named in tables of ranks. num_tables: tables that were seen."""
 
     num_tables: int = 0
-    named: dict[int, tuple[Straggler, int]] = field(
-        default_factory=dict[int, tuple[Straggler, int]]
-    )
+    by_rank: dict[int, NamedStraggler] = field(default_factory=dict[int, NamedStraggler])
 
     def add(self, table: RankTable) -> None:
         self.num_tables += 1
         for now in table.stragglers:
-            worst, count = self.named.get(now.rank, (now, 0))
-            self.named[now.rank] = (now if now.over > worst.over else worst, count + 1)
+            at = table.steps_done
+            worst, count, first, _ = self.by_rank.get(now.rank, NamedStraggler(now, 0, at, at))
+            slowest = now if now.over > worst.over else worst
+            self.by_rank[now.rank] = NamedStraggler(slowest, count + 1, first, at)
+
+    @property
+    def worst_first(self) -> list[NamedStraggler]:
+        return sorted(self.by_rank.values(), key=lambda named: -named.worst.over)
 
 
 @dataclass(slots=True)
