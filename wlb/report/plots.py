@@ -68,8 +68,8 @@ def svg(figure: Any, name: str) -> str:
 def keep_far_points_at_the_edge(
     axes: Any, points: Sequence[tuple[npt.NDArray[Any], FloatArray, str]]
 ) -> None:
-    """Where a few steps (a flush of little data) would flatten all others, the axis ends before
-    them, and they stand as triangles with their values at its top.
+    """If a few steps (such as a flush of little data) would flatten all others, end the axis before
+    them and draw them as triangles with their values at its top.
 
     points: steps, their values and the colour of each run.
     """
@@ -90,9 +90,9 @@ def keep_far_points_at_the_edge(
 
 
 def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """Over about a twentieth of the steps, fewer at both ends; 0 where nothing weighs anything.
+    """Weighted mean over about a twentieth of the steps, fewer at both ends; 0 where weights are 0.
 
-    Weighted by work or tokens, a mean of ratios is what the steps had together.
+    Ratios weighted by work or tokens give the ratio of the steps together.
     """
     half = values.size // 40
     first = np.maximum(np.arange(values.size) - half, 0)

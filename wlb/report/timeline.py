@@ -1,7 +1,6 @@
-"""Timelines of simulated steps; needs matplotlib.
+"""Timelines of simulated steps: a row for each pipeline rank, a bar for each pass.
 
-A row a pipeline rank, a bar a pass; see `timeline_figure`. `draw_timeline` draws into axes of a
-larger figure.
+Needs matplotlib. `timeline_figure` makes a figure; `draw_timeline` draws into axes of a larger one.
 """
 
 from typing import Any, NamedTuple
@@ -12,10 +11,10 @@ from wlb.report.plots import INK, WIDTH, FloatArray, new_figure
 from wlb.simulate import Node, NodeKind, PassKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
-"""Of backward passes, by micro-batch, again from the first after the last. Told apart by people who
-do not see all colours, also from each other's light shades, which are forward passes."""
+"""Colours of backward passes by micro-batch, in a cycle; forward passes have the light shade.
+Colour-blind readers can tell all of them apart, also the light shades."""
 LIGHT = 0.58
-"""White in the shade of a forward pass."""
+"""Share of white in the shade of a forward pass."""
 COLLECTIVE = "#F0E442"
 BAR = 0.86
 CHUNK_SHIFT = 0.32
@@ -24,14 +23,14 @@ MIN_FONT = 6.5
 Box = tuple[float, float, float, float]
 """left, right, top, bottom of a bar."""
 ASIDE = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE_AHEAD)
-"""What goes on beside passes."""
+"""Kinds of nodes that run beside passes."""
 
 
 def timeline_figure(
     simulation: Simulation, step: int = 0, pipeline: int = 0, *, title: str = ""
 ) -> Any:
-    """A row a pipeline rank: passes coloured by micro-batch, forward light and backward dark, what
-    is waited for besides in yellow, bubbles blank; the critical path outlined and joined up."""
+    """A row for each pipeline rank. Passes are coloured by micro-batch, forward light and backward
+    dark; collectives that ranks wait for are yellow, bubbles blank; outlined: the critical path."""
     pp = simulation.simulator.spec.parallel.pp
     figure, (axes,) = new_figure(height=1.5 + row_inches(pp) * pp)
     draw_timeline(axes, simulation, step, pipeline)
@@ -41,17 +40,18 @@ def timeline_figure(
 
 
 def row_inches(pp: int) -> float:
-    """A readable height of a timeline's row."""
+    """Height of a row in inches that is readable with `pp` rows."""
     return 0.5 if pp <= 8 else 0.28
 
 
 def draw_timeline(
     axes: Any, simulation: Simulation, step: int = 0, pipeline: int = 0, *, end_s: float = 0.0
 ) -> None:
-    """Draws into given axes. end_s: of the time axis, so that timelines share it; else the step's.
+    """Draw into given axes. end_s: end of the time axis, so that several timelines can share it
+    (default: the step's end).
 
-    Each pass is a part of a collection with the gid `mb<i><kind>`; data are seconds or ms as the
-    axis says, and rows are ranks.
+    Passes of a micro-batch and kind are a collection with the gid `mb<i><kind>`. Data are in the
+    axis' unit (s or ms); rows are ranks.
     """
     total_s = max(end_s, float(simulation.step_time_s[step]))
     unit, scale = ("ms", 1e-6) if total_s < 2 else ("s", 1e-9)
@@ -79,7 +79,7 @@ def draw_timeline(
 
 
 def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
-    """Below the figure: what shades, colours and lines mean."""
+    """Explain shades, colours and lines below the figure."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -94,7 +94,7 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
 
 
 def shade_handles(*, splits: bool) -> list[Any]:
-    """Legend of the kinds of passes. splits: whether weights have passes of their own."""
+    """Legend of the kinds of passes. splits: whether weight gradients have passes of their own."""
     from matplotlib.patches import Patch
 
     grey = MICRO_BATCHES[-1]
@@ -137,8 +137,8 @@ def legend_below(figure: Any, handles: list[Any]) -> None:
 def draw_passes(
     axes: Any, micro_batch: int, kind: PassKind, boxes: list[Box], *, inches: float
 ) -> None:
-    """Bars of one micro-batch and kind, as a collection with the gid `mb<micro_batch><kind>`.
-    inches: height of a row."""
+    """Draw the bars of one micro-batch and kind as a collection with the gid
+    `mb<micro_batch><kind>`. inches: height of a row."""
     from matplotlib.collections import PolyCollection
 
     colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
@@ -157,7 +157,7 @@ def draw_passes(
 
 
 class _Bars(NamedTuple):
-    """Draws nodes of one step of one pipeline; start, stop: in the axis' unit, [nodes]."""
+    """Draws nodes of one step of one pipeline. start, stop: shape [nodes], in the axis' unit."""
 
     axes: Any
     simulation: Simulation
@@ -165,7 +165,7 @@ class _Bars(NamedTuple):
     stop: FloatArray
 
     def box(self, i: int, node: Node) -> Box:
-        """left, right, top, bottom; rows grow downwards."""
+        """The bar of a node; later chunks of a rank are shifted down within its row."""
         spec = self.simulation.simulator.spec
         v = spec.pp.virtual_stages
         height, shift = BAR, 0.0
@@ -186,8 +186,8 @@ class _Bars(NamedTuple):
             draw_passes(self.axes, micro_batch, kind, boxes, inches=inches)
 
     def waits(self) -> None:
-        """What goes on beside passes as a strip under the row; what a rank waits for over all of
-        the row."""
+        """Draw nodes that run beside passes as a strip under the row, and nodes that ranks wait for
+        over the whole row."""
         from matplotlib.collections import PolyCollection
 
         boxes: list[Box] = []
@@ -234,7 +234,7 @@ class _Bars(NamedTuple):
         collection.set_gid("critical")
         self.axes.add_collection(collection)
         if line:
-            # From where a pass ends to where the next one begins, not through the bars.
+            # Join the end of each pass with the start of the next, without lines through bars.
             xs, ys = zip(*line, strict=True)
             self.axes.plot(xs, ys, color="#000000", linewidth=1.4, zorder=4)
 
@@ -242,7 +242,7 @@ class _Bars(NamedTuple):
 def number_bars(
     axes: Any, micro_batch: int, boxes: list[Box], colour: str, *, inches: float
 ) -> None:
-    """The micro-batch's number in each bar that has room for it. inches: a row's height."""
+    """Write the micro-batch's number into each bar that has room. inches: height of a row."""
     across = axes.get_xlim()[1]
     for left, right, top, bottom in boxes:
         font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
@@ -267,6 +267,7 @@ def corners(box: Box) -> list[tuple[float, float]]:
 
 
 def mixed(colour: str, white: float) -> str:
+    """`colour` with this share of white."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(p + (255 - p) * white):02X}" for p in parts)
 

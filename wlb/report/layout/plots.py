@@ -23,7 +23,7 @@ GROUPS = (
     ("bubble", (BUBBLE,), "#999999"),
     ("imbalance", (MICRO_BATCHES, CP_RANKS), "#000000"),
 )
-"""Terms that are drawn together; what is in none is drawn as `REST`."""
+"""Name, terms and colour of each part of a bar; all other terms are `REST`."""
 REST = ("launches, gradients, optimiser", "#009E73")
 MOST_BARS = 8
 

@@ -1,4 +1,4 @@
-"""What a search of layouts found, as rich tables and sentences."""
+"""Results of a search of layouts as rich tables and sentences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from wlb.spec import Recompute
 GIB = 2**30
 COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
 LEFT_OUT: tuple[str, ...] = ("ktok/s", "bound", "bubble", "MFU", "gain")
-"""Of a narrow terminal, in this order."""
+"""Columns that a narrow terminal lacks, the first ones first."""
 LAYOUT_WIDTH, COLUMN_WIDTH = 33, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutReport:
-    """best: at most as many as were asked for, the winner first. own_note: about the run's own
-    settings, where there is something to say."""
+    """best: the best layouts, the winner first. own_note: a remark on the run's own settings, or
+    empty."""
 
     search: Search
     best: tuple[Trial, ...]
@@ -61,7 +61,7 @@ class LayoutReport:
 
 
 def fits_own_devices(trial: Trial) -> bool:
-    """Whether a run as it is stays within its devices, all of their memory counted."""
+    """Whether a run fits its devices if it may use all of their memory."""
     return trial.peak_memory_bytes <= trial.spec.cluster.memory_gib * GIB
 
 
@@ -80,7 +80,7 @@ def lines_of(trial: Trial) -> tuple[str, str, str]:
 
 
 def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
-    """In the order of COLUMNS."""
+    """Cells of a row in the order of COLUMNS."""
     has_gain = own is not None and fits_own_devices(own)
     return (
         f"{trial.time_s:.3f}",
@@ -178,7 +178,7 @@ def refusal_lines(report: LayoutReport) -> list[str]:
 
 
 def effort_line(report: LayoutReport) -> str:
-    """How far candidates came."""
+    """How many candidates reached each phase of the search."""
     known = report.search
     text = (
         f"{len(known.layouts.candidates):,} candidates fit; {len(known.even):,} walked with even "

@@ -34,7 +34,7 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
     _mark(left, window, "window")
     ordered = np.sort(lengths)
     share = np.cumsum(ordered) / ordered.sum()
-    # Lengths that few documents have are what the curve is about: points by token, not by document.
+    # Points are spread evenly over tokens, since few documents hold the long lengths.
     keep = np.unique(np.searchsorted(share, np.linspace(0, 1, 400)).clip(0, len(ordered) - 1))
     right.plot(ordered[keep], share[keep], drawstyle="steps-post", color=COLOURS[0])
     half = float(ordered[ordered < window / 2].sum() / ordered.sum())
@@ -55,7 +55,7 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
 
 
 def _mark(axes: Any, x: float, text: str) -> None:
-    """A dashed line at `x`, named above the axes."""
+    """Draw a dashed line at `x` with its name above the axes."""
     axes.axvline(x, color=COLOURS[1], linestyle="--", linewidth=1)
     at = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
     side = "left" if at < 0.25 else "right" if at > 0.75 else "center"
@@ -96,7 +96,7 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
 
 def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
-    """Imbalance against mean delay: what each policy pays for its balance."""
+    """Imbalance against mean delay of each policy."""
     figure, (axes,) = new_figure(ncols=1, height=4.6)
     shown = [s for s in summaries if s.num_steps]
     for s in shown:
@@ -114,11 +114,11 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
 
 
 def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Each label beside its point, at the first of some places where it covers nothing.
+    """Write each label at the first of some places beside its point where it covers nothing.
 
-    A label that found its place further away has a thin line to its point.
+    A label that is further away gets a thin line to its point.
     """
-    figure.draw_without_rendering()  # the layout is known only now
+    figure.draw_without_rendering()  # computes the layout, which places need
     pixels = [axes.transData.transform((x, y)) for x, y, _ in points]
     per_point = figure.dpi / 72
     high, dot = 11 * per_point, 6 * per_point
@@ -200,9 +200,9 @@ def _wait(summary: PackingSummary) -> float:
 
 
 def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
-    """The run's own policy and the best balanced of each other, so that lines stay legible.
+    """The run's own settings and the best balanced ones of each policy, so that lines stay legible.
 
-    One that made no step before the data ended has no balance to show.
+    Settings that made no step before the data ended have no balance to show.
     """
     kept: dict[str, PackingRun] = {}
     ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))

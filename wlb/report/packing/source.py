@@ -1,4 +1,4 @@
-"""What is worth knowing about a corpus before it is packed: its lengths against the window."""
+"""Facts of a corpus before it is packed: its document lengths compared with the window."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from wlb.plan import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFacts:
-    """Lengths in tokens. short_share: of tokens, in documents shorter than half the window.
+    """Lengths in tokens. short_share: share of tokens in documents shorter than half the window.
 
     num_long: documents longer than the window; long_share: their share of tokens.
     """
@@ -31,7 +31,7 @@ class SourceFacts:
 
     @property
     def lines(self) -> tuple[str, str]:
-        """In two sentences."""
+        """The facts in two sentences."""
         first = (
             f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens; median "
             f"{self.median:,}, p99 {self.p99:,}, longest {self.longest:,}."

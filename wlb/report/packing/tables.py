@@ -1,4 +1,4 @@
-"""Comparisons as rich tables: the columns that fit the terminal, the important ones first."""
+"""Comparisons of packing policies as rich tables; a narrow terminal gets fewer columns."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,13 +11,13 @@ from wlb.spec import LossNormalizer
 Cell = Callable[[PackingSummary], str]
 
 MOST_FLUSHED = 0.1
-"""Share of tokens left to the flush from which on a row is remarked upon."""
+"""Share of flushed tokens above which a row gets a remark."""
 UNEVEN_WEIGHT = 0.05
-"""How far a label's weight may be from 1 before it is remarked upon."""
+"""Difference of a label's weight from 1 above which a row gets a remark."""
 
 
 def _of_steps(name: str, form: str) -> Cell:
-    """A number of the steps before the flush; a dash where there was none: 1.000 is no balance."""
+    """A number of the steps before the flush; a dash if there was none (1.000 would mislead)."""
     return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
 
 
@@ -41,7 +41,7 @@ COLUMNS: tuple[tuple[str, Cell, int], ...] = (
     ("cut docs", lambda s: f"{s.cut_documents}", 16),
     ("ms", lambda s: f"{s.packing_ms:.2f}", 8),
 )
-"""(heading, cell, how readily it is left out of a narrow terminal)."""
+"""(heading, cell, rank: columns of a high rank are left out of a narrow terminal first)."""
 
 CAPTION = (
     "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
@@ -54,7 +54,7 @@ CAPTION = (
 
 
 def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
-    """What a reader has to know beside the numbers: rows that left much to the flush."""
+    """A sentence for each row that held back much until the data ended."""
     out: list[str] = []
     for s in summaries:
         share = s.flushed_tokens / s.num_tokens
@@ -74,13 +74,15 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
 def weight_remark(
     summary: PackingSummary, normalizer: LossNormalizer, *, masks_labels: bool = False
 ) -> list[str]:
-    """Whether the longest documents' labels count noticeably more or less than others, and what
-    makes them count the same; empty where they do. normalizer: of the run. masks_labels: whether
-    its store says which tokens are trained, which lengths do not tell."""
+    """A sentence if labels of the longest documents count noticeably more or less than others.
+
+    normalizer: the run's loss normalizer. masks_labels: whether the store says which tokens are
+    trained, which lengths alone do not tell.
+    """
     if masks_labels:
         return [
-            "long wt takes all tokens for trained; the store says which are, so it is not of its "
-            "labels"
+            "long wt counts all tokens as trained; this store masks some, so it does not hold for "
+            "its labels"
         ]
     if normalizer == LossNormalizer.CONSTANT or abs(summary.long_weight - 1) < UNEVEN_WEIGHT:
         return []
@@ -93,7 +95,7 @@ def weight_remark(
 
 
 def fitting(summaries: Sequence[PackingSummary], *, width: int) -> list[tuple[str, Cell]]:
-    """The columns that fit beside the labels, the least important left out first."""
+    """The columns that fit beside the labels; the least important ones are left out first."""
     room = width - max(len(s.label) for s in summaries) - 4
     kept: set[str] = set()
     for name, cell, _ in sorted(COLUMNS, key=lambda column: column[2]):

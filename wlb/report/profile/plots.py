@@ -1,7 +1,5 @@
 """Figures of a kernel profile: the paper's Figures 7 and 10, and how well fits fit.
 
-Made as those of `wlb.report.plots`.
-
 In every figure points are measured and lines are fitted. No axis is limited to less than its
 points, so nothing that was measured is out of sight.
 """
@@ -136,9 +134,10 @@ def kernel_figure(
 def _fitted(
     table: AttentionTable, samples: Sequence[PlottedSample]
 ) -> tuple[IntArray, tuple[FloatArray, FloatArray]]:
-    """Row by row up to DENSE_ROWS, then at measured points; samples: of one kv, rows rising.
+    """Fitted times at every row count up to DENSE_ROWS, then at measured points.
 
-    Rows share a call with as many segments as the next measured point has.
+    samples: of one kv, sorted by rows. A call is taken to have as many segments as that of the next
+    measured point.
     """
     at = np.array([[s.at["q"], s.at["count"]] for s in samples], np.int64)
     first, last = int(at[0, 0]), int(at[-1, 0])
@@ -195,7 +194,7 @@ def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
         for axis in (axes.xaxis, axes.yaxis):
             _engineering(axis, "s")
         axes.legend(frameon=False, loc="upper left")
-    figure.draw_without_rendering()  # the layout is known only now
+    figure.draw_without_rendering()  # computes the layout, which numbers are placed by
     for which, axes in enumerate(panels):
         _number(
             axes, [(p.measured_ns[which], p.predicted_ns[which]) for _, p in worst(points, which)]
@@ -204,7 +203,7 @@ def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
 
 
 def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
-    """Rings around points, numbered from 1, on the side that is away from the diagonal."""
+    """Ring points and number them from 1, on the side away from the diagonal."""
     taken: list[tuple[float, float]] = []
     for i, (measured, predicted) in enumerate(points_ns):
         at = (measured * 1e-9, predicted * 1e-9)

@@ -1,6 +1,6 @@
-"""What a sweep measured beside what the profile says of the same: points for figures and texts.
+"""Measured points of a sweep beside the fitted times of the same calls, for figures and texts.
 
-A `PlottedSample` is one record and the fitted time of its call, by the path that runs use.
+Fitted times come from the code that prices plans.
 """
 
 import math
@@ -39,7 +39,7 @@ class HeldPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedSample:
-    """`at`: the record's point. ns of forward and backward (of a collective: its time alone)."""
+    """at: the record's point. Times are of forward and backward; a collective has only one."""
 
     at: Mapping[str, Any]
     measured_ns: tuple[float, ...]
@@ -177,7 +177,7 @@ def layer_samples(
 
 
 def without_layer(profile: KernelProfile) -> KernelProfile:
-    """With layers that cost what their operators do one by one."""
+    """The profile with layers that cost the sum of their operators."""
     free = LayerCost(
         forward_factor=1.0,
         backward_factor=1.0,

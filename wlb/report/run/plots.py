@@ -1,4 +1,4 @@
-"""Figures of a run that trained; needs matplotlib. As `wlb.report.simulation.plots` draws them.
+"""Figures of a training run; needs matplotlib.
 
 Points are steps and lines their running means. Of more than `MOST_POINTS` steps, every k-th point
 is drawn, so that a page of a long run stays small; lines are means of all.
@@ -27,8 +27,8 @@ MOST_RANK_LABELS = 32
 MOST_ROWS = 256
 
 
-class Series(NamedTuple):
-    """Values of steps; weights: of the running mean."""
+class StepSeries(NamedTuple):
+    """A value of every step; weights: weights of its running mean."""
 
     label: str
     values: FloatArray
@@ -40,28 +40,28 @@ def loss_figure(records: RunRecords) -> Any:
     figure, (above, below) = new_figure(height=5.0, nrows=2, sharex=True)
     loss = records.column(lambda s: s.measured.loss)
     tokens = records.column(lambda s: s.measured.num_targets)
-    _draw(above, records, [Series("training", loss, tokens)])
+    _draw(above, records, [StepSeries("training", loss, tokens)])
     if records.evaluations:
         xs, ys = zip(*records.evaluations, strict=True)
         label = f"held out: {ys[0]:.3f}" + (f" to {ys[-1]:.3f}" if len(ys) > 1 else "")
         above.plot(xs, ys, "D", color=RUNS[1], markersize=6, ls="--", lw=1, label=label)
     above.set_ylabel("loss (nats a token)")
     norm = records.column(lambda s: s.measured.grad_norm)
-    _draw(below, records, [Series("gradient norm", norm)])
+    _draw(below, records, [StepSeries("gradient norm", norm)])
     below.set_ylabel("gradient norm")
     _finish(figure, [above, below], records)
     return figure
 
 
 def rate_figure(records: RunRecords) -> Any:
-    """Tokens a second, and what a step takes."""
+    """Tokens a second and time of each step."""
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     time_s = records.column(lambda s: s.measured.step_time_s)
     tokens = records.column(lambda s: s.measured.num_tokens)
     rate = tokens / np.where(time_s > 0, time_s, np.nan)
-    _draw(above, records, [Series("tokens/s", rate, time_s)])
+    _draw(above, records, [StepSeries("tokens/s", rate, time_s)])
     above.set_ylabel("tokens/s")
-    _draw(below, records, [Series("step time", time_s)])
+    _draw(below, records, [StepSeries("step time", time_s)])
     below.set_ylabel("step time (s)")
     for axes in (above, below):
         axes.set_ylim(bottom=0)
@@ -98,21 +98,21 @@ def balance_figure(records: RunRecords) -> Any:
     """Imbalance of micro-batches: Plain-4D and ours as predicted, ours as measured."""
     figure, (axes,) = new_figure(height=3.8)
     series = [
-        Series(
+        StepSeries(
             "ours, predicted",
             records.column(lambda s: s.predicted.imbalance),
             records.column(lambda s: s.predicted.mean_workload_ns),
         )
     ]
     if any(s.plain is not None for s in records.steps):
-        plain = Series(
+        plain = StepSeries(
             "Plain-4D, predicted, same documents",
             records.column(lambda s: None if s.plain is None else s.plain.imbalance),
             records.column(lambda s: 0.0 if s.plain is None else s.plain.mean_workload_ns),
         )
         series.append(plain)
     if any(s.measured.imbalance is not None for s in records.steps):
-        measured = Series(
+        measured = StepSeries(
             "ours, measured",
             records.column(lambda s: s.measured.imbalance),
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
@@ -131,11 +131,11 @@ def balance_figure(records: RunRecords) -> Any:
 
 
 def delay_figure(records: RunRecords) -> Any:
-    """How long tokens waited, and how many wait."""
+    """Delay of each step's tokens, and tokens that are held back after it."""
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     tokens = records.column(lambda s: s.measured.num_tokens)
     mean = records.column(lambda s: s.measured.mean_delay)
-    _draw(above, records, [Series("mean of a step's tokens", mean, tokens)])
+    _draw(above, records, [StepSeries("mean of a step's tokens", mean, tokens)])
     most = records.column(lambda s: s.measured.max_delay)
     every = _stride(most.size)
     x = records.steps_done
@@ -163,7 +163,7 @@ def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> An
 def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> Any:
     """Measured over predicted time of each rank over the median rank's, table by table."""
     values = np.stack([t.over_median for t in tables], axis=1)  # [ranks, tables]
-    # Of many ranks those that were slowest.
+    # Keep the slowest ranks if there are too many rows.
     order = np.argsort(-values.max(1), kind="stable").tolist()
     kept: list[int] = sorted(order[:MOST_ROWS])
     every = _stride(values.shape[1], MOST_ROWS)
@@ -185,8 +185,8 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
     return figure
 
 
-def _draw(axes: Any, records: RunRecords, series: Sequence[Series]) -> None:
-    """Faint points and running means; nothing where a value is missing."""
+def _draw(axes: Any, records: RunRecords, series: Sequence[StepSeries]) -> None:
+    """Draw faint points and running means; steps without a value are skipped."""
     for k, (label, values, weights) in enumerate(series):
         keep = ~np.isnan(values)
         x, y = records.steps_done[keep], values[keep]
@@ -205,7 +205,7 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[Series]) -> None:
         )
 
 
-def _colour(series: Sequence[Series], k: int) -> str:
+def _colour(series: Sequence[StepSeries], k: int) -> str:
     return RUNS[0 if len(series) == 1 else k + 1]
 
 
@@ -216,7 +216,7 @@ def _stride(count: int, most: int = MOST_POINTS) -> int:
 def _finish(
     figure: Any, panels: Sequence[Any], records: RunRecords, *, legend: bool = True
 ) -> None:
-    """Axis label, where the run went on after a break, and a legend above."""
+    """Add the axis label, a dotted line at each restart, and a legend above."""
     for axes in panels:
         for at in records.restarts:
             axes.axvline(at + 0.5, color="grey", ls=":", lw=1)

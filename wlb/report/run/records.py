@@ -1,7 +1,7 @@
-"""What a run left in its folder, read back: the lines of metrics.jsonl and the configuration.
+"""A run read back from its folder: the lines of metrics.jsonl and the configuration.
 
-A resumed run appends to the same file. Where it trained steps again, only the later lines count;
-steps that an earlier start made after the checkpoint that was gone on from are dropped with them.
+A resumed run appends to the same file. Lines of steps after the checkpoint that it resumed from are
+dropped, so that each step counts once, as it was trained last.
 """
 
 import json
@@ -34,7 +34,7 @@ EVENT_KINDS = ("checkpoint", "nonfinite", "stop")
 
 
 class StepRecord(NamedTuple):
-    """A line of a step. plain: of Plain-4D, None where planner.baseline is off."""
+    """The line of a step. plain: prediction for Plain-4D; None if planner.baseline is off."""
 
     step: int
     steps_done: int
@@ -46,9 +46,12 @@ class StepRecord(NamedTuple):
 
 @dataclass(kw_only=True)
 class RunRecords:
-    """In the order of steps. starts: the lines of every start. evaluations: held-out loss by
-    steps_done. events: lines of `EVENT_KINDS`, all that happened. num_replaced: steps that
-    were trained again. num_unreadable: lines."""
+    """All lists are in the order of steps.
+
+    starts: a line for each start. evaluations: (steps_done, held-out loss). tables: of ranks.
+    events: lines of `EVENT_KINDS`. num_replaced: steps that were trained again. num_unreadable:
+    lines that are not JSON, such as the last one of a run that was killed.
+    """
 
     folder: Path
     spec: RunSpec
@@ -67,7 +70,7 @@ class RunRecords:
 
     @property
     def restarts(self) -> list[int]:
-        """Steps that were done when the run went on."""
+        """steps_done of each restart, where its line says so."""
         found = [resumed_at(start) for start in self.starts[1:]]
         return [at for at in found if at is not None]
 
@@ -87,7 +90,7 @@ class RunRecords:
 
     @property
     def telemetry(self) -> list[tuple[int, Telemetry]]:
-        """Records by steps_done, the warm-up of the first start left out where more are there."""
+        """(steps_done, record), without those of the warm-up unless there are no others."""
         found = [
             (s.steps_done, s.measured.telemetry)
             for s in self.steps
@@ -97,7 +100,7 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """The step after which so many were done; UserError if it is not there."""
+        """The record with this `steps_done`; UserError if there is none."""
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
@@ -134,7 +137,7 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def resumed_at(start: dict[str, Any]) -> int | None:
-    """Steps that were done when a start went on; None where its line does not say."""
+    """steps_done from which a start resumed; None if its line does not say."""
     if "steps_done" in start:
         return int(start["steps_done"])
     named = re.search(r"step-(\d+)$", start.get("resumed_from") or "")
@@ -143,7 +146,7 @@ def resumed_at(start: dict[str, Any]) -> int | None:
 
 @dataclass
 class _Reading:
-    """Lines by step, as they come."""
+    """Lines of the file, by step; later ones replace earlier ones."""
 
     starts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
@@ -158,7 +161,7 @@ class _Reading:
         for text in lines:
             try:
                 line = json.loads(text)
-            except ValueError:  # the last one of a run that was killed
+            except ValueError:  # a run that was killed leaves an incomplete line
                 self.num_unreadable += bool(text.strip())
                 continue
             self._add(line)
@@ -167,10 +170,10 @@ class _Reading:
         match line["kind"]:
             case "start":
                 if self.starts and _layout(line) != _layout(self.starts[-1]):
-                    # Ranks of another layout are no rows of the same table.
+                    # Ranks of different layouts do not fit in the same table.
                     self.tables, self.timelines = {}, {}
                 self.starts.append(line)
-                self._go_back(resumed_at(line))
+                self._roll_back(resumed_at(line))
             case "step":
                 self.num_replaced += line["step"] in self.steps
                 self.steps[line["step"]] = line
@@ -182,10 +185,10 @@ class _Reading:
                 self.timelines[line["step"]] = line
             case kind if kind in EVENT_KINDS:
                 self.events.append(line)
-            case _:  # of a later version
+            case _:  # written by a later version
                 pass
 
-    def _go_back(self, steps_done: int | None) -> None:
+    def _roll_back(self, steps_done: int | None) -> None:
         if steps_done is None:
             return
         for lines in (self.steps, self.tables, self.timelines):
@@ -214,7 +217,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
 
 
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
-    """Of the last start; of the newest checkpoint where that does not say."""
+    """The configuration of the last start, else of the newest checkpoint."""
     if starts and "spec" in starts[-1]:
         return apply(
             RunSpec(), starts[-1]["spec"], source=str(folder / "metrics.jsonl"), is_stored=True

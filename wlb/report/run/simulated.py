@@ -1,4 +1,4 @@
-"""One step of a run, planned and simulated again: for a timeline where none was measured; no torch.
+"""Plans and simulates one step of a run again, for a timeline where none was measured; no torch.
 
 The planner runs from the start of the data to the step, with the run's own store and kernel
 profile. A plan that is not the one that was trained is refused.

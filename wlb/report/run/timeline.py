@@ -26,8 +26,8 @@ _KINDS = {
 }
 
 
-class Row(NamedTuple):
-    """A rank of the pipeline that is drawn."""
+class TimelineRow(NamedTuple):
+    """A rank of the drawn pipeline."""
 
     rank: int
     pp: int
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """Share of the step that it is in no pass."""
+        """Share of the step in which the rank is in no pass."""
         return 1 - sum(p.time_us for p in self.passes) / max(1, self.wall_us)
 
 
@@ -69,7 +69,7 @@ def measured_timeline_figure(
 
 
 def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
-    """Of those that were recorded, the one whose passes ended last."""
+    """The recorded pipeline whose passes ended last."""
     ends: dict[int, int] = {}
     for rank, of_rank in zip(timeline.ranks, timeline.passes, strict=True):
         pipeline = rank // parallel.model_ranks
@@ -78,21 +78,21 @@ def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
     return max(ends, key=lambda pipeline: (ends[pipeline], -pipeline))
 
 
-def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[Row]:
-    """The ranks of a pipeline, by pipeline and CP rank; of fewer CP ranks where they are many."""
-    rows: list[Row] = []
+def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[TimelineRow]:
+    """A pipeline's ranks by pipeline and CP rank; of many CP ranks only the first are kept."""
+    rows: list[TimelineRow] = []
     for rank, wall_us, passes in zip(
         timeline.ranks, timeline.wall_us, timeline.passes, strict=True
     ):
         of_pipeline, rest = divmod(rank, parallel.model_ranks)
         pp, cp = divmod(rest // parallel.tp, parallel.cp)
         if of_pipeline == pipeline and cp < max(1, MOST_ROWS // parallel.pp):
-            rows.append(Row(rank, pp, cp, wall_us, passes))
+            rows.append(TimelineRow(rank, pp, cp, wall_us, passes))
     return sorted(rows, key=lambda row: (row.pp, row.cp))
 
 
 def _boxes(
-    rows: Sequence[Row], pp: int, chunks: int, scale: float
+    rows: Sequence[TimelineRow], pp: int, chunks: int, scale: float
 ) -> dict[tuple[int, str], list[Box]]:
     """By micro-batch and kind of pass."""
     boxes: dict[tuple[int, str], list[Box]] = {}
@@ -107,7 +107,7 @@ def _boxes(
     return boxes
 
 
-def _legend(figure: Any, rows: Sequence[Row]) -> None:
+def _legend(figure: Any, rows: Sequence[TimelineRow]) -> None:
     passes = [p for row in rows for p in row.passes]
     splits = any(p.kind == "weight" for p in passes)
     count = 1 + max((p.micro_batch for p in passes), default=0)

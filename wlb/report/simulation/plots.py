@@ -1,7 +1,7 @@
 """Figures of simulated runs: GPUs, steps, a breakdown; needs matplotlib.
 
-Each returns a matplotlib Figure, nine inches wide, that is legible 800 pixels wide; `svg` makes it
-part of a page. No axis hides a value; where one does not begin at 0 its label says so.
+Each returns a matplotlib Figure of nine inches, which is legible at a width of 800 pixels; `svg`
+makes it part of a page. An axis that does not begin at 0 says so in its label.
 """
 
 from collections.abc import Sequence
@@ -157,7 +157,7 @@ def waterfall_figure(
     paper: float | None = None,
     ylabel: str = "speed-up",
 ) -> Any:
-    """Where a total comes from: the first row and the last bar are totals, others contributions.
+    """Parts of a total as bars: the first row and the last bar are totals, others contributions.
 
     total, paper: the last bar's label, and the paper's total if no row has it.
     """
@@ -198,7 +198,7 @@ def waterfall_figure(
 
 
 def _paper_marks(axes: Any, papers: Sequence[float | None]) -> None:
-    """Diamonds beside our bars, at the paper's totals."""
+    """Draw diamonds at the paper's totals beside our bars."""
     marks = [(x + 0.38, p) for x, p in enumerate(papers) if p is not None]
     if not marks:
         return
@@ -212,7 +212,7 @@ def _paper_marks(axes: Any, papers: Sequence[float | None]) -> None:
 
 
 def _folded(label: str) -> str:
-    """In lines of about 14 letters."""
+    """`label` in lines of about 14 letters."""
     lines = [""]
     for word in label.split():
         if lines[-1] and len(lines[-1]) + len(word) >= 14:

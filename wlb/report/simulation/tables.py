@@ -1,4 +1,4 @@
-"""Simulated runs as a table, and what has to be said beside it."""
+"""Simulated runs as a table, and the provenance of what they were priced with."""
 
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ def layout_text(spec: RunSpec) -> str:
 
 
 def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
-    """What a profile's blocks are worth: kind (published, measured, assumed) and blocks."""
+    """Blocks of a profile by the kind of their numbers (published, measured, assumed)."""
     blocks = [
         (f"attention ({', '.join(t.backends)})", t.provenance.kind) for t in profile.attention
     ]
