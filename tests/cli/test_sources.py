@@ -93,7 +93,7 @@ def test_stores_that_say_what_is_trained(
     words = ["demo", "--steps", "4", "--set", "data.context_window=512", own, *packing]
     assert main([*command, *words]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert ("long wt takes all tokens for trained" in told) == (command != ["simulate"])
+    assert ("long wt counts all tokens as trained" in told) == (command != ["simulate"])
     assert "of an equal share" not in told
 
 
