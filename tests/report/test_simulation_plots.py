@@ -14,6 +14,7 @@ from wlb.cost import workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.report import simulation_page
 from wlb.report.plots import running_mean, svg
+from wlb.report.simulation.page import COLUMNS
 from wlb.report.simulation.plots import (
     WaterfallRow,
     heat_map_figure,
@@ -208,6 +209,8 @@ def test_the_page_needs_nothing_else(runs):
     ):
         assert words in page, words
     assert f"<td>{runs[0].time_s:.2f}</td>" in page
+    for name, _ in COLUMNS:
+        assert f"<dt>{name}</dt>" in page, f"the page does not explain {name}"
 
 
 def test_a_page_of_one_step_and_of_none(runs):
