@@ -100,7 +100,7 @@ def imbalance_figure(runs: Sequence[RunSimulation]) -> Any:
     series = {
         "imbalance of packing": [
             (
-                np.array([1.0 if m.imbalance is None else m.imbalance for m in run.metrics]),
+                np.array([m.imbalance for m in run.metrics]),
                 np.array([m.mean_workload_ns for m in run.metrics]),
             )
             for run in runs
