@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.data import GlobalBatches, LengthSource, TokenStore, TokenStoreWriter, permute
+from wlb.data import GlobalBatches, LengthSource, TokenStore, TokenStoreWriter
+from wlb.data.shuffle import permute
 
 
 def source(*lengths, source_id=0):

@@ -15,10 +15,10 @@ from wlb.data import (
     TokenStoreWriter,
     open_batches,
     open_store,
-    permute,
 )
 from wlb.data.blend import _SEED_STEP
 from wlb.data.reader import StoreReader
+from wlb.data.shuffle import permute
 from wlb.parallel.rows import rank_labels, rank_tokens
 from wlb.plan import IGNORE
 from wlb.planner import Planner, open_planner

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.data import permute
+from wlb.data.shuffle import permute
 
 
 def test_literal_orders_never_change():

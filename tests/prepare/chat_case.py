@@ -2,7 +2,9 @@
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from wlb.prepare.chat import TooLong, fit
 from wlb.prepare.chat_template import CHATML, LLAMA3
+from wlb.prepare.conversation import conversation_of
 
 CHATML_TOKENS = list(CHATML.special_tokens)
 LLAMA3_TOKENS = list(LLAMA3.special_tokens)
@@ -47,3 +49,9 @@ def shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
 def trained(tokenizer: Tokenizer, made) -> list[list[str]]:
     """What each trained span says."""
     return [shown(tokenizer, made.tokens[a:b].tolist()) for a, b in made.trained.tolist()]
+
+
+def documents_of(encoder, record, *, limit=None, too_long=TooLong.SPLIT):
+    """Documents of one record, each with a trained token."""
+    made = fit(encoder.encode(conversation_of(record)), limit, too_long)
+    return [part for part in made if part.num_targets]

@@ -11,6 +11,7 @@ from tests.prepare.chat_case import (
     LLAMA3_TOKENS,
     byte_names,
     byte_tokenizer,
+    documents_of,
     shown,
     trained,
 )
@@ -343,10 +344,8 @@ def test_the_start_of_a_text_survives_truncation() -> None:
 def test_documents_of_a_record() -> None:
     _, encoder = chatml()
     record = {"messages": [{"role": role, "content": text} for role, text in TALK]}
-    assert [made.tokens.size for made in encoder.documents(record)] == [60]
-    assert [made.tokens.size for made in encoder.documents(record, limit=50)] == [36, 24]
-    with pytest.raises(ValueError, match="no token of the conversation is trained"):
-        encoder.documents({"messages": record["messages"][:2]})
+    assert [made.tokens.size for made in documents_of(encoder, record)] == [60]
+    assert [made.tokens.size for made in documents_of(encoder, record, limit=50)] == [36, 24]
 
 
 def test_refuse_names_both_numbers() -> None:

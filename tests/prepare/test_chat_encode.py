@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer, shown
+from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer, documents_of, shown
 from wlb.data import TokenStore, verify_store
 from wlb.data.reader import StoreReader
 from wlb.plan import IGNORE
@@ -70,11 +70,11 @@ def documents(prefix: str) -> list[tuple[list[int], list[bool]]]:
 
 
 def direct(records: list[dict], **options) -> list[tuple[list[int], list[bool]]]:
-    """The same by a loop over `ChatEncoder.documents`."""
+    """The same by a loop over the encoder."""
     encoder = ChatEncoder(byte_tokenizer(CHATML_TOKENS), load_template("chatml"))
     out = []
     for record in records:
-        for made in encoder.documents(record, **options):
+        for made in documents_of(encoder, record, **options):
             mask = np.zeros(made.tokens.size, bool)
             for start, stop in made.trained.tolist():
                 mask[max(start, 1) : stop] = True

@@ -5,8 +5,6 @@ from wlb.data.batches import (
     ListedBatches,
     Source,
     SourceBatches,
-    State,
-    TargetSource,
 )
 from wlb.data.blend import BlendedBatches, BlendedStore, StoreName, open_batches, open_store
 from wlb.data.lengths import (
@@ -17,8 +15,7 @@ from wlb.data.lengths import (
     lengths_of_file,
 )
 from wlb.data.reader import StoreReader
-from wlb.data.shuffle import permute
-from wlb.data.store import StoreInfo, TokenArray, TokenStore, TokenStoreWriter
+from wlb.data.store import TokenArray, TokenStore, TokenStoreWriter
 from wlb.data.verify import verify_store
 
 __all__ = [
@@ -31,11 +28,8 @@ __all__ = [
     "ListedBatches",
     "Source",
     "SourceBatches",
-    "State",
-    "StoreInfo",
     "StoreName",
     "StoreReader",
-    "TargetSource",
     "TokenArray",
     "TokenStore",
     "TokenStoreWriter",
@@ -43,6 +37,5 @@ __all__ = [
     "lengths_of_file",
     "open_batches",
     "open_store",
-    "permute",
     "verify_store",
 ]

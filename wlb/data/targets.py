@@ -22,6 +22,12 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sQQQQ32s")
 
 
+def spans_of(mask: BoolArray) -> IntArray:
+    """Half-open runs of True in `mask` (shape [n]), int64 [k, 2]."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return edges.astype(np.int64).reshape(-1, 2)
+
+
 class TargetSpans:
     """Collects the trained spans of documents in order, and writes them."""
 

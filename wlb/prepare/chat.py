@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wlb.data.targets import spans_of
 from wlb.plan import BoolArray, IntArray, UserError, offsets_of
 from wlb.prepare.chat_template import BuiltInTemplate, ChatTemplate, Part, Rendered, Train, Turns
 from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
@@ -110,19 +111,6 @@ class ChatEncoder:
         """(tokens int64 [n], trained spans int64 [k, 2]) of one record, however long it is."""
         made = self.encode(conversation_of(record))
         return made.tokens, made.trained
-
-    def documents(
-        self, record: object, *, limit: int | None = None, too_long: TooLong = TooLong.SPLIT
-    ) -> list[ChatTokens]:
-        """Documents of one record, each with a trained token; UserError where there is none.
-
-        `chat_encode.py` says and counts what is left out here.
-        """
-        made = self.encode(conversation_of(record))
-        found = [part for part in fit(made, limit, too_long) if part.num_targets]
-        if not found:
-            raise UserError(f"no token of the conversation is trained ({made.tokens.size} tokens)")
-        return found
 
     def encode(self, conversation: Conversation) -> ChatTokens:
         """UserError for a conversation that the template refuses or cannot render exactly."""
@@ -273,7 +261,7 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
 def _document(tokens: IntArray, mask: BoolArray) -> ChatTokens:
     mask = mask.copy()
     mask[0] = False
-    return ChatTokens(tokens=tokens, trained=_spans_of(mask))
+    return ChatTokens(tokens=tokens, trained=spans_of(mask))
 
 
 def _mask(made: ChatTokens) -> BoolArray:
@@ -281,11 +269,6 @@ def _mask(made: ChatTokens) -> BoolArray:
     for start, stop in made.trained.tolist():
         mask[start:stop] = True
     return mask
-
-
-def _spans_of(mask: BoolArray) -> IntArray:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
-    return edges.astype(np.int64).reshape(-1, 2)
 
 
 def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> ChatTokens:
@@ -300,7 +283,7 @@ def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> Cha
 
     return ChatTokens(
         tokens=np.array([token for tokens in ids for token in tokens], np.int64),
-        trained=_spans_of(mask),
+        trained=spans_of(mask),
         turns=tuple(token_at(part) for part in rendered.turns),
         prefix=None if rendered.prefix is None else token_at(rendered.prefix),
     )

@@ -14,11 +14,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from wlb.data.store import TokenStore, TokenStoreWriter
-from wlb.plan import IntArray, UserError
+from wlb.data.targets import spans_of
+from wlb.plan import UserError
 from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
 from wlb.prepare.records import (
@@ -261,15 +259,9 @@ def merge_parts(
             for row in range(store.num_documents):
                 is_moved = moved is not None and moved[:2] == (summary.shard, side)
                 target = 1 - side if is_moved and row in moved[2] else side
-                trained = trained_spans(store.trained(row)) if store.has_targets else None
+                trained = spans_of(store.trained(row)) if store.has_targets else None
                 writers[target].add(store.read(row), trained)
         progress(summary.shard)
-
-
-def trained_spans(mask: npt.NDArray[np.bool_]) -> IntArray:
-    """Half-open runs of True in `mask` (shape [n]), shape [k, 2]."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    return edges.reshape(-1, 2)
 
 
 def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:
