@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     with Workers(jobs=options.jobs or _cores()) as workers, _Shown() as shown:
         tuner = Tuner(
             sample=BatchSample(batches=tuple(batches), device=options.device),
-            settings=_settings(options),
+            choices=_packing_choices(options),
             workers=workers,
             top=options.top,
             max_delay_mean=options.max_delay_mean,
@@ -227,7 +227,7 @@ def _choices(options: argparse.Namespace) -> LayoutChoices:
     )
 
 
-def _settings(options: argparse.Namespace) -> PackingChoices:
+def _packing_choices(options: argparse.Namespace) -> PackingChoices:
     return PackingChoices(
         policies=tuple(p for p in POLICIES if str(p) in options.policies),
         strategies=tuple(s for s in STRATEGIES if str(s) in options.sharding),

@@ -37,7 +37,7 @@ def search(
     with Workers(jobs=jobs) as workers:
         tuner = Tuner(
             sample=SAMPLE,
-            settings=settings,
+            choices=settings,
             workers=workers,
             top=top,
             max_delay_mean=max_delay_mean,
@@ -186,7 +186,7 @@ def test_a_sequence_on_one_rank_is_sharded_in_one_way() -> None:
 
 
 def test_why_the_others_lost(found: Search) -> None:
-    tuner = Tuner(sample=SAMPLE, settings=FEW, workers=Workers(), top=3)
+    tuner = Tuner(sample=SAMPLE, choices=FEW, workers=Workers(), top=3)
     own = spec_of()
     losers = {loser.label: loser for loser in losers_of(tuner, found, own=own, node=8)}
     winner = found.ranking[0].spec

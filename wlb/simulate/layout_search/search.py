@@ -71,7 +71,7 @@ class Tuner:
     a token may wait on average."""
 
     sample: BatchSample
-    settings: PackingChoices
+    choices: PackingChoices
     workers: Workers
     top: int = 10
     max_delay_mean: float = 0.5
@@ -84,8 +84,8 @@ class Tuner:
         """
         known = Search(layouts=layouts)
         if own is not None:
-            (made,) = self.workers.map(_as_it_is, [(self.sample, own)])
-            known.own = made
+            task: GroupTask = (self.sample, TrialRunner.as_it_is, [own], ())
+            (known.own,) = _run_group(task)
         self._outline(layouts.candidates, known.work, is_walked=False)
         by_work = _sorted(layouts.candidates, lambda c: known.work[c.name].time_s)
         self._best_first(
@@ -122,16 +122,14 @@ class Tuner:
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
         """Packs candidates with their first choice; times of those that find room."""
         todo = [c for c in candidates if c.name not in known.packed]
-        found = self._grouped(todo, lambda c: c.spec, _packed, "packed", self.settings)
+        found = self._run(todo, _pack_one, "packed", self.choices)
         known.packed.update({trial.layout: trial for trial in found if trial is not None})
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
         """Tries every packing, shards the best; times of layouts that keep the delay."""
         todo = [c for c in candidates if c.name not in known.tuned]
-        found = self._grouped(
-            todo, lambda c: c.spec, _tuned, "tuned", self.settings, self.max_delay_mean
-        )
+        found = self._run(todo, _tune_one, "tuned", self.choices, self.max_delay_mean)
         known.tuned.update({tuned.name: tuned for tuned in found})
         best = (known.tuned[c.name].best for c in candidates)
         return [trial.time_s for trial in best if trial is not None]
@@ -139,21 +137,14 @@ class Tuner:
     def polish(self, names: Sequence[str], known: Search) -> None:
         """Tries all shardings, close policies and longer pipelines of tuned layouts."""
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
-        found = self._grouped(
-            todo,
-            lambda t: t.packed[0].spec,
-            _polished,
-            "polished",
-            self.settings,
-            self.max_delay_mean,
-        )
+        found = self._run(todo, _polish_one, "polished", self.choices, self.max_delay_mean)
         known.tuned.update({tuned.name: tuned for tuned in found})
 
     def _outline(
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
     ) -> list[float]:
         what = "walked" if is_walked else "priced"
-        found = self._grouped(candidates, lambda c: c.spec, _outlines, what, is_walked)
+        found = self._run(candidates, TrialRunner.outline, what, is_walked)
         known.update({outline.name: outline for outline in found})
         return [known[c.name].time_s for c in candidates]
 
@@ -180,21 +171,16 @@ class Tuner:
             times += evaluate(part)
         return False
 
-    def _grouped(
-        self,
-        items: Sequence[Any],
-        spec_of: Callable[[Any], RunSpec],
-        function: Callable[[Any], list[Any]],
-        what: str,
-        *arguments: Any,
+    def _run(
+        self, items: Sequence[Any], function: Callable[..., Any], what: str, *arguments: Any
     ) -> list[Any]:
-        """Results of `function` for groups of items that share prices."""
+        """Results of `function(runner, item, *arguments)`, by groups that share prices."""
         groups: dict[Any, list[Any]] = {}
         for item in items:
-            groups.setdefault(pricing_key(spec_of(item)), []).append(item)
-        tasks = [(self.sample, group, *arguments) for group in groups.values()]
+            groups.setdefault(pricing_key(_spec_of(item)), []).append(item)
+        tasks = [(self.sample, function, group, arguments) for group in groups.values()]
         out: list[Any] = []
-        for made in self.workers.each(function, tasks):
+        for made in self.workers.each(_run_group, tasks):
             out += made
             self.progress(what, len(made))
         return out
@@ -218,75 +204,67 @@ def _sorted(candidates: Iterable[Candidate], time_s: Callable[[Candidate], float
     return sorted(candidates, key=lambda c: (time_s(c), c.name))
 
 
-def _as_it_is(task: tuple[BatchSample, RunSpec]) -> Trial:
-    sample, spec = task
-    return TrialRunner.of(spec, sample).as_it_is(spec)
+GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...]]
 
 
-def _outlines(task: tuple[BatchSample, Sequence[Candidate], bool]) -> list[Outline]:
-    sample, candidates, is_walked = task
-    bench = TrialRunner.of(candidates[0].spec, sample)
-    return [bench.outline(c, is_walked=is_walked) for c in candidates]
+def _run_group(task: GroupTask) -> list[Any]:
+    """Results of `function(runner, item, *arguments)` for items that share prices."""
+    sample, function, items, arguments = task
+    runner = TrialRunner.of(_spec_of(items[0]), sample)
+    return [function(runner, item, *arguments) for item in items]
 
 
-def _packed(task: tuple[BatchSample, Sequence[Candidate], PackingChoices]) -> list[Trial | None]:
-    sample, candidates, settings = task
-    bench = TrialRunner.of(candidates[0].spec, sample)
-    out: list[Trial | None] = []
-    for c in candidates:
-        specs = (with_settings(c.spec, p, settings.strategies[0]) for p in settings.first(c))
-        trials = (bench.packed(spec) for spec in specs)
-        out.append(next((trial for trial in trials if trial is not None), None))
-    return out
+def _spec_of(item: RunSpec | Candidate | Tuned) -> RunSpec:
+    match item:
+        case Candidate():
+            return item.spec
+        case Tuned():
+            return item.packed[0].spec
+        case _:
+            return item
 
 
-def _tuned(task: tuple[BatchSample, Sequence[Candidate], PackingChoices, float]) -> list[Tuned]:
-    sample, candidates, settings, max_delay_mean = task
-    bench = TrialRunner.of(candidates[0].spec, sample)
-    return [_tune_one(bench, c, settings, max_delay_mean) for c in candidates]
-
-
-def _polished(task: tuple[BatchSample, Sequence[Tuned], PackingChoices, float]) -> list[Tuned]:
-    sample, layouts, settings, max_delay_mean = task
-    bench = TrialRunner.of(layouts[0].packed[0].spec, sample)
-    return [_polish_one(bench, tuned, settings, max_delay_mean) for tuned in layouts]
+def _pack_one(runner: TrialRunner, candidate: Candidate, choices: PackingChoices) -> Trial | None:
+    packings, strategy = choices.first(candidate), choices.strategies[0]
+    trials = (runner.packed(with_settings(candidate.spec, p, strategy)) for p in packings)
+    return next((trial for trial in trials if trial is not None), None)
 
 
 def _tune_one(
-    bench: TrialRunner, candidate: Candidate, settings: PackingChoices, max_delay_mean: float
+    runner: TrialRunner, candidate: Candidate, choices: PackingChoices, max_delay_mean: float
 ) -> Tuned:
     trials: dict[str, Trial] = {}
-    for packing in settings.packings(candidate):
-        trial = bench.packed(with_settings(candidate.spec, packing, settings.strategies[0]))
+    for packing in choices.packings(candidate):
+        trial = runner.packed(with_settings(candidate.spec, packing, choices.strategies[0]))
         if trial is not None:
             trials.setdefault(trial.packing, trial)
     packed = sorted(trials.values(), key=lambda t: (t.time_s, t.name))
     in_time = _best_of_policies([t for t in packed if t.mean_delay <= max_delay_mean])
     return Tuned(
         name=candidate.name,
-        best=bench.sharded(in_time[0].spec) if in_time else None,
+        best=runner.sharded(in_time[0].spec) if in_time else None,
         packed=_best_of_policies(packed),
         in_time=in_time,
     )
 
 
 def _polish_one(
-    bench: TrialRunner, tuned: Tuned, settings: PackingChoices, max_delay_mean: float
+    runner: TrialRunner, tuned: Tuned, choices: PackingChoices, max_delay_mean: float
 ) -> Tuned:
     best = tuned.best
     if best is None:
         return tuned
-    strategies = settings.strategies[1:] if best.spec.parallel.cp > 1 else ()
+    strategies = choices.strategies[1:] if best.spec.parallel.cp > 1 else ()
     for strategy in strategies:
-        best = _faster(best, bench.sharded(with_settings(best.spec, best.spec.packing, strategy)))
+        best = _faster(best, runner.sharded(with_settings(best.spec, best.spec.packing, strategy)))
     strategy = best.spec.sharding.strategy
     for trial in tuned.in_time[1:]:
         if trial.time_s <= tuned.in_time[0].time_s * NEARLY:
-            made = bench.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
+            made = runner.sharded(with_settings(trial.spec, trial.spec.packing, strategy))
             best = _faster(best, made)
-    for changed in (settings.more_micro_batches, settings.later_weights):
+    for changed in (choices.more_micro_batches, choices.later_weights):
         for spec in changed(best.spec):
-            made = bench.sharded(spec)
+            made = runner.sharded(spec)
             if made is not None and made.mean_delay <= max_delay_mean:
                 best = _faster(best, made)
     return replace(tuned, best=best)

@@ -157,7 +157,7 @@ class TrialRunner:
     def of(cls, spec: RunSpec, sample: BatchSample) -> "TrialRunner":
         return cls(sample=sample, cost=workload_for(spec, sample.device))
 
-    def outline(self, candidate: Candidate, *, is_walked: bool) -> Outline:
+    def outline(self, candidate: Candidate, is_walked: bool) -> Outline:
         """The bound `even` (walked) or `work`."""
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)

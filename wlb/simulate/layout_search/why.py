@@ -80,7 +80,7 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
 
 def references_of(tuner: Tuner, winner: Trial) -> References:
     """Trials of the winner's layout with every policy and every sharding strategy."""
-    task = (tuner.sample, winner, tuner.settings)
+    task = (tuner.sample, winner, tuner.choices)
     (made,) = tuner.workers.map(_references, [task])
     return made
 
@@ -193,22 +193,22 @@ def _does_not_fit(label: str, layouts: Layouts) -> str:
 
 
 def _references(task: tuple[BatchSample, Trial, PackingChoices]) -> References:
-    sample, winner, settings = task
-    bench = TrialRunner.of(winner.spec, sample)
+    sample, winner, choices = task
+    runner = TrialRunner.of(winner.spec, sample)
     candidate = Candidate(spec=winner.spec, need_bytes=0, caps=winner.caps)
     own = winner.spec.sharding.strategy
     best: dict[str, Trial] = {str(winner.spec.packing.policy): winner}
-    for packing in replace(settings, policies=POLICIES).packings(candidate):
-        trial = bench.packed(with_settings(winner.spec, packing, own))
+    for packing in replace(choices, policies=POLICIES).packings(candidate):
+        trial = runner.packed(with_settings(winner.spec, packing, own))
         name = str(packing.policy)
         if trial is None or (name in best and best[name].time_s <= trial.time_s):
             continue
         if name != str(winner.spec.packing.policy):
             best[name] = trial
-    policies = [bench.sharded(trial.spec) for trial in best.values()]
+    policies = [runner.sharded(trial.spec) for trial in best.values()]
     strategies = [
-        bench.sharded(with_settings(winner.spec, winner.spec.packing, strategy))
-        for strategy in (settings.strategies if winner.spec.parallel.cp > 1 else (own,))
+        runner.sharded(with_settings(winner.spec, winner.spec.packing, strategy))
+        for strategy in (choices.strategies if winner.spec.parallel.cp > 1 else (own,))
     ]
     return References(
         policies=tuple(trial for trial in policies if trial is not None),
