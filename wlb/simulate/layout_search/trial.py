@@ -17,7 +17,7 @@ from wlb.cost import ProfiledWorkload, TokenCaps, workload_for
 from wlb.cost.memory import GIB
 from wlb.data import ListedBatches
 from wlb.packing.policies import caps_of
-from wlb.plan import GlobalBatch, IntArray, StepPlan, local_tokens, offsets_of
+from wlb.plan import GlobalBatch, IntArray, StepPlan, UserError, local_tokens, offsets_of
 from wlb.planner import Planner
 from wlb.simulate.layout_search.account import TermSeconds, account, even_terms, work_terms
 from wlb.simulate.layout_search.layouts import Candidate, name_of, planned_bytes
@@ -184,7 +184,7 @@ class TrialRunner:
         for _ in range(RETRIES):
             try:
                 trial = self._try(spec, is_sharded=is_sharded)
-            except ValueError:
+            except UserError:
                 return None  # memory leaves packing no room to catch up
             if trial.fits:
                 return trial
