@@ -160,6 +160,7 @@ def trainer_of(tmp_path: Path, dataset: Any, cls: Any = Trainer, **options: Any)
     )
 
 
+@pytest.mark.full
 def test_the_loss_of_a_step_is_the_mean_of_its_labels(tmp_path: Path) -> None:
     """Beside a model that sees one document at a time."""
     dataset = Rows()
@@ -262,6 +263,7 @@ def test_a_collator_that_was_given_is_kept(tmp_path: Path) -> None:
     assert next(iter(later.get_train_dataloader()))["input_ids"].shape == (1, 8)
 
 
+@pytest.mark.full
 def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
     """Of a dataset without columns to remove, which is what the Trainer's default asks for."""
     trainer = trainer_of(tmp_path, Rows(), max_steps=40, remove_unused_columns=True)
@@ -270,6 +272,7 @@ def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
     assert trainer.balanced_batches.num_steps >= 40
 
 
+@pytest.mark.full
 def test_the_schedule_is_as_long_as_the_steps_there_are(tmp_path: Path) -> None:
     """Linear decay to 0 ends with the last step, not with those of epochs that have none."""
     rows = [{"input_ids": [1] * 100} for _ in range(6)]
@@ -283,6 +286,7 @@ def test_the_schedule_is_as_long_as_the_steps_there_are(tmp_path: Path) -> None:
     assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
 
 
+@pytest.mark.full
 def test_trl_trains_completions_alone(tmp_path: Path) -> None:
     """Rows of prompts and completions, tokenized already; labels are the completions'."""
     from trl import SFTConfig, SFTTrainer

@@ -54,6 +54,7 @@ def profile(folder: Path, *words: str) -> int:
     return main(["profile", "--device", "cpu", "--out", out, *words])
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     assert profile(tmp_path, "--heads", "4:2x16") == 0

@@ -87,6 +87,7 @@ def test_the_page_is_whole(made: dict[str, Any]) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.full
 def test_the_table_fits_terminals(
     lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sets import full
 from tests.train.case import write_store
 from wlb.adapters.collate.loader import LoadedStep, PlannedLoader, PlannedSteps
 from wlb.cost import FlopsWorkload
@@ -91,7 +92,7 @@ def test_worker_processes_give_the_same_steps(prefix: str, workers: int) -> None
     assert [content(step) for step in loader(prefix, workers=workers)] == alone
 
 
-@pytest.mark.parametrize("done", [1, 4, 9])
+@pytest.mark.parametrize("done", [1, *full(4, 9)])
 def test_it_resumes_exactly_and_on_another_number_of_ranks(prefix: str, done: int) -> None:
     whole = [content(step) for step in loader(prefix)]
     first = loader(prefix)
