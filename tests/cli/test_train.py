@@ -125,7 +125,7 @@ def test_a_system_is_settings_that_set_comes_after(
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     known = "known: plain_4d, fixed_4d, paper, wlb"
     assert known in refused(["demo", "--system", "megatron"], capsys)
-    assert "paper has the alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
+    assert "paper has alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
