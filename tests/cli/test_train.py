@@ -34,7 +34,7 @@ corpus = "{folder}/corpus"
 cache_dir = "{folder}/stores"
 bpe_vocab_size = 320
 context_window = 64
-num_micro_batches = 2
+num_windows = 2
 
 [training]
 steps = 2
