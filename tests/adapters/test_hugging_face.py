@@ -129,7 +129,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="epochs = 0 must be at least 1"):
         BalancedBatchSampler([3, 25], BALANCE, num_ranks=1, epochs=0)
     endless = BALANCE.planner([3, 25], num_ranks=1, accumulation_steps=1, epochs=0)
-    with pytest.raises(ValueError, match="epochs = 0 is a stream without end"):
+    with pytest.raises(ValueError, match="epochs = 0"):
         DealtRows.of(endless, 2)
 
 
