@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     spec = load(options.name, _overrides(options))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
-            raise UserError(f"{name} needs a run that trains; leave out --dry-run")
+            raise UserError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
         return _dry_run(spec)
     with Signals() as signals:  # importing torch takes seconds
