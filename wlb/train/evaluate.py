@@ -56,7 +56,7 @@ class EvaluateHeldOut(Hook):
         self._tokens_before = 0
 
     def begin(self, run: RunContext) -> None:
-        self._tokens_before = run.state.num_tokens if run.state else 0
+        self._tokens_before = run.progress.num_tokens if run.progress else 0
         if run.job.resume is None and not run.stop:
             self._evaluate(run)
 
@@ -74,7 +74,7 @@ class EvaluateHeldOut(Hook):
             return run.is_due(run.spec.eval.interval)
         # `_tokens_before` is as of the last call, which skipped steps do not make, so a threshold
         # that they cross is due next. After a rollback it may exceed the tokens before this step.
-        done = plan.state.num_tokens
+        done = plan.progress.num_tokens
         before = min(self._tokens_before, done - plan.packing.num_tokens)
         self._tokens_before = done
         return done // tokens > before // tokens and not run.is_last_step
@@ -83,7 +83,7 @@ class EvaluateHeldOut(Hook):
         run.position.enter("evaluating")
         loss = self.evaluator.run()
         run.tally.heldout.append((run.steps_done, loss))
-        tokens = run.state.num_tokens if run.state is not None else 0
+        tokens = run.progress.num_tokens if run.progress is not None else 0
         run.report.write(
             "evaluation", steps_done=run.steps_done, num_tokens=tokens, heldout_loss=loss
         )

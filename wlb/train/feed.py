@@ -42,7 +42,8 @@ class PlanFeed:
                 address=address,
             )
         dist.barrier()
-        self._client = PlanClient(address, mesh.dp_rank)
+        # Rank 0 alone writes the planner's state to checkpoints.
+        self._client = PlanClient(address, mesh.dp_rank, needs_state=world.rank == 0)
         self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:

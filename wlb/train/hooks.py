@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb.launch.position import Position
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PipelinePlan, PlannerState, StepPlan, Telemetry
+from wlb.plan import PipelinePlan, Progress, StepPlan, Telemetry
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.faults.stop import Stop
@@ -29,8 +29,8 @@ from wlb.train.telemetry.report import RunReport
 class RunContext:
     """What the loop and its hooks share on a rank.
 
-    state: the planner's after the last executed step, None before the first. steps_done: updates of
-    the weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
+    progress: after the last executed step, None before the first. steps_done: updates of the
+    weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
     summary. stop: who asked the run to end early, the same on all ranks. records_ns: thread time
     that hooks took in `record` and telemetry has not counted yet.
     """
@@ -41,9 +41,9 @@ class RunContext:
     report: RunReport
     feed: PlanFeed
     inputs: InputPrefetcher
-    state: PlannerState | None = None
+    progress: Progress | None = None
     steps_done: int = 0
-    saved: PlannerState | None = None
+    saved: Progress | None = None
     tally: Tally = field(default_factory=Tally)
     stop: Stop = Stop.NO
     records_ns: int = 0
@@ -106,7 +106,7 @@ class Hook:
         """A step updates nothing. If it is skipped, `record` follows, else `rolled_back`."""
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Weights, optimiser and `run.state` are those of the checkpoint `saved_in` again."""
+        """Weights, optimiser and `run.progress` are those of the checkpoint `saved_in` again."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         """After each executed step. The time of these calls is reported as telemetry's own."""

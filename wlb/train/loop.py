@@ -14,7 +14,7 @@ from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
-from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, Progress, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite
@@ -132,7 +132,7 @@ class Trainer:
             self.position.enter("updating weights")
             self.optimizers.step(run.steps_done, norm=sums.gradient_norm)
             run.steps_done += 1
-        run.state = plan.state
+        run.progress = plan.progress
         step = ExecutedStep(
             plan=plan,
             pipeline=pipeline,
@@ -182,8 +182,9 @@ class Trainer:
             assert newest is not None
             run.inputs.close()
             run.feed.close()
-            run.steps_done, run.state = self._load(newest)
-            run.feed, run.inputs = self._open_feed(run.state)
+            run.steps_done, state = self._load(newest)
+            run.progress = Progress.of(state)
+            run.feed, run.inputs = self._open_feed(state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
         return action
@@ -212,6 +213,7 @@ class Trainer:
             steps_done=steps_done,
             places=gather_places(self.mesh, self.world) if clock is not None else (),
         )
+        progress = Progress.of(state) if state is not None else None
         return RunContext(
             job=job,
             mesh=self.mesh,
@@ -219,8 +221,8 @@ class Trainer:
             report=report,
             feed=feed,
             inputs=inputs,
-            state=state,
-            saved=state,
+            progress=progress,
+            saved=progress,
             steps_done=steps_done,
         )
 

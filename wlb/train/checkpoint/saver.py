@@ -77,7 +77,7 @@ class _Task:
 
     step: int
     tensors: dict[str, Any]
-    planner: dict[str, Any]
+    planner: dict[str, Any] | None
     began_s: float
     stall_s: float
 
@@ -111,11 +111,14 @@ class CheckpointSaver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
 
-    def save(self, step: int, state: PlannerState, *, began_s: float | None = None) -> list[Saved]:
+    def save(
+        self, step: int, state: PlannerState | None, *, began_s: float | None = None
+    ) -> list[Saved]:
         """Save after `step` executed steps; return the saves that finished.
 
-        With `checkpoint.asynchronous`, this save finishes later. began_s: when training began to
-        wait, by time.perf_counter; default: now.
+        state: the planner's, which rank 0 writes; other ranks may lack it. began_s: when training
+        began to wait, by time.perf_counter; default: now. With `checkpoint.asynchronous`, this save
+        finishes later.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -124,7 +127,7 @@ class CheckpointSaver:
         task = _Task(
             step=step,
             tensors=copies,
-            planner=state.to_json(),
+            planner=state.to_json() if state is not None else None,
             began_s=began_s,
             stall_s=time.perf_counter() - began_s,
         )
@@ -220,6 +223,7 @@ class CheckpointSaver:
         return {path.name: checkpoint.manifest_entry(path) for path in sorted(paths)}
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
+        assert task.planner is not None, "rank 0 gets the planner's state with every plan"
         for name, data in (
             (checkpoint.PLANNER, task.planner),
             (checkpoint.RUN, {"step": task.step, **self._about}),

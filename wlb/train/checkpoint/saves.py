@@ -46,7 +46,7 @@ class SaveCheckpoints(Hook):
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        run.saved = run.state
+        run.saved = run.progress
         run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
 
     def _save(self, run: RunContext, *, is_last: bool = False) -> None:
@@ -57,11 +57,11 @@ class SaveCheckpoints(Hook):
         if any(saved.error for saved in ended):
             run.saved = None  # All ranks learn of the failure here, and none before.
         # Compare states, not steps_done: a step without a label changes the state alone.
-        if run.state is not None and run.state is not run.saved:
+        if run.progress is not None and run.progress is not run.saved:
             if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
                 self._tallies[run.steps_done] = deepcopy(run.tally)
-            ended += self.saver.save(run.steps_done, run.state, began_s=began_s)
-            run.saved = run.state
+            ended += self.saver.save(run.steps_done, run.progress.state, began_s=began_s)
+            run.saved = run.progress
         if is_last:
             ended += self.saver.wait()
         self._tell(run, ended)

@@ -62,7 +62,7 @@ class RecordLedger(Hook):
         self.ledger = ledger
 
     def begin(self, run: RunContext) -> None:
-        self.ledger.begin(run.state.next_step if run.state else 0)
+        self.ledger.begin(run.progress.next_step if run.progress else 0)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         self.ledger.add(step.plan, updated=step.updated)
