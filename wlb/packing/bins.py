@@ -1,31 +1,11 @@
-"""Bin packing: documents to bins of at most `capacity` tokens, four methods.
+"""Bin packing: documents to bins of at most `capacity` tokens, by five methods.
 
-Lossless: every document is in exactly one bin, whole; one that is longer than a bin is an error,
-neither cut nor dropped nor squeezed in. Deterministic: ties go to the lowest row and lowest bin.
-
-- first_fit_decreasing, best_fit_decreasing: longest document first, into the first bin with room /
-  into the bin that it leaves the least room in. Never more than 11/9 of the fewest possible bins
-  and a constant (Johnson et al. 1974); on documents of a corpus within a bin or two of the fewest.
-- next_fit, best_fit: documents in the order they came. next_fit has one open bin; best_fit has
-  `window` of them, and closes the fullest one when a document fits none.
-
-The decreasing methods are exact but do not look at documents one by one. Documents of equal length
-are a run, and adjacent bins with equal contents are a group; a run fills a group in one operation,
-each bin with as many documents as it has room for, because that is what placing them one by one
-comes to:
-- Best fit: after a document went to the least room r that holds it, the least room that holds the
-  next one is r - length, if that is enough, and else the next bin of room r.
-- First fit: bins before the first one with room have none; it takes documents until it has none
-  either, and the next bin with room follows.
-A run leaves at most two groups more than it found, so that there are at most two for each distinct
-length, however many documents there are.
-
-Cost: radix sorts and a scatter in NumPy, O(n), and about 2 us for each time that a run meets a
-group: 12K times for two million documents of a web-like corpus at a capacity of 4,096, 45K times at
-131,072, which makes 0.12-0.2 s for either method on one core; see
-`python -m experiments.bin_packing`. The worst case is all lengths distinct: 1 us to 3 us a
-document. Best fit decreasing also keeps a byte for every token of a bin. The streaming methods are
-a loop over documents: 0.1 us (next_fit) and 0.5 us (best_fit) each.
+Every document is in exactly one bin, whole; one that is longer than a bin is an error. Ties go to
+the lowest row and lowest bin. The decreasing methods place runs of equal lengths into groups of
+equal bins at once, exactly as if one by one: after best fit, the least room for the next document
+is room - length if that is enough; first fit fills a bin before it goes on to the next.
+Cost: O(n) in NumPy and about 2 us for each time that a run meets a group; a loop over documents
+for the streaming methods (0.1 to 0.5 us each). README.md has measurements.
 """
 
 import heapq

@@ -1,21 +1,11 @@
 """bounded: outliers are released by predicted load, under a bound on delay and two on memory.
 
-Algorithm 1 releases outliers when a queue holds N of them. Here every global batch makes one step,
-and which of the waiting documents it takes is decided by what the step would cost: the time that
-micro-batches wait for the slowest one against the delay of what is held back (`release.choose`).
-What the paper's algorithm lacks:
-- `max_delay` D: a document leaves at most D steps after it came, whenever the token caps permit;
-  those that do not are counted (`PackingPlan.num_overdue`). A tall document collects company while
-  it waits, so that it does not leave alone.
-- `step_tokens` T: tokens of a step, beside `s_max` of a micro-batch. With as many micro-batches as
-  stages the first stage holds a whole step's activations, so T is what bounds its memory.
-- all micro-batches of all pipelines are balanced together, then dealt (`wlb.planner.deal`);
-- after Algorithm 1's placement single documents are moved and swapped (`refine`).
-
-Guarantees: at most S_max tokens a micro-batch and T a step (the flush at the end of data too);
-every document is placed exactly once or waits in the carry; ordinary batches make exactly one step,
-a batch without documents none. Equal inputs give equal plans on every host. Cost: O(n log n) in the
-documents that wait; 0.8 ms for 200 of them, 0.1 s for 51,000 on 1,024 micro-batches.
+Every global batch makes one step, and `release.choose` decides which waiting documents it takes:
+the time that micro-batches wait for the slowest one against the delay of what is held back.
+Placement is Algorithm 1's over all pipelines together, then `refine`.
+Guarantees: at most S_max tokens a micro-batch and `step_tokens` a step, in the flush too; documents
+leave within `max_delay` steps whenever the caps permit, others are counted as overdue.
+Cost: O(n log n) in the documents that wait; 0.8 ms for 200, 0.1 s for 51,000.
 """
 
 from dataclasses import dataclass

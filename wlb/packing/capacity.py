@@ -1,29 +1,11 @@
 """capacity: bins of at most `capacity` tokens, whole documents, as fine-tuning methods pack them.
 
-What waits and what arrives is packed into bins (`bins.py`); N bins make a step. A batch makes as
-many steps as its bins suffice for, which may be none or several; the documents of the other bins
-wait in the carry, as documents, and are packed again with the next batch. Against packing every
-batch by itself, this neither drops a tail nor trains a half-empty last bin for every batch: of the
-bins, the one that is the last to leave stays, unless it is full.
-
-Which bins leave:
-- Decreasing methods: the fullest ones (ties to the lowest index), so that the gaps wait and are
-  filled by later documents. But what was left over by an earlier packing is placed before anything
-  new, and the bins that it opens leave first. The bins that leave are dealt to the steps in a
-  seeded random order: a packing opens its bins with the longest documents, and to train them in
-  that order would repeat a curriculum from long to short in every batch.
-- Streaming methods: in the order they were opened, which is the order of their oldest documents.
-  next_fit_decreasing (the fine-tuning paper's SortedPacking) too, which is from long to short.
-
-Guarantees: a bin never exceeds the capacity; every piece is placed exactly once or waits. Nothing
-waits for ever: at most N bins are left over. Packed again by themselves they are the same bins, as
-removing whole bins changes no other choice of these methods, so that with the decreasing methods
-and next_fit all that was left over leaves with the next packing that makes a step (with next_fit in
-its first one). best_fit may spread leftovers differently, since bins it had closed are open again;
-its oldest document leaves with the next step. (A carry of another N, capacity or method may take
-a packing more.)
-
-Work is not balanced: bins of equal tokens differ in attention work. Cost: that of `pack_bins`.
+What waits and what arrives is packed into bins; N bins make a step, and documents of bins that fill
+no step wait and are packed again. Decreasing methods let the fullest bins leave first, in a seeded
+order of steps (from long to short would be a curriculum); streaming methods keep the order of bins.
+Guarantees: capacity held, every piece placed once. What was left over is placed before anything new
+and its bins leave first, so at most N bins wait, and only until the next packing that makes steps
+(best_fit: its oldest document). Work is not balanced. Cost: that of `pack_bins`.
 """
 
 from dataclasses import dataclass

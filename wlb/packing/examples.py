@@ -1,17 +1,10 @@
 """examples: so many whole documents a micro-batch, as fine-tuning batches them.
 
-What "Enhancing Training Efficiency Using Packing with Flash Attention" (Kundu et al., 2024) calls
-a mini-batch of `bs` examples: RandomSampling where documents come in the stream's order,
-GroupByLength where documents of like length come together. With `Layout.PADDED` every example is
-filled up to the longest of its mini-batch; with `Layout.SEPARATE` they are packed (the paper's
-online mini-batch, MiniBatchPacking with position IDs).
-
-GroupByLength is Hugging Face's: 50 steps' documents at a time are sorted from long to short and cut
-into micro-batches in that order. Theirs shuffles a whole epoch first; the stream is shuffled here.
-
-Guarantees: every micro-batch but those of the flush has exactly `examples` documents, none is cut
-unless it is longer than the context window; every document is placed exactly once or waits. Cost: a
-sort of what waits.
+RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing Training Efficiency Using
+Packing with Flash Attention"; with `Layout.SEPARATE` their online mini-batch packing. GroupByLength
+is Hugging Face's: 50 steps' documents are sorted from long to short (of the shuffled stream here).
+Guarantees: every micro-batch but those of the flush has exactly `examples` documents, and only
+those longer than the window are cut. Cost: a sort of what waits.
 """
 
 from dataclasses import dataclass

@@ -1,22 +1,10 @@
 """fixed: fixed-length greedy packing over W global batches (Section 3.2; W = 1 is Fixed-4D).
 
-Once the stream holds W * N * C tokens, exactly that many become W * N micro-batches of exactly C
-tokens (`take_tokens` says what waits of the rest). (1) Documents in descending length; (2) each
-goes to the micro-batch with the least predicted attention time that has room for it, ties to the
-lowest index; (3) one that fits nowhere is cut to fill the gaps, least attention first. The
-micro-batches are then grouped into W steps.
-
-What the paper leaves open, and what is done here:
-- The tokens of W batches fill W * N windows exactly only if documents are cut (step 3): every cut
-  is recorded in the pieces, no token and no label is lost.
-- Which micro-batches share a step is not said. Ours is by load (`StepGrouping.BY_LOAD`): sorted,
-  and N neighbours make a step, since otherwise imbalance grows with W. The steps of a window are
-  trained in a seeded random order, lest the heaviest always comes first. `IN_ORDER` takes them by
-  index.
-
-Guarantees: every micro-batch but those of the flush has exactly C tokens. What was held back once
-is taken by the next window, so that a token is trained within two windows, 2 W steps, of the
-loader's order (later where a document is as long as several windows).
+W * N * C tokens of the stream become W * N micro-batches of exactly C tokens: documents in
+descending length go to the micro-batch with the least predicted attention that has room; one that
+fits nowhere is cut to fill the gaps, since only cuts make windows exactly full. The paper does not
+say which micro-batches share a step; here, neighbours by load (`StepGrouping`), in a seeded order.
+Guarantees: exactly C tokens except in the flush; a token is trained within two windows, 2 W steps.
 Cost: O(n log n + n log(W * N)).
 """
 

@@ -1,19 +1,11 @@
 """original (Plain-4D): the loader's own windows, as the paper's baseline packs them (Section 7.1).
 
-Two loaders, since the paper does not say how its own fills a window:
-
-- `WindowCut.ANYWHERE` (what Megatron and torchtitan do, and our trainer's baseline): documents are
-  concatenated in stream order and cut into windows of exactly C tokens, whatever is cut.
-- `WindowCut.SHORT`: documents are cut at C tokens first; then each goes whole to the first open
-  window that has room, else opens one. Windows are filled up by cutting short documents (at most
-  C / 8 tokens; any document once 4 N windows are open, where short ones are rare), so they too end
-  with exactly C tokens. In the paper's windows (Figure 3) documents as long as the window occur,
-  which random cuts would hardly leave; this loader reproduces Table 2.
-
-N consecutive windows make a step. A cut is recorded in the pieces: no token and no label is lost.
-Tokens beyond full windows wait. Guarantees: every micro-batch but those of the flush has exactly C
-tokens. Balances nothing. Cost: a few NumPy passes over the batch; SHORT is a loop over documents,
-each of which looks at up to 4 N windows.
+`WindowCut.ANYWHERE`, as Megatron and torchtitan: documents are concatenated and cut every C tokens.
+`WindowCut.SHORT`: each document goes whole to the first open window with room, and windows are
+filled up by cutting short ones (at most C / 8 tokens; any once 4 N windows are open). It keeps
+documents as long as the window, as in Figure 3, and gives Table 2; the paper does not say.
+Guarantees: exactly C tokens except in the flush; cuts lose no token and no label. Balances nothing.
+Cost: a few NumPy passes; SHORT is a loop over documents and up to 4 N windows each.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,8 @@
-"""refine: single documents moved and swapped until the slowest micro-batch can not be lowered.
+"""refine: single documents are moved and swapped until the slowest micro-batch cannot be lowered.
 
-Between the slowest micro-batch and each of the fastest ones the ideal exchange moves half of the
-difference. Tried are: moving the documents of about that work, and swapping each of the tallest
-with the document there that is nearest to ideal. The exchange that leaves the lowest maximum of the
-two is made, as long as it lowers it and S_max holds.
-
-Guarantees: the slowest micro-batch never gets slower, and no micro-batch grows beyond S_max.
+Between the slowest micro-batch and each of the fastest, the ideal exchange moves half of the
+difference; documents of about that work are moved, or swapped with the nearest to ideal there. The
+exchange with the lowest maximum of the two is made while it lowers it and S_max holds.
 Cost: at most `max_rounds` rounds of some 300 exchanges, 0.2 ms each.
 """
 

@@ -1,29 +1,11 @@
-"""Which waiting documents a step takes: the decision of the `bounded` policy.
+"""Which waiting documents a step of the `bounded` policy takes.
 
-Documents of at least `OUTLIER` of a typical micro-batch's work are outliers and are decided about
-one by one; the others (ordinary ones) are decided about by tokens. A step's choice is scored in
-units of a typical micro-batch's time:
-
-    x + x^2 / 0.1                          x = slowest micro-batch - mean, the time all others wait
-  + price * held tokens * (1 + age)        what delay is taken to cost; the age of each document
-  + price * B^2 / (2 * (T - 1))            B = all held tokens; T - 1 can be caught up in a step
-  + 2 * ((1 + age) / D)^3 * shortfall      a document taller than the mean must leave by age D: what
-                                           would then be missing, in work, from the held documents
-                                           and ordinary ones up to T
-
-tokens in units of a global batch. The square makes one step of 1.10 dearer than ten of 1.01. The
-last term makes tall documents collect company in time; without it a rare one leaves alone at its
-last moment (experiments/LOG.md has the figures, and the rules that were tried and lost).
-
-Steps: (1) choices are of one form: of the outliers in descending order, release k from position i
-and all from position j on, which has "all up to a height" and "a few of the tallest" in it; (2) all
-of them are scored at once with a lower bound on the slowest micro-batch; (3) the best few are
-packed (outliers by Algorithm 1's placement, ordinary ones as a fluid) and scored again.
-
-Guarantees: documents of age D and more leave, oldest first, as far as the caps T and S_max allow;
-never more than T tokens; at least 0.35 global batches if a choice can, at least one document
-always. Whole-number inputs and single IEEE operations: equal on all hosts. Cost: O(n log n) plus
-some thousand choices, whatever n is.
+Documents of at least `OUTLIER` of a typical micro-batch's work are decided about one by one, others
+by tokens. A choice releases, of the outliers by height, k from position i and all from j on. All
+choices are scored with a lower bound on the slowest micro-batch (`_total` has the terms), then the
+best few are packed and scored again.
+Guarantees: documents at the maximum delay leave, oldest first, as far as the caps allow; equal on
+all hosts (single IEEE operations). Cost: O(n log n) and some thousand choices, whatever n is.
 """
 
 from dataclasses import dataclass
@@ -256,7 +238,13 @@ def _total(
     price_held: FloatArray,
     held: IntArray,
 ) -> FloatArray:
-    """The score's terms added up; wait and the result have shape [num_choices]."""
+    """The score in typical micro-batches' time; wait and the result have shape [num_choices].
+
+    x + x^2 / CURVATURE, x = slowest micro-batch - mean: the square makes one step of 1.10 dearer
+    than ten of 1.01. price * (held tokens * (1 + age) + B^2 / (2 * (T - 1))): delay, with B all
+    held tokens and T - 1 what a step can catch up. `_shortfall`: tall documents collect company in
+    time; without it a rare one leaves alone at its last moment. Tokens in global batches.
+    """
     limits = waiting.limits
     x = wait / waiting.typical
     batch = float(limits.tokens_per_step)

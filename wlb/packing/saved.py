@@ -1,13 +1,9 @@
-"""Packs made offline: an epoch packed once, kept in a file, trained as it is.
+"""Packs made offline: an epoch packed once, kept in a file, trained as it is (`wlb pack`).
 
-The offline half of the fine-tuning paper's methods (Section 3.2 of Kundu et al., 2024): whoever
-trains on the same store again, on any number of ranks, packs nothing. A file holds, for every step
-of an epoch, the rows of the store in each micro-batch. It is a source and a packer of the usual
-protocols: a global batch brings a step's documents in their saved order, and the packer divides
-them as they were divided. Later epochs repeat the first, with the next epoch's document ids.
-
-Only whole documents can be packed offline; methods that cut documents at windows depend on the
-stream before them.
+The offline half of the methods of Kundu et al. (2024), Section 3.2. A file holds, for every step of
+an epoch, the store's rows in each micro-batch. It is a source (a step's documents in their saved
+order) and a packer (divides them as they were). Later epochs repeat the first. Only whole documents
+can be packed offline, because cuts at windows depend on the stream before them.
 """
 
 from collections.abc import Iterable

@@ -1,34 +1,11 @@
 """var_len: variable-length packing with delayed outlier documents (Algorithm 1, Sections 4.1-4.3).
 
-Each global batch: (1) documents of at least L_1 tokens go to outlier queue i, L_i <= d < L_{i+1};
-(2) a queue that holds N documents releases N of them, one for each micro-batch; (3) leftovers of
-the step before come first, then the new documents sorted by length, descending; (4) each document
-goes to the micro-batch with the least predicted workload if it fits there, else to the shortest
-one, else it is left over for the next step. Workload is W_a + W_l of Eq. 2, additive over pieces;
-ties go to the lowest index.
-
-Deviations from the paper, each because the printed algorithm loses or starves documents:
-- `<= S_max` instead of `<`: a document of exactly S_max tokens would never be placed.
-- A queue releases N documents as often as it can (`while`, not `if`): with a low L_1 more than N
-  outliers arrive in a batch and the delay would grow without bound.
-- A batch that leaves nothing to pack (an empty one, or outliers only) makes no step.
-- At the end of data everything that waits is released and packed, in as many steps as it takes.
-- Documents longer than the context window are split into pieces first; a piece is the unit here.
-- Documents are shuffled (seeded) inside a micro-batch after packing: pushed in descending order
-  they would bias per-sequence sharding.
-
-`literal = True` is the paper line by line instead, so that placements can be compared exactly: `<`,
-one release of N documents a queue and arriving batch, a step for every batch (even one that brings
-nothing), no shuffling. It differs in one thing: at the end of data everything is released. There a
-document of exactly S_max tokens would wait for ever, so S_max must be more than the window.
-
-`hold = D` lets an outlier leave its queue after D steps, however many are there, in the place of
-counting. It does not balance; it is for studying what delay alone does to training. Of a batch that
-would make no step for want of anything else to train, the outliers that have waited longest leave
-earlier: else no step would be counted, and nothing would ever be due.
-
-Guarantees: a micro-batch never exceeds S_max tokens, a step never `step_tokens` (if given); every
-piece is placed exactly once or waits in the carry. Cost: O(n log n + n log N) for n documents.
+(1) Documents of L_i <= d < L_{i+1} tokens go to outlier queue i; (2) a queue that holds N releases
+N, one for each micro-batch; (3) leftovers come first, then new documents from long to short; (4)
+each goes to the micro-batch with the least W_a + W_l (Eq. 2) if it fits, else to the shortest, else
+it is left over. Deviations, because the printed algorithm loses or starves documents: `<= S_max`,
+queues release as often as they can, batches that leave nothing make no step, the end flushes.
+Guarantees: at most S_max tokens a micro-batch, `step_tokens` a step. Cost: O(n log n + n log N).
 """
 
 import heapq
@@ -61,7 +38,9 @@ class VarLenPacker(PolicyPacker):
     options: what all policies are told. s_max: longest micro-batch in tokens, at least the context
     window. queue_thresholds: L_1 < L_2 < ... in tokens; empty = no document is delayed.
     step_tokens: most tokens of a step; the paper has no such cap (None). literal: line by line as
-    the paper has it. hold: steps that every queued document waits; 0 = until N are there.
+    the paper has it (`<`, one release a queue and batch, a step for every batch, no shuffling),
+    except that the end flushes. hold: steps that every queued document waits, to study delay alone;
+    0 = until N are there. Where nothing else could be trained, the oldest leave earlier.
     """
 
     policy: ClassVar[str] = POLICY

@@ -1,10 +1,9 @@
 """Planner: packing and sharding composed into StepPlans. The only composer, torch-free.
 
-`start()` gives the state before the first step; `next(state)` gives the next StepPlan, which
-carries the state after it, or None when the data has ended and everything was flushed. Both are
-pure, so plans can be made ahead, in another process, and again after a restart from the state that
-a checkpoint stored. `shard(plan, pipeline)` adds the spans of one pipeline, lazily: the other
-pipelines' spans are never computed here. The labels of a plan that leaves are counted (`targets`).
+`start()` gives the state before the first step; `next(state)` the next StepPlan, which carries the
+state after it, or None when everything was flushed. Both are pure, so plans can be made ahead, in
+another process, and again from the state that a checkpoint stored. `shard(plan, pipeline)` adds the
+spans of one pipeline, lazily. Labels of a plan that leaves are counted (`targets`).
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,9 @@
-"""The planner in its own torch-free process, some steps ahead of training.
+"""The planner in its own torch-free process, some steps ahead of training; one process a node.
 
-One process a node. It listens on a local socket; each local rank asks for step after step and gets
-`(StepPlan, PipelinePlan of its pipeline)`. Every node plans the whole step itself (plans are
-deterministic), so nothing is exchanged between nodes but the digest.
-
-A thread instead of a process was measured and rejected: under the GIL a planning thread raised the
-training thread's launch cost per operation from 3 us to 4 ms.
-
-Run by `start` as `python -m wlb.planner.service`; what it is told comes as a pickle on its standard
+It listens on a local socket; each local rank asks for step after step and gets `(StepPlan,
+PipelinePlan of its pipeline)`. Every node plans the whole step, so only the digest is exchanged.
+A planning thread instead raised the training thread's launch cost per operation from 3 us to 4 ms.
+`PlannerProcess` runs `python -m wlb.planner.service`, which reads its job as a pickle from standard
 input, from the parent process only.
 """
 

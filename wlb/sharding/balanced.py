@@ -1,18 +1,10 @@
 """balanced: each document over as many ranks as its work asks for; ours, beyond the paper.
 
-Per-document sharding cuts every document into 2 * CP chunks, whatever its length: at CP 16 a
-document of 8K tokens becomes 32 segments of 256 rows. Here a document is shared by the fewest ranks
-m whose parts are at most a given share of a rank's mean work: 2 * m symmetric chunks, two a rank.
-Short ones stay whole, the longest go over all ranks. From long to short each goes to the m ranks
-with least predicted work so far, among those with room for its tokens; what fits nowhere is cut to
-fill ranks up, so that all have equally many tokens.
-
-The share is chosen for every micro-batch by predicted latency (five are tried), and hybrid's plan
-competes, so balanced is never predicted slower than hybrid, per_document or per_sequence.
-
-Choosing ranks by tokens as well as by work, or degrees that are powers of two only, was no better;
-twelve shares instead of these gained 0.2-0.5% (experiments/LOG.md).
-
+Per-document sharding cuts every document into 2 * CP chunks: at CP 16 one of 8K tokens becomes 32
+segments of 256 rows. Here the fewest ranks m share it whose parts stay below a share of a rank's
+mean work, in 2 * m symmetric chunks. From long to short, each goes to the m least loaded ranks with
+room; what fits nowhere fills ranks up, so that all have equally many tokens. Five shares are tried
+and hybrid's plan competes, so balanced is never predicted slower.
 Cost: a Python loop over documents for each share.
 """
 

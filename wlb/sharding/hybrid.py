@@ -1,17 +1,10 @@
 """hybrid: long documents per document, the rest per sequence (the paper's Section 8).
 
-Documents of at least a threshold are cut into 2 * CP chunks each; the shorter ones make a packed
-sequence of their own that is cut into 2 * CP symmetric chunks, of sizes that bring every rank to
-equally many tokens. Which documents are long is chosen for every micro-batch by predicted latency:
-up to 16 thresholds between "all" and "none" are priced. The static strategies compete, so hybrid is
-never predicted slower than either of them.
-
-The short documents are laid out from long to short, not in the micro-batch's order (spans do not
-depend on it): on the fitted stream at 128K and CP 4 this brought the slowest rank from 1.041 to
-1.034 of ideal, at CP 8 from 1.080 to 1.061.
-
-Cost: the chunks of all documents are priced once (every threshold takes a prefix of them), then a
-few NumPy passes over the pieces for each threshold.
+Documents of at least a threshold are cut into 2 * CP chunks each; shorter ones, from long to short,
+make a sequence of their own in 2 * CP symmetric chunks that bring ranks to equally many tokens. Up
+to 16 thresholds are priced for every micro-batch, and the static strategies compete, so hybrid is
+never predicted slower than either.
+Cost: the chunks of all documents are priced once, then a few NumPy passes for each threshold.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,10 @@
 """per_document: 2 * CP symmetric chunks of each document, without padding (Section 5.1).
 
-Rank r takes chunks r and 2*CP-1-r of every document, so ranks get equal tokens and equal attention
-work. Deviations from the paper:
-- e_i lacks a factor 2*CP in the text; a document of d tokens has 2*CP chunks of d // (2*CP) tokens
-  and d mod (2*CP) tokens over.
-- Tokens over are not dealt one by one (each would be a kernel segment that costs a full tile): they
-  make chunks one token longer, still contiguous. Which rank gets them goes round from document to
-  document, so that over the micro-batch ranks differ by at most one token whatever the lengths; the
-  paper's claim that their sum divides by 2*CP does not hold for variable-length micro-batches.
-  `remainder="one_by_one"` is the paper's way, to compare with.
-- A document shorter than 2*CP tokens leaves some chunks empty.
-
+Rank r takes chunks r and 2*CP-1-r of every document, so ranks get equal tokens and equal attention.
+Deviations: a chunk has d // (2 * CP) tokens (e_i in the text lacks the factor); the d mod (2 * CP)
+tokens over make chunks one token longer, round the ranks from document to document, so that ranks
+differ by at most one token. `remainder="one_by_one"` deals them as the paper does, to compare with:
+each is a kernel segment that costs a full tile. A short document leaves some chunks empty.
 Cost: NumPy passes over num_pieces x 2*CP chunks.
 """
 

@@ -1,16 +1,10 @@
 """From pieces to the ILP's problem and back: what is placed whole, and what is a fluid.
 
-Pieces of at least `divisible_below` tokens get binaries. The many shorter ones become a fluid in
-`NUM_CLASSES` classes by length, each half as long as the one before: tokens and cost are planned
-for each micro-batch, not documents. `placed` then puts the documents, longest first, where the
-slowest micro-batch of the planned step leaves most time for each token of room (for a var-len
-micro-batch, whose room need not be filled, most time). On the fitted stream that ends 0.03%, 0.09%
-and 0.14% above the bound at W = 1, 2, 4; going by the cost planned for the fluid ended 0.25%, 0.23%
-and 0.34% above. Only a fixed-length window cuts documents, to end exactly full: a cut fills a gap,
-so it cuts at most one fewer than it has micro-batches.
-
-The greedy packing is where the solver starts. Where it cuts a piece that is placed whole here, its
-parts are what the ILP places: five documents of 0.6 C do not fit into four windows otherwise.
+Pieces of at least `divisible_below` tokens get binaries; shorter ones are a fluid in classes by
+length. `placed` then puts their documents, longest first, where the slowest micro-batch of the step
+leaves most time for each token of room: 0.03 to 0.14% above the bound on the fitted stream. Only
+fixed-length windows cut documents, at most one fewer than they have micro-batches. Where greedy
+cuts a piece that is placed whole here, its parts are what the ILP places.
 """
 
 from collections.abc import Callable, Iterator

@@ -240,6 +240,10 @@ class _Model:
             self.program.addConstraint(self._sum([*load, (slowest, -1.0)]) <= 0)
 
     def _symmetry(self) -> None:
+        """Micro-batches of a step are alike, and so are steps. One step: piece i may only go to
+        micro-batches 0..i. Several: y_0 >= y_1 >= ..., and y_s is at least `step_floors_ns`, because
+        N of the pieces longer than half a micro-batch share a step at most. Ordering micro-batches
+        inside a step as well was slower than no rule."""
         if self.problem.num_steps == 1:
             for i, row in enumerate(self.x):
                 for x in row[i + 1 :]:

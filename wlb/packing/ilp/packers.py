@@ -1,31 +1,11 @@
-"""ilp: packing by integer linear program, the paper's Fixed-Len Solver and its Eq. 2.
+"""ilp: packing by integer linear program, the paper's Fixed-Len Solver (Eq. 1) and its Eq. 2.
 
-Two policies. `ilp_fixed` (Eq. 1, Section 3.2): W * N windows of exactly C tokens from the same
-tokens as `fixed`, attention balanced. `ilp_var_len` (Eq. 2, Section 4.1): the documents of W global
-batches in W * N micro-batches of at most S_max tokens, W_a + W_l balanced, no piece cut, and
-none delayed beyond the window if greedy can place it. `solve_fixed` and `solve_var_len` pack one
-window.
-
-(1) The greedy packing of the same pieces (`fixed`; Algorithm 1's placement for Eq. 2). (2) The ILP
-over the long documents, with the short ones as a fluid (ilp_model.py, ilp_fluid.py), from there.
-(3) Documents put where the solution says. (4) The better of (3) and (1) by its true cost.
-
-Deviations from the paper:
-- `Objective.SUM_OF_STEP_MAX` by default. The printed minimum of one maximum is degenerate once one
-  document costs more than the mean load; what steps take is the sum of their maxima.
-- Documents shorter than `divisible_below` have no binaries, and in Eq. 1, which asks for exactly
-  full micro-batches, a few of them are cut. A longer one is cut only where greedy had to.
-- CBC or HiGHS on one thread for a limited time in place of a commercial solver to the optimum.
-
-Guarantees: never slower than greedy by the objective; every token placed once; capacity held;
-`IlpReport.bound_ns` is a lower bound, fluid and cuts accounted for (it says for which packings).
-
-Cost: on the fitted stream (N = 4, C = 131072, HiGHS, 10 s allowed; experiments/table2_imbalance),
-for W = 1, 2, 4: 0.02, 1.4 and 4 s a window; mean gap 0.07%, 0.15%, 0.12% (worst 1.5%, 2.4%, 0.4%);
-imbalance 1.385 (greedy 1.385), 1.159 (1.194), 1.054 (1.084). Table 2 of the paper has 1.40 (1.41),
-1.18 (1.22) and 1.09 (1.11). With one batch greedy is nearly optimal: the longest document sets the
-step. And a solve that ends by time differs from host to host: pack offline, or on one rank and
-broadcast the plan; never on each rank by itself.
+`ilp_fixed` packs windows of `fixed`, `ilp_var_len` whole documents of W batches under S_max.
+The solver starts from the greedy packing, short documents are a fluid, and the better of greedy and
+solution is kept. Deviations: `Objective.SUM_OF_STEP_MAX` by default (one maximum is degenerate once
+a document dominates), CBC or HiGHS for a limited time in place of a commercial solver.
+Guarantees: never slower than greedy by the objective; `IlpReport.bound_ns` is a lower bound.
+A solve that ends by time differs from host to host: solve offline or on one rank. Cost: README.md.
 """
 
 import math

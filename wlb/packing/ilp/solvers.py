@@ -1,12 +1,9 @@
 """Running a PuLP model on CBC or HiGHS: the only file that sees their untyped interfaces.
 
-A solve starts from the values its variables hold (warm start) and ends at the relative gap or the
-time limit. What PuLP does not give, and how it is had here:
-- HiGHS takes no warm start through PuLP, but keeps PuLP's hook between building and running.
-- Neither interface returns the bound on the objective: HiGHS's model has it, CBC's log prints it.
-- CBC is started by path: PuLP's class for the binary it ships warns that PuLP 4 will drop it.
-
-Time-limited, so the same model may end elsewhere on a slower machine.
+A solve starts from the values of its variables and ends at the relative gap or the time limit, so
+the same model may end elsewhere on a slower machine. PuLP has no warm start for HiGHS (set between
+building and running) and the bound on the objective (read from HiGHS's model or CBC's log).
+CBC is started by path, because PuLP's class for the binary it ships warns that PuLP 4 drops it.
 """
 
 # PuLP and highspy ship no complete types.

@@ -1,9 +1,8 @@
 """All policies on the same global batches: the rows of `wlb plan`.
 
-The variants are derived from a run's own [packing] section, so that its S_max, T, thresholds and
-maximum delay are what everyone is held to; the run's own policy is marked. Policies whose
-micro-batches are windows make N of them, and those that balance keep documents apart, whatever
-number and layout the run has: a run with such a policy could have no other.
+Variants derive from a run's own [packing] section, so that all have its S_max, T, thresholds and
+maximum delay; the run's own policy is marked. Policies that fill windows make N micro-batches, and
+those that balance keep documents apart, whatever the run has, because they could have no other.
 """
 
 from collections.abc import Iterator, Sequence

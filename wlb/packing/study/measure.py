@@ -1,22 +1,10 @@
 """How a policy does on a stream of global batches: balance, delay, tokens, time.
 
-Imbalance is slowest x number / total of a step's micro-batches, of three predicted times: forward
-latency (Section 7.4), attention alone (Section 3.3), and forward + backward, which is what packing
-balances. The mean of the steps' ratios flatters a policy whose slow steps are also long ones, so
-the time-weighted ratio (sum of slowest / sum of means) stands beside it. What is priced are the
-segments that a plan's layout makes of its pieces, padding included. `lower_bound` is what no
-packing of the same documents into the same steps could go below: a step waits for its largest
-piece at least.
-
-Delay is counted in iterations for each token, from the step that was next when its global batch
-came; one that is trained before (policies that pack several batches together) counts as 0 in the
-delay and is reported as `mean_advance`. Tokens that are still held when the data ends are flushed:
-their steps are kept out of imbalance (they have no more documents to balance with) and reported
-apart, so that holding documents back cannot look like a gain; their delay counts.
-
-A step's mean loss gives each of its labels 1 / (labels of the step), so that labels of full steps
-count less than those of short ones; where long documents make the full steps, as they do with
-policies that balance work, they are underweighted. `long_weight` says by how much.
+Imbalance is slowest x number / total of predicted forward latency (Section 7.4), attention
+(Section 3.3), or both passes, of the segments that a plan's layout makes; a time-weighted ratio
+stands beside the mean, which flatters policies whose slow steps are long. Delay is per token, from
+the step that was next when its batch came; early tokens count as 0 (`mean_advance` has them).
+Steps of the flush are left out of imbalance, so that holding back cannot look like a gain.
 """
 
 import time

@@ -1,20 +1,9 @@
 """Tuning of packing on a sample of documents: Section 4.2's procedure, automatic.
 
-"We sample a small subset of training documents and evaluate the packing algorithm on this subset by
-measuring both the achieved workload balance across micro-batches and the resulting per-token delay.
-We then choose the optimal L_i values that maximize workload balance while maintaining a low
-per-token delay." Here the same is done for the number and values of queue thresholds, S_max and T
-of Algorithm 1, and for the delay price of `bounded` under the same caps.
-
-A point is on the front if no other is at least as good in all of: time-weighted imbalance (forward
-and backward, what a step takes), mean, p99 and maximum delay, variation of tokens per step. The
-recommended one has the least imbalance among those whose mean delay is within a budget (0.5
-iterations, the paper's figure); if none is, the one with the least delay, and `is_within_budget`
-says so.
-
-Settings whose steps could not hold a global batch (packing.num_micro_batches below N, with a small
-S_max) are left out. `packing.hold` is not tuned but set to 0: it takes the place of counting.
-
+Tried are the number and values of queue thresholds, S_max and T of Algorithm 1, and the delay price
+of `bounded`. The front holds points that no other beats in time-weighted imbalance, mean, p99 and
+maximum delay, and variation of tokens. Recommended is the least imbalance within a budget of mean
+delay (0.5 iterations, the paper's figure), or the least delay if none is within it.
 Cost: one run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
 """
 
