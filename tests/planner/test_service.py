@@ -17,7 +17,7 @@ from tests.planner.test_compose import planner
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import PackerOptions, VarLenPacker
-from wlb.plan import PlannerState
+from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner
 from wlb.planner.service import Address, PlanClient, PlannerProcess
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 
 def broken() -> Planner:
-    raise ValueError("no such store: /nowhere")
+    raise UserError("no such store: /nowhere")
 
 
 def planner_without_torch() -> Planner:
@@ -133,7 +133,7 @@ def fails_at_step_three() -> Planner:
 
     def fail(state):
         if state["batch"] == 3:
-            raise ValueError("the store broke")
+            raise UserError("the store broke")
         return source(state)
 
     made.source.next = fail  # type: ignore[attr-defined]

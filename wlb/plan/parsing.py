@@ -8,9 +8,9 @@ from wlb.plan.errors import UserError
 
 @contextmanager
 def parsing(what: str) -> Generator[None, None, None]:
-    """Turns what a missing or misplaced value raises into a ValueError that names the record.
+    """Turn what a missing or misplaced value raises into a UserError that names the record.
 
-    A UserError passes as it is: the records say themselves which of their values is wrong.
+    A ValueError passes unchanged, because the records themselves name the value that is wrong.
     """
     try:
         yield

@@ -56,7 +56,7 @@ class PlannerState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
-        """What `to_json` gave; ValueError where it is no state."""
+        """What `to_json` gave; UserError where it is no state."""
         with parsing("planner state"):
             return cls(
                 carry=Carry.from_json(data["carry"]),
@@ -152,7 +152,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
-        """What `to_json` gave; ValueError where it is no plan."""
+        """What `to_json` gave; UserError where it is no plan."""
         with parsing("step plan"):
             return cls(
                 packing=PackingPlan.from_json(data["packing"]),

@@ -26,13 +26,14 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepPlan, UserError
 from wlb.planner.compose import Planner
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_S = 1.0
 _LONGEST = 100
-_BAD_INPUT = "ValueError: "
+_BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
+"""How the last line of a UserError's traceback begins."""
 _DIED = "the planner process of this node has died"
 
 

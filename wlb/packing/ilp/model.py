@@ -1,28 +1,11 @@
-"""Eq. 1 and Eq. 2 as one integer linear program over pieces, a fluid, and micro-batches.
+"""Eq. 1 and Eq. 2 as an integer linear program over pieces, a fluid, and micro-batches.
 
-    minimise   sum_s y_s
-    subject to sum_j x_ij = 1                                  every piece is placed once
-               sum_i d_i x_ij + sum_k t_kj = C   (or <= S_max)  micro-batch j is full (or fits)
-               sum_i w_i x_ij + sum_k e_kj <= y_s               j is one of step s's micro-batches
-               sum_j t_kj = T_k, sum_j e_kj = E_k               the fluid is placed
-               lo_k t_kj <= e_kj <= hi_k t_kj,  x_ij in {0, 1}
-
-With one step this is the printed objective, the least possible maximum over all micro-batches. A
-fluid class k stands for many short documents: T_k tokens that cost E_k in all, of which micro-batch
-j gets t_kj tokens for a cost of e_kj; lo_k and hi_k are the least and the most that a document of
-the class costs a token. Whole documents, and parts that cost their share of one, satisfy these
-rows, so that the optimum is a lower bound on every such packing.
-
-Symmetry. Micro-batches of a step are alike, and so are steps. One step: piece i may only go to
-micro-batches 0..i. Several: y_0 >= y_1 >= ..., and y_s >= the (s * N)-th largest cost of the pieces
-longer than half a micro-batch, because N of those at most share a step. On windows of the fitted
-stream the first rule proved 1e-4 in 0.1 s where ordering loads took 0.15 s (W = 1), and the second
-proved all five windows in 1 to 6 s where the first left 8e-4 after 10 s (W = 4); ordering the
-micro-batches inside a step as well was slower than no rule.
-
-Scaling. Costs are in mean loads, so that tolerances are relative. Token rows have coefficients that
-are exact in binary and in the 13 digits of the file CBC reads: with d_i / C instead, CBC called one
-tiny full window in ten infeasible.
+    minimise   sum_s y_s          subject to  sum_j x_ij = 1              every piece is placed once
+               sum_i d_i x_ij + sum_k t_kj = C (or <= S_max)             j is full (or fits)
+               sum_i w_i x_ij + sum_k e_kj <= y_s                         j is of step s
+               sum_j t_kj = T_k, sum_j e_kj = E_k, lo_k t_kj <= e_kj <= hi_k t_kj, x_ij in {0, 1}
+A fluid class k is many short documents: T_k tokens that cost E_k. Whole documents satisfy its rows,
+so the optimum is a lower bound. Coefficients are exact in the 13 digits of the file that CBC reads.
 """
 
 # PuLP ships no complete types; every value that leaves this file is a float, int or list.
@@ -241,9 +224,9 @@ class _Model:
 
     def _symmetry(self) -> None:
         """Micro-batches of a step are alike, and so are steps. One step: piece i may only go to
-        micro-batches 0..i. Several: y_0 >= y_1 >= ..., and y_s is at least `step_floors_ns`, because
-        N of the pieces longer than half a micro-batch share a step at most. Ordering micro-batches
-        inside a step as well was slower than no rule."""
+        micro-batches 0..i. Several: y_0 >= y_1 >= ..., and y_s >= `step_floors_ns`, because at most
+        N pieces longer than half a micro-batch share a step. Ordering micro-batches inside a step
+        as well was slower than no rule."""
         if self.problem.num_steps == 1:
             for i, row in enumerate(self.x):
                 for x in row[i + 1 :]:
