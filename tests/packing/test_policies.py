@@ -128,7 +128,7 @@ def test_defaults_mean_what_their_help_says() -> None:
         (
             {"num_micro_batches": 12, "policy": Policy.FIXED},
             "packing.num_micro_batches = 12 with packing.policy = fixed: its micro-batches are "
-            "windows, 8 a global batch; use var_len or bounded, or set it to 0",
+            "windows, 8 per global batch; use var_len or bounded, or set it to 0",
         ),
         ({"num_micro_batches": -1}, "packing.num_micro_batches = -1 must be at least 0"),
         ({"s_max": 1.0, "literal": True}, "use more than 1"),
