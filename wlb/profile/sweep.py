@@ -155,7 +155,7 @@ def _backends(
     for name in AUTO_ORDER if asked is None else (AttentionBackend(asked),):
         try:
             choose_backend(name, device=device, dtype=dtype, head_size=head_size)
-        except ValueError:
+        except UserError:
             if asked is not None:
                 raise
             continue
