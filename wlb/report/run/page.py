@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import TERMS, MeasuredTimeline, RankTable
+from wlb.plan import TERMS, MeasuredTimeline, RankTable, UserError
 from wlb.plan.tally import Tally
 from wlb.report.plots import svg
 from wlb.report.render import render
@@ -140,7 +140,7 @@ def _timeline(records: RunRecords, step: int | None) -> dict[str, Any]:
     record = chosen or trained[-1]
     try:
         simulation = simulate_step(records, record)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         return {"kind": "refused", "steps_done": record.steps_done, "error": error}
     pipeline = critical_path(simulation).main_pipeline
     title = f"step {record.steps_done}, pipeline {pipeline}, simulated"
