@@ -275,7 +275,7 @@ def test_a_dry_run_does_not_go_on_from_a_checkpoint(
 ) -> None:
     words = ["--dry-run", "--resume", *([given] if given else [])]
     message = refused([str(tiny), *words], capsys)
-    assert message == "--resume needs a run that trains; leave --dry-run out"
+    assert message == "--resume needs a run that trains; leave out --dry-run"
 
 
 def planning(trace: str) -> PlanningError:
@@ -316,7 +316,7 @@ def test_a_planner_that_is_wrong_shows_where() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--calibrate", "--dry-run"], "--calibrate needs a run that trains; leave --dry-run out"),
+        (["--calibrate", "--dry-run"], "--calibrate needs a run that trains; leave out --dry-run"),
         (["--calibrate", "a/b"], "--calibrate a/b: give a name, or the path of a file"),
         (["--calibrate"], "training.steps = 2 are all warm-up (telemetry.warmup_steps = 3)"),
     ],

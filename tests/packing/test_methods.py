@@ -242,7 +242,7 @@ def test_sorted_packing_goes_from_long_to_short() -> None:
         ),
         (
             ["packing.layout=padded"],
-            "packing.layout = padded with packing.policy = var_len: it balances documents that",
+            "packing.layout = padded with packing.policy = var_len: ",
         ),
         (["packing.examples=0"], "packing.examples = 0 must be at least 1"),
         (["packing.bin_windows=0"], "packing.bin_windows = 0 must be at least 1"),

@@ -56,6 +56,7 @@ def _race(how: str, seconds: float) -> tuple[int, int]:
     return workers, collectives
 
 
+@pytest.mark.process
 def test_a_group_has_one_worker():
     workers, _ = _race("one", 0.0)
     assert workers == 1
