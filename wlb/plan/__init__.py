@@ -44,7 +44,7 @@ from wlb.plan.ranks import (
     places_to_json,
 )
 from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, ranges, row_multiple
-from wlb.plan.step import PipelinePlan, PlannerState, Progress, StepPlan
+from wlb.plan.step import PipelinePlan, PlannerState, PlanProgress, StepPlan
 from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry, Work
 
 __all__ = [
@@ -69,8 +69,8 @@ __all__ = [
     "Pieces",
     "PipelinePlan",
     "Place",
+    "PlanProgress",
     "PlannerState",
-    "Progress",
     "RankSpans",
     "RankTable",
     "ShardingPlan",

@@ -71,7 +71,7 @@ class PlannerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PlanProgress:
     """Where a run is after a step, for any rank.
 
     next_step: the step that comes next. num_tokens: document tokens of all steps so far. state:
@@ -83,7 +83,7 @@ class Progress:
     state: PlannerState | None
 
     @classmethod
-    def of(cls, state: PlannerState) -> "Progress":
+    def of(cls, state: PlannerState) -> "PlanProgress":
         """With the whole state."""
         return cls(next_step=state.next_step, num_tokens=state.num_tokens, state=state)
 
@@ -106,7 +106,7 @@ class StepPlan:
     row_multiple: int
     predicted: StepMetrics
     baseline: StepMetrics | None
-    progress: Progress
+    progress: PlanProgress
 
     @property
     def state(self) -> PlannerState:
@@ -161,7 +161,7 @@ class StepPlan:
                 row_multiple=data["quantum"],
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=_metrics_from_json(data["baseline"]),
-                progress=Progress.of(PlannerState.from_json(data["state"])),
+                progress=PlanProgress.of(PlannerState.from_json(data["state"])),
             )
 
 

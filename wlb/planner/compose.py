@@ -36,7 +36,7 @@ from wlb.plan import (
     Pieces,
     PipelinePlan,
     PlannerState,
-    Progress,
+    PlanProgress,
     StepMetrics,
     StepPlan,
     UserError,
@@ -210,7 +210,7 @@ class Planner:
             row_multiple=self.row_multiple,
             predicted=predict(plan, num_padding_tokens=self._padding(plan)),
             baseline=baseline,
-            progress=Progress.of(after),
+            progress=PlanProgress.of(after),
         )
 
     def _baseline(

@@ -18,7 +18,14 @@ import numpy as np
 
 from wlb.data.targets import spans_of
 from wlb.plan import BoolArray, IntArray, UserError, offsets_of
-from wlb.prepare.chat_template import BuiltInTemplate, ChatTemplate, Part, Rendered, Train, Turns
+from wlb.prepare.chat_template import (
+    BuiltInTemplate,
+    ChatTemplate,
+    Rendered,
+    TemplatePart,
+    Train,
+    Turns,
+)
 from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
@@ -151,7 +158,7 @@ class ChatEncoder:
                     runs.append(run)
         return [run for run in runs if run.token is not None or run.text]
 
-    def _runs_of(self, part: Part, number: int) -> list[_Run]:
+    def _runs_of(self, part: TemplatePart, number: int) -> list[_Run]:
         is_trained = part.train != Train.NO
         pattern = self._special.pattern
         texts = [part.text]

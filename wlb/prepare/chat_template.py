@@ -29,7 +29,7 @@ class Turns(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TemplatePart:
     """Consecutive rendered text of the template, or (is_content) of a message."""
 
     text: str
@@ -46,7 +46,7 @@ class Rendered:
     the first turn.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TemplatePart, ...]
     turns: tuple[int, ...]
     prefix: int | None
 
@@ -91,7 +91,7 @@ class BuiltInTemplate:
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
         names, trained = dict(self.roles), trained_messages(conversation, turns)
-        parts = [Part(text=self.start)] if self.start else []
+        parts = [TemplatePart(text=self.start)] if self.start else []
         starts: list[int] = []
         prefix = len(parts)
         for i, message in enumerate(conversation.messages):
@@ -100,10 +100,11 @@ class BuiltInTemplate:
             header = f"{self.begin}{names.get(message.role, message.role)}{self.after_role}"
             content = message.content.strip() if self.is_stripped else message.content
             is_trained = i in trained
+            body, end = (Train.ALL, Train.END) if is_trained else (Train.NO, Train.NO)
             parts += [
-                Part(text=header),
-                Part(text=content, is_content=True, train=Train.ALL if is_trained else Train.NO),
-                Part(text=self.end + self.after_end, train=Train.END if is_trained else Train.NO),
+                TemplatePart(text=header),
+                TemplatePart(text=content, is_content=True, train=body),
+                TemplatePart(text=self.end + self.after_end, train=end),
             ]
             if message.role == Role.SYSTEM:
                 prefix = len(parts)

@@ -20,8 +20,8 @@ from wlb.plan import UserError
 from wlb.prepare.chat_template import (
     BUILT_IN,
     ChatTemplate,
-    Part,
     Rendered,
+    TemplatePart,
     Train,
     Turns,
     trained_messages,
@@ -90,7 +90,7 @@ class JinjaTemplate:
         contents = self._as_rendered(shape, contents, roles)
         trained = set(trained_messages(conversation, turns))
         parts = tuple(
-            Part(
+            TemplatePart(
                 text=contents[piece.owner] if piece.is_content else piece.text,
                 is_content=piece.is_content,
                 train=self._train(piece, shape) if piece.owner in trained else Train.NO,

@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb.launch.position import Position
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PipelinePlan, Progress, StepPlan, Telemetry
+from wlb.plan import PipelinePlan, PlanProgress, StepPlan, Telemetry
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.faults.stop import Stop
@@ -41,9 +41,9 @@ class RunContext:
     report: RunReport
     feed: PlanFeed
     inputs: InputPrefetcher
-    progress: Progress | None = None
+    progress: PlanProgress | None = None
     steps_done: int = 0
-    saved: Progress | None = None
+    saved: PlanProgress | None = None
     tally: Tally = field(default_factory=Tally)
     stop: Stop = Stop.NO
     records_ns: int = 0

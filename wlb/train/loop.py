@@ -14,7 +14,7 @@ from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
-from wlb.plan import PipelinePlan, PlannerState, Progress, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, PlanProgress, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite
@@ -183,7 +183,7 @@ class Trainer:
             run.inputs.close()
             run.feed.close()
             run.steps_done, state = self._load(newest)
-            run.progress = Progress.of(state)
+            run.progress = PlanProgress.of(state)
             run.feed, run.inputs = self._open_feed(state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
@@ -213,7 +213,7 @@ class Trainer:
             steps_done=steps_done,
             places=gather_places(self.mesh, self.world) if clock is not None else (),
         )
-        progress = Progress.of(state) if state is not None else None
+        progress = PlanProgress.of(state) if state is not None else None
         return RunContext(
             job=job,
             mesh=self.mesh,
