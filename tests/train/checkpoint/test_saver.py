@@ -23,6 +23,7 @@ from wlb.parallel.world import World
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
 from wlb.train import checkpoint, loop, refuse
+from wlb.train.checkpoint import folder as folder_files
 from wlb.train.checkpoint import saver
 from wlb.train.loop import Trainer
 
@@ -200,6 +201,7 @@ def test_the_first_checkpoint_has_none_before_it(whole: Run, corpus: Path, tmp_p
         train(spec, resume="2")
 
 
+@pytest.mark.process
 def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
     spec = copied(whole, tmp_path, corpus, training={"steps": 6})
     folder = at(tmp_path, 6).parent
@@ -211,10 +213,11 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
     assert not partial.exists()
     with pytest.raises(ValueError, match=r"--resume 5: .* is no checkpoint of this run; .*step-0"):
         train(spec, resume="5")
-    with pytest.raises(ValueError, match=r"To begin a new run with its weights, set checkpoint.in"):
+    with pytest.raises(ValueError, match=r"set checkpoint\.init_from"):
         train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
 
 
+@pytest.mark.process
 def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, training={"steps": 2})
     first, shown = train(spec, resume="auto")
@@ -288,7 +291,7 @@ def test_a_save_that_fails_leaves_those_before_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hash_file, calls = checkpoint.file_digest, []
+    hash_file, calls = folder_files.file_digest, []
 
     def full(path: Path) -> str:
         if path.suffix == ".safetensors":
@@ -297,7 +300,7 @@ def test_a_save_that_fails_leaves_those_before_it(
                 raise OSError(28, "No space left on device", str(path))
         return hash_file(path)
 
-    monkeypatch.setattr(checkpoint, "file_digest", full)
+    monkeypatch.setattr(folder_files, "file_digest", full)
     run, _ = train(spec_of(tmp_path, corpus, checkpoint={"asynchronous": False}))
     assert len(calls) == 3
     assert len(run.steps) == 6  # training went on
