@@ -275,7 +275,7 @@ def test_a_dry_run_does_not_go_on_from_a_checkpoint(
 ) -> None:
     words = ["--dry-run", "--resume", *([given] if given else [])]
     message = refused([str(tiny), *words], capsys)
-    assert message == "--resume needs a run that trains; leave out --dry-run"
+    assert message == "--resume needs a run that trains; leave --dry-run out"
 
 
 def planning(trace: str) -> PlanningError:
@@ -286,7 +286,10 @@ def planning(trace: str) -> PlanningError:
     ("failure", "said"),
     [
         (CheckpointError("the last checkpoint could not be written"), "the last checkpoint could"),
-        (planning("ValueError: the store broke"), "planning failed: the store broke"),
+        (
+            planning("wlb.plan.errors.UserError: the store broke"),
+            "planning failed: the store broke",
+        ),
         (PlanningError("the planner process of this node has died"), "the planner process of"),
     ],
 )
@@ -309,14 +312,14 @@ def test_what_a_run_in_one_process_fails_of_is_one_line(
 
 def test_a_planner_that_is_wrong_shows_where() -> None:
     assert "Traceback" in str(planning("KeyError: 3"))
-    assert planning("ValueError: x").__notes__[0].startswith("Traceback")
+    assert planning("wlb.plan.errors.UserError: x").__notes__[0].startswith("Traceback")
 
 
 @pytest.mark.usefixtures("_no_ranks")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--calibrate", "--dry-run"], "--calibrate needs a run that trains; leave out --dry-run"),
+        (["--calibrate", "--dry-run"], "--calibrate needs a run that trains; leave --dry-run out"),
         (["--calibrate", "a/b"], "--calibrate a/b: give a name, or the path of a file"),
         (["--calibrate"], "training.steps = 2 are all warm-up (telemetry.warmup_steps = 3)"),
     ],

@@ -22,9 +22,9 @@ from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
-from wlb.train import checkpoint, loop, refuse
+from wlb.train import checkpoint, refuse
 from wlb.train.checkpoint import folder as folder_files
-from wlb.train.checkpoint import saver
+from wlb.train.checkpoint import saver, saves
 from wlb.train.loop import Trainer
 
 
@@ -105,6 +105,7 @@ def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
     return Trainer(job, World(), build_mesh(job.spec.parallel, device)), job
 
 
+@pytest.mark.process
 def test_training_goes_on_while_a_copy_is_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +254,7 @@ def test_what_training_waits_for_is_counted(
     clock.perf_counter = lambda: time.perf_counter() + hours[0]
     monkeypatch.setattr(saver.state_dict_saver, "save", slow)
     monkeypatch.setattr(saver.CheckpointSaver, "wait", noted)
-    for module in (saver, loop):
+    for module in (saver, saves):
         monkeypatch.setattr(module, "time", clock)
     options = {"asynchronous": asynchronous, "interval": 1}
     run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
@@ -360,6 +361,7 @@ def test_a_run_begins_with_the_weights_of_another(
     assert len(third.steps) == 3
 
 
+@pytest.mark.process
 def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
     saved = first.folder / "checkpoints" / "step-00000001"
@@ -399,6 +401,7 @@ def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path)
         checkpoint.await_files(folder, within_s=0.1)
 
 
+@pytest.mark.process
 def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}))
     saved = first.folder / "checkpoints" / "step-00000001"
