@@ -13,7 +13,10 @@ from wlb.parallel import mesh
 from wlb.parallel import world as worlds
 from wlb.spec import ParallelSpec
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc"),
+]
 
 
 def _workers(world: worlds.World, parallel: ParallelSpec) -> tuple[int, int]:

@@ -16,6 +16,8 @@ from wlb.report.run.simulated import simulate_step
 from wlb.train import start
 from wlb.validation.recorded import simulate_recorded
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -87,7 +89,7 @@ def test_folders_without_a_finished_run_are_refused(run: Run, tmp_path: Path) ->
     ):
         simulate_recorded(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes((run.folder / "metrics.jsonl").read_bytes())
-    with pytest.raises(ValueError, match="has no checkpoint, which says how the run was"):
+    with pytest.raises(ValueError, match="has no checkpoint with the run's configuration"):
         simulate_recorded(tmp_path)
 
 

@@ -27,6 +27,8 @@ from wlb.train.checkpoint import folder as folder_files
 from wlb.train.checkpoint import saver, saves
 from wlb.train.loop import Trainer
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -58,7 +60,6 @@ def at(folder: Path, step: int) -> Path:
     return folder / "runs" / "small" / "checkpoints" / f"step-{step:08d}"
 
 
-@pytest.mark.process
 def test_nothing_in_it_is_pickled(whole: Run) -> None:
     saved = whole.folder / "checkpoints" / "step-00000004"
     names = {path.name for path in saved.iterdir()}
@@ -82,7 +83,6 @@ def test_nothing_in_it_is_pickled(whole: Run) -> None:
     assert said.stdout.split()[0] == found[shard]["sha256"]
 
 
-@pytest.mark.process
 def test_loading_unpickles_nothing(
     whole: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,6 @@ def one_rank(spec: RunSpec) -> tuple[Trainer, Any]:
     return Trainer(job, World(), build_mesh(job.spec.parallel, device)), job
 
 
-@pytest.mark.process
 def test_training_goes_on_while_a_copy_is_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +163,6 @@ def damaged(path: Path, how: str) -> None:
         path.write_bytes(bytes(data))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "how", "said"),
     [
@@ -202,7 +200,6 @@ def test_the_first_checkpoint_has_none_before_it(whole: Run, corpus: Path, tmp_p
         train(spec, resume="2")
 
 
-@pytest.mark.process
 def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
     spec = copied(whole, tmp_path, corpus, training={"steps": 6})
     folder = at(tmp_path, 6).parent
@@ -218,7 +215,6 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
         train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
 
 
-@pytest.mark.process
 def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, training={"steps": 2})
     first, shown = train(spec, resume="auto")
@@ -230,7 +226,6 @@ def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     assert [line["steps_done"] for line in second.steps] == [1, 2, 3]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_training_waits_for_is_counted(
     asynchronous: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,7 +259,6 @@ def test_what_training_waits_for_is_counted(
     assert all(line["write_s"] >= line["stall_s"] for line in lines)
 
 
-@pytest.mark.process
 def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +279,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one_whole(
     assert all(not line["error"] for line in run.lines if line["kind"] == "checkpoint")
 
 
-@pytest.mark.process
 def test_a_save_that_fails_leaves_those_before_it(
     corpus: Path,
     tmp_path: Path,
@@ -361,7 +354,6 @@ def test_a_run_begins_with_the_weights_of_another(
     assert len(third.steps) == 3
 
 
-@pytest.mark.process
 def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
     saved = first.folder / "checkpoints" / "step-00000001"
@@ -401,7 +393,6 @@ def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path)
         checkpoint.await_files(folder, within_s=0.1)
 
 
-@pytest.mark.process
 def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}))
     saved = first.folder / "checkpoints" / "step-00000001"
@@ -427,7 +418,6 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
     assert not (tmp_path / "runs" / "second").exists()
 
 
-@pytest.mark.process
 def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(
     corpus: Path, tmp_path: Path
 ) -> None:
