@@ -78,6 +78,21 @@ def add_parser(what: Any) -> None:
         metavar="STEPS",
         help="most steps that a token waits on average (default: 0.5)",
     )
+    _add_restrictions(parser)
+    parser.add_argument(
+        "--top", type=int, default=10, help="layouts that are printed (default: 10)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the best layout as TOML for wlb train")
+    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
+    output.add_json(parser, "results")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="processes (default: as many as there are cores)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_restrictions(parser: argparse.ArgumentParser) -> None:
+    """Add what narrows or widens the search."""
     for axis in ("tp", "cp", "pp", "dp"):
         parser.add_argument(
             f"--{axis}", nargs="+", type=int, default=[], help=f"only these degrees of {axis}"
@@ -100,16 +115,6 @@ def add_parser(what: Any) -> None:
         metavar="FACTOR",
         help="micro-batches per window to try besides 1 (default: 1.25 1.5)",
     )
-    parser.add_argument(
-        "--top", type=int, default=10, help="layouts that are printed (default: 10)"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the best layout as TOML for wlb train")
-    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
-    output.add_json(parser, "results")
-    parser.add_argument(
-        "--jobs", type=int, default=0, help="processes (default: as many as there are cores)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

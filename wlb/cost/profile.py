@@ -338,9 +338,10 @@ class CollectiveCost:
 class KernelProfile:
     """All tables of one device and dtype; runs log its `name`.
 
-    ranks_per_node: where collectives' scope changes. attention: one table for each kernel and head
-    layout; the first kernel is the default. elementwise: each operator once. collectives: one for
-    each op and scope.
+    device, dtype: what was measured. ranks_per_node: where collectives' scope changes. provenance:
+    where the numbers come from. attention: one table for each kernel and head layout; the first
+    kernel is the default. gemm: matrix products. elementwise: each operator once. layer, head: what
+    a decoder layer and the output head cost besides. collectives: one for each op and scope.
     """
 
     name: str

@@ -152,7 +152,8 @@ class FlopsWorkload:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    backend: attention kernel; the profile's first where None or without a table.
+    model, parallel, profile: what is priced. backend: attention kernel; the profile's first where
+    None or without a table.
     micro_batch_tokens: tokens at which GEMM throughput is read. keep_gathered_kv, recompute: as in
     [cp] and [training]. tp_overlap: share of TP collectives hidden behind matrix products. machine,
     dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table

@@ -37,10 +37,12 @@ class LengthSource:
 
     @property
     def num_documents(self) -> int:
+        """Number of documents of the source."""
         return self.lengths.size
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all documents."""
         return int(self.lengths.sum())
 
 

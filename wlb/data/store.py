@@ -314,6 +314,7 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
+        """Number of documents of the store."""
         return self.lengths.size
 
     @property
@@ -323,6 +324,7 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all documents."""
         return self._tokens.size
 
     @property

@@ -22,9 +22,9 @@ _PADDING_IN_FILES = "num_filler_tokens"
 class StepCounts:
     """What follows from a step's plan, whether or not it was executed.
 
-    num_documents: documents with a piece in the step. num_tokens: real tokens only; padding is
-    counted apart. num_targets: valid labels. num_held_tokens: tokens that wait after the step.
-    num_overdue: pieces later than the policy's maximum delay. mean_delay, max_delay: iterations
+    step: its number. num_documents: documents with a piece in it. num_tokens: real tokens only;
+    num_padding_tokens are apart. num_targets: valid labels. num_held_tokens: tokens that wait after
+    it. num_overdue: pieces later than the policy's maximum delay. mean_delay, max_delay: iterations
     from the step that was next when a token's global batch came to the one that trains it, per
     token; 0 where a policy that packs several batches trains it early. cp_imbalance: predicted
     attention time of the slowest over the mean CP rank; sharding_counts: micro-batches by strategy.
@@ -80,6 +80,7 @@ class StepMetrics(StepCounts):
     """What the planner predicts of a step.
 
     imbalance: slowest micro-batch x number of micro-batches / total workload (Section 7.4).
+    max_workload_ns, mean_workload_ns: of the step's micro-batches.
     degrees: the imbalance of each of several steps that `merge` made one, else empty.
     step_time_s: of a simulation; None from packing alone.
     """

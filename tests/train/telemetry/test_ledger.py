@@ -16,6 +16,8 @@ from wlb.train import checkpoint
 from wlb.train.stores import open_stores, ready
 from wlb.train.telemetry.ledger import Count, Ledger, count, lineage
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, RunSpec]:
@@ -46,7 +48,6 @@ def counted(run: Run, spec: RunSpec, folder: Path, change: Any) -> Count:
     return count(folder, *planned(run, spec))
 
 
-@pytest.mark.process
 def test_what_is_trained_and_what_waits_is_all_that_was_given(
     run: tuple[Run, RunSpec], tmp_path: Path
 ) -> None:
@@ -57,7 +58,6 @@ def test_what_is_trained_and_what_waits_is_all_that_was_given(
     assert found.waiting == run[0].steps[-1]["measured"]["num_held_tokens"] > 0
 
 
-@pytest.mark.process
 def test_a_token_that_is_lost_or_repeated_is_noticed(
     run: tuple[Run, RunSpec], tmp_path: Path
 ) -> None:
@@ -97,7 +97,6 @@ def test_a_lineage_forgets_what_was_undone(tmp_path: Path) -> None:
     assert (num_begun, num_undone) == (2, 2)
 
 
-@pytest.mark.process
 def test_lines_that_a_full_disk_lost_make_the_count_inexact(
     run: tuple[Run, RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
