@@ -158,6 +158,7 @@ def test_times_do_not_depend_on_what_is_priced_together(schedule: Schedule) -> N
     assert together.tolist() == alone
 
 
+@pytest.mark.process
 def test_importing_the_simulator_leaves_torch_out() -> None:
     code = "import sys, wlb.simulate; print(sorted(m for m in sys.modules if 'torch' in m))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
