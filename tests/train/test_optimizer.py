@@ -17,6 +17,8 @@ from wlb.parallel.world import World
 from wlb.spec import DecayedWeights, RunSpec, apply, check
 from wlb.train.optimizer import Optimizers, learning_rate, peak_missed, rate_change
 
+pytestmark = pytest.mark.process
+
 
 def spec(**training: Any) -> RunSpec:
     """10 steps, 2 of them warm-up, from 1 down to 0."""

@@ -16,6 +16,8 @@ from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World, rank_device
 from wlb.train.prefetch import InputPrefetcher
 
+pytestmark = pytest.mark.process
+
 
 class Slow:
     """In an executor's place: loading takes `seconds` of the clock that it sets."""

@@ -18,6 +18,8 @@ from wlb.spec import METHODS, RunSpec, apply, check, load
 from wlb.spec.methods import keys_of
 from wlb.train.stores import train_store
 
+pytestmark = pytest.mark.process
+
 
 def write_chats(prefix: Path, num: int = 40, seed: int = 0) -> TokenStore:
     """Conversations of one or two answers; a third of their tokens is trained."""
