@@ -1,7 +1,7 @@
 """README's picture: one step of 7B-128K as a usual loader makes it, and as wlb does.
 
 `python -m experiments.overview [--seed 0] [--batches 160]` packs the fitted documents by Plain-4D
-and by `bounded`, takes a typical step (Plain-4D's imbalance near its mean, as much work in ours),
+and by `bounded`, takes a step of equal work in both, with an imbalance of Plain-4D near its mean,
 and draws the predicted time of each micro-batch, and of each CP rank of the longest document's.
 Priced by the constants of `experiments/constants.py`, as Table 2.
 """
@@ -181,8 +181,10 @@ def main() -> None:
         title="A step of equal tokens and a step of equal work",
         how=How.PREDICTED,
         profile=COST.profile,
-        text="A typical step: Plain-4D's imbalance of micro-batches and of CP ranks is near its "
-        "mean over the stream, and the same step of `bounded` (T 1.5, S_max 2) is as much work. "
+        text="One step of the stream, chosen by the least of the largest deviations: of Plain-4D's "
+        "imbalance of micro-batches and of CP ranks from their means over the stream, and of the "
+        "work of the same step of `bounded` (T 1.5, S_max 2) from equal work. Plain-4D's imbalance "
+        "here is below its mean over the stream, which Table 2 has. "
         f"Orange: documents of {WINDOW // 4:,} tokens and more. Below, the micro-batch "
         f"of the longest document on {CP} context-parallel ranks. Table 2 has all steps' means.",
         seed=options.seed,
