@@ -16,8 +16,6 @@ from wlb.prepare.chat_template import BUILT_IN
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.jinja_template import JinjaTemplate
 
-pytest.importorskip("jinja2")
-
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"

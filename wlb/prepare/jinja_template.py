@@ -241,16 +241,11 @@ def _pieces(marked: str, ends: Sequence[int | None], *, start: str) -> list[_Pie
 
 def _compile(source: str, name: str) -> tuple["Template", bool, set[str]]:
     """The template, whether it has generation blocks, and the variables it uses."""
-    try:
-        from jinja2 import TemplateError, meta, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ImportError(
-            f"chat template {name} needs jinja2; install wlb-llm[data], or use one of "
-            f"{', '.join(BUILT_IN)}"
-        ) from error
+    from jinja2 import TemplateError, meta, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     blocks: list[int] = []
 
     class Generation(Extension):
