@@ -1,4 +1,4 @@
-"""The configurations of the paper's Table 1, in its order, as specs that can be priced."""
+"""Loads the configurations of the paper's Table 1, in its order, as specs that can be priced."""
 
 from wlb.spec import RunSpec, load
 
@@ -13,14 +13,14 @@ TABLE_1 = (
     "70b_128k",
 )
 VOCABULARY = 32000
-"""LLaMA2's; presets leave it to the token store, which experiments on lengths have not."""
+"""LLaMA2 has this vocabulary. Presets take theirs from a token store, which bare lengths lack."""
 
 
 def configuration(name: str, *overrides: str) -> RunSpec:
-    """A preset of Table 1 with LLaMA2's vocabulary; overrides as for `--set`."""
+    """Loads a preset of Table 1 with LLaMA2's vocabulary; overrides are those of `--set`."""
     return load(name, [f"model.vocab_size={VOCABULARY}", *overrides])
 
 
 def title(name: str) -> str:
-    """As the paper writes it: "7B-128K"."""
+    """Returns a configuration's name as the paper writes it, such as 7B-128K."""
     return name.upper().replace("_", "-")

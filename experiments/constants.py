@@ -1,11 +1,11 @@
-"""The one set of constants that the paper's figures and tables are reproduced with.
+"""Defines the one set of constants that the paper's figures and tables are reproduced with.
 
 They were fitted to what the paper prints: Table 2's imbalances and the four averages of Figure 12.
-Nothing here is tuned for a single figure, and nothing was measured: several sets fit as well, and
-this one shows that the paper's numbers are consistent with each other under the simulator.
+None is tuned for a single figure, and none was measured. Several sets fit as well; this one shows
+that the paper's numbers are consistent with each other under the simulator.
 
 - Lengths: a family of the shape that `wlb.data.lengths` describes, scaled with the window.
-- Kernels: profile `h100` with its throughputs changed. Attention is its FlashAttention-3 table.
+- Kernels: profile `h100` with its throughputs changed; attention is its FlashAttention-3 table.
 - Runs: what the paper does not say (virtual stages, thresholds, S_max), the same everywhere.
 """
 
@@ -27,18 +27,17 @@ FAMILY = LengthFamily(
 )
 
 ATTENTION_FORWARD = 0.78
-"""Times the table's forward throughput (584 TFLOP/s at its plateau)."""
+"""This factor scales the table's forward throughput (584 TFLOP/s at its plateau)."""
 ATTENTION_BACKWARD = 1.05
-"""Times the table's backward throughput (425 TFLOP/s at its plateau)."""
+"""This factor scales the table's backward throughput (425 TFLOP/s at its plateau)."""
 GEMM_FORWARD_TFLOPS = 340.0
 GEMM_BACKWARD_TFLOPS = 255.0
-"""Of layers; the output head keeps the profile's, its matrix is large."""
+"""Both GEMM throughputs are for layers; the output head, a large matrix, keeps the profile's."""
 MEMORY = 0.45
-"""Times the profile's element-wise bandwidth of 3 TB/s."""
+"""This factor scales the profile's element-wise bandwidth of 3 TB/s."""
 LINK_BYTES_PER_S = 120e9
-"""A rank's link between nodes, what hides behind computing included."""
+"""A rank's link between nodes has this bandwidth if what hides behind computing is counted."""
 
-VIRTUAL_STAGES = 4
 S_MAX = 1.1
 QUEUES = {1: (0.2,), 2: (0.2, 0.63), 3: (0.2, 0.4, 0.63)}
 OVERRIDES = (
@@ -47,11 +46,11 @@ OVERRIDES = (
     "cluster.overhead=0.1",
     "planner.baseline=false",
 )
-"""Of every run: keys of a run's settings."""
+"""Every run has these settings."""
 
 
 def profile() -> KernelProfile:
-    """`h100` with these constants."""
+    """Returns profile `h100` with these constants."""
     base = load_profile("h100")
     what = "fitted to the paper's printed numbers (experiments/constants.py), no measurement"
     assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=what)

@@ -1,7 +1,7 @@
-"""Figures for results pages: as wide as a README, one palette; needs matplotlib.
+"""Makes the figures of results pages: as wide as a README, in one palette. Needs matplotlib.
 
-Colours are Okabe and Ito's, told apart by people who do not see all colours. Never tell lines or
-bars apart by colour alone: use MARKERS, LINES or HATCHES as well, or write beside them.
+Colours are Okabe and Ito's, which people who do not see all colours can tell apart. Never tell
+lines or bars apart by colour alone: use MARKERS, LINES or HATCHES as well, or write beside them.
 """
 
 import math
@@ -13,15 +13,18 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 3)))
 HATCHES = ("", "//", "..", "\\\\", "xx", "++", "oo")
 WIDTH = 9.0
-"""Inches; at 150 dots an inch a README shows it at about 60 %, where 10 points are 13 pixels."""
+"""A figure is this many inches wide.
+
+At 150 dots per inch a README shows it at about 60%, where 10 points are 13 pixels.
+"""
 
 
 def new_figure(
     *, nrows: int = 1, ncols: int = 1, height: float = 3.8, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """A Figure without a window system, and its axes row by row.
+    """Returns a Figure that needs no window system, and its axes row by row.
 
-    subplots: arguments of Figure.subplots, as sharey or width_ratios.
+    subplots: arguments of Figure.subplots, such as sharey or width_ratios
     """
     try:
         from matplotlib.figure import Figure
@@ -38,7 +41,10 @@ def new_figure(
 
 
 def tokens_axis(axes: Any, *, log: bool = True) -> None:
-    """An x axis of tokens: 256, 1K, 4K, ...; logarithmic, or from 0. Call it when all is drawn."""
+    """Labels an x axis in tokens (256, 1K, 4K, ...), logarithmic or from 0.
+
+    Call it when everything is drawn.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     if log:
@@ -56,5 +62,5 @@ def tokens_axis(axes: Any, *, log: bool = True) -> None:
 
 
 def tokens_text(tokens: float) -> str:
-    """16K for 16,384."""
+    """Writes 16,384 as 16K."""
     return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"

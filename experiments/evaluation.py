@@ -1,7 +1,7 @@
-"""Simulated runs of the paper's configurations, as the evaluation's figures share them.
+"""Runs the simulations that the figures of the evaluation share.
 
-Every run trains the same global batches of its configuration, drawn from the one length family, to
-the end: what a policy held back is flushed and counted.
+Every run of a configuration trains the same global batches, drawn from one length family, to the
+end: documents that a policy holds back are flushed and counted.
 """
 
 import argparse
@@ -26,14 +26,16 @@ STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 GIB = 2**30
 MEMORY_GIB = 80.0
+PLANNED_GIB = 76.0
+"""What plans use of it in all results here; today a run plans with 71.1 to 71.6 GiB of 80."""
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
-    """What every figure of the evaluation takes."""
+    """Returns a parser with the options that every figure of the evaluation takes."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches of each run")
+    parser.add_argument("--steps", type=int, default=STEPS, help="global batches per run")
     parser.add_argument("--seed", type=int, default=SEED)
-    quick = f"{QUICK_STEPS} global batches, nothing written"
+    quick = f"simulate {QUICK_STEPS} global batches per run and write nothing"
     parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
@@ -44,9 +46,10 @@ def steps_of(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run: configuration of Table 1, and overrides on top of `constants.OVERRIDES`.
+    """Describes a run: a configuration of Table 1, and overrides on top of `constants.OVERRIDES`.
 
-    tokens: of all its global batches, in the configuration's own ones; family: lengths.
+    steps: global batches, each of the configuration's own size
+    family: distribution of document lengths
     """
 
     name: str
@@ -59,7 +62,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What is kept of a run. bound_s: with every micro-batch and CP rank at its step's mean."""
+    """Holds what is kept of a run: totals, and means over its steps.
+
+    time_s: simulated time of the whole run, in seconds
+    bound_s: the same if every micro-batch and CP rank took its step's mean
+    mean_delay: mean delay of a token, in steps
+    memory_bytes: peak memory of the fullest device
+    """
 
     case: Case
     time_s: float
@@ -76,7 +85,7 @@ class Outcome:
         return self.time_s / self.steps
 
     def over(self, baseline: "Outcome") -> float:
-        """Speed-up; ValueError unless both trained the same tokens."""
+        """Returns the speed-up; raises ValueError unless both runs trained the same tokens."""
         if self.tokens != baseline.tokens:
             raise ValueError(
                 f"{self.case.name} trained {self.tokens} tokens, {baseline.case.name} "
@@ -95,7 +104,7 @@ def spec_of(case: Case) -> RunSpec:
 
 
 def batches_of(spec: RunSpec, *, family: LengthFamily, steps: int, seed: int) -> list[GlobalBatch]:
-    """`steps` global batches of documents of the family, scaled to the window."""
+    """Returns `steps` global batches of documents of the family, scaled to the window."""
     window = spec.data.context_window
     mean = float(family.sample(1 << 16, window=window, seed=seed).mean())
     needed = int(spec.tokens_per_step * (steps + 1) / mean * 1.1) + 1
@@ -109,7 +118,7 @@ def batches_of(spec: RunSpec, *, family: LengthFamily, steps: int, seed: int) ->
 
 
 def simulate(case: Case) -> RunSimulation:
-    """The whole run."""
+    """Simulates the whole run."""
     spec = spec_of(case)
     batches = batches_of(spec, family=case.family, steps=case.steps, seed=case.seed)
     cost = workload_of(spec, constants.profile())
@@ -117,7 +126,7 @@ def simulate(case: Case) -> RunSimulation:
 
 
 def outcome(case: Case) -> Outcome:
-    """The run's totals."""
+    """Simulates the run and returns its totals."""
     run = simulate(case)
     return Outcome(
         case=case,
@@ -140,9 +149,9 @@ def _outcome_or_reason(case: Case) -> Outcome | str:
 
 
 def outcomes(alternatives: Sequence[Sequence[Case]]) -> list[Outcome]:
-    """The fastest of each group of alternatives that fits the devices; on all cores, in order.
+    """Returns, for each group of alternatives in order, the fastest that fits the devices.
 
-    ValueError with the reasons where none of a group fits.
+    All cores simulate. Raises ValueError with the reasons if none of a group fits.
     """
     cases = [case for group in alternatives for case in group]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -152,21 +161,21 @@ def outcomes(alternatives: Sequence[Sequence[Case]]) -> list[Outcome]:
         results = [next(found) for _ in group]
         fits = [o for o in results if isinstance(o, Outcome) and o.memory_bytes <= MEMORY_GIB * GIB]
         if not fits:
-            raise ValueError(f"nothing of {group[0].config}, {group[0].name} fits: {results}")
+            raise ValueError(f"no way to run {group[0].config}, {group[0].name} fits: {results}")
         out.append(min(fits, key=lambda o: o.time_s))
     return out
 
 
 def system(name: str, config: str, *more: str, label: str = "", **options: Any) -> list[Case]:
-    """A system's alternatives on a configuration, with more overrides."""
+    """Returns a system's alternatives on a configuration, each with `more` overrides added."""
     return [
         Case(name=label or name, config=config, overrides=(*overrides, *more), **options)
-        for overrides in system_overrides(name, memory_gib=MEMORY_GIB)
+        for overrides in system_overrides(name, planned_gib=PLANNED_GIB)
     ]
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:
-    """What an outcome's overrides say of `keys`, in words for a table."""
+    """Returns what an outcome's overrides set for `keys`, as words for a table."""
     said = dict(override.split("=", 1) for override in outcome.case.overrides)
     return ", ".join(said[key] for key in keys if said.get(key, "none") != "none")
 

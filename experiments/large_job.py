@@ -1,7 +1,8 @@
-"""The paper's 8K-GPU job (Figures 1 and 4): a 405B model with a 128K window, simulated.
+"""Simulates the paper's 8K-GPU job (Figures 1 and 4): a 405B model with a 128K window.
 
-Preset `405b_128k` with `experiments/constants.py`. Under Plain-4D each pipeline trains the windows
-that its own loader made, in their order; the other systems deal micro-batches by predicted work.
+The job is preset `405b_128k` with the constants of `experiments/constants.py`. Under Plain-4D each
+pipeline trains the windows that its own loader made, in their order; the other systems deal
+micro-batches to pipelines by predicted work.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments import constants
-from experiments.evaluation import MEMORY_GIB, batches_of
+from experiments.evaluation import PLANNED_GIB, batches_of
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.planner import Planner
 from wlb.simulate import ShardedStep, Simulation, Simulator, planner_of, sharded_steps
@@ -21,15 +22,15 @@ from wlb.spec import RunSpec, load, system_overrides
 PRESET = "405b_128k"
 STEPS = 32
 AHEAD = 2
-"""More global batches than steps, so that no step is one of the flush."""
+"""This many more global batches than steps are drawn, so that no step is one of the flush."""
 PAPER = 1.44
-"""Figure 1: the slowest GPU's computing over the others'."""
+"""In Figure 1 the slowest GPU computes this many times as long as the others."""
 FloatArray = npt.NDArray[np.float64]
 
 
 def spec_of(system: str) -> RunSpec:
-    """With its MLPs recomputed: without, a GPU would need more than 80 GiB."""
-    overrides = system_overrides(system, memory_gib=MEMORY_GIB)[-1]
+    """Returns the job's settings with recomputed MLPs, without which a GPU needs over 80 GiB."""
+    overrides = system_overrides(system, planned_gib=PLANNED_GIB)[-1]
     return load(PRESET, [*constants.OVERRIDES, *overrides, "training.recompute=selective"])
 
 
@@ -38,7 +39,7 @@ def cost_of(spec: RunSpec) -> ProfiledWorkload:
 
 
 def simulate(system: str, *, steps: int = STEPS, seed: int) -> Simulation:
-    """The first `steps` steps of the job under a system of `wlb.spec.SYSTEMS`."""
+    """Simulates the first `steps` steps of the job under a system of `wlb.spec.SYSTEMS`."""
     spec = spec_of(system)
     cost = cost_of(spec)
     batches = batches_of(spec, family=constants.FAMILY, steps=steps + AHEAD, seed=seed)
@@ -50,7 +51,10 @@ def simulate(system: str, *, steps: int = STEPS, seed: int) -> Simulation:
 
 
 def in_order(planner: Planner, dp: int) -> Iterator[ShardedStep]:
-    """Steps whose micro-batches go to pipelines as they come, N / dp to the first one and so on."""
+    """Yields steps whose micro-batches go to the pipelines in their order.
+
+    The first N / dp micro-batches go to the first pipeline, and so on.
+    """
     for plan in planner.steps():
         num = plan.packing.num_micro_batches
         dealt = replace(plan, pipelines=np.arange(num).reshape(dp, num // dp))
@@ -60,7 +64,7 @@ def in_order(planner: Planner, dp: int) -> Iterator[ShardedStep]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """The slowest GPU over: the mean of all others, the median, the fastest."""
+    """Holds the slowest GPU's time over the mean of all others, the median, and the fastest."""
 
     others: float
     median: float
@@ -68,7 +72,10 @@ class Slowest:
 
 
 def slowest(of_gpus: FloatArray, *, tp: int) -> Slowest:
-    """of_gpus: one value for the `tp` ranks that are alike."""
+    """Compares the slowest GPU with the others.
+
+    of_gpus: one value for every `tp` ranks, which are alike
+    """
     values = np.sort(of_gpus.ravel())
     most, num = float(values[-1]), values.size * tp
     others = (float(values.sum()) * tp - most) / (num - 1)
@@ -80,11 +87,11 @@ def slowest(of_gpus: FloatArray, *, tp: int) -> Slowest:
 
 
 def over_others(of_steps: FloatArray, *, tp: int) -> FloatArray:
-    """Slowest GPU over the mean of the others, of each step."""
+    """Returns the slowest GPU's time over the mean of the others, for each step."""
     return np.array([slowest(step, tp=tp).others for step in of_steps])
 
 
 def traced_step(simulation: Simulation) -> int:
-    """The step in whose middle position the slowest GPU's computing stands: a usual one."""
+    """Returns a typical step: its slowest GPU over the others is the median of all steps."""
     found = over_others(simulation.compute_s, tp=simulation.simulator.spec.parallel.tp)
     return int(np.argsort(found, kind="stable")[(found.size - 1) // 2])

@@ -1,7 +1,7 @@
-"""Measured speed-ups of finished runs, in the tables of the simulated ones.
+"""Reads measured speed-ups of finished runs into the table format of the simulated ones.
 
-A run is a folder that `wlb train` wrote: `metrics.jsonl` has a line a step, and its last checkpoint
-the settings that tell which system it was.
+A run is a folder that `wlb train` wrote: `metrics.jsonl` has one line per step, and the last
+checkpoint has the settings that tell which system it was.
 """
 
 import json
@@ -11,14 +11,14 @@ from pathlib import Path
 from experiments.results import Table
 
 WARMUP_STEPS = 3
-"""First steps of a run that are left out."""
+"""This many first steps of a run are left out."""
 SYSTEM_OF = {"original": "plain_4d", "fixed": "fixed_4d", "var_len": "paper", "bounded": "wlb"}
-"""By packing policy."""
+"""A run's packing policy tells its system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """tokens_per_s: without the first steps."""
+    """Holds the means of one run, without its first steps."""
 
     folder: Path
     system: str
@@ -29,7 +29,7 @@ class Measured:
 
 
 def read_run(folder: Path) -> Measured:
-    """ValueError naming the folder where it is no finished run."""
+    """Reads a run; raises ValueError naming the folder if it is no finished run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} is not a run: it has no metrics.jsonl")
@@ -51,7 +51,7 @@ def read_run(folder: Path) -> Measured:
 
 
 def measured_table(folders: list[Path]) -> Table:
-    """Speed-ups over the run of Plain-4D among them (the first run where there is none)."""
+    """Returns speed-ups over Plain-4D's run, or over the first run if there is none of Plain-4D."""
     runs = [read_run(folder) for folder in folders]
     baseline = next((r for r in runs if r.system == "plain_4d"), runs[0])
     return Table(
@@ -76,7 +76,7 @@ def measured_table(folders: list[Path]) -> Table:
 
 
 def _system(folder: Path) -> str:
-    """By the packing policy of the last checkpoint; the folder's name where there is none."""
+    """Returns the system of the last checkpoint's packing policy, or else the folder's name."""
     checkpoints = sorted(folder.glob("checkpoints/step-*/run.json"))
     if not checkpoints:
         return folder.name

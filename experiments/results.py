@@ -1,4 +1,4 @@
-"""The results page of an experiment: `<folder>/results/README.md` beside its CSVs and PNGs.
+"""Writes the results page of an experiment, `<folder>/results/README.md`, with its CSVs and PNGs.
 
     write_results(
         Path(__file__).parent,
@@ -13,17 +13,22 @@
     )
 
 The page says how its numbers came about (computed, predicted, simulated or measured), which kernel
-profile priced them and what each of its blocks is worth (published, measured, assumed), the
-command, commit and seed; then the paper's numbers beside ours, pictures, tables. A table goes to
-`<name>.csv` in full and unrounded to 6 digits, and to the page as its `formats` say, up to
-`most_rows` rows. Everything is written at the end, so an interrupted run leaves old results whole.
+profile priced them and what each of its blocks is worth (published, measured, assumed), and gives
+the command, commit and seed. The paper's numbers beside ours, pictures and tables follow. A table
+goes to `<name>.csv` in full, with 6 significant digits, and to the page as its `formats` say, up
+to `most_rows` rows. Everything is written at the end, so an interrupted run leaves old results
+whole.
 
-Conventions: `--quick` prints and writes nothing, because committed results are of whole runs;
-paths given on the command line appear by file name only; pictures come from
-`experiments.drawing.new_figure`, which is as wide as a README.
+All experiments keep to these conventions:
+
+- `--quick` only prints, because committed results come from whole runs.
+- Paths given on the command line appear by file name only.
+- Pictures come from `experiments.drawing.new_figure`, which is as wide as a README.
 """
 
 import csv
+import os
+import platform
 import re
 import shlex
 import subprocess
@@ -41,26 +46,35 @@ from wlb.cost import KernelProfile
 from wlb.cost.machine import program_version
 from wlb.report import worth_of
 
+
+def this_machine() -> str:
+    """Returns "x86_64, 2 cores, Python 3.11.7", for pages of measured times."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
 ROOT = Path(__file__).parents[1]
 RESULTS_ONLY = ":(exclude,glob)experiments/**/results/**"
 
 
 class How(StrEnum):
-    """How the numbers of a page came about."""
+    """Says how the numbers of a page came about."""
 
     COMPUTED = "computed"
-    """Counted or calculated; no time in it."""
+    """The numbers are counted or calculated; there is no time in them."""
     PREDICTED = "predicted"
-    """Times from a kernel profile, of operations one by one."""
+    """The numbers are times of single operations from a kernel profile."""
     SIMULATED = "simulated"
-    """A training step put together from predicted times: pipeline, collectives, ranks that wait."""
+    """A training step is assembled from predicted times: pipeline, collectives, ranks that wait."""
     MEASURED = "measured"
-    """Times of something that ran; `profile` is then words that name the device."""
+    """The numbers are times of something that ran; `profile` is then words that name the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A number of the paper beside ours. paper, ours: numbers, or words ("over 75 %")."""
+    """Puts a number of the paper beside ours.
+
+    paper, ours: numbers, or words such as "over 75 %"
+    """
 
     what: str
     paper: float | str
@@ -70,10 +84,11 @@ class Against:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of the page, and `<name>.csv`.
+    """Describes a table of the page, which also goes to `<name>.csv`.
 
-    rows: plain values in the order of columns (None: empty). formats: format specification by
-    column, as in {"imbalance": ".3f", "tokens": ",d"}. most_rows: shown on the page; 0: CSV only.
+    rows: plain values in the order of columns; None is an empty cell
+    formats: format specification by column, such as {"imbalance": ".3f", "tokens": ",d"}
+    most_rows: rows shown on the page; with 0 the table goes to the CSV only
     """
 
     name: str
@@ -92,7 +107,7 @@ class Table:
             raise ValueError(f"{self.name}: formats of no column: {sorted(unknown)}")
 
     def shown(self) -> list[list[str]]:
-        """All rows as text."""
+        """Returns all rows as text."""
         specs = [self.formats.get(column, "") for column in self.columns]
         return [[_text(v, spec) for v, spec in zip(row, specs, strict=True)] for row in self.rows]
 
@@ -106,7 +121,7 @@ class Table:
         return [*lines, f"{self.note} {what}: [{self.name}.csv]({self.name}.csv).".strip(), ""]
 
     def rich(self) -> rich_table.Table:
-        """For the console."""
+        """Returns the table for the console."""
         out = rich_table.Table(title=self.title, title_justify="left")
         for i, column in enumerate(self.columns):
             out.add_column(column, justify="left" if self._is_text(i) else "right")
@@ -120,7 +135,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A matplotlib Figure, written as `<name>.png`; the caption is also its alternative text."""
+    """Describes a matplotlib Figure, written as `<name>.png`.
+
+    caption: text below the picture, and its alternative text
+    """
 
     name: str
     caption: str
@@ -140,10 +158,12 @@ def write_results(
     figures: Sequence[Picture] = (),
     command: str = "",
 ) -> Path:
-    """Writes `<folder>/results/` as the module says; returns that folder.
+    """Writes `<folder>/results/` as the module says and returns that folder.
 
-    profile: what priced it, or words where no profile did. seed: None where nothing is drawn.
-    text: markdown. command: as given on the command line, if empty.
+    profile: what priced the numbers, or words if no profile did
+    text: Markdown of the page
+    seed: seed of random draws, None if nothing is drawn
+    command: command line of the run; if empty, that of this process
     """
     for names in ([table.name for table in tables], [picture.name for picture in figures]):
         if len(set(names)) < len(names):
@@ -173,14 +193,14 @@ def write_results(
 
 
 def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> None:
-    """What a page will hold, on the console."""
+    """Prints what a page will hold."""
     console = Console(width=width)
     for table in (*([_against_table(against)] if against else []), *tables):
         console.print(table.rich())
 
 
 def priced_with(*profiles: KernelProfile) -> str:
-    """Which kernel profiles, and what each of their blocks is worth; for `write_results`."""
+    """Says which kernel profiles priced a page and what each of their blocks is worth."""
     return " ".join(_worth(profile) for profile in profiles)
 
 
@@ -193,9 +213,11 @@ def _worth(profile: KernelProfile) -> str:
 
 
 def command_of(folder: Path, arguments: Iterable[str] | None = None) -> str:
-    """How this run was started; absolute paths shrink to file names, so that pages name no machine.
+    """Returns how this run was started.
 
-    arguments: sys.argv's, if None.
+    Absolute paths shrink to file names, so that pages name no machine.
+
+    arguments: command-line arguments; if None, those of sys.argv
     """
     given = sys.argv[1:] if arguments is None else arguments
     short = [re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in given]
@@ -203,9 +225,10 @@ def command_of(folder: Path, arguments: Iterable[str] | None = None) -> str:
 
 
 def commit() -> str:
-    """`program_version`, where results of experiments that differ do not make it "-dirty".
+    """Returns `program_version`, without "-dirty" if only results of experiments differ.
 
-    Else the second experiment of a run would look changed because the first has written its page.
+    Otherwise the second experiment of a run would look changed because the first has written its
+    page.
     """
     version = program_version()
     is_only_results = version.endswith("-dirty") and not source_differences()
@@ -213,7 +236,7 @@ def commit() -> str:
 
 
 def source_differences() -> str:
-    """What differs from the commit in tracked files that are not results; "" outside a checkout."""
+    """Returns how tracked files except results differ from the commit, "" outside a checkout."""
     command = ["git", "diff", "HEAD", "--", ".", RESULTS_ONLY]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

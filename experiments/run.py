@@ -1,4 +1,4 @@
-"""Runs experiments one after the other and goes on where it was stopped.
+"""Runs experiments one after the other and resumes where it was stopped.
 
     python -m experiments.run --list
     python -m experiments.run all                    # what has not finished at this commit yet;
@@ -6,12 +6,12 @@
     python -m experiments.run all --lengths FILE     # also on a file of document lengths
     python -m experiments.run fig07 table1 --quick
 
-Each is `python -m MODULE ARGUMENTS` in a process of its own, with its output shown; each works on
-its own as well. runs/experiments/state.json keeps, by name, the commit, arguments, seconds and
-whether it finished. `all` leaves out what finished at the same commit (and the same uncommitted
-differences of tracked files, results apart) with the same arguments, `--again` does not; names
-given one by one always run. A failure does not stop the others. Exit status: 0, 1 if some failed,
-2 for an unknown name, 130 after Ctrl-C.
+Each experiment is `python -m MODULE ARGUMENTS` in a process of its own, with its output shown, and
+works on its own as well. runs/experiments/state.json keeps, by name, the commit, the arguments, the
+seconds, and whether it finished. `all` leaves out what finished with the same arguments at the same
+commit (and with the same uncommitted differences of tracked files, results apart) unless `--again`
+is given. Names given one by one always run. A failure does not stop the others. The exit status is
+0, 1 if some failed, 2 for an unknown name, and 130 after Ctrl-C.
 """
 
 import argparse
@@ -39,11 +39,13 @@ BOTH = "--quick --lengths"
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A line of the registry.
+    """Describes a line of the registry.
 
-    module: below `experiments`, or with a dot in full. paper: its figure or table, "" for none of
-    them. minutes: roughly, on one core, convergence's on two. takes: which of --quick and --lengths
-    it knows.
+    module: module below `experiments`, or the full name if it has a dot
+    paper: figure or table of the paper, "" if it reproduces none
+    minutes: rough duration on one core (convergence: on two)
+    takes: which of --quick and --lengths it knows
+    arguments: arguments that it always gets
     """
 
     name: str
@@ -55,7 +57,7 @@ class Experiment:
     arguments: str = ""
 
     def command(self, options: argparse.Namespace) -> list[str]:
-        """MODULE ARGUMENTS."""
+        """Returns the module and its arguments for these options."""
         module = self.module if "." in self.module else f"experiments.{self.module}"
         out = [module, *shlex.split(self.arguments)]
         if options.quick and "--quick" in self.takes:
@@ -97,17 +99,20 @@ REGISTRY = (
     Experiment("convergence", "convergence", "Figure 16", 660, "loss by packing policy, measured", "--quick"),  # noqa: E501
     Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
+    Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
+    Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
     Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
     Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501
+    Experiment("varlen_blocks", "varlen_blocks", "", 0.6, "splitting attention calls", "--quick"),
     Experiment("torch_balancers", "torch_balancers", "", 4, "torch's CP balancers", "--quick"),
 )
 # fmt: on
 
 
 class State:
-    """What ran, by name (quick runs apart), in one JSON file that is written after each."""
+    """Keeps what ran, by name (quick runs apart), in a JSON file that is written after each run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +135,10 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """An experiment with this call's arguments. key: of the state."""
+    """Pairs an experiment with this call's arguments.
+
+    key: name of the experiment in the state
+    """
 
     experiment: Experiment
     command: list[str]
@@ -138,7 +146,7 @@ class Job:
 
 
 def source_version() -> str:
-    """The commit; with a digest of what differs from it where something does."""
+    """Returns the commit, with a digest of what differs from it if something does."""
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest
@@ -153,7 +161,10 @@ def jobs_of(chosen: Sequence[Experiment], options: argparse.Namespace) -> list[J
 
 
 def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experiment]:
-    """In the registry's order; ValueError for a name that is not there."""
+    """Returns the experiments of these names in the registry's order.
+
+    Raises ValueError for a name that is not there.
+    """
     known = [e.name for e in registry]
     for name in names:
         if name not in ("all", *known):
@@ -166,7 +177,10 @@ def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experim
 
 
 def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
-    """Exit status. An interruption ends the child and is recorded before it goes on up."""
+    """Runs a job and returns its exit status.
+
+    An interruption ends the child and is recorded before it propagates.
+    """
     began = time.perf_counter()
     status: int | None = None
     child = subprocess.Popen([sys.executable, "-m", *job.command], cwd=root)
@@ -187,7 +201,7 @@ def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """After Ctrl-C the child has had the signal as well; one that stays is told, then killed."""
+    """Waits for the child, which got Ctrl-C as well; if it stays, terminates it, then kills it."""
     for stop in (child.terminate, child.kill):
         try:
             child.wait(timeout=3)
@@ -199,7 +213,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 def run_all(
     jobs: Sequence[Job], *, state: State, version: str, root: Path, console: Console
 ) -> list[tuple[Job, int]]:
-    """Those that failed, with their exit status."""
+    """Runs the jobs and returns those that failed, with their exit status."""
     failed: list[tuple[Job, int]] = []
     for i, job in enumerate(jobs, 1):
         e = job.experiment
@@ -214,7 +228,7 @@ def run_all(
 
 
 def announce(jobs: Sequence[Job], skipped: Sequence[Job], version: str, console: Console) -> None:
-    """What runs, and how long that takes."""
+    """Prints what runs, and how long that takes."""
     timed = [job.experiment for job in jobs if "--quick" not in job.command]
     minutes = sum(e.minutes for e in timed)
     long = [f"{e.name} {e.minutes:g}" for e in timed if e.minutes >= LONG_MINUTES]
@@ -247,12 +261,18 @@ def main(
     parser = argparse.ArgumentParser(
         prog="python -m experiments.run", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="all, or names of --list")
-    parser.add_argument("--list", action="store_true", help="what there is, and what ran")
-    parser.add_argument("--quick", action="store_true", help="passed on to those that have it")
-    parser.add_argument("--again", action="store_true", help="also those that finished before")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all, or names that --list shows")
+    parser.add_argument("--list", action="store_true", help="list experiments and their last runs")
     parser.add_argument(
-        "--lengths", nargs="*", type=Path, default=[], help="files, passed on to those that take it"
+        "--quick", action="store_true", help="pass --quick to the experiments that have it"
+    )
+    parser.add_argument("--again", action="store_true", help="also run what finished before")
+    parser.add_argument(
+        "--lengths",
+        nargs="*",
+        type=Path,
+        default=[],
+        help="files of document lengths, for the experiments that take them",
     )
     options = parser.parse_args(arguments)
     state = State(root / "runs" / "experiments" / "state.json")

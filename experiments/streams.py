@@ -1,9 +1,12 @@
-"""Length sources that experiments share: the fitted family, the standard library, files of lengths.
+"""Provides the length sources that experiments share: fitted families, standard library, files.
 
-Two fits to the paper. "evaluation" are the documents of the simulated 7B-128K runs, drawn from the
-family of `experiments/constants.py`; what takes them makes its cost from the same constants.
-"wlb_paper" is the library's default family; `COST` goes with it, a ratio (W_a / W_l = 1.67 at a
-window of 128K for the 7B model), so that imbalance is that of forward latency, as in Section 7.4.
+Two families are fitted to the paper:
+
+- "evaluation" gives the documents of the simulated 7B-128K runs, drawn from the family of
+  `experiments/constants.py`. Experiments that take it make their cost from the same constants.
+- "wlb_paper" is the library's default family. `COST` goes with it: a fixed ratio of attention to
+  linear work (W_a / W_l = 1.67 at a window of 128K for the 7B model), so that imbalance is that of
+  forward latency, as in Section 7.4.
 """
 
 from itertools import islice
@@ -23,7 +26,7 @@ STORES = Path("runs/stores")
 
 
 def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
-    """ "wlb_paper" (as many documents as num_tokens need), "stdlib", or a file of lengths."""
+    """Returns the source "wlb_paper" (enough for num_tokens), "stdlib", or that of a file."""
     if name == "wlb_paper":
         mean = int(lengths_of_family(window=WINDOW, num_documents=4096, seed=seed).lengths.mean())
         return lengths_of_family(
@@ -45,7 +48,8 @@ def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
 def batches_of(
     name: str, *, num_micro_batches: int, num_batches: int, seed: int
 ) -> list[GlobalBatch]:
-    """The first `num_batches` global batches of N x 128K tokens; a short source is repeated."""
+    """Returns the first `num_batches` global batches of N x 128K tokens, repeating a short
+    source."""
     if name == "evaluation":
         spec = configuration("7b_128k", f"data.num_windows={num_micro_batches}")
         return evaluation.batches_of(spec, family=constants.FAMILY, steps=num_batches, seed=seed)

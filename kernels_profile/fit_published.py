@@ -11,7 +11,7 @@ with q = doc_length / cp and kv = doc_length * (1/2 + 1/(2 cp)). Launch cost, su
 factors are fitted together to log latency; the surface is kept smooth, and may not grow faster
 than its axes. Error is reported on rows held out twice: a random fifth of the rows, and a random
 fifth of the shapes (q, kv), no row of which is seen in fitting. Then all rows are fitted.
-Everything else is a handful of published points, each named below.
+Every other block rests on a few published points, each named below.
 """
 
 import argparse
@@ -66,7 +66,7 @@ NCCL_SOURCE = (
 )
 MIB = 2**20
 GATHER_POINTS = ((8, 76e3), (32, 124e3), (64, 207e3), (256, 676e3), (1024, 2590e3))
-"""(MiB, ns) of all-gathers on 8 ranks."""
+"""Each point is (MiB, ns) of an all-gather on 8 ranks."""
 
 # TFLOP/s by total tokens (4K, 32K); the 1K points are launch-bound and left out.
 FA2_FORWARD, FA2_BACKWARD = (227.0, 344.0), (150.0, 263.0)
@@ -75,7 +75,7 @@ FA3_FORWARD, FA3_BACKWARD = (357.0, 584.0), (206.0, 425.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of the table: segment shape, heads a rank, segments a call, latency."""
+    """Holds rows of the table: segment shape, heads per rank, segments per call, latency."""
 
     q: Array
     kv: Array
@@ -137,7 +137,7 @@ def _corners(axis: Array, x: Array) -> tuple[npt.NDArray[np.int64], Array]:
 
 
 def fit(rows: Rows) -> Fit:
-    """Least squares of log latency with penalties that keep the surface smooth and monotone."""
+    """Fits log latency by least squares, with penalties for a smooth and monotone surface."""
     i, u = _corners(Q_AXIS, np.ceil(rows.q / TILE_ROWS) * TILE_ROWS)
     j, v = _corners(KV_AXIS, rows.kv)
     head = np.searchsorted(HEADS, rows.heads)
@@ -171,7 +171,11 @@ def fit(rows: Rows) -> Fit:
 
 
 def _penalties(log_s: Array) -> list[Array]:
-    """Curvature and twist (weak), growth above the axes' (strong), a fall along either (medium)."""
+    """Returns the penalties of the surface.
+
+    They are on curvature and twist (weak), growth above the axes' (strong), a fall along either
+    axis (medium), and throughput above 372 TFLOP/s (weak).
+    """
     slope_q, slope_kv = np.diff(log_s, axis=0) / np.log(2), np.diff(log_s, axis=1) / np.log(2)
     terms = [
         0.03 * np.diff(log_s, 2, axis=0),
@@ -212,13 +216,13 @@ def held_out_errors(rows: Rows, *, seed: int) -> dict[str, float]:
 
 
 def by_keys(at_4k: float, at_32k: float) -> Array:
-    """A factor by number of keys: linear in log keys between 4K and 32K, constant outside."""
+    """Returns a factor by number of keys: linear in log keys from 4K to 32K, constant outside."""
     weight = np.clip(np.log2(KV_AXIS / 4096) / 3, 0, 1)
     return (at_4k + weight * (at_32k - at_4k))[None, :]
 
 
 def tables(fitted: Fit, residuals: dict[str, float]) -> tuple[AttentionTable, ...]:
-    """FA2 as fitted, FA3 as FA2 times the plots' ratio; backward by the plots' ratio."""
+    """Returns FA2 as fitted, FA3 as FA2 times the plots' ratio; backward is by the plots' ratio."""
     shared = {"device": "NVIDIA H100 SXM", "dtype": "bfloat16"}
     ratios = [
         tuple(a / b for a, b in zip(top, bottom, strict=True))
@@ -278,7 +282,7 @@ def tables(fitted: Fit, residuals: dict[str, float]) -> tuple[AttentionTable, ..
 
 
 def gather_alpha_beta() -> tuple[float, float]:
-    """alpha (ns) and bus bandwidth (bytes/s) of the all-gather points; relative errors squared."""
+    """Fits alpha (ns) and bus bandwidth (bytes/s) to the all-gather points, by relative errors."""
     size, time_ns = (np.array(column) for column in zip(*GATHER_POINTS, strict=True))
     wire = size * MIB * 7 / 8
     design = np.stack([np.ones(size.size), wire], axis=1) / time_ns[:, None]
@@ -397,7 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the H100 profile to published figures.")
     parser.add_argument("--csv", type=Path, required=True, help="published attention table")
     parser.add_argument("--out", type=Path, required=True, help="profile to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the held-out split")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out split")
     args = parser.parse_args()
     rows = read_rows(args.csv)
     command = (

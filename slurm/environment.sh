@@ -9,7 +9,24 @@ if [ -n "${ENV_SCRIPT:-}" ]; then
     source "$ENV_SCRIPT"
     set -u
 fi
-PYTHON=${WLB_PYTHON:-.venv/bin/python}
-"$PYTHON" -c 'import wlb' || { echo "no wlb for $PYTHON: install it as README.md says, or set WLB_PYTHON"; exit 2; }
+CONTAINER=() # options of srun
+if [ -n "${CONTAINER_IMAGE:-}" ]; then # its Python need not exist outside; the checkout is mounted where it is
+    PYTHON=${WLB_PYTHON:-python}
+    CONTAINER=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+        "--container-workdir=$PWD")
+else
+    PYTHON=${WLB_PYTHON:-.venv/bin/python}
+    "$PYTHON" -c 'import wlb' || { echo "no wlb for $PYTHON: install it as README.md says, or set WLB_PYTHON"; exit 2; }
+fi
 read -ra EXTRA <<<"${EXTRA:-}"
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 COLUMNS=${COLUMNS:-140}
+
+# Gloo takes names of interfaces, NCCL prefixes of names unless "=" comes first.
+if [ -n "${INTERFACE:-}" ]; then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$INTERFACE}
+fi
+# As in CUDA_DEFAULTS of wlb/parallel/world.py, which says why.
+[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+export TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=${TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING:-false}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NCCL_DEBUG=${NCCL_DEBUG:-WARN}

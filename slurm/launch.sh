@@ -31,14 +31,25 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-srun --label --kill-on-bad-exit=1 --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
-    "$PYTHON" -m wlb train "$PRESET" --system "$SYSTEM" --resume auto --set "${settings[@]}" "${EXTRA[@]}" &
-while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal ends a wait, not srun
+# A rank whose collective times out writes what every communicator did last (the watch, if on, ends a hanging run before that).
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUTPUT/$RUN_NAME/logs/nccl-rank-}
+# Tasks fill a node's sockets in order, as GPUs are numbered; every task sees all GPUs of its node, as NVLink needs.
+on_ranks() { # on_ranks KILL COMMAND OPTIONS: sets code; with KILL=1 the first rank that fails ends the others
+    srun --label --kill-on-bad-exit="$1" --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" \
+        --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) "$PYTHON" -m wlb "$2" "$PRESET" \
+        --system "$SYSTEM" "${@:3}" --set "${settings[@]}" "${EXTRA[@]}" &
+    while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal ends a wait, not srun
+    code=0
+    wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
+}
 code=0 did=saved
-wait $! || { code=$? did="pre-empted before it could save"; echo "$(date -Is) srun ended with $code"; }
+if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
+if ((code == 1)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
+((code)) || on_ranks 1 train --resume auto
+((code == 0)) || did="pre-empted before it could save"
 
-# Slurm may tell only the ranks of a pre-emption, which ends those that still load; the job knows when.
+# A pre-emption may be signalled to the ranks alone, and kills those still loading: Slurm's record tells.
 if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then again=yes; elif ((code)); then exit "$code"; fi
 rm -f "$stop_file"
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi

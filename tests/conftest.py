@@ -1,5 +1,7 @@
-"""Which tests run (the sets of pyproject.toml), the rule that marks tests which start processes,
-and fixtures of several folders."""
+"""Chooses which tests run and provides fixtures for several folders.
+
+The sets are those of pyproject.toml. A rule marks tests that start processes.
+"""
 
 import multiprocessing.process
 import os
@@ -25,28 +27,50 @@ _COMMON: dict[str, Any] = {
 settings.register_profile("quick", max_examples=25, **_COMMON)
 settings.register_profile("full", max_examples=150, **_COMMON)
 
+QUICK = "not full and not nightly"  # the mark expression of the quick set
+WORKERS = 2  # pytest's processes; tests of several ranks keep more cores than these busy
+
 _running: list[pytest.Item] = []  # the test that runs now, in this process
 _unmarked: dict[str, str] = {}  # tests that started a process without a mark, and what they started
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Turn the three sets into mark expressions: quick without `-m`, `-m full`, `-m nightly`.
+    """Turns the three sets into mark expressions: quick without `-m`, `-m full`, `-m nightly`.
 
     `-m full` means quick and full tests together, which no mark expression says without naming
-    all marks. A test that is named by its id runs whatever its marks are.
+    all marks. A test that is named by its id runs whatever its marks are. Workers of pytest-xdist
+    get the expression that the main process has made.
     """
     chosen = config.option.markexpr
-    is_named = any("::" in str(argument) for argument in config.args)
     if chosen == "full":
         config.option.markexpr = "not nightly"
-    elif not chosen and not is_named:
-        config.option.markexpr = "not full and not nightly"
-    settings.load_profile("full" if chosen or is_named else "quick")
+    elif not chosen and not _is_named(config):
+        config.option.markexpr = QUICK
+    settings.load_profile("quick" if config.option.markexpr == QUICK else "full")
     _watch_process_starts()
 
 
+def _is_named(config: pytest.Config) -> bool:
+    return any("::" in str(argument) for argument in config.args)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Shares folders of tests among workers, and runs files and named tests in this process,
+    where a debugger reaches them and no worker has to start first. Tests of GPUs share the GPUs."""
+    is_gpu = config.option.markexpr == "gpu"
+    if is_gpu or (config.args and all(_is_file(argument) for argument in config.args)):
+        config.option.dist = "no"
+        return 0
+    return WORKERS
+
+
+def _is_file(argument: object) -> bool:
+    return str(argument).partition("::")[0].endswith(".py")
+
+
 def _watch_process_starts() -> None:
-    """Note tests that start Python processes and have neither the mark `dist` nor `process`."""
+    """Notes tests that start Python processes and have neither the mark `dist` nor `process`."""
     popen, start = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
 
     def noted_popen(self: Any, args: Any, *rest: Any, **options: Any) -> None:
@@ -71,8 +95,16 @@ def _note_start(program: str) -> None:
             _unmarked[_running[-1].nodeid] = program
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collects what a worker of pytest-xdist has noted."""
+    _unmarked.update(getattr(node, "workeroutput", {}).get("unmarked", {}))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _unmarked and session.exitstatus == pytest.ExitCode.OK:
+    if hasattr(session.config, "workeroutput"):  # this process is a worker
+        session.config.workeroutput["unmarked"] = _unmarked
+    elif _unmarked and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -85,7 +117,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note which test runs; the fixtures that it makes are part of it."""
+    """Notes which test runs; the fixtures that it makes are part of it."""
     _running.append(item)
     try:
         return (yield)
@@ -95,8 +127,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For a single rank that runs in this process: two threads on busy cores would wait for each
-    other."""
+    """Sets one thread for a single rank that runs in this process.
+
+    Two threads on busy cores would wait for each other.
+    """
     import torch  # planning tests do without it
 
     before = torch.get_num_threads()

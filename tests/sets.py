@@ -1,4 +1,4 @@
-"""Marks of single cases of a parametrized test."""
+"""Marks single cases of a parametrized test."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def full(*cases: object) -> list[Any]:
-    """Cases that the quick set leaves out; of several arguments, a case is a tuple of their values.
+    """Marks cases that the quick set leaves out; of several arguments, a case is a tuple of values.
 
     `parametrize("case", [Case(tp=2), *full(Case(tp=4), Case(tp=2, cp=2))])`
     """

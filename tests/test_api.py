@@ -1,4 +1,4 @@
-"""The public API: what `import wlb` offers, that it is documented, and that a package holds it."""
+"""Tests the public API: what `import wlb` offers, that it is documented and in the wheel."""
 
 import ast
 import dataclasses
@@ -63,7 +63,8 @@ def test_types_name_what_is_there() -> None:
 
 
 def _documented(name: str) -> Iterator[tuple[str, Any]]:
-    """A public name and what it offers itself, beside the methods of a protocol it documents."""
+    """Yields a public name and what it offers itself, beside the methods of a protocol it
+    documents."""
     value = getattr(wlb, name)
     yield name, value
     is_protocol = value in (wlb.Packer, wlb.WorkloadModel)
@@ -77,7 +78,7 @@ def _documented(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _own_docstrings(value: type[Any]) -> str:
-    """Of a class and of the fields that have one."""
+    """Returns the docstrings of a class and of the fields that have one."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
     assert isinstance(node, ast.ClassDef)
     found = [ast.get_docstring(node) or ""]
@@ -93,7 +94,8 @@ def _own_docstrings(value: type[Any]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_documented(name: str) -> None:
-    """Docstrings of our own (not what dataclass makes of the fields), and each field explained."""
+    """Docstrings must be our own (not what dataclass makes of the fields), and explain each
+    field."""
     for path, value in _documented(name):
         text = inspect.getdoc(value) or ""
         assert len(text.split()) >= 3, f"{path} has no docstring"
@@ -113,7 +115,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     "path", sorted((ROOT / "wlb" / "adapters").glob("*.py")), ids=lambda p: p.stem
 )
 def test_every_public_name_of_the_adapters_is_documented(path: Path) -> None:
-    """Read, not imported: their libraries may be missing."""
+    """The adapters are read, not imported, because their libraries may be missing."""
     tree = ast.parse(path.read_text("utf-8"))
     assert ast.get_docstring(tree)
     owners: list[ast.Module | ast.ClassDef] = [tree]
@@ -156,7 +158,7 @@ def test_wheel_and_sdist_hold_what_they_need(built: Path) -> None:
 @pytest.mark.process
 @pytest.mark.full
 def test_the_wheel_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
-    """The planner and `wlb plan`, with base dependencies only."""
+    """The planner and `wlb plan` run with base dependencies only."""
     (wheel,) = built.glob("wlb_llm-*.whl")
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"

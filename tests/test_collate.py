@@ -1,4 +1,4 @@
-"""`wlb.collate` stays importable for one release."""
+"""Tests that `wlb.collate` stays importable for one release."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import wlb.collate
 from wlb.adapters import collate
 
 
-@pytest.mark.parametrize("name", collate.__all__)
+@pytest.mark.parametrize("name", wlb.collate.__all__)
 def test_a_name_is_the_adapters_object_with_a_warning(name: str) -> None:
     with pytest.warns(FutureWarning, match=r"wlb\.adapters\.collate"):
         assert getattr(wlb.collate, name) is getattr(collate, name)

@@ -1,4 +1,4 @@
-"""What holds for the code as a whole: layers, style, sizes, and who may read the environment."""
+"""Tests the code as a whole: layers, style, sizes, and who may read the environment."""
 
 import ast
 import subprocess
@@ -52,6 +52,22 @@ def test_files_and_functions_stay_small() -> None:
                     too_long.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
     assert MODULES
     assert too_long == []
+
+
+def test_test_files_are_named_after_modules() -> None:
+    """A test file of a room is test_<module>.py, or test_<module>_<subject>.py.
+
+    Folders that are no room hold tests of several rooms, of scripts or of a machine."""
+    misnamed: list[str] = []
+    for test in sorted((ROOT / "tests").rglob("test_*.py")):
+        room = ROOT / "wlb" / test.parent.relative_to(ROOT / "tests")
+        if test.parent == ROOT / "tests" or not room.is_dir():
+            continue
+        modules = [p.stem for p in room.iterdir() if p.is_dir() or p.suffix == ".py"]
+        name = test.stem.removeprefix("test_")
+        if not any(name == module or name.startswith(f"{module}_") for module in modules):
+            misnamed.append(str(test.relative_to(ROOT)))
+    assert misnamed == []
 
 
 def _reads_environment(tree: ast.AST) -> bool:

@@ -1,5 +1,7 @@
-"""Pages that people read first are true: links lead somewhere, commands parse, figures are those of
-the pages that they are taken from."""
+"""Tests that pages that people read first are true.
+
+Links lead somewhere, commands parse, and figures are those of the pages that they are taken from.
+"""
 
 import argparse
 import ast
@@ -39,7 +41,7 @@ ROOMS = sorted(path.parent for path in (ROOT / "wlb").glob("*/__init__.py"))
 
 
 def _anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Returns what GitHub calls the headings of a page."""
     heads = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -74,7 +76,7 @@ def test_each_room_has_a_short_readme(room: Path) -> None:
 
 
 def _commands(page: Path) -> list[str]:
-    """Lines of code blocks without their comments, `&&` taken apart."""
+    """Returns lines of code blocks without their comments, `&&` taken apart."""
     text = page.read_text("utf-8").replace("\\\n", " ")
     blocks = re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)
     lines = [re.sub(r"\s+#.*", "", line) for block in blocks for line in block.splitlines()]
@@ -92,7 +94,7 @@ WRITTEN = sorted(
 
 
 class Parsed(Exception):
-    """The command line was understood; the command is not run."""
+    """Says that the command line was understood; the command is not run."""
 
 
 @pytest.mark.parametrize(("page", "command"), [c for c in WRITTEN if re.match(r"wlb [a-z]", c[1])])

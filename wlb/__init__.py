@@ -17,47 +17,24 @@ import importlib
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "wlb.planner": ("Planner",),
+    "wlb.planner": "Planner",
     "wlb.plan": (
-        "Carry",
-        "Documents",
-        "GlobalBatch",
-        "MicroBatch",
-        "PackingPlan",
-        "Pieces",
-        "PipelinePlan",
-        "PlannerState",
-        "RankSpans",
-        "ShardingPlan",
-        "StepMetrics",
-        "StepPlan",
+        "Carry Documents GlobalBatch MicroBatch PackingPlan Pieces PipelinePlan PlannerState "
+        "RankSpans ShardingPlan StepMetrics StepPlan"
     ),
     "wlb.packing": (
-        "BoundedPacker",
-        "CapacityPacker",
-        "FixedPacker",
-        "OriginalPacker",
-        "Packer",
-        "PackerOptions",
-        "PackingRun",
-        "PackingSummary",
-        "VarLenPacker",
-        "measure",
+        "BoundedPacker CapacityPacker FixedPacker OriginalPacker Packer PackerOptions "
+        "PackingRun PackingSummary VarLenPacker measure"
     ),
-    "wlb.sharding": ("shard",),
+    "wlb.sharding": "shard",
     "wlb.cost": (
-        "FlopsWorkload",
-        "KernelProfile",
-        "ProfiledWorkload",
-        "WorkloadModel",
-        "load_profile",
-        "profile_names",
-        "workload_of",
+        "FlopsWorkload KernelProfile ProfiledWorkload WorkloadModel load_profile "
+        "profile_names workload_of"
     ),
-    "wlb.data": ("GlobalBatches", "LengthSource", "TokenStore"),
-    "wlb.spec": ("RunSpec", "load"),
+    "wlb.data": "GlobalBatches LengthSource TokenStore",
+    "wlb.spec": "RunSpec load",
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_ROOM_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,10 +1,15 @@
 """Alias of `wlb.adapters.collate`, where the collators are now; kept for one release."""
 
 import warnings
+from types import ModuleType
 
 from wlb.adapters import collate as _collate
 
-__all__ = _collate.__all__  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in vars(_collate).items()
+    if not (name.startswith("_") or isinstance(value, ModuleType))
+]
 
 
 def __getattr__(name: str) -> object:

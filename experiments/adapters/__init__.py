@@ -1,1 +1,1 @@
-"""The planner in other people's loops: an example for each, and what it does for balance."""
+"""Shows the planner in other libraries' loops: an example each, and its effect on balance."""

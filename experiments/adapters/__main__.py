@@ -1,6 +1,8 @@
-"""Three libraries' own batches and ours: `python -m experiments.adapters` writes the results page.
-Needs the extras [hf,torchtitan,megatron]; some 12 minutes on two cores, one minute and one
-seed with --quick, which writes nothing."""
+"""Compares three libraries' own batches with ours and writes the results page.
+
+`python -m experiments.adapters` needs the extras [hf,torchtitan,megatron] and takes some 12 minutes
+on two cores. With --quick it runs one seed and writes nothing.
+"""
 
 import argparse
 from dataclasses import asdict, fields
@@ -32,7 +34,7 @@ def table(rows: list[Row]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="run one seed and write nothing")
     options = parser.parse_args()
     seeds = 1 if options.quick else SEEDS
     rows = [row for of in (hugging_face, torchtitan, megatron) for row in of.compare(seeds)]

@@ -1,8 +1,8 @@
-"""What the examples share: documents, a ledger, rows of the table, a small model to train.
+"""Provides what the examples share: documents, a ledger, rows of the table, a model to train.
 
 Documents are functions and methods of standard-library modules in a token store (708 of them, at
 most a few windows long). A step is a list of ranks, a rank's step a list of micro-batches, and a
-micro-batch the documents in it, whatever the loop was that put them there.
+micro-batch the documents in it, whatever loop put them there.
 """
 
 from collections import Counter
@@ -22,30 +22,32 @@ from wlb.plan import IGNORE, IntArray
 
 WINDOW = 512
 LEARNING_RATE, WARM_UP = 2e-3, 15
-"""Steps of warm-up; then linearly to zero."""
+"""The learning rate warms up for this many steps and falls linearly to zero."""
 NUM_RANKS = 2
 ACCUMULATION = 2
 VOCABULARY = 320
 COST = FlopsWorkload(quadratic_ns=1.67, linear_ns_per_token=1.0 * WINDOW)
-"""Attention of a whole window takes 1.67 times its linear layers' time, as the 7B model's at 128K
-does (`experiments.streams`): the documents of a small example are dealt as a large model's are."""
+"""Attention of a whole window takes 1.67 times its linear layers' time, as the 7B model's at 128K.
+
+The documents of a small example are thus dealt as a large model's are (`experiments.streams`).
+"""
 FOLDER = ROOT / "runs" / "adapters"
 
 Tokens = list[int]
 Document = tuple[Tokens, Tokens]
-"""Tokens that attend to each other, and the label of each, IGNORE where nothing is trained."""
+"""Tokens attend to each other; each has a label, IGNORE where nothing is trained."""
 Step = Sequence[Sequence[Sequence[Document]]]
-"""step[rank][micro-batch][document]."""
+"""Steps are indexed as step[rank][micro-batch][document]."""
 
 
 def stores() -> Stores:
-    """Made on first use."""
+    """Returns the stores, which are made on first use."""
     sources = small_sources()
     return open_stores(FOLDER, sources, vocabulary=VOCABULARY, heldout_fraction=0.05)
 
 
 def rows_of(prefix: str) -> list[Tokens]:
-    """Documents, those above a window cut into rows of one, in the store's order."""
+    """Returns documents in the store's order, those above a window cut into rows of one."""
     return [
         tokens[at : at + WINDOW]
         for tokens in documents_of(prefix)
@@ -55,11 +57,14 @@ def rows_of(prefix: str) -> list[Tokens]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table: one loop's own way or ours.
+    """Describes a line of the table: one loop's own way or ours.
 
-    num_labels: trained. num_left_out, num_twice: labels of the documents that were not trained, or
-    more than once. loss: held-out, after the epoch, in nats a label, NaN where none was trained;
-    loss_sd: of runs from other weights, None of one.
+    imbalance: slowest over mean rank of a step's predicted work, mean of the steps
+    worst: the same of the worst step
+    num_labels: labels trained
+    num_left_out, num_twice: labels of the documents that were not trained, or more than once
+    loss: held-out loss after the epoch in nats per label, NaN where none was trained
+    loss_sd: standard deviation over initial weights, None for one run
     """
 
     library: str
@@ -76,7 +81,7 @@ class Row:
 
 
 def work_ns(steps: Sequence[Step]) -> IntArray:
-    """Predicted work of each rank in each step, shape [steps, ranks]."""
+    """Returns the predicted work of each rank in each step, shape [steps, ranks]."""
     lengths = [[[[len(d[0]) for d in mb] for mb in rank] for rank in step] for step in steps]
     return work_of(lengths, COST)
 
@@ -89,8 +94,12 @@ def row_of(
     losses: Sequence[float],
     work: IntArray | None = None,
 ) -> Row:
-    """Of the steps of an epoch. expected: the ledger of what has to be trained. losses: held-out,
-    of runs from several weights. work: of each rank where it is not that of its documents."""
+    """Makes a row from the steps of an epoch.
+
+    expected: ledger of what has to be trained
+    losses: held-out losses of runs from several initial weights
+    work: work of each rank, None where it is that of its documents
+    """
     seen = ledger(d for step in steps for rank in step for mb in rank for d in mb)
     return Row(
         library=library,
@@ -105,31 +114,33 @@ def row_of(
 
 
 def shifted(tokens: Tokens) -> Document:
-    """A whole document: each token's label is the next one."""
+    """Returns a whole document: each token's label is the next one."""
     return tokens, [*tokens[1:], IGNORE]
 
 
 def ledger(documents: Iterable[Document]) -> Counter[int]:
-    """How often each token is trained as a label."""
+    """Counts how often each token is trained as a label."""
     return Counter(t for _, labels in documents for t in labels if t != IGNORE)
 
 
 def grouped(ranks: Sequence[Sequence[Sequence[Document]]]) -> list[Step]:
-    """Steps of ACCUMULATION micro-batches from what each rank took one after the other."""
+    """Makes steps of ACCUMULATION micro-batches from what each rank took one after the other."""
     num = min(map(len, ranks))
     return [[rank[at : at + ACCUMULATION] for rank in ranks] for at in range(0, num, ACCUMULATION)]
 
 
 def split_at_restarts(tokens: Tokens, labels: Tokens, positions: Sequence[int]) -> list[Document]:
-    """Documents of a packed row, by its position ids; padding, of which nothing is trained, left
-    out."""
+    """Returns the documents of a packed row, by its position ids.
+
+    Padding, of which nothing is trained, is left out.
+    """
     starts = [i for i, p in enumerate(positions) if p == 0]
     parts = [(tokens[a:b], labels[a:b]) for a, b in pairwise([*starts, len(tokens)])]
     return [part for part in parts if len(part[0]) == 1 or set(part[1]) != {IGNORE}]
 
 
 def documents_of(prefix: str) -> list[Tokens]:
-    """All of a store, in its order."""
+    """Returns all documents of a store, in its order."""
     store = TokenStore(prefix)
     return [
         store.read(row, 0, int(store.lengths[row])).tolist() for row in range(store.num_documents)
@@ -137,15 +148,16 @@ def documents_of(prefix: str) -> list[Tokens]:
 
 
 def trained_losses(steps: Sequence[Step], heldout: Sequence[Tokens], *, seeds: int) -> list[float]:
-    """From `seeds` initial weights."""
+    """Returns held-out losses of runs from `seeds` initial weights."""
     return [trained_loss(steps, heldout, seed=seed) for seed in range(seeds)]
 
 
 def trained_loss(steps: Sequence[Step], heldout: Sequence[Tokens], *, seed: int = 0) -> float:
-    """Held-out loss of a small LLaMA after one epoch of these steps, AdamW, in one process.
+    """Returns the held-out loss of a small LLaMA after one epoch of these steps.
 
-    What ranks would do together is done one after the other: a step's gradient is of all its
-    labels' mean. Labels are the next tokens inside a document.
+    AdamW trains it in one process. What ranks would do together is done one after the other: a
+    step's gradient is that of the mean over all its labels. Labels are the next tokens inside a
+    document.
     """
     import torch
 
@@ -180,7 +192,7 @@ def trained_loss(steps: Sequence[Step], heldout: Sequence[Tokens], *, seed: int 
 
 
 def _loss(model: Any, documents: Sequence[Document]) -> Any:
-    """Summed over a packed row's labels."""
+    """Returns the loss summed over a packed row's labels."""
     import torch
 
     from wlb.kernels import Segments, attend
@@ -199,7 +211,7 @@ def _loss(model: Any, documents: Sequence[Document]) -> Any:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """The table on the terminal."""
+    """Prints the table on the terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -218,7 +230,7 @@ HEADER = (
 
 
 def cells(row: Row) -> list[str]:
-    """Of a table, in HEADER's order."""
+    """Returns a row's cells in HEADER's order."""
     return [
         row.library,
         row.how,

@@ -1,8 +1,7 @@
-"""transformers' Trainer and TRL's SFTTrainer, their batches and ours:
-`python -m experiments.adapters.hugging_face`.
+"""Compares the batches of transformers' Trainer and TRL's SFTTrainer with ours.
 
-Needs the extra [hf]. Offline, on CPU: trains a tiny LLaMA for an epoch on two processes (Gloo) each
-way, and prints how evenly the ranks worked.
+`python -m experiments.adapters.hugging_face` needs the extra [hf]. Offline, on CPU, it trains a
+tiny LLaMA for an epoch on two processes (Gloo) in each way, and prints how evenly the ranks worked.
 """
 
 import argparse
@@ -57,7 +56,7 @@ WAYS = {
     "balanced": "balanced(SFTTrainer) of wlb",
 }
 ROWS_A_BATCH = 2
-"""Of the first two ways: about a window's tokens."""
+"""In the first two ways a batch has this many rows, about a window's tokens."""
 
 
 class Recorder:
@@ -78,7 +77,7 @@ class Recorder:
 
 
 def model(seed: int) -> LlamaForCausalLM:
-    """As small as `experiments.adapters.common` trains."""
+    """Returns a model as small as the one that `experiments.adapters.common` trains."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -93,7 +92,7 @@ def model(seed: int) -> LlamaForCausalLM:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """SFTTrainer wants one; the rows are token ids already."""
+    """Returns a tokenizer because SFTTrainer wants one; the rows are token ids already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -104,7 +103,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trainer_of(way: str, out: str, rows: list[Tokens], seed: int) -> Any:
-    """A Trainer that has not trained yet."""
+    """Returns a Trainer that has not trained yet."""
     given: dict[str, Any] = {
         "output_dir": out,
         "num_train_epochs": 1,
@@ -151,7 +150,7 @@ def trainer_of(way: str, out: str, rows: list[Tokens], seed: int) -> Any:
 
 
 def work(way: str, out: str, seed: int) -> None:
-    """One rank: trains and writes what it took, rank 0 the held-out loss as well."""
+    """Trains as one rank and writes the batches it took; rank 0 also writes the held-out loss."""
     found = stores()
     trainer = trainer_of(way, out, rows_of(found.train), seed)
     trainer.train()
@@ -162,7 +161,7 @@ def work(way: str, out: str, seed: int) -> None:
 
 
 def heldout_loss(trained: Any, rows: list[Tokens]) -> float:
-    """Nats a label, a row at a time."""
+    """Returns the held-out loss in nats per label, computed one row at a time."""
     total = 0.0
     with torch.no_grad():
         for row in rows:
@@ -172,7 +171,7 @@ def heldout_loss(trained: Any, rows: list[Tokens]) -> float:
 
 
 def run(way: str, seed: int) -> tuple[list[list[list[Document]]], float]:
-    """(what each rank took, held-out loss)."""
+    """Trains in one way on all ranks and returns (what each rank took, held-out loss)."""
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -191,7 +190,7 @@ def run(way: str, seed: int) -> tuple[list[list[list[Document]]], float]:
 
 
 def compare(seeds: int = 1) -> list[Row]:
-    """A line of the table for each way."""
+    """Returns one line of the table for each way."""
     expected = ledger(map(shifted, rows_of(stores().train)))
     out: list[Row] = []
     for way, how in WAYS.items():
@@ -213,6 +212,6 @@ if __name__ == "__main__":
     if options.worker:
         worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
         work(options.worker, options.out, options.seed)
-        torch.distributed.destroy_process_group()  # else its threads can abort the exit
+        torch.distributed.destroy_process_group()  # otherwise its threads can abort the exit
     else:
         print_rows(compare())

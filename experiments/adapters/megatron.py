@@ -1,7 +1,8 @@
-"""Megatron-Core's scheduler of packed samples and ours: `python -m experiments.adapters.megatron`.
+"""Compares Megatron-Core's scheduler of packed samples with ours.
 
-Needs the extra [megatron]. Offline, on CPU, in one process: who trains what is decided before any
-rank is asked. Both schedulers get the same steps; `PackedSteps` may delay documents.
+`python -m experiments.adapters.megatron` needs the extra [megatron]. It runs offline, on CPU, in
+one process: who trains what is decided before any rank is asked. Both schedulers get the same
+steps; `PackedSteps` may delay documents.
 """
 
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-warnings.simplefilter("ignore", UserWarning)  # that Transformer Engine and Apex are missing
+warnings.simplefilter("ignore", UserWarning)  # Transformer Engine and Apex are missing
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
@@ -44,14 +45,14 @@ LIBRARY = "Megatron-Core"
 
 
 class _Ranks:
-    """What a scheduler asks of a process group."""
+    """Provides what a scheduler asks of a process group."""
 
     def size(self) -> int:
         return NUM_RANKS
 
 
 def batches(rows: list[Tokens]) -> Iterator[list[tuple[int, int]]]:
-    """(row, tokens) of a step's samples: rows in random order until N windows' tokens."""
+    """Yields (row, tokens) of each step's samples: rows in random order until N windows' tokens."""
     step: list[tuple[int, int]] = []
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         step.append((i, len(rows[i])))
@@ -65,8 +66,11 @@ def batches(rows: list[Tokens]) -> Iterator[list[tuple[int, int]]]:
 def scheduled(
     rows: list[Tokens], scheduler: BalancedCPScheduler | BalancedScheduler
 ) -> tuple[list[Step], IntArray]:
-    """What the scheduler makes of every step's samples, and each rank's work: Megatron's lets
-    several ranks share a sample (context parallelism), and each then has its part of the work."""
+    """Returns the steps that the scheduler makes of the samples, and each rank's work.
+
+    Megatron's lets several ranks share a sample (context parallelism); each then has its part of
+    the work.
+    """
     out: list[Step] = []
     work = np.zeros((0, NUM_RANKS), np.int64)
     for samples in batches(rows):
@@ -86,7 +90,7 @@ def scheduled(
 
 
 def planned(prefix: str, lengths: list[int]) -> list[Step]:
-    """Every rank's `PackedSteps`."""
+    """Returns the steps that every rank's `PackedSteps` makes."""
     ranks: list[list[list[list[Document]]]] = []
     for rank in range(NUM_RANKS):
         planner = Planner.for_lengths(
@@ -109,7 +113,7 @@ def planned(prefix: str, lengths: list[int]) -> list[Step]:
 
 
 def _documents(batch: dict) -> list[Document]:
-    """Of a THD batch; padding left out."""
+    """Returns the documents of a THD batch, padding left out."""
     trained = batch["loss_mask"][0].bool()
     labels = batch["labels"][0].masked_fill(~trained, IGNORE)
     tokens, positions = batch["tokens"][0].tolist(), batch["position_ids"][0].tolist()
@@ -117,7 +121,7 @@ def _documents(batch: dict) -> list[Document]:
 
 
 def compare(seeds: int = 1) -> list[Row]:
-    """Three lines of the table."""
+    """Returns three lines of the table."""
     found = stores()
     rows, whole = rows_of(found.train), documents_of(found.train)
     heldout = rows_of(found.heldout)

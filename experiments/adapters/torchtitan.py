@@ -1,7 +1,8 @@
-"""torchtitan's text loader and ours: `python -m experiments.adapters.torchtitan`.
+"""Compares the batches of torchtitan's text loader with ours.
 
-Needs the extra [torchtitan]. Offline, on CPU, in one process: the dataloaders of both ranks are
-built one after the other, as torchtitan's trainer builds its own.
+`python -m experiments.adapters.torchtitan` needs the extra [torchtitan]. It runs offline, on CPU,
+in one process: the dataloaders of both ranks are built one after the other, as torchtitan's trainer
+builds its own.
 """
 
 from functools import partial
@@ -36,14 +37,14 @@ LIBRARY = "torchtitan"
 
 
 class _Encoded:
-    """torchtitan tokenizes as it loads; these texts are token ids already."""
+    """Stands in for a tokenizer, with which torchtitan loads: these texts are token ids already."""
 
     def encode(self, text: str, **_: bool) -> Tokens:
         return [int(token) for token in text.split()]
 
 
 def register(documents: list[Tokens]) -> str:
-    """The documents as a dataset of torchtitan's, shuffled; its name."""
+    """Registers the documents, shuffled, as a dataset of torchtitan's and returns its name."""
     texts = [{"text": " ".join(map(str, tokens))} for tokens in documents]
     dataset = Dataset.from_list(texts).shuffle(seed=0)
     DATASETS["definitions"] = DatasetConfig(
@@ -53,14 +54,14 @@ def register(documents: list[Tokens]) -> str:
 
 
 def documents_in(inputs: dict[str, Tensor], labels: Tensor) -> list[Document]:
-    """Of a batch of one row."""
+    """Returns the documents of a batch of one row."""
     return split_at_restarts(
         inputs["input"][0].tolist(), labels[0].tolist(), inputs["positions"][0].tolist()
     )
 
 
 def compare(seeds: int = 1) -> list[Row]:
-    """Two lines of the table."""
+    """Returns two lines of the table."""
     found = stores()
     whole, heldout = documents_of(found.train), rows_of(found.heldout)
     build = partial(dict, dp_world_size=NUM_RANKS, seq_len=WINDOW, local_batch_size=1)

@@ -1,11 +1,11 @@
-"""Beyond the paper: each part of ours alone and together, other schedules, scales and tails.
+"""Simulates more than the paper: each part of ours alone and together, schedules, scales, tails.
 
-`python -m experiments.beyond [--steps 160] [--seed 1] [--quick]`:
+`python -m experiments.beyond [--steps 160] [--seed 1] [--quick]` has four parts:
 
-1. Table 1's configurations: `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's
-   ZB1P; weights that wait twice as long; also with as many virtual stages as a rank has layers),
-   and packing into more micro-batches than the global batch has windows, alone and together, beside
-   the bound of perfect balance; Plain-4D with zero-bubble too.
+1. Table 1's configurations with `bounded` packing, hybrid and balanced sharding, zero-bubble
+   (torch's ZB1P; weights that wait twice as long; also with as many virtual stages as a rank has
+   layers), and packing into more micro-batches than the global batch has windows, alone and
+   together, beside the bound of perfect balance; Plain-4D with zero-bubble too.
 2. 7B-128K with DP 1 to 8.
 3. 70B-128K's width and depth (80 layers) on 1K, 4K and 16K GPUs.
 4. 7B-128K with longer and shorter tails of the length distribution.
@@ -35,19 +35,19 @@ RECOMPUTE = ("training.recompute=none", "training.recompute=selective")
 CHUNKS, MORE = "+ all chunks", "+ more micro-batches"
 DELAYS = ("pp.weight_delay=2", "pp.weight_delay=4")
 NUMBERS = (4, 5, 6)
-"""Micro-batches a pipeline, of global batches of 4 windows a pipeline."""
+"""A global batch of 4 windows per pipeline is packed into this many micro-batches per pipeline."""
 SCALES = {"1K": (8, 4, 8, 4), "4K": (8, 8, 16, 4), "16K": (8, 16, 16, 8)}
-"""(TP, CP, PP, DP)."""
+"""Each number of GPUs has this (TP, CP, PP, DP)."""
 
 
 def chunks(config: str) -> str:
-    """As many virtual stages as a pipeline rank has layers."""
+    """Returns the setting of as many virtual stages as a pipeline rank has layers."""
     spec = configuration(config)
     return f"pp.virtual_stages={spec.model.num_layers // spec.parallel.pp}"
 
 
 def variants(config: str) -> dict[str, tuple[str, ...]]:
-    """What is compared, by name; the first is the baseline."""
+    """Returns what is compared, by name; the first is the baseline."""
     ours = (*BOUNDED, MEMORY)
     return {
         "Plain-4D": PLAIN,
@@ -67,8 +67,12 @@ def variants(config: str) -> dict[str, tuple[str, ...]]:
 
 
 def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> list[Case]:
-    """Without and with recomputed MLPs, whichever is faster and fits; baselines never recompute.
-    With all chunks also weights that wait longer, and each of NUMBERS where there may be more."""
+    """Returns a variant's alternatives, of which the fastest that fits counts.
+
+    They are without and with recomputed MLPs, though baselines never recompute. With all chunks,
+    weight gradients may also wait longer, and each of NUMBERS is tried where there may be more
+    micro-batches.
+    """
     recomputes = RECOMPUTE if "packing.policy=bounded" in overrides else RECOMPUTE[:1]
     delays = DELAYS if name in (CHUNKS, MORE) else ()
     dp = max(1, configuration(config).parallel.dp)
@@ -80,7 +84,7 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
 
 
 def parts(steps: int, seed: int) -> tuple[Table, dict[str, dict[str, Outcome]]]:
-    """Part 1."""
+    """Simulates part 1."""
     keys = [(c, name) for c in TABLE_1 for name in variants(c)]
     groups = [group(name, c, variants(c)[name], steps=steps, seed=seed) for c, name in keys]
     found: dict[str, dict[str, Outcome]] = {c: {} for c in TABLE_1}
@@ -114,7 +118,7 @@ def parts(steps: int, seed: int) -> tuple[Table, dict[str, dict[str, Outcome]]]:
 def compared(
     name: str, heading: str, cases: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]]
 ) -> Table:
-    """WLB-LLM and ours over Plain-4D for each of `cases`: config, overrides, options."""
+    """Returns WLB-LLM and ours over Plain-4D for each of `cases`: config, overrides, options."""
     systems = {"Plain-4D": "plain_4d", "WLB-LLM": "paper", "ours": "wlb"}
     groups = [
         system(s, config, *overrides, **options)
@@ -133,7 +137,7 @@ def compared(
 
 
 def more(steps: int, seed: int) -> list[Table]:
-    """Parts 2 to 4."""
+    """Simulates parts 2 to 4."""
     options = {"steps": max(8, steps // 4), "seed": seed}
     pipelines = {
         f"DP {dp}": ("7b_128k", (f"parallel.dp={dp}", f"data.num_windows={4 * dp}"), options)
@@ -177,7 +181,7 @@ def more(steps: int, seed: int) -> list[Table]:
 
 
 def draw(found: dict[str, dict[str, Outcome]]) -> Any:
-    """Mean over configurations, a bar a system, and each configuration's dot."""
+    """Draws the mean over configurations, one bar per system, and each configuration's dot."""
     names = list(next(iter(found.values())))
     figure, (axes,) = new_figure(height=4.2)
     at = np.arange(len(names))

@@ -1,11 +1,14 @@
-"""How well and how fast do the bin packers pack? `python -m experiments.bin_packing`
+"""Measures how well and how fast the bin packers pack: `python -m experiments.bin_packing`.
+
+It prints three tables:
 
 1. The four methods on 20K, 200K and 2M documents of a web-like corpus: 99% lognormal (mean 800
-   tokens, sigma 1.2), 1% Pareto from 8K to 128K, longer than a bin split first. Utilisation, bins
-   more than the fewest possible (tokens / capacity), and the least wall time of 3 of `pack_bins`
-   alone, validation and sorting included.
-2. What waiting is worth: utilisation of steps that are made batch by batch with the packer's carry,
-   and alone: each group of pack_batches batches by itself, its last step filled up with empty bins.
+   tokens, sigma 1.2), 1% Pareto from 8K to 128K; documents longer than a bin are split first.
+   Columns are utilisation, bins more than the fewest possible (tokens / capacity), and the least
+   wall time of 3 calls of `pack_bins`, validation and sorting included.
+2. The gain of waiting: utilisation of steps that are made batch by batch with the packer's carry,
+   and alone, where each group of pack_batches batches is packed by itself and its last step is
+   filled up with empty bins.
 3. Utilisation at 100K lognormal documents in rows of 4,096, as an article claims and as computed.
 """
 
@@ -61,7 +64,10 @@ def methods() -> None:
 
 
 def batch_by_batch() -> None:
-    """Batches end where the stream reaches the next multiple of N x C tokens, as the loader's."""
+    """Prints the gain of waiting.
+
+    Batches end where the stream reaches the next multiple of N x C tokens, as the loader's do.
+    """
     print(
         "\nN micro-batches  capacity  pack_batches  method                  alone  with the carry"
     )
@@ -101,14 +107,14 @@ def batch_by_batch() -> None:
 
 
 def claims() -> None:
-    """An article's figures for a mean of 800 tokens; the mean alone rules out its 38%."""
+    """Prints an article's figures for a mean of 800 tokens; the mean alone rules out its 38%."""
     row = 4096
     lengths = lognormal(100_000)
     cut = np.minimum(lengths, row)
     whole = split(lengths, row)
 
     def padded(batch: int) -> float:
-        """Batches of documents of similar length, each padded to its longest."""
+        """Returns utilisation of batches of similar lengths, each padded to its longest."""
         groups = [group for group in np.array_split(np.sort(cut), cut.size // batch) if group.size]
         return int(cut.sum()) / sum(int(group.max()) * group.size for group in groups)
 

@@ -1,15 +1,16 @@
-"""Does `bounded` keep its promises? Its targets, and Algorithm 1 tuned, on three length sources.
+"""Checks `bounded` against its targets and against Algorithm 1 tuned, on several length sources.
 
 `python -m experiments.bounded_policy [--lengths FILE ...] [--quick]` prints and writes three
 tables, all at a window of 128K tokens, with the same parameters on every source:
 
-1. Targets, N = 4: imbalance at most 1.01 (p95 1.05, time-weighted 1.015) at a mean delay of at most
-   0.30 and a maximum of 10, with T 1.5 and S_max 2; and at most 1.01 at 0.50 with T 1.1, S_max 1.5.
-2. Against Algorithm 1 at the same S_max and T, after its thresholds were tuned on the very batches
-   that are measured: once for balance alone, once for balance within a mean delay of 0.5. `bounded`
-   gets one step less than the largest delay Algorithm 1 turned out to need as its maximum, and the
-   first of four fixed prices, dearest (the default) first, with which imbalance, mean and maximum
-   delay are all lower; if there is none, the cheapest.
+1. Targets with N = 4. With T 1.5 and S_max 2, imbalance is to be at most 1.01 (p95 1.05,
+   time-weighted 1.015) at a mean delay of at most 0.30 and a maximum of 10. With T 1.1 and S_max
+   1.5 it is to be at most 1.01 at a mean delay of at most 0.50.
+2. Comparison with Algorithm 1 at the same S_max and T, after its thresholds were tuned on the very
+   batches that are measured: once for balance alone, once for balance within a mean delay of 0.5.
+   The maximum delay of `bounded` is one step less than the largest delay that Algorithm 1 turned
+   out to need. Its price is the first of four fixed ones, dearest (the default) first, with which
+   imbalance, mean and maximum delay are all lower; if there is none, the cheapest.
 3. Data parallelism: 2, 4 and 8 pipelines of 4 micro-batches, balanced together, then dealt.
 """
 
@@ -33,12 +34,15 @@ PIPELINE = 4
 SEED = 1
 RESULTS = Path(__file__).parent / "results"
 PRICES = (DELAY_PRICE, 0.05, 0.012, 0.001)
-"""Prices of table 2, times sqrt(N) as the default is: from delay first to balance first."""
+"""Table 2 tries these delay prices from delay first to balance first.
+
+Like the default they are divided by sqrt(N) before use.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """T in global batches, S_max in windows, D in steps."""
+    """Holds the limits T in global batches, S_max in windows, and D in steps."""
 
     step_tokens: float
     s_max: float
@@ -62,12 +66,9 @@ def bounded(caps: Caps, n: int, *, price: float | None = None) -> BoundedPacker:
 
 
 def tuned(batches: list[GlobalBatch], caps: Caps, n: int, *, max_queues: int) -> list[Tuning]:
-    """Algorithm 1's thresholds, tuned for balance alone and within a mean delay of 0.5."""
+    """Tunes Algorithm 1's thresholds, for balance alone and within a mean delay of 0.5."""
     spec = RunSpec()
-    spec = replace(
-        spec,
-        data=replace(spec.data, context_window=WINDOW, num_windows=n),
-    )
+    spec = replace(spec, data=replace(spec.data, context_window=WINDOW, num_windows=n))
     grid = TuningGrid(
         policies=(Policy.VAR_LEN,),
         s_max=(caps.s_max,),
@@ -79,7 +80,7 @@ def tuned(batches: list[GlobalBatch], caps: Caps, n: int, *, max_queues: int) ->
 
 
 def dealt_imbalance(packer: BoundedPacker, batches: list[GlobalBatch], dp: int) -> float:
-    """Mean over steps of the slowest pipeline's work over the mean pipeline's."""
+    """Returns the slowest pipeline's work over the mean pipeline's, mean over steps."""
     carry, ratios = packer.start(), list[float]()
     for batch in batches:
         plans, carry = packer.push(batch, carry)
@@ -139,7 +140,7 @@ def table_2(sources: dict[str, list[GlobalBatch]]) -> list[list[str]]:
 def against(
     theirs: PackingSummary, caps: Caps, batches: list[GlobalBatch]
 ) -> tuple[float, PackingSummary, list[str]]:
-    """(price, what `bounded` did with it, in what it is lower)."""
+    """Returns (price, what `bounded` did with it, in what it is lower)."""
     matched = replace(caps, max_delay=max(1, theirs.max_delay - 1))
     for price in PRICES:
         packer = bounded(matched, PIPELINE, price=price / PIPELINE**0.5)
@@ -192,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
     parser.add_argument("--steps", type=int, default=640)
-    parser.add_argument("--quick", action="store_true", help="160 steps")
+    parser.add_argument("--quick", action="store_true", help="pack 160 steps and write nothing")
     options = parser.parse_args()
     steps = 160 if options.quick else options.steps
     console = Console(width=170)
@@ -213,7 +214,7 @@ def main() -> None:
         show(console, "3. Pipelines together, default price, D as named", table_3(names, steps)),
     ]
     if options.quick:
-        return  # the results here are of the whole run
+        return  # committed results are of whole runs
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "README.md").write_text("\n".join(page))
     console.print(f"written to {RESULTS}")

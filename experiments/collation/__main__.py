@@ -1,4 +1,4 @@
-"""How fast are padding-free collators? `python -m experiments.collation [--quick]`
+"""Measures how fast padding-free collators are: `python -m experiments.collation [--quick]`.
 
 Tokens a second of transformers' DataCollatorWithFlattening, TRL's DataCollatorForLanguageModeling
 (padding_free) and ours, in one run, on batches of examples whose lengths are like those of FLAN,
@@ -41,11 +41,14 @@ except ImportError as error:
 
 VOCABULARY = 32_000
 TARGET = 20.0
-"""Times transformers' tokens a second, as this project set it."""
+"""This project's target is this multiple of transformers' tokens per second."""
 BATCHES = {4: 16, 64: 8, 512: 2}
-"""By examples of a batch (the paper's mini-batch of a GPU, and larger ones): how many are timed."""
+"""This many batches are timed by examples per batch: a GPU's mini-batch in the paper, and more."""
 SOURCES = {"FLAN": (461, 1.0), "OrcaMath": (395, 0.6), "The Stack": (1350, 1.4)}
-"""Mean tokens and sigma of a lognormal: totals of the paper's Tables 4 to 6, fits to its steps."""
+"""Each lognormal has this mean in tokens and this sigma.
+
+Means come from totals of the paper's Tables 4 to 6, sigmas are fits to its steps.
+"""
 HUGGING_FACE, TRL, OURS = "transformers", "TRL", "ours"
 COLUMNS = ("lengths", "examples", "tokens", "input", "collator", "M tokens/s", "to transformers")
 FORMATS = {"tokens": ",d", "M tokens/s": ".1f", "to transformers": ".1f"}
@@ -55,8 +58,12 @@ Call = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """tokens: of a batch, on average. rate: tokens a second. ratio: to transformers on the same
-    input (on lists, for a buffer)."""
+    """Holds the speed of a collator on one form of input.
+
+    tokens: mean tokens of a batch
+    rate: tokens per second
+    ratio: rate over transformers' on the same input (on lists, for a buffer)
+    """
 
     source: str
     examples: int
@@ -85,7 +92,7 @@ def lengths_of(source: str, num: int, rng: np.random.Generator) -> IntArray:
 
 
 def calls_of(lengths: IntArray, rng: np.random.Generator) -> dict[tuple[str, str], Call]:
-    """What is timed on one batch, by form of the input and collator."""
+    """Returns what is timed on one batch, by form of the input and collator."""
     buffer = rng.integers(0, VOCABULARY, int(lengths.sum())).astype(np.uint16)
     rows = np.split(buffer.astype(np.int64), np.cumsum(lengths)[:-1])
     as_lists = [{"input_ids": row.tolist()} for row in rows]
@@ -105,7 +112,7 @@ def calls_of(lengths: IntArray, rng: np.random.Generator) -> dict[tuple[str, str
 
 
 def check(calls: dict[tuple[str, str], Call]) -> None:
-    """All collators give transformers' batch."""
+    """Raises RuntimeError unless all collators give transformers' batch."""
     expected = calls["lists", HUGGING_FACE]()
     for name, call in calls.items():
         found = call()
@@ -148,7 +155,7 @@ def speeds(source: str, examples: int, *, batches: int, turns: int, seed: int) -
 
 
 def verdict(rows: list[Speed]) -> list[str]:
-    """What became of the target, a line for each form of the input and size of batch."""
+    """Compares with the target, one line for each form of the input and size of batch."""
     out: list[str] = []
     for form in ("lists", "arrays", "buffer"):
         for examples in sorted({row.examples for row in rows}):
@@ -164,7 +171,7 @@ def verdict(rows: list[Speed]) -> list[str]:
 
 
 def fixed_us(rows: list[Speed]) -> str:
-    """A call of ours on the smallest batches of a buffer, where next to nothing is copied."""
+    """Returns our time per call on the smallest batches of a buffer, which copy next to nothing."""
     few = min(row.examples for row in rows)
     found = [1e6 * r.tokens / r.rate for r in rows if r.form == "buffer" and r.examples == few]
     return f"{min(found):.0f} to {max(found):.0f} us"
@@ -173,7 +180,7 @@ def fixed_us(rows: list[Speed]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smaller run, printed only")
+    parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sizes = {4: 4, 64: 2} if options.quick else BATCHES

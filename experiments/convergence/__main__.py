@@ -1,14 +1,16 @@
-"""Does balance cost quality? `python -m experiments.run convergence`.
+"""Trains a small model by every packing policy, to see whether balance costs quality.
 
-One small model is trained on the same documents by every packing policy, several seeds each; with
-both normalisers of the loss where a step's tokens vary; and with long documents forced to wait 1 to
-128 steps. Runs are kept in --folder: the same command goes on where it was interrupted, and writes
-`results` at the end, of all runs that are there. About 11 hours on two cores; several machines can
-share them: --arms and --seeds choose what to train, `results/runs` holds a small file of each run,
-and --take FOLDER takes such files over (a clone with --take experiments/convergence/results/runs
-goes on from the committed runs).
---scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the tables
-of what they left.
+`python -m experiments.run convergence` trains it on the same documents by every policy, several
+seeds each; with both normalisers of the loss where a step's tokens vary; and with long documents
+forced to wait 1 to 128 steps. Runs are kept in --folder: the same command goes on where it was
+interrupted, and writes `results` at the end, from all runs that are there. It takes about 11 hours
+on two cores.
+
+- Several machines can share the runs: --arms and --seeds choose what to train, `results/runs` holds
+  a small file of each run, and --take FOLDER takes such files over. A clone with --take
+  experiments/convergence/results/runs goes on from the committed runs.
+- --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the
+  tables of what they left.
 """
 
 import argparse
@@ -35,7 +37,7 @@ SEEDS = 3
 
 
 def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
-    """Trains what is missing, `jobs` at a time, in order."""
+    """Trains the runs that are missing, `jobs` at a time, in order."""
     missing = [case for case in cases if study.result(case) is None]
     print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
     pool = ThreadPoolExecutor(jobs)
@@ -44,11 +46,14 @@ def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
             said = f"{made.num_steps} steps, held-out loss {made.final:.4f}"
             print(f"{case.name}: {said}", flush=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C: the runs got it as well
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which the runs received as well
 
 
 def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> None:
-    """Of the runs that have ended; `--quick` and other scales than the small one only show it."""
+    """Writes the page of the runs that have ended.
+
+    With `--quick`, and at other scales than the small one, it only shows the tables.
+    """
     ended = [(c, r) for c in cases if (r := study.result(c)) is not None]
     results = {(c.arm.name, c.seed): r for c, r in ended}
     books = {(c.arm.packing, c.seed): study.books(c) for c, _ in ended}
@@ -88,7 +93,7 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
 
 
 def chosen(names: str) -> tuple[Arm, ...]:
-    """Arms by name, in the study's order; ValueError for one that is not there."""
+    """Returns arms by name, in the study's order; raises ValueError for one that is not there."""
     asked = [name for name in names.split(",") if name]
     known = [arm.name for arm in ARMS]
     for name in asked:
@@ -100,16 +105,30 @@ def chosen(names: str) -> tuple[Arm, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scale", choices=sorted(SCALES), default="small")
-    parser.add_argument("--folder", type=Path, default=None, help="default: runs/convergence-SCALE")
-    parser.add_argument("--store", default="", help="token store, in place of the scale's corpus")
-    parser.add_argument("--heldout", default="", help="its held-out store")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="to train of each arm")
-    parser.add_argument("--arms", default="", help="to train: names, with commas; default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--take", type=Path, help="take over finished runs of such a folder")
-    parser.add_argument("--page-only", action="store_true", help="of the runs that are there")
-    parser.add_argument("--quick", action="store_true", help="a tiny model; writes no results")
-    parser.add_argument("--commands", action="store_true", help="print each run; train nothing")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="of the runs; default: runs/convergence-SCALE"
+    )
+    parser.add_argument(
+        "--store", default="", help="token store to train on instead of the scale's corpus"
+    )
+    parser.add_argument("--heldout", default="", help="held-out store that belongs to --store")
+    parser.add_argument(
+        "--seeds", type=int, default=SEEDS, help="how many seeds to train of each arm"
+    )
+    parser.add_argument("--arms", default="", help="arms to train, with commas; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel runs, one thread each")
+    parser.add_argument(
+        "--take", type=Path, help="folder like results/runs, to take finished runs over"
+    )
+    parser.add_argument(
+        "--page-only", action="store_true", help="write the page of the runs that are there"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="train a tiny model and write no results"
+    )
+    parser.add_argument(
+        "--commands", action="store_true", help="print each run's command; train nothing"
+    )
     options = parser.parse_args()
     if options.quick:
         options.scale, options.seeds = "quick", 1
@@ -125,7 +144,7 @@ def main() -> None:
         for case in cases:
             print(shlex.join(study.command(case)))
         return
-    if scale.job:  # trained by Slurm: what has ended is read
+    if scale.job:  # Slurm trains these runs; those that have ended are read
         for case in every:
             if study.result(case) is None and (study.folder / case.name).exists():
                 try:

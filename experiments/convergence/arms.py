@@ -1,4 +1,4 @@
-"""What is compared: packing policies, normalisers of the loss, forced delays; and at which scale.
+"""Defines what is compared: packing policies, loss normalisers, forced delays; and at which scale.
 
 Every arm trains the same documents once, from the same weights, on a cosine to its own last step.
 Policies decide by one cost: attention of a full window takes 1.67 times its linear layers' time, as
@@ -18,16 +18,19 @@ from wlb.spec import RunSpec, load
 
 BASELINE = "original"
 CONTROL = "best-fit"
-"""Cuts as little as policies that balance work, and balances tokens alone."""
+"""This arm cuts as little as the policies that balance work, but balances tokens alone."""
 DELAYS = (1, 8, 32, 128)
 LONG = 0.2
-"""Documents of at least so many windows are delayed by the forced delays: those that Algorithm 1
-queues."""
+"""Forced delays are for documents of at least this many windows, those that Algorithm 1 queues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """keys: of the run's TOML. group: of tables and pictures."""
+    """Describes an arm.
+
+    keys: keys of the run's TOML
+    group: group in tables and pictures
+    """
 
     name: str
     title: str
@@ -36,7 +39,7 @@ class Arm:
 
     @property
     def packing(self) -> str:
-        """Arms of the same packing differ in the normaliser alone."""
+        """Returns the arm's packing; arms that share it differ in the normaliser alone."""
         return self.name.removesuffix("-constant")
 
 
@@ -86,9 +89,16 @@ def arm_of(name: str) -> Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the study is. preset: of `wlb train`. keys: on top of it. sources: of the corpus
-    that is made; None where a store has to be given. eval_tokens: between evaluations. job: the
-    Slurm script that runs it; "" for runs in processes of this machine, one thread each."""
+    """Describes how large the study is.
+
+    preset: preset of `wlb train`
+    keys: settings on top of the preset
+    eval_tokens: tokens between evaluations
+    vocabulary: size of the vocabulary of the corpus that is made
+    heldout_fraction: share of that corpus that is held out
+    sources: source files of that corpus, None where a store has to be given
+    job: Slurm script that runs it, "" for runs in processes of this machine, one thread each
+    """
 
     name: str
     preset: str
@@ -117,7 +127,7 @@ SMALL = Scale(
         "training.warmup_steps": 100,
         "checkpoint.interval": 200,
         "checkpoint.keep": 1,
-        # Matrix products four times as fast as float32's here (oneDNN's beside MKL's on AMD).
+        # Its matrix products took a quarter of float32's time (oneDNN beside MKL, on AMD).
         "training.dtype": "bfloat16",
         "training.compile": True,
         "training.loss_chunk": 1024,
@@ -160,7 +170,7 @@ SCALES = {scale.name: scale for scale in (SMALL, QUICK, LARGE)}
 
 
 def deciding_profile(scale: Scale, vocabulary: int) -> KernelProfile:
-    """The preset's kernel profile with attention scaled to RATIO at a full window."""
+    """Returns the preset's kernel profile with attention scaled to RATIO at a full window."""
     spec = load(scale.preset, settings(dict(scale.keys) | {"model.vocab_size": vocabulary}))
     base = load_profile("cpu" if spec.cost.profile == "auto" else spec.cost.profile)
     window = [spec.data.context_window]
@@ -186,7 +196,7 @@ def write_profile(scale: Scale, vocabulary: int, path: Path) -> None:
 
 
 def settings(keys: Mapping[str, Any]) -> list[str]:
-    """As after `--set`."""
+    """Returns keys as `--set` takes them."""
     return [f"{name}={_text(value)}" for name, value in keys.items()]
 
 

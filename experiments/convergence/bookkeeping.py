@@ -1,7 +1,7 @@
-"""What a packing does to the order of training, counted from its plans: nothing is trained here.
+"""Counts from its plans what a packing does to the order of training; nothing is trained here.
 
 The effective weight of a document's label is its share of a step's loss, against what it would have
-if all labels of the epoch counted the same: a step's mean gives each of its labels 1 / (labels of
+if all labels of the epoch counted the same. A step's mean gives each of its labels 1 / (labels of
 the step), so that labels of full steps, where the long documents are, count less.
 """
 
@@ -18,15 +18,21 @@ from wlb.planner import open_planner
 from wlb.spec import RunSpec
 
 CLASSES = (0.125, 0.5, 1.0)
-"""Upper ends of the classes of document length, in windows; the last class is open."""
+"""Classes of document length end at these numbers of windows; the last class is open."""
 CLASS_NAMES = ("below 1/8", "1/8 to 1/2", "1/2 to 1", "1 and more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bookkeeping:
-    """Of one packing and seed. summary: balance, delays, tokens per step. num_steps: the flush
-    included. class_labels, class_weights: by class of document length; weights under the mean of a
-    step, where 1 is as if all labels counted the same."""
+    """Holds the counts of one packing and seed.
+
+    summary: balance, delays, tokens per step
+    num_steps: steps, the flush included
+    num_labels: labels of the epoch
+    class_labels: labels by class of document length
+    class_weights: mean weight of their labels under the mean of a step; 1 is as if all labels
+        counted the same
+    """
 
     summary: PackingSummary
     num_steps: int
@@ -36,12 +42,12 @@ class Bookkeeping:
 
 
 def class_of(lengths: IntArray, window: int) -> IntArray:
-    """Class of each document, shape [n]."""
+    """Returns the class of each document, shape [n]."""
     return np.searchsorted(np.array(CLASSES) * window, lengths, side="right").astype(np.int64)
 
 
 def bookkeeping(spec: RunSpec, store: str) -> Bookkeeping:
-    """Plans the whole run; ValueError unless every token is trained once."""
+    """Plans the whole run and counts; raises ValueError unless every token is trained once."""
     lengths = TokenStore(store).lengths
     plans = [plan.packing for plan in open_planner(spec, store, "cpu").steps()]
     pieces = Pieces.concat(*(plan.pieces for plan in plans))
@@ -61,7 +67,7 @@ def bookkeeping(spec: RunSpec, store: str) -> Bookkeeping:
 
 
 def check_covered(document: IntArray, start: IntArray, stop: IntArray, lengths: IntArray) -> None:
-    """ValueError unless the pieces (shapes [n]) are each document's tokens, every one once."""
+    """Raises ValueError unless pieces, shapes [n], hold every document's tokens exactly once."""
     order = np.lexsort((start, document))
     document, start, stop = document[order], start[order], stop[order]
     is_first = np.diff(document, prepend=-1) > 0
@@ -75,17 +81,14 @@ def check_covered(document: IntArray, start: IntArray, stop: IntArray, lengths: 
 def _summary(spec: RunSpec, store: str) -> PackingSummary:
     cost = workload_for(spec, "cpu")
     source = open_batches(
-        store,
-        tokens_per_batch=spec.tokens_per_step,
-        seed=spec.run.seed,
-        epochs=spec.data.epochs,
+        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
     )
     batches = (batch for batch, _ in source.iterate())
     return measure(packer_for(spec, cost), batches, cost=cost).summary
 
 
 def books_from_json(data: dict[str, Any]) -> Bookkeeping | None:
-    """None for books of code that counted other things."""
+    """Reads kept counts, None if they were written by code that counted other things."""
     if data.keys() != {f.name for f in fields(Bookkeeping)}:
         return None
     if data["summary"].keys() != {f.name for f in fields(PackingSummary)}:

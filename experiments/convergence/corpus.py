@@ -1,11 +1,11 @@
-"""What the study trains on: functions and methods of installed Python packages, each a document.
+"""Makes the study's corpus: functions and methods of installed Python packages, each a document.
 
 Whole files would be cut at every window of a small model. Functions, methods and what is left of a
 class without its methods are documents with a beginning and an end, and as heavy-tailed as
 pre-training corpora: at a window of 2,048 a tenth of the tokens fill a window and three quarters
-stand in documents shorter than half of one (128K in the paper's corpus: 15% and 78%, as fitted).
+stand in documents shorter than half of one (the paper's corpus has 15% and 78% at 128K, as fitted).
 The packages are the standard library and what wlb itself needs, so the text is on every machine
-that can run the study; the checksum, which the page prints, tells whether two machines had the
+that can run the study. The checksum, which the page prints, tells whether two machines had the
 same.
 """
 
@@ -30,16 +30,16 @@ from wlb.prepare import PrepareOptions, prepare_store
 from wlb.prepare.text import stdlib_documents
 
 PACKAGES = ("numpy", "scipy")
-"""Beside the standard library."""
+"""The corpus has these packages beside the standard library."""
 SMALL_SOURCES = ("argparse", "ast", "configparser", "datetime", "tarfile")
-"""Modules of the standard library that try-outs train on."""
+"""Try-outs train on these modules of the standard library."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """Prefixes of the two token stores, and the checksum of the one that is trained on."""
+    """Holds the prefixes of the two token stores, and the checksum of the training store."""
 
     train: str
     heldout: str
@@ -66,8 +66,10 @@ def open_stores(
 
 
 def split_store(heldout: str, prefix: str, *, window: int) -> list[str | None]:
-    """The documents of a store by class of length, each class a store of its own: their prefixes,
-    None for a class without documents."""
+    """Makes a store of the documents of each class of length and returns the prefixes.
+
+    The prefix is None for a class without documents.
+    """
     store = TokenStore(heldout)
     assert store.info is not None
     cls = class_of(store.lengths, window)
@@ -83,7 +85,7 @@ def split_store(heldout: str, prefix: str, *, window: int) -> list[str | None]:
 
 
 def source_files() -> list[Path]:
-    """In an order that does not depend on the file system."""
+    """Returns the files in an order that does not depend on the file system."""
     library = stdlib_documents()
     site = Path(sysconfig.get_paths()["purelib"])
     found = [library.root / name for name in library.names]
@@ -93,7 +95,7 @@ def source_files() -> list[Path]:
 
 
 def source_versions() -> str:
-    """What another machine needs for the same text."""
+    """Names the versions that another machine needs for the same text."""
     packages = [f"{name} {version(name)}" for name in PACKAGES]
     return ", ".join([f"Python {platform.python_version()}", *packages])
 
@@ -104,7 +106,7 @@ def small_sources() -> list[Path]:
 
 
 def write_definitions(path: Path, sources: list[Path]) -> None:
-    """One JSON record a definition; the file is complete or absent."""
+    """Writes one JSON record per definition; the file is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     with open(temporary, "w", encoding="utf-8") as file:
@@ -115,11 +117,13 @@ def write_definitions(path: Path, sources: list[Path]) -> None:
 
 
 def definitions(source: bytes) -> Iterator[str]:
-    """Each top-level function, each method of a top-level class and the rest of that class,
-    decorators included; none of what is no UTF-8 Python of this version (test data of the standard
-    library)."""
+    """Yields each top-level function, each method of a top-level class and the rest of that class.
+
+    Decorators are included. A file that is no UTF-8 Python of this version, such as test data of
+    the standard library, yields nothing.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes in string literals
+        warnings.simplefilter("ignore")  # old escapes in string literals raise warnings
         try:
             text = source.decode("utf-8")
             body = ast.parse(text).body
@@ -132,7 +136,7 @@ def definitions(source: bytes) -> Iterator[str]:
         first, last = _rows(node)
         rest = lines[first:last]
         methods = node.body if isinstance(node, ast.ClassDef) else []
-        for method in reversed(methods):  # so that rows before it stay where they are
+        for method in reversed(methods):  # the last first, so that rows before it do not move
             if isinstance(method, _Function):
                 begin, end = _rows(method)
                 yield "".join(lines[begin:end])

@@ -1,4 +1,4 @@
-"""What is read from a run that ended: curves, norms of gradients, held-out losses by length."""
+"""Reads what an ended run left: curves, gradient norms, held-out losses by document length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from wlb.parallel.world import World
 from wlb.plan import IntArray
 from wlb.report.run.records import RunRecords
 from wlb.spec import RunSpec
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint import saver
 from wlb.train.evaluate import Evaluator
 from wlb.train.telemetry.ledger import lineage
@@ -27,12 +27,17 @@ NUM_BINS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run left. curve: (document tokens trained, held-out loss in nats a label). trained:
-    the same of the loss in training, before a step moved the weights, as the mean of the labels of
-    each of NUM_BINS equal parts of the epoch. norm_mean, norm_std: of the steps' gradient norms
-    before clipping, in the second half of training. class_losses: held-out loss by class of
-    document length after training (None: no such document), () where it was not evaluated. made_by:
-    digest of settings and corpus. commit: of the code that trained it.
+    """Holds what a run left. Losses are in nats per label.
+
+    curve: (document tokens trained, held-out loss)
+    trained: (document tokens trained, training loss) for each of NUM_BINS equal parts of the epoch;
+        the loss is the mean over its labels, taken before a step moved the weights
+    norm_mean, norm_std: mean and standard deviation over steps of the gradient norm before
+        clipping, in the second half of training
+    class_losses: held-out loss after training by class of document length (None: no such document),
+        () where it was not evaluated
+    made_by: digest of settings and corpus
+    commit: commit of the code that trained it
     """
 
     curve: tuple[tuple[int, float], ...]
@@ -48,7 +53,10 @@ class Result:
 
     @property
     def train_loss(self) -> float:
-        """Of all labels, each when its turn came: every run is asked the same labels."""
+        """Returns the mean loss of all labels, each when its turn came.
+
+        Every run has the same labels.
+        """
         return float(np.mean([loss for _, loss in self.trained]))
 
     @property
@@ -57,7 +65,7 @@ class Result:
 
 
 def result_of(run: RunRecords, *, class_losses: Sequence[float | None], made_by: int) -> Result:
-    """Of a whole run; ValueError for one that has not come to the end of its data."""
+    """Summarises a whole run; raises ValueError if it has not come to the end of its data."""
     done = np.cumsum([0, *(step.measured.num_tokens for step in run.steps)])
     if run.evaluations[-1][0] != run.steps[-1].steps_done:
         raise ValueError(f"{run.folder} was not evaluated after its last step; it did not end")
@@ -77,8 +85,10 @@ def result_of(run: RunRecords, *, class_losses: Sequence[float | None], made_by:
 
 
 def train_curve(run: RunRecords) -> tuple[tuple[int, float], ...]:
-    """(tokens trained, mean loss of the labels) of NUM_BINS parts with equally many labels each; a
-    step on the border of two belongs to both in proportion."""
+    """Returns (tokens trained, mean loss of the labels) of NUM_BINS parts of equally many labels.
+
+    A step on the border of two parts belongs to both in proportion.
+    """
     labels = np.array([step.measured.num_targets for step in run.steps], np.float64)
     tokens = np.array([step.measured.num_tokens for step in run.steps], np.float64)
     losses = run.column(lambda step: step.measured.loss)
@@ -98,7 +108,7 @@ def result_from_json(data: dict[str, Any]) -> Result:
 
 
 def check_steps(folder: Path, lengths: IntArray) -> None:
-    """ValueError unless the executed steps trained every token of the store once."""
+    """Raises ValueError unless the executed steps trained every token of the store once."""
     steps, _, _ = lineage(folder)
     document, start, stop = (
         np.concatenate([np.array(line[name], np.int64) for line in steps.values()])
@@ -112,7 +122,7 @@ def check_steps(folder: Path, lengths: IntArray) -> None:
 def class_losses(
     run: RunRecords, stores: Sequence[str | None], checkpoints: Path
 ) -> tuple[float | None, ...]:
-    """Held-out loss of the newest checkpoint on each store; one rank of its own, one thread."""
+    """Returns the newest checkpoint's held-out loss on each store, by one rank on one thread."""
     newest = checkpoint.list_complete(checkpoints)[-1]
     return run_local(_evaluate, 1, run.spec, str(newest), tuple(stores), start_group=True)[0]
 

@@ -1,4 +1,4 @@
-"""The tables and pictures of `experiments.convergence`."""
+"""Makes the tables and pictures of `experiments.convergence`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,10 @@ from experiments.results import Picture, Table
 
 
 def quality_table(groups: Sequence[Group], tokens: int) -> Table:
-    """tokens: of the last evaluation that all runs have before the end."""
+    """Returns the table of losses.
+
+    tokens: tokens at the last evaluation that all runs have before the end
+    """
     at = loss_at(tokens)
     rows: list[list[Any]] = []
     for g in groups:
@@ -63,7 +66,7 @@ def quality_table(groups: Sequence[Group], tokens: int) -> Table:
 
 
 def order_table(groups: Sequence[Group]) -> Table:
-    """One row a packing: normalisers do not change it."""
+    """Returns one row per packing, because normalisers do not change the order."""
     rows: list[list[Any]] = []
     for g in _packings(groups):
         rows.append(
@@ -126,7 +129,7 @@ def classes_table(groups: Sequence[Group]) -> Table:
 
 
 def runs_table(groups: Sequence[Group]) -> Table:
-    """All runs, for whoever wants other statistics."""
+    """Returns all runs, for readers who want other statistics."""
     rows = [
         [g.arm.name, i, r.num_steps, r.num_tokens, r.num_labels, r.final, r.train_loss, r.commit]
         for g in groups
@@ -159,14 +162,14 @@ def curves_table(groups: Sequence[Group]) -> Table:
 
 
 def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
-    """Figure 16: losses, and what hides in them, their differences from the baseline's."""
+    """Draws Figure 16: losses, and their differences from the baseline's, which they hide."""
     figure, (left, right) = new_figure(ncols=2, height=4.2)
     shown = [g for g in groups if g.arm.group == "policy"]
     at = np.array(grid) / 1e6
     for i, g in enumerate(shown):
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i % len(LINES)]}
         losses = np.array([g.values(loss_at(n)) for n in grid])
-        later = losses[1:]  # the untrained model's would flatten all others
+        later = losses[1:]  # the untrained model's loss would flatten all others
         left.plot(at[1:], later.mean(axis=1), label=g.arm.title, linewidth=1.4, **style)
         if len(g.results) > 1:
             left.fill_between(
@@ -189,7 +192,7 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
 
 
 def draw_delays(groups: Sequence[Group], tokens: int) -> Any:
-    """Loss against a forced delay."""
+    """Draws loss against a forced delay."""
     figure, (axis,) = new_figure(height=3.6)
     found = {g.arm.name: g for g in groups}
     named = [(d, found[f"hold-{d}"]) for d in DELAYS if f"hold-{d}" in found]
@@ -215,7 +218,7 @@ def draw_delays(groups: Sequence[Group], tokens: int) -> Any:
 
 
 def draw_classes(groups: Sequence[Group]) -> Any:
-    """Which documents pay: difference of loss by length, beside the weight they had."""
+    """Draws by document length the weight of a label in the loss, and the difference of loss."""
     figure, (left, right) = new_figure(ncols=2, height=4.2)
     at = np.arange(len(CLASS_NAMES))
     shown = [g for g in groups if g.arm.group != "delay" and not g.is_baseline]

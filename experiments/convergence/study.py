@@ -1,9 +1,9 @@
-"""The folder of all runs: what is trained, gone on with after an interruption, and what it left.
+"""Keeps the folder of all runs: what is trained, resumed after an interruption, and left behind.
 
-A run is one `wlb train` on one thread, with checkpoints; one that finished left `result.json` and
-is not repeated, one that was interrupted goes on from its newest checkpoint (to the same losses, to
-the bit). What is kept is small, and marked with a digest of settings and corpus: what was made with
-others is not taken for this study's.
+A run is one `wlb train` on one thread, with checkpoints. One that finished has left `result.json`
+and is not repeated; one that was interrupted goes on from its newest checkpoint (to the same
+losses, to the bit). What is kept is small, and marked with a digest of settings and corpus: what
+was made with others is not taken for this study's.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from wlb.spec.keys import RENAMED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run."""
+    """Describes one run."""
 
     arm: Arm
     seed: int
@@ -49,7 +49,10 @@ class Case:
 
 
 def cases_of(seeds: Iterable[int], arms: Sequence[Arm] = ARMS) -> list[Case]:
-    """Group by group and in it seed by seed, so that an interrupted study has whole seeds."""
+    """Returns runs group by group, and seed by seed in a group.
+
+    An interrupted study thus has whole seeds.
+    """
     groups = list(dict.fromkeys(arm.group for arm in arms))
     order = sorted(
         itertools.product(seeds, arms), key=lambda of: (groups.index(of[1].group), of[0])
@@ -59,7 +62,7 @@ def cases_of(seeds: Iterable[int], arms: Sequence[Arm] = ARMS) -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A scale's folder and stores."""
+    """Holds a scale, its folder and its stores."""
 
     scale: Scale
     folder: Path
@@ -90,7 +93,7 @@ class Study:
 
     @property
     def profile(self) -> Path:
-        """What packing decides with."""
+        """Returns the path of the kernel profile that packing decides with."""
         return self.folder / "profile.json"
 
     @property
@@ -99,14 +102,14 @@ class Study:
         return info.vocab_size if info else self.scale.vocabulary
 
     def keys_of(self, case: Case) -> dict[str, Any]:
-        """All settings of a run but its number of steps."""
+        """Returns all settings of a run but its number of steps."""
         return {
             **self.scale.keys,
             "model.vocab_size": self.vocabulary,
             "data.store": self.stores.train,
             "data.heldout_store": self.stores.heldout,
             "data.epochs": 1,
-            "eval.steps": 1_000_000,  # the whole store
+            "eval.steps": 1_000_000,  # enough for the whole held-out store
             "eval.interval_tokens": self.scale.eval_tokens,
             "cost.profile": self.profile,
             "telemetry.ledger": True,
@@ -118,15 +121,19 @@ class Study:
         }
 
     def scale_spec(self) -> RunSpec:
-        """What all cases have in common."""
+        """Returns what all cases have in common."""
         return spec_of(self.scale, self.scale.keys | {"model.vocab_size": self.vocabulary})
 
     def spec_of(self, case: Case) -> RunSpec:
         return spec_of(self.scale, self.keys_of(case))
 
     def books(self, case: Case, *, anew: bool = False) -> Bookkeeping:
-        """Of the packing and seed; kept in the folder, and planned again where kept ones lack what
-        is counted now. anew: planned again in any case, as this code plans."""
+        """Returns the counts of the case's packing and seed, which are kept in the folder.
+
+        They are planned again where kept ones lack what is counted now.
+
+        anew: plans again in any case, as this code plans
+        """
         packing = Case(arm=arm_of(case.arm.packing), seed=case.seed)
         path = self.folder / "books" / f"{packing.name}-{self.digest(packing):x}.json"
         kept = None
@@ -138,7 +145,10 @@ class Study:
         return kept
 
     def result(self, case: Case) -> Result | None:
-        """Of a run that finished."""
+        """Returns the result of a run, None if it has not finished.
+
+        Raises ValueError if it was made with other settings or another corpus.
+        """
         path = self.folder / case.name / "result.json"
         return self._fitting(case, path) if path.exists() else None
 
@@ -152,8 +162,10 @@ class Study:
         return found
 
     def take(self, folder: Path, cases: Iterable[Case]) -> list[Case]:
-        """Takes over what was trained elsewhere, as `keep` left it, and says which runs those are;
-        ValueError for a run of other settings or another corpus."""
+        """Takes over runs trained elsewhere, as `keep` left them, and returns which ones.
+
+        Raises ValueError for a run of other settings or another corpus.
+        """
         if not folder.is_dir():
             raise ValueError(f"--take {folder}: there is no such folder")
         taken: list[Case] = []
@@ -166,16 +178,16 @@ class Study:
         return taken
 
     def keep(self, folder: Path, cases: Iterable[Case]) -> None:
-        """A file of a few kilobytes for each run that ended."""
+        """Writes a file of a few kilobytes for each run that ended."""
         for case in cases:
             if (found := self.result(case)) is not None:
                 _write_whole(folder / f"{case.name}.json", found)
 
     def command(self, case: Case) -> list[str]:
-        """The run as a command: of this machine, or of Slurm.
+        """Returns the run as a command, of this machine or of Slurm.
 
-        Planned anew, since books may be older than the code that will train: a run of their number
-        of steps could end before its data does.
+        The run is planned anew, since books may be older than the code that will train: a run of
+        their number of steps could end before its data does.
         """
         keys = self.keys_of(case) | {"training.steps": self.books(case, anew=True).num_steps}
         if not self.scale.job:
@@ -193,7 +205,7 @@ class Study:
         return ["env", *(f"{k}={v}" for k, v in variables.items()), "sbatch", self.scale.job]
 
     def run(self, case: Case) -> Result:
-        """Trains it unless it was; goes on where it was interrupted."""
+        """Trains a run unless it was trained; goes on where it was interrupted."""
         if (found := self.result(case)) is not None:
             return found
         command = self.command(case)
@@ -209,8 +221,10 @@ class Study:
         return self.collect(case)
 
     def collect(self, case: Case) -> Result:
-        """Reads what a run left that has ended, and keeps it; ValueError for one that has not. The
-        checkpoints of this machine's runs are removed, those of Slurm's jobs stay."""
+        """Reads what an ended run left and keeps it; raises ValueError for one that has not ended.
+
+        The checkpoints of this machine's runs are removed, those of Slurm's jobs stay.
+        """
         run = self.folder / case.name
         found = read_run(run)
         lengths = TokenStore(self.stores.train).lengths
@@ -228,7 +242,7 @@ class Study:
         return made
 
     def digest(self, case: Case) -> int:
-        """Of all settings and of the corpus: a result of others is not this case's."""
+        """Returns a digest of all settings and of the corpus, which marks this case's results."""
         places = ("data.store", "data.heldout_store", "cost.profile", "run.output_dir")
         keys = {k: v for k, v in self.keys_of(case).items() if k not in places}
         before = {new: old for old, new in RENAMED.items()}  # kept runs are marked with old names
@@ -237,7 +251,7 @@ class Study:
 
 
 def _write_whole(path: Path, found: Result | Bookkeeping) -> None:
-    """The file is complete or absent."""
+    """Writes the file so that it is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.write_text(json.dumps(asdict(found)) + "\n", "utf-8")

@@ -1,12 +1,12 @@
-"""Seeds to numbers: each arm beside its baseline, seed by seed, and what is noise.
+"""Turns seeds into numbers: each arm beside its baseline, seed by seed, and what is noise.
 
-A difference is taken between runs of the same seed: same weights to begin with, same order in which
-documents come. What is noise is told by all runs at once (a randomised block design): a run's loss
-is taken as its arm's and its seed's, and what is left over has one variance, so that three seeds of
-an arm, or one, tell more than nothing. Intervals are Student's t for CONFIDENCE; `joint_factor` is
-how much wider they have to be to hold for all comparisons at once. Losses at equal token
-counts lie between two evaluations and are interpolated: steps of different policies end at
-different tokens.
+A difference is taken between runs of the same seed, which begin with the same weights and get
+documents in the same order. Noise is estimated from all runs at once (a randomised block design): a
+run's loss is modelled as an effect of its arm plus one of its seed, and what is left over has one
+variance, so that even three seeds of an arm, or one, tell something. Intervals are Student's t for
+CONFIDENCE; `joint_factor` is how much wider they have to be to hold for all comparisons at once.
+Losses at equal token counts are interpolated between two evaluations, because steps of different
+policies end at different tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Measure = Callable[[Result], float]
 
 
 def final(result: Result) -> float:
-    """Held-out loss after the whole epoch."""
+    """Returns the held-out loss after the whole epoch."""
     return result.final
 
 
@@ -36,13 +36,13 @@ def train_loss(result: Result) -> float:
 
 
 def long_loss(result: Result) -> float:
-    """Held-out loss on documents of a window and more after the epoch; NaN where there is none."""
+    """Returns the held-out loss on documents of a window and more, NaN without any."""
     last = result.class_losses[-1] if result.class_losses else None
     return float("nan") if last is None else last
 
 
 def loss_at(tokens: float) -> Measure:
-    """Held-out loss when so many tokens were trained."""
+    """Returns the measure of held-out loss when `tokens` tokens were trained."""
 
     def measure(result: Result) -> float:
         at, loss = zip(*result.curve, strict=True)
@@ -52,14 +52,16 @@ def loss_at(tokens: float) -> Measure:
 
 
 def cut_share(book: Bookkeeping) -> float:
-    """Documents trained in more than one piece, of all."""
+    """Returns the share of documents trained in more than one piece."""
     return book.summary.cut_documents / book.summary.num_documents
 
 
 @dataclass(frozen=True)
 class Group:
-    """An arm: its runs and bookkeeping by seed, and its baseline's runs of the same seeds.
-    beside: the baseline's name."""
+    """Holds an arm's runs and bookkeeping by seed, and its baseline's runs of the same seeds.
+
+    beside: name of the baseline
+    """
 
     arm: Arm
     beside: str
@@ -84,11 +86,11 @@ class Group:
 
     @cached_property
     def class_weights(self) -> FloatArray:
-        """Mean of seeds, by class of length."""
+        """Returns the weights of labels by class of length, mean of seeds."""
         return np.mean([book.class_weights for book in self.books], axis=0)
 
     def class_differences(self) -> FloatArray:
-        """Held-out loss less the baseline's, shape [seeds, classes]; NaN where there is none."""
+        """Returns held-out loss minus the baseline's, shape [seeds, classes], NaN without any."""
 
         def losses(results: Sequence[Result]) -> FloatArray:
             return np.array([[np.nan if x is None else x for x in r.class_losses] for r in results])
@@ -97,15 +99,17 @@ class Group:
 
 
 def baseline_of(arm: Arm) -> str:
-    """Forced delays are compared with none of the same packing, all else with Plain-4D's."""
+    """Returns the arm to compare with: no delay for forced delays, Plain-4D for all else."""
     return NO_DELAY if arm.group == "delay" else BASELINE
 
 
 def groups_of(
     results: Mapping[tuple[str, int], Result], books: Mapping[tuple[str, int], Bookkeeping]
 ) -> list[Group]:
-    """Of arms by name and seed, in the study's order. Only seeds that the arm and its baseline both
-    have count; arms without any are left out."""
+    """Groups runs by arm, in the study's order.
+
+    Only seeds that the arm and its baseline both have count; arms without any are left out.
+    """
     out: list[Group] = []
     for arm in ARMS:
         base = baseline_of(arm)
@@ -125,8 +129,10 @@ def groups_of(
 
 
 def against(groups: Sequence[Group], name: str) -> list[Group]:
-    """Arms of all but the forced delays, compared with arm `name` in place of their baseline, by
-    seeds that both have; none where `name` has not run."""
+    """Compares arms other than forced delays with arm `name` in place of their baseline.
+
+    Only seeds that both have count; there are no groups where `name` has not run.
+    """
     theirs = {
         s: r for g in groups if g.arm.name == name for s, r in zip(g.seeds, g.results, strict=True)
     }
@@ -149,8 +155,11 @@ def against(groups: Sequence[Group], name: str) -> list[Group]:
 
 
 def leftover(groups: Sequence[Group], measure: Measure) -> tuple[float, int]:
-    """Standard deviation of what neither a run's arm nor its seed explains, by least squares over
-    all runs, and its degrees of freedom; (NaN, 0) where no two arms have two seeds in common."""
+    """Returns the standard deviation that neither arm nor seed explains, and degrees of freedom.
+
+    It comes from least squares over all runs. It is (NaN, 0) where no two arms have two seeds in
+    common.
+    """
     cells: dict[tuple[str, int], float] = {}
     for g in groups:
         for seed, mine, theirs in zip(g.seeds, g.results, g.baseline, strict=True):
@@ -166,8 +175,10 @@ def leftover(groups: Sequence[Group], measure: Measure) -> tuple[float, int]:
 
 
 def band(groups: Sequence[Group], group: Group, measure: Measure) -> float:
-    """Half the width of the interval of `group`'s mean difference, in the measure's unit; NaN
-    where nothing tells the noise. Smaller differences are noise."""
+    """Returns half the width of the interval of `group`'s mean difference, in the measure's unit.
+
+    Smaller differences are noise. It is NaN where the noise cannot be estimated.
+    """
     deviation, freedom = leftover(groups, measure)
     if not freedom:
         return float("nan")
@@ -176,8 +187,10 @@ def band(groups: Sequence[Group], group: Group, measure: Measure) -> float:
 
 
 def joint_factor(groups: Sequence[Group], measure: Measure) -> float:
-    """How much wider intervals have to be to hold for all groups' differences at once with
-    CONFIDENCE (Bonferroni); NaN where there are none."""
+    """Returns how much wider intervals must be to hold for all groups at once with CONFIDENCE.
+
+    The correction is Bonferroni's. It is NaN where there are no intervals.
+    """
     freedom = leftover(groups, measure)[1]
     count = sum(not g.is_baseline for g in groups)
     if not freedom or not count:
@@ -187,7 +200,7 @@ def joint_factor(groups: Sequence[Group], measure: Measure) -> float:
 
 
 def verdict(groups: Sequence[Group], group: Group, measure: Measure) -> str:
-    """ "noise", "worse" or "better" than the baseline; "one seed" where nothing can be said."""
+    """Says "noise", "worse" or "better" than the baseline, "one seed" where nothing can be said."""
     width, mean = band(groups, group, measure), float(group.differences(measure).mean())
     if not np.isfinite(width):
         return "one seed"

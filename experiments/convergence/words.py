@@ -1,4 +1,4 @@
-"""What the figures say, with their numbers, and what they do not."""
+"""Writes the text of the page: what the figures say, with their numbers, and what they do not."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ from experiments.streams import RATIO
 from wlb.data import TokenStore
 
 ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})
-"""Commits of runs whose RoPE tables FSDP's cast of inputs had rounded to bfloat16."""
+"""In runs of these commits FSDP's cast of inputs had rounded the RoPE tables to bfloat16."""
 
 
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
@@ -37,7 +37,7 @@ def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
 
 
 def against_rows(groups: Sequence[Group]) -> list[Against]:
-    """The paper's sentences about Figures 6 and 16."""
+    """Compares with the paper's sentences about Figures 6 and 16."""
     found = _by_name(groups)
     rows = (
         ("fixed-8", "training loss, window of 8 global batches", "+1.6% on average"),
@@ -67,7 +67,7 @@ def _pm(width: float, spec: str = ".4f") -> str:
 
 
 def _said(groups: Sequence[Group], g: Group, measure: Measure = final) -> str:
-    """As "bounded +0.0012 ± 0.0020 (noise)"."""
+    """Returns text such as "bounded +0.0012 ± 0.0020 (noise)"."""
     return f"{g.arm.title} {_difference(groups, g, measure)}"
 
 
@@ -128,7 +128,7 @@ def _normalisers(groups: Sequence[Group]) -> str:
 
 
 def _long_documents(groups: Sequence[Group]) -> str:
-    """Where weights differ most."""
+    """Describes the long documents, where weights differ most."""
     others = [g for g in groups if g.arm.group != "delay" and not g.is_baseline]
     if not others or not all(np.isfinite(g.differences(long_loss)).all() for g in others):
         return ""
@@ -174,7 +174,7 @@ def _chance(groups: Sequence[Group]) -> str:
 
 
 def _together(groups: Sequence[Group], measure: Measure) -> str:
-    """What is left where many comparisons are made; empty where nothing tells the noise."""
+    """Says which differences remain over many comparisons; empty where noise has no estimate."""
     factor = joint_factor(groups, measure)
     if not np.isfinite(factor):
         return ""
@@ -192,7 +192,7 @@ def _together(groups: Sequence[Group], measure: Measure) -> str:
 
 
 def _cuts(groups: Sequence[Group]) -> str:
-    """Policies differ in this as well, and it is no matter of order."""
+    """Describes cuts, in which policies differ as well, and which are no matter of order."""
     shares: dict[str, list[str]] = {}
     for g in groups:
         if g.arm.name == g.arm.packing:
@@ -206,7 +206,7 @@ def _cuts(groups: Sequence[Group]) -> str:
 
 
 def _beside_control(groups: Sequence[Group]) -> str:
-    """What is left of policies' differences where cuts are the same."""
+    """Says what is left of policies' differences where cuts are the same."""
     others = [
         g
         for g in against(groups, CONTROL)
@@ -249,7 +249,7 @@ def _limits(scale: Scale, groups: Sequence[Group]) -> str:
 
 
 def _rounded(groups: Sequence[Group]) -> str:
-    """That runs had rounded RoPE tables; empty where none had."""
+    """Says that runs had rounded RoPE tables; empty where none had."""
     results = [r for g in groups for r in g.results]
     rounded = sum(r.commit.removesuffix("-dirty") in ROUNDED_TABLES for r in results)
     if not rounded:

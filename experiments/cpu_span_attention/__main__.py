@@ -1,8 +1,9 @@
-"""What does a mask cost on CPU? `python -m experiments.cpu_span_attention`
+"""Measures what a mask costs on CPU: `python -m experiments.cpu_span_attention`.
 
-A span of q queries at the end of a prefix of k keys, forward and backward, one thread, thread CPU
-time, best of 3: torch with a bool mask, with an additive mask made once, and wlb's two flash calls
-(`wlb.kernels.prefix`). Ratios within one run.
+The case is a span of q queries at the end of a prefix of k keys, forward and backward, on one
+thread (thread CPU time, best of 3). Compared are torch with a bool mask, torch with an additive
+mask made once, and wlb's two flash calls (`wlb.kernels.sdpa`). Only ratios within one run are
+meaningful.
 """
 
 import time
@@ -16,7 +17,7 @@ from wlb.kernels import Segments, attend
 
 
 def spans(q_1HQD: Tensor, k_1HKD: Tensor, v_1HKD: Tensor) -> Tensor:
-    """wlb's backend on one segment of the given rows."""
+    """Runs wlb's backend on one segment of the given rows."""
     q, k, v = (x[0].transpose(0, 1) for x in (q_1HQD, k_1HKD, v_1HKD))
     segments = Segments.from_offsets([0, q.shape[0]], [0, k.shape[0]], device="cpu")
     return attend(q, k, v, segments, backend="sdpa")

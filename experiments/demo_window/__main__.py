@@ -1,8 +1,8 @@
-"""Which window, N, thresholds and S_max are worth showing on the standard library?
+"""Compares windows, N, thresholds and S_max that the demo could show on the standard library.
 
 `python -m experiments.demo_window [--steps 60]` plans the demo's corpus (its store must exist: run
-`wlb train demo --dry-run` once) under several settings and prints, for each window and N, Plain-4D
-and the best settings of Algorithm 1, as predicted by the CPU profile. Trains nothing.
+`wlb train demo --dry-run` once) under several settings. For each window and N it prints Plain-4D
+and the best settings of Algorithm 1, as predicted by the CPU profile. It trains nothing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ THRESHOLDS = ([0.2, 0.63], [0.3, 0.7], [0.4, 0.8], [0.5, 0.9])
 
 
 def ratios(steps: list[StepMetrics]) -> tuple[float, float]:
-    """Mean of the steps' imbalance, and sum of slowest over sum of means."""
+    """Returns the mean of the steps' imbalance, and the sum of slowest over the sum of means."""
     mean = sum(m.imbalance for m in steps) / len(steps)
     slowest = sum(m.max_workload_ns for m in steps)
     return mean, slowest / sum(m.mean_workload_ns for m in steps)

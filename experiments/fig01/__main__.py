@@ -1,9 +1,10 @@
-"""Figure 1 (a): computing time of each GPU in a 405B job on 8,192 GPUs.
+"""Simulates Figure 1 (a): computing time of each GPU in a 405B job on 8,192 GPUs.
 
 `python -m experiments.fig01 [--steps 32] [--seed 1] [--quick]` simulates the job (preset
-`405b_128k`, TP 8, CP 16, PP 16, DP 4) under Plain-4D, WLB-LLM and ours, and compares the slowest
-GPU with the others: in one step, as a trace would show it, in every step, and with all steps added
-up. Kernels of all kinds, and attention alone, which is what Section 3.1 adds up in the same job.
+`405b_128k`, TP 8, CP 16, PP 16, DP 4) under Plain-4D, WLB-LLM and ours. It compares the slowest GPU
+with the others in one step, as a trace would show it, in every step, and with all steps added up;
+for kernels of all kinds, and for attention alone, which is what Section 3.1 adds up in the same
+job.
 """
 
 import argparse
@@ -40,7 +41,7 @@ KINDS = {"compute_s": "all kernels", "attention_s": "attention"}
 
 
 def rows_of(name: str, simulation: Simulation) -> list[list[Any]]:
-    """One for each kind of time."""
+    """Returns one row per kind of time."""
     step, tp = traced_step(simulation), simulation.simulator.spec.parallel.tp
     rows: list[list[Any]] = []
     for attribute, kind in KINDS.items():
@@ -70,7 +71,7 @@ def summary(found: dict[str, Simulation]) -> Table:
 
 
 def gpus(found: dict[str, Simulation]) -> Table:
-    """Seconds of the traced step; the eight TP ranks are alike."""
+    """Returns the seconds of every GPU in the traced step; the eight TP ranks are alike."""
     traced = {name: traced_step(simulation) for name, simulation in found.items()}
     first = next(iter(found.values()))
     rows: list[list[Any]] = []
@@ -113,13 +114,16 @@ def draw(found: dict[str, Simulation]) -> Any:
 
 
 def share(simulation: Simulation) -> float:
-    """Of attention in all computing."""
+    """Returns the share of attention in all computing."""
     return float(simulation.attention_s.sum() / simulation.compute_s.sum())
 
 
 def all_long(simulation: Simulation) -> float:
-    """Computing of a pipeline that has nothing but documents as long as the window, evenly divided
-    over its CP ranks, over the mean pipeline's of this run."""
+    """Returns the computing of a pipeline of full-window documents over the mean pipeline's.
+
+    The documents are all as long as the window, and their attention is evenly divided over the CP
+    ranks.
+    """
     spec = simulation.simulator.spec
     cost = cost_of(spec)
     window, n = spec.data.context_window, spec.micro_batches_per_pipeline
@@ -174,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="5 steps, nothing written")
+    parser.add_argument("--quick", action="store_true", help="simulate 5 steps and write nothing")
     options = parser.parse_args()
     steps = 5 if options.quick else options.steps
     found = {name: simulate(name, steps=steps, seed=options.seed) for name in SYSTEMS}

@@ -1,10 +1,10 @@
-"""Figure 2: 4-D parallelism, drawn from a real plan and the executor's layout of ranks.
+"""Draws Figure 2, 4-D parallelism, from a real plan and the executor's layout of ranks.
 
 `python -m experiments.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step of the
-fitted family for the paper's example, (TP=2, CP=2, PP=4, DP=4), and draws who holds what: pipelines
-(DP) take micro-batches, pipeline ranks (PP) stages of layers, context-parallel ranks (CP) spans of
-each document, tensor-parallel ranks (TP) heads and columns. Ranks are numbered as
-`wlb.parallel.mesh` lays them out. Needs torch for that.
+fitted family for the paper's example, (TP=2, CP=2, PP=4, DP=4), and draws what each rank holds:
+pipelines (DP) take micro-batches, pipeline ranks (PP) stages of layers, context-parallel ranks (CP)
+spans of each document, tensor-parallel ranks (TP) heads and columns. Ranks are numbered as
+`wlb.parallel.mesh` lays them out, for which torch is needed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ DOCUMENTS = ("#9A9A9A", "#CFCFCF")
 
 
 def planned(spec: RunSpec, cost: ProfiledWorkload, *, step: int) -> ShardedStep:
-    """One step of the fitted family."""
+    """Plans and shards one step of the fitted family."""
     window = spec.data.context_window
     mean = int(lengths_of_family(window=window, num_documents=4096, seed=0).lengths.mean())
     num = (step + 4) * spec.tokens_per_step // mean
@@ -51,7 +51,7 @@ def planned(spec: RunSpec, cost: ProfiledWorkload, *, step: int) -> ShardedStep:
 
 
 def layers_of(spec: RunSpec, pp_rank: int) -> list[tuple[int, int, int]]:
-    """(stage, first layer, layer after the last) of each stage on a pipeline rank."""
+    """Returns (stage, first layer, layer after the last) of each stage on a pipeline rank."""
     per_stage = spec.model.num_layers // spec.num_stages
     stages = range(pp_rank, spec.num_stages, spec.parallel.pp)
     return [(s, s * per_stage, (s + 1) * per_stage) for s in stages]
@@ -91,7 +91,7 @@ def ranks_table(spec: RunSpec, step: ShardedStep) -> Table:
 
 
 def draw(spec: RunSpec, step: ShardedStep) -> Any:
-    """Above the grid of ranks with each pipeline's micro-batches; below one micro-batch's spans."""
+    """Draws ranks with each pipeline's micro-batches above, and one micro-batch's spans below."""
     dp, pp = spec.parallel.dp, spec.parallel.pp
     figure, (upper, lower) = new_figure(
         nrows=2, height=2.6 + 1.25 * dp, height_ratios=(1.25 * dp + 0.5, 1.5)
@@ -119,7 +119,7 @@ def draw(spec: RunSpec, step: ShardedStep) -> Any:
 
 
 def _micro_batches(axes: Any, step: ShardedStep, pipeline: int, longest: int) -> None:
-    """Left of a pipeline's row: a bar for each micro-batch, its documents in two greys."""
+    """Draws a pipeline's micro-batches left of its row, one bar each, documents in two greys."""
     batches = step.pipelines[pipeline].micro_batches
     height = 0.8 / len(batches)
     for row, batch in enumerate(batches):
@@ -134,7 +134,7 @@ def _micro_batches(axes: Any, step: ShardedStep, pipeline: int, longest: int) ->
 
 
 def _cell(axes: Any, spec: RunSpec, pipeline: int, stage_rank: int) -> None:
-    """A pipeline rank: CP ranks side by side in colours, TP ranks one above the other."""
+    """Draws a pipeline rank: CP ranks side by side in colours, TP ranks one above the other."""
     from matplotlib.patches import Rectangle
 
     grid = rank_grid(spec.parallel)[stage_rank, pipeline]
@@ -163,7 +163,7 @@ def _cell(axes: Any, spec: RunSpec, pipeline: int, stage_rank: int) -> None:
 
 
 def _zoom(axes: Any, spec: RunSpec, step: ShardedStep) -> None:
-    """One micro-batch: documents, spans of CP ranks, heads of TP ranks."""
+    """Draws one micro-batch: its documents, the spans of CP ranks, the heads of TP ranks."""
     pipeline = step.pipelines[0]
     plan = pipeline.shardings[0]
     total, tp = plan.num_tokens, spec.parallel.tp

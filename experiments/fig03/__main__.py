@@ -1,12 +1,12 @@
-"""Figure 3: how long documents are, and which of them the tokens are in.
+"""Draws Figure 3: how long documents are, and which of them the tokens are in.
 
-`python -m experiments.fig03 [--lengths FILE ...]` draws, for the fitted family `wlb_paper`, the
-Python standard library (its store is made the first time, which takes a minute) and files of
-lengths: how many documents have which length, and the share of all tokens in documents up to a
-length. Documents longer than the window of 128K are cut at it, as for training.
+`python -m experiments.fig03 [--lengths FILE ...]` takes the fitted family `wlb_paper`, the Python
+standard library (its store is made the first time, which takes a minute) and files of lengths. It
+draws how many documents have which length, and the share of all tokens in documents up to a length.
+Documents longer than the window of 128K are cut at it, as for training.
 
-It counts lengths and predicts nothing. The family's constants were chosen so that other numbers of
-the paper come out (`wlb.data.lengths`); the others are real documents.
+The experiment counts lengths and predicts nothing. The family's constants were chosen so that other
+numbers of the paper come out (`wlb.data.lengths`); the other corpora are real documents.
 """
 
 import argparse
@@ -27,7 +27,11 @@ BINS_AN_OCTAVE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A corpus. lengths: of its documents, cut at the window, rising. num_cut: that were longer."""
+    """Describes a corpus.
+
+    lengths: tokens of its documents, cut at the window, rising
+    num_cut: documents that were longer than the window
+    """
 
     title: str
     lengths: IntArray
@@ -35,11 +39,11 @@ class Lengths:
 
     @property
     def token_share(self) -> np.ndarray:
-        """Share of all tokens in documents up to each one's length."""
+        """Returns the share of all tokens in documents up to each one's length."""
         return np.cumsum(self.lengths) / self.lengths.sum()
 
     def tokens_below(self, length: int) -> float:
-        """Share of tokens in documents shorter than `length`."""
+        """Returns the share of tokens in documents shorter than `length`."""
         return float(self.lengths[self.lengths < length].sum() / self.lengths.sum())
 
     def documents_below(self, length: int) -> float:
@@ -138,7 +142,12 @@ def tables(corpora: list[Lengths]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
-    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="of the family, about")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=1_000_000_000,
+        help="about how many tokens to draw of the family",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     corpora = [

@@ -1,8 +1,8 @@
-"""Figure 4 (a): attention of each GPU in a 405B job on 8,192 GPUs, by PP worker and in a CP group.
+"""Simulates Figure 4 (a): attention of each GPU in a 405B job, by PP worker and in a CP group.
 
-`python -m experiments.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1 under
-Plain-4D and shows the attention of one step on every GPU: (1) grouped by DP and PP worker, (2) in
-the CP group of the slowest GPU; and a heat map of all.
+`python -m experiments.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1 on
+8,192 GPUs under Plain-4D. It shows the attention time of one step on every GPU, (1) grouped by DP
+and PP worker, (2) in the CP group of the slowest GPU, and as a heat map of all GPUs.
 """
 
 import argparse
@@ -20,13 +20,16 @@ from wlb.simulate import Simulation
 
 
 def relative(simulation: Simulation, step: int) -> FloatArray:
-    """Attention over the mean of GPUs, [dp, pp, cp]."""
+    """Returns each GPU's attention time over the mean of GPUs, shape [dp, pp, cp]."""
     of_step = simulation.attention_s[step]
     return of_step / of_step.mean()
 
 
 def spreads(values: FloatArray) -> dict[str, tuple[float, float]]:
-    """(mean, largest) of max / min, by level. values: [dp, pp, cp]."""
+    """Returns (mean, largest) of max / min by level.
+
+    values: attention of each GPU, shape [dp, pp, cp]
+    """
     of_workers = values.mean(axis=2)
     levels = {
         "DP workers": np.array([of_workers.mean(axis=1).max() / of_workers.mean(axis=1).min()]),
@@ -74,7 +77,7 @@ def workers_table(values: FloatArray) -> Table:
 
 
 def draw(values: FloatArray, tp: int) -> Any:
-    """(1) all PP workers, (2) the CP group of the slowest GPU."""
+    """Draws (1) all PP workers and (2) the CP group of the slowest GPU."""
     dp, pp, cp = values.shape
     figure, (left, right) = new_figure(ncols=2, height=4.2, sharey=True)
     for d in range(dp):
@@ -127,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="5 steps, nothing written")
+    parser.add_argument("--quick", action="store_true", help="simulate 5 steps and write nothing")
     options = parser.parse_args()
     steps = 5 if options.quick else options.steps
     simulation = simulate("plain_4d", steps=steps, seed=options.seed)

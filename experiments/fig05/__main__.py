@@ -1,11 +1,14 @@
-"""Figure 5: how one slow micro-batch holds up a pipeline, by schedule, virtual stages and position.
+"""Simulates Figure 5: how one slow micro-batch holds up a pipeline under several schedules.
 
-`python -m experiments.fig05 [--pp 4] [--slow 1.44]` takes the orders and waits of real schedules
-and gives passes their times by hand: forward 10 ms and backward 20 ms of a micro-batch on a rank,
-divided among its virtual stages (zero-bubble halves backward into inputs and weights); messages,
-collectives and the optimiser take none. One micro-batch takes `--slow` times the mean, as
-Section 7.4 counts imbalance, once with the step's work kept (the others take less), once with its
-work added. Baseline: all equal, same schedule.
+`python -m experiments.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual stages
+and positions of the slow micro-batch. It takes the orders and waits of real schedules and sets the
+times of passes by hand: forward takes 10 ms and backward 20 ms per micro-batch on a rank, divided
+among its virtual stages; zero-bubble halves backward into inputs and weights; messages, collectives
+and the optimiser take no time.
+
+One micro-batch takes `--slow` times the mean, as Section 7.4 counts imbalance: once with the step's
+work kept, so that the others take less, and once with its work added. The baseline is the same
+schedule with equal micro-batches.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from wlb.spec import Schedule
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
 FREE = TermPrices(per_token={}, per_call={})
 STUDY = {("1f1b", 1): 0.13, ("interleaved_1f1b", 4): 0.30, ("interleaved_1f1b", 8): 0.36}
-"""An independent study's slow-down for one micro-batch of 1.44, pp = n = 4."""
+"""An independent study gives these slow-downs for one micro-batch of 1.44, pp = n = 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ LAYOUTS = (
 
 @cache
 def simulator_of(layout: Layout, pp: int, n: int) -> Simulator:
-    """The schedule's graph, without sharded parameters."""
+    """Returns the simulator of a schedule without sharded parameters."""
     spec = configuration(
         "7b_128k",
         *(f"parallel.{name}={size}" for name, size in (("cp", 1), ("pp", pp), ("dp", 1))),
@@ -69,7 +72,10 @@ def simulator_of(layout: Layout, pp: int, n: int) -> Simulator:
 
 
 def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> Simulation:
-    """relative: of each step's micro-batches over a mean one, shape [steps, n]."""
+    """Simulates steps of given micro-batch times.
+
+    relative: each step's micro-batches over a mean one, shape [steps, n]
+    """
     simulator = simulator_of(layout, pp, relative.shape[1])
     nodes = simulator.graph.nodes
     of_kind = {
@@ -98,7 +104,10 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
 
 
 def one_slow(n: int, slow: float, *, is_added: bool) -> npt.NDArray[np.float64]:
-    """Row 0: all equal; row i + 1: micro-batch i takes `slow`. Shape [n + 1, n]."""
+    """Returns relative times of micro-batches, shape [n + 1, n].
+
+    In row 0 all are equal; in row i + 1 micro-batch i takes `slow`.
+    """
     others = 1.0 if is_added else (n - slow) / (n - 1)
     out = np.full((n + 1, n), others)
     out[0] = 1.0
@@ -107,14 +116,16 @@ def one_slow(n: int, slow: float, *, is_added: bool) -> npt.NDArray[np.float64]:
 
 
 def slow_downs(layout: Layout, *, pp: int, n: int, slow: float, is_added: bool = False) -> Any:
-    """Step time over the balanced one's, less 1, by position of the slow micro-batch."""
+    """Returns the step time over the balanced one's, minus 1, by position of the slow one."""
     times = simulate(layout, pp=pp, relative=one_slow(n, slow, is_added=is_added)).step_time_s
     return times[1:] / times[0] - 1
 
 
 def papers_path(pp: int, n: int, slow: float) -> float:
-    """Section 3.1's critical path over the balanced one, less 1: the slow micro-batch through all
-    workers, and the others' passes on the first one."""
+    """Returns the length of Section 3.1's critical path over the balanced one, minus 1.
+
+    It is the slow micro-batch through all workers, and the others' passes on the first worker.
+    """
     others = (n - slow) / (n - 1)
     return (pp * slow + (n - 1) * others) / (pp + n - 1) - 1
 
@@ -183,7 +194,7 @@ def study_table(*, slow: float) -> Table:
 
 
 def timelines(layout: Layout, *, pp: int, n: int, slow: float, position: int = 0) -> Any:
-    """Balanced above, unbalanced below, on one time axis."""
+    """Draws the balanced step above the unbalanced one, on one time axis."""
     rows = one_slow(n, slow, is_added=False)[[0, position + 1]]
     simulation = simulate(layout, pp=pp, relative=rows)
     figure, axes = new_figure(nrows=2, height=1.7 + 2 * row_inches(pp) * pp)
@@ -203,7 +214,7 @@ def timelines(layout: Layout, *, pp: int, n: int, slow: float, position: int = 0
 
 
 def curves(*, pp: int, slow: float) -> Any:
-    """Left: slow-down over virtual stages, a line for each n. Right: over position, n = pp."""
+    """Draws slow-down by virtual stages for each n (left) and by position for n = pp (right)."""
     figure, (left, right) = new_figure(ncols=2, height=4.2)
     interleaved = [layout for layout in LAYOUTS if layout.schedule == Schedule.INTERLEAVED_1F1B]
     vs = [layout.v for layout in interleaved]
@@ -241,7 +252,7 @@ def curves(*, pp: int, slow: float) -> Any:
 
 
 def against(*, pp: int, slow: float) -> Sequence[Against]:
-    """Section 3.1 gives the critical path in words, which is a number for given passes."""
+    """Compares with Section 3.1, whose critical path in words is a number for given passes."""
     kept = slow_downs(LAYOUTS[0], pp=pp, n=pp, slow=slow)
     return [
         Against(
@@ -311,7 +322,9 @@ EIGHT = Layout(Schedule.INTERLEAVED_1F1B, 8)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--slow", type=float, default=1.44, help="of one micro-batch over the mean")
+    parser.add_argument(
+        "--slow", type=float, default=1.44, help="time of the slow micro-batch over the mean"
+    )
     options = parser.parse_args()
     pp, slow = options.pp, options.slow
     made = [study_table(slow=slow), summary_table(pp=pp, slow=slow)]

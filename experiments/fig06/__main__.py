@@ -1,11 +1,11 @@
-"""Figure 6: how far a larger packing window evens out attention, and what it does to the loss.
+"""Makes Figure 6: how far a larger packing window evens out attention, and what the loss does.
 
 `python -m experiments.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the 550M
-model with a window of 128K (4 windows a batch) by Section 3.2's fixed-length packing over 1 to 16
-global batches, greedily. Imbalance is Section 3.3's: Max_Attn / Avg_Attn of a step's micro-batches,
-attention as the sum of squared document lengths (Eq. 1's objective); beside it the degree of
-Section 7.4, of predicted forward latency. Algorithm 1 and `bounded`, which have no packing window,
-are horizontal lines. The loss half is read from the convergence study's results.
+model with a window of 128K (4 windows per batch) by Section 3.2's fixed-length packing over 1 to 16
+global batches, greedily. Imbalance is Section 3.3's Max_Attn / Avg_Attn of a step's micro-batches,
+where attention is the sum of squared document lengths (Eq. 1's objective); beside it stands the
+degree of Section 7.4, of predicted forward latency. Algorithm 1 and `bounded` have no packing
+window and are horizontal lines. The losses are read from the convergence study's results.
 """
 
 import argparse
@@ -35,13 +35,19 @@ CONFIG = "550m_128k"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16)
 STEPS = 640
 SQUARES = FlopsWorkload(quadratic_ns=1.0)
-"""Section 3.2's attention workload: the sum of squared lengths."""
+"""Section 3.2's attention workload is the sum of squared lengths."""
 TABLE_2 = {1: 1.41, 2: 1.22, 4: 1.11, 8: 1.08}
-"""The paper's forward latency of the 7B model with the same packing windows."""
+"""The paper gives this imbalance of forward latency for the 7B model with the same windows."""
 
 
 class Result(NamedTuple):
-    """attention: Section 3.3's degree; forward: Section 7.4's. Means of steps, flush left out."""
+    """Holds means over steps, with the flush left out.
+
+    attention: Section 3.3's degree
+    attention_p95: 95th percentile of that degree over steps
+    forward: Section 7.4's degree
+    delay: mean delay of a token, in steps
+    """
 
     name: str
     window: int | None
@@ -52,7 +58,7 @@ class Result(NamedTuple):
 
 
 def packers(options: PackerOptions) -> list[tuple[str, int | None, Packer]]:
-    """What is compared. Fixed-length packing balances the squares, as Eq. 1 does."""
+    """Returns what is compared. Fixed-length packing balances the squares, as Eq. 1 does."""
     squares = PackerOptions(
         num_micro_batches=options.num_micro_batches,
         context_window=options.context_window,
@@ -117,7 +123,7 @@ def draw(results: list[Result]) -> Any:
 
 
 def draw_losses(losses: list[Loss]) -> Any:
-    """Differences from the loader's order with their intervals."""
+    """Draws differences from the loader's order with their intervals."""
     figure, (panel,) = new_figure(height=3.2)
     fixed = [x for x in losses if x.window]
     at, value, half = ([f(x) for x in fixed] for f in (_window, _percent, _half_percent))
@@ -148,13 +154,13 @@ def _half_percent(x: Loss) -> float:
 
 
 def _with_interval(x: Loss) -> str:
-    """One seed has no interval."""
+    """Writes a difference with its interval, which one seed does not have."""
     half = "" if math.isnan(x.half) else f" ± {_half_percent(x):.2f}"
     return f"{_percent(x):+.2f}{half}%"
 
 
 def loss_text(losses: list[Loss]) -> str:
-    """Of the right half; says that there is none where nothing was trained."""
+    """Returns the text on losses; it says that there are none if nothing was trained."""
     if not losses:
         return (
             "**Only the balance half is here**: the convergence study has no results yet "
@@ -200,9 +206,7 @@ def beside_the_paper(results: list[Result], losses: list[Loss]) -> list[Against]
     at_8 = [x for x in losses if x.window == 8]
     return [
         Against(
-            what="one global batch",
-            paper="imbalance remains high",
-            ours=f"{by_window[1]:.2f}",
+            what="one global batch", paper="imbalance remains high", ours=f"{by_window[1]:.2f}"
         ),
         Against(
             what="more global batches",
@@ -218,7 +222,7 @@ def beside_the_paper(results: list[Result], losses: list[Loss]) -> list[Against]
 
 
 def pictures(results: list[Result], losses: list[Loss]) -> list[Picture]:
-    """The balance half, and the loss half where something was trained."""
+    """Returns the picture of balance, and that of losses if something was trained."""
     made = [
         Picture(
             name="windows",
@@ -236,15 +240,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="global batches")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="96 global batches, nothing written")
+    parser.add_argument(
+        "--quick", action="store_true", help="pack 96 global batches and write nothing"
+    )
     given = parser.parse_args()
     steps = 96 if given.quick else given.steps
     spec = configuration(CONFIG, *constants.OVERRIDES)
     cost = workload_of(spec, constants.profile())
     options = PackerOptions(
-        num_micro_batches=spec.num_micro_batches,
-        context_window=spec.data.context_window,
-        cost=cost,
+        num_micro_batches=spec.num_micro_batches, context_window=spec.data.context_window, cost=cost
     )
     batches = evaluation.batches_of(spec, family=constants.FAMILY, steps=steps, seed=given.seed)
     results = [result(*what, batches, cost) for what in packers(options)]

@@ -1,8 +1,8 @@
-"""Figure 6's loss half, out of the convergence study's results.
+"""Reads Figure 6's losses from the convergence study's results.
 
 The study trains fixed-length packing over 1 and 8 global batches, Algorithm 1 and `bounded` beside
-the loader's own order (`experiments/convergence`); nothing is trained here. Losses are of another,
-much smaller model than the balance half's.
+the loader's own order (`experiments/convergence`); nothing is trained here. Its model is another,
+much smaller one than the model whose balance Figure 6 shows.
 """
 
 import csv
@@ -13,12 +13,17 @@ from experiments.convergence.arms import BASELINE, arm_of
 
 RESULTS = Path(__file__).parents[1] / "convergence" / "results" / "quality.csv"
 ARMS = {"fixed-1": 1, "fixed-8": 8, "var_len": None, "bounded": None}
-"""Arm -> its packing window."""
+"""Each arm of the study has this packing window."""
 
 
 class Loss(NamedTuple):
-    """relative: held-out loss over the loader's, less 1. half: of the 95% interval, NaN of one
-    seed. verdict: "noise", "worse", "better" or "one seed"."""
+    """Holds an arm's held-out loss beside that of the loader's order.
+
+    window: packing window in global batches, None for packing without one
+    relative: held-out loss over the loader's, minus 1
+    half: half of the 95% interval of `relative`, NaN for one seed
+    verdict: "noise", "worse", "better" or "one seed"
+    """
 
     name: str
     window: int | None
@@ -28,7 +33,7 @@ class Loss(NamedTuple):
 
 
 def read_losses(path: Path = RESULTS) -> list[Loss]:
-    """Of the arms that were trained; none where the study has no results yet."""
+    """Returns the losses of the arms that were trained, none if the study has no results yet."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Figure 7: what a document's operations take, by its length.
+"""Predicts Figure 7: how long a document's operations take, by its length.
 
 `python -m experiments.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of one
 pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise, and
@@ -6,8 +6,8 @@ total linear, their sum without attention. It says where attention crosses total
 configuration and for the others of Table 1.
 
 The paper measured a training job of LLaMA2-7B on 16 GPUs and prints no numbers with the figure.
-Here every time is a price: `ProfiledWorkload.terms` with the chosen kernel profile. That the linear
-terms are linear is by construction.
+Here every time is a prediction: `ProfiledWorkload.terms` with the chosen kernel profile. The linear
+terms are linear by construction.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def workload(name: str, profile: KernelProfile) -> ProfiledWorkload:
 
 
 def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]:
-    """Forward plus backward ms of a document, by part of the figure."""
+    """Returns a document's forward plus backward time in ms, by part of the figure."""
     terms = cost.terms(lengths)
     passes = ("forward", "backward")
     return {
@@ -57,9 +57,10 @@ def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]
 
 
 def crossing(cost: ProfiledWorkload, *, window: int) -> int | None:
-    """The length from which on attention takes longer than the linear part; None: not up to window.
+    """Returns the length from which on attention takes longer than the linear part.
 
-    Tiles make short documents dear: what counts is where the linear part never leads again.
+    Tiles make short documents expensive, so what counts is where the linear part never leads again.
+    The result is None if it still leads at the window.
     """
     lengths = np.arange(1, window + 1)
     is_linear = cost.attention_ns(lengths) <= cost.linear_ns(lengths)
@@ -69,7 +70,7 @@ def crossing(cost: ProfiledWorkload, *, window: int) -> int | None:
 
 
 def growth(cost: ProfiledWorkload, *, window: int) -> float:
-    """Exponent of attention's growth from half the window to the window."""
+    """Returns the exponent of attention's growth from half the window to the window."""
     half, whole = cost.attention_ns([window // 2, window]).tolist()
     return float(np.log2(whole / half))
 
@@ -164,7 +165,9 @@ def crossings_table(profile: KernelProfile) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", nargs="+", default=["h100"], help="names, or JSON files")
+    parser.add_argument(
+        "--profile", nargs="+", default=["h100"], help="profile names or JSON files"
+    )
     options = parser.parse_args()
     window = configuration(PRESET).data.context_window
     profiles = [load_profile(name) for name in options.profile]

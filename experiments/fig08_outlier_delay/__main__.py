@@ -1,16 +1,19 @@
-"""The paper's Figure 8 from real runs: `python -m experiments.fig08_outlier_delay [--seed 0]`
+"""Draws Figure 8 from real packing runs: how outlier documents wait and leave.
 
-A few consecutive steps of the fitted stream (4 micro-batches of 128K). Above, the outliers that
-wait when the step is planned, those that came with its own batch included, coloured by the step
-they arrived with; below, the micro-batches that the step makes of them, stacked by predicted time,
-so that equal height is balance. Once with Algorithm 1 and its two queues, once with `bounded`,
-which has no queues but decides by predicted load; both from the same documents.
+`python -m experiments.fig08_outlier_delay [--seed 0] [--steps 8]` shows a few consecutive steps of
+the fitted stream (4 micro-batches of 128K), once under Algorithm 1 with two queues and once under
+`bounded`, which has no queues and decides by predicted load. Both get the same documents.
 
-What it shows: a queue fills until it has an outlier for every micro-batch, and a step that releases
-one gives each micro-batch one of them, with as many ordinary documents as make up the difference.
+- The upper row shows the outliers that wait when the step is planned, those of its own batch
+  included, coloured by the step they arrived with.
+- The lower row shows the micro-batches that the step makes, stacked by predicted time, so that
+  equal height means balance.
 
-Steps shown: the first window of `--steps` steps that begins with level 2 empty and in which level 2
-releases documents of several arrivals. Needs matplotlib.
+The picture shows that a queue fills until it has an outlier for every micro-batch. The step that
+releases it gives each micro-batch one of them, and ordinary documents make up the difference.
+
+The steps shown are the first window of `--steps` steps that begins with level 2 empty and in which
+level 2 releases documents of several arrivals. Needs matplotlib.
 """
 
 import argparse
@@ -54,10 +57,11 @@ PLAIN = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What waited when a step was planned, and its plan.
+    """Holds a step's plan and what waited when the step was planned.
 
-    waiting: carried pieces, then the batch's. carried: shape [len(waiting)]. slot: the carry's, -1
-    for what is new. leaves: shape [len(waiting)].
+    waiting: carried pieces, then the pieces of the step's own batch
+    slot: slot of each waiting piece in the carry, -1 for a new piece, shape [len(waiting)]
+    leaves: whether the plan takes each waiting piece, shape [len(waiting)]
     """
 
     plan: PackingPlan
@@ -67,7 +71,10 @@ class Step:
 
     @property
     def level(self) -> np.ndarray:
-        """0 for an ordinary document, i for L_i <= length < L_{i+1}: shape [len(waiting)]."""
+        """Returns each piece's level, shape [len(waiting)].
+
+        It is 0 for an ordinary document, i for L_i <= length < L_{i+1}.
+        """
         return np.searchsorted(LEVELS, self.waiting.length, side="right")
 
     @property
@@ -83,7 +90,7 @@ def steps_of(packer: Packer, batches: list[GlobalBatch]) -> list[Step]:
         plans, carry = packer.push(batch, before)
         waiting = Pieces.concat(before.pieces, OPTIONS.arrived(batch, before.next_step))
         new = np.full(len(waiting) - len(before.pieces), -1, np.int64)
-        # One plan a batch: these lengths bring no batch without an ordinary document.
+        # Each batch makes one plan: with these lengths every batch has an ordinary document.
         (plan,) = plans
         leaves = np.isin(waiting.document, plan.pieces.document)
         slot = np.concatenate([before.slot, new])
@@ -92,7 +99,7 @@ def steps_of(packer: Packer, batches: list[GlobalBatch]) -> list[Step]:
 
 
 def plain_of(batches: list[GlobalBatch], first: int, num: int) -> list[float]:
-    """Plain-4D's imbalance in the steps of the same numbers."""
+    """Returns Plain-4D's imbalance in the steps of the same numbers."""
     carry, out = PLAIN.start(), []
     for batch in batches:
         plans, carry = PLAIN.push(batch, carry)
@@ -101,7 +108,7 @@ def plain_of(batches: list[GlobalBatch], first: int, num: int) -> list[float]:
 
 
 def first_window(steps: list[Step], num: int) -> int:
-    """The first step to show, by the rule in the module's docstring."""
+    """Returns the first step to show, by the rule in the module's docstring."""
     for first in range(len(steps) - num + 1):
         start = steps[first]
         if bool(((start.slot >= 0) & (start.level == 2)).any()):
@@ -125,13 +132,13 @@ def block(step: Step, row: int) -> Block:
 
 
 def note(num: int, out: int) -> str:
-    """What is written above a stack of `num` outliers, `out` of which leave."""
+    """Returns the text above a stack of `num` outliers, `out` of which leave."""
     verb = "leaves" if out == 1 else "leave"
     return f"{num}" if not out else f"{out} {verb}" if out == num else f"{num}, {out} {verb}"
 
 
 def queues(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
-    """Algorithm 1's two queues, oldest at the bottom, and how full each is."""
+    """Returns Algorithm 1's two queues, oldest document at the bottom, and how full each is."""
     waiting: dict[str, list[Block]] = {}
     notes: dict[str, str] = {}
     for level in (1, 2):
@@ -143,7 +150,10 @@ def queues(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
 
 
 def held(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
-    """What bounded has held, ordinary documents on top, and the outliers of the new batch."""
+    """Returns what `bounded` has held and the outliers of the new batch.
+
+    Ordinary documents, which only the held stack shows, lie on top.
+    """
     was_held = step.slot >= 0
     ordered = np.argsort(step.level == 0, kind="stable")
     rows = {
@@ -160,7 +170,7 @@ def held(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
 
 
 def micro_batches(step: Step) -> list[list[Block]]:
-    """By predicted time, outliers at the bottom, tallest first."""
+    """Returns each micro-batch's stack: heights are predicted times, the tallest at the bottom."""
     unit = int(COST.workload_ns([WINDOW])[0])
     out: list[list[Block]] = []
     for batch in step.plan.micro_batches:
@@ -199,7 +209,7 @@ def columns_of(steps: list[Step], plain: list[float], *, is_queued: bool) -> lis
 
 
 def write_csv(path: Path, runs: dict[str, list[Step]]) -> None:
-    """A row for each document placed."""
+    """Writes one row per document placed."""
     names = ("policy", "step", "micro_batch", "document", "length", "workload_ns", "arrival")
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -215,7 +225,7 @@ def write_csv(path: Path, runs: dict[str, list[Step]]) -> None:
 
 
 def table(columns: list[Column]) -> list[str]:
-    """What the figure shows, in numbers."""
+    """Returns the numbers of the figure as lines of Markdown."""
     labels = list(columns[0].waiting)
     lines = [
         f"| step | {' | '.join(labels)} | outliers that leave (came with step) | "
@@ -234,7 +244,7 @@ def table(columns: list[Column]) -> list[str]:
 
 
 def page(command: str, seed: int, shown: dict[str, list[Column]]) -> str:
-    """The results' README."""
+    """Returns the text of the results page."""
     first = next(iter(shown.values()))[0].step
     num = len(next(iter(shown.values())))
     parts = [

@@ -1,7 +1,7 @@
-"""Stacks of documents: what waits before each step, and the micro-batches it makes.
+"""Draws stacks of documents: what waits before each step, and the micro-batches that it makes.
 
-Columns are steps. Colours are Okabe and Ito's, told apart by the colour-blind; as a second sign the
-arrival step is printed in each outlier. Needs matplotlib.
+Columns are steps. Colours are Okabe and Ito's, which colour-blind readers can tell apart; as a
+second sign the arrival step is printed in each outlier. Needs matplotlib.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-COLORS = (
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-    "#44337A",
-)
+COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#44337A")
 EARLIER = "#222222"
-"""Outliers that arrived before the first step shown."""
+"""Outliers that arrived before the first step shown have this colour."""
 ORDINARY, DELAYED = "#DDDDDD", "#9A9A9A"
 WHITE_ON = {EARLIER, "#009E73", "#0072B2", "#D55E00", "#44337A"}
 OUTLINE = "#000000"
@@ -32,7 +23,13 @@ OUTLINE = "#000000"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A document in a stack. size: in units of the axis. leaves: in this column's step."""
+    """Describes a document in a stack.
+
+    size: height, in units of the axis
+    arrival: step that the document arrived with
+    leaves: whether it leaves in this column's step
+    is_delayed: whether it was held back from an earlier step
+    """
 
     size: float
     arrival: int
@@ -43,7 +40,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A step. waiting: a stack by its label; micro_batches: stacks, each with its windows."""
+    """Describes a step.
+
+    plain: Plain-4D's imbalance in the step of the same number
+    waiting: stacks of waiting documents, by label
+    notes: text above each of these stacks, by label
+    micro_batches: one stack per micro-batch
+    windows: tokens of each micro-batch, in windows
+    """
 
     step: int
     imbalance: float
@@ -55,7 +59,7 @@ class Column:
 
 
 def draw(path: Path, columns: Sequence[Column], *, title: str, waiting: str) -> None:
-    """One figure; `waiting` names the upper row's axis."""
+    """Draws one figure and saves it; `waiting` labels the upper row's y axis."""
     figure = Figure(figsize=(12, 7))
     grid = figure.add_gridspec(
         2, len(columns), left=0.062, right=0.995, top=0.85, bottom=0.145, wspace=0.07, hspace=0.16
@@ -132,7 +136,10 @@ def _micro_batches(axes: Axes, column: Column, first: int, *, top: float) -> Non
 
 
 def _stack(axes: Axes, x: float, blocks: Sequence[Block], first: int, *, width: float) -> float:
-    """Draws blocks from the bottom up, those that leave outlined above the others: the height."""
+    """Draws blocks from the bottom up and returns the stack's height.
+
+    The outlines of outliers that leave lie above the other blocks.
+    """
     bottom = 0.0
     for block in blocks:
         color = _color(block, first)
@@ -163,7 +170,7 @@ def _stack(axes: Axes, x: float, blocks: Sequence[Block], first: int, *, width: 
 
 
 def _line(block: Block) -> float:
-    """Width of a block's edge: none around the many that are too small to be told apart."""
+    """Returns the width of a block's edge, 0 for ordinary documents too small to be told apart."""
     if block.is_outlier:
         return 1.5 if block.leaves else 0.8
     return 0.4 if block.size > 0.015 else 0.0
@@ -178,7 +185,7 @@ def _color(block: Block, first: int) -> str:
 
 
 def _legend(columns: Sequence[Column]) -> tuple[list[Patch], list[Patch | Line2D]]:
-    """Colours of arrivals, and the other signs; only what is in the figure."""
+    """Returns handles for the colours of arrivals and for the other signs that the figure has."""
     first = columns[0].step
     stacks = [s for c in columns for s in (*c.waiting.values(), *c.micro_batches)]
     blocks = [block for stack in stacks for block in stack]

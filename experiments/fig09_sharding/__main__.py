@@ -1,11 +1,11 @@
-"""Figure 9: which tokens of a micro-batch each rank computes under each sharding strategy.
+"""Draws Figure 9: which tokens of a micro-batch each rank computes under each sharding strategy.
 
     python -m experiments.fig09_sharding [--lengths 9001,2503,...] [--cp 4]
 
-Draws one packed micro-batch of a long and several short documents, none a multiple of 2 * CP
-tokens, and prints what each rank holds: tokens, segments, query-key pairs, and its predicted
-attention kernels (forward and backward of one layer of the 7B model, h100 profile). Pairs tell
-what there is to compute, the prediction also what cutting costs. Results: a picture and a table.
+The micro-batch packs a long and several short documents, none a multiple of 2 * CP tokens. For each
+rank the tokens, segments and query-key pairs are printed, and the predicted time of its attention
+kernels (forward and backward of one layer of the 7B model, h100 profile). Pairs tell how much there
+is to compute, the prediction also what cutting costs. Results are a picture and a table.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def plans_of(lengths: IntArray, *, cp: int, cost: ProfiledWorkload) -> dict[str,
 
 
 def pairs_of(plan: ShardingPlan) -> IntArray:
-    """Query-key pairs of each rank: token i of a document sees i + 1 keys. Shape [cp]."""
+    """Returns each rank's query-key pairs, shape [cp]; token i of a document sees i + 1 keys."""
     pairs = (plan.stop * (plan.stop + 1) - plan.start * (plan.start + 1)) // 2
     ends = plan.rank_offsets
     return np.array([pairs[ends[r] : ends[r + 1]].sum() for r in range(plan.cp)])
@@ -71,7 +71,7 @@ def rows_of(label: str, plan: ShardingPlan, cost: ProfiledWorkload) -> list[list
 
 
 def summary(plans: dict[str, ShardingPlan], cost: ProfiledWorkload) -> list[list[str]]:
-    """Slowest rank against the mean rank, in pairs and in predicted time."""
+    """Compares the slowest rank with the mean rank, in pairs and in predicted time."""
     rows = []
     for label, plan in plans.items():
         pairs, latency = pairs_of(plan), attention_latency(plan, cost)
@@ -112,7 +112,7 @@ def markdown(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 
 
 def draw(path: Path, plans: dict[str, ShardingPlan], cost: ProfiledWorkload) -> bool:
-    """False without matplotlib."""
+    """Draws the picture; returns False without matplotlib."""
     try:
         from experiments.fig09_sharding.draw import draw as draw_plans
     except ImportError:
@@ -131,7 +131,9 @@ def lengths_of(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=lengths_of, default=LENGTHS, help="of documents, 9001,..")
+    parser.add_argument(
+        "--lengths", type=lengths_of, default=LENGTHS, help="document lengths, as in 9001,2411"
+    )
     parser.add_argument("--cp", type=int, default=4)
     options = parser.parse_args()
     lengths = np.array(options.lengths, np.int64)

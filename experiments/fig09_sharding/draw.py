@@ -1,7 +1,7 @@
-"""The picture of Figure 9: spans by rank along the packed sequence, and predicted time by rank.
+"""Draws Figure 9: spans by rank along the packed sequence, and predicted time by rank.
 
-Colours are Okabe and Ito's, told apart by the colour-blind; spans that are wide enough also carry
-their rank's number. Needs matplotlib.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; spans that are wide enough
+also carry their rank's number. Needs matplotlib.
 """
 
 from collections.abc import Mapping
@@ -14,23 +14,18 @@ from matplotlib.patches import Patch
 
 from wlb.plan import ShardingPlan, offsets_of
 
-COLORS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#44337A",
-)
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#44337A")
 WHITE_ON = {"#0072B2", "#009E73", "#D55E00", "#44337A"}
 LABEL_SHARE = 0.011
-"""A span this wide, of the sequence, has room for a digit."""
+"""A span wider than this share of the sequence has room for a digit."""
 
 
 def draw(path: Path, plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, float]) -> None:
-    """plans: by label, with latency_ns. imbalance: slowest over mean rank, by label."""
+    """Draws the plans and saves the picture.
+
+    plans: plans by label, with their latency_ns
+    imbalance: slowest over mean rank, by label
+    """
     num = len(plans)
     figure = Figure(figsize=(14, 1.5 + 1.0 * num))
     grid = figure.add_gridspec(
@@ -74,13 +69,7 @@ def _spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
         color = COLORS[rank % len(COLORS)]
         is_wide = width > LABEL_SHARE * plan.num_tokens
         axes.barh(
-            y,
-            width,
-            0.62,
-            x,
-            color=color,
-            edgecolor="white",
-            linewidth=0.6 if is_wide else 0.15,
+            y, width, 0.62, x, color=color, edgecolor="white", linewidth=0.6 if is_wide else 0.15
         )
         if is_wide:
             axes.text(
@@ -95,7 +84,7 @@ def _spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
 
 
 def _documents(axes: Axes, plan: ShardingPlan, num: int) -> None:
-    """Borders of documents through every row, and the lengths above the first."""
+    """Draws borders of documents through every row, and the lengths above the first."""
     ends = offsets_of(plan.lengths)
     for y in range(num):
         axes.vlines(ends, y - 0.4, y + 0.4, color="black", linewidth=1.6, zorder=3)

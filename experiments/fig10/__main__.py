@@ -1,14 +1,14 @@
-"""Figure 10: what an attention kernel makes of few query rows and many keys.
+"""Predicts Figure 10: how an attention kernel handles few query rows and many keys.
 
 `python -m experiments.fig10 [--profile h100 ...] [--backend NAME]` reads a kernel profile's
-attention table. Left: forward time of a segment of 16 to 256 query rows at the end of so many keys.
-Right: TFLOP/s of the pairs that the mask leaves (not of the tiles that are computed), by query rows
-and keys. One layer of LLaMA2-7B, all 32 heads, one segment of a call that fills the GPU; what a
-call costs once is apart.
+attention table. The left plot shows the forward time of a segment of 16 to 256 query rows at the
+end of 1K to 64K keys. The right plot shows TFLOP/s by query rows and keys, for the pairs that the
+mask leaves (not for the tiles that are computed). Both are of one layer of LLaMA2-7B, all 32 heads,
+and one segment of a call that fills the GPU, without what a call costs once.
 
-The paper's left is flat up to 128 rows, a tile, and rises after; its right rises from 128 to 256
-rows, which the paper puts down to multicast loads. Steps of a tile are in any profile by its
-tile_rows; how throughput grows with rows is what was published or measured.
+The paper's left plot is flat up to 128 rows, a tile, and rises after; its right plot rises from 128
+to 256 rows, which the paper puts down to multicast loads. The steps at multiples of a tile are in
+any profile, by its tile_rows; how throughput grows with rows is what was published or measured.
 """
 
 import argparse
@@ -30,7 +30,7 @@ KEYS = (1024, 4096, 16384, 65536)
 
 
 def forward_us(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
-    """A segment's forward kernel time in one layer."""
+    """Returns a segment's forward kernel time in one layer, in microseconds."""
     forward, _ = table.times_ns(
         q.astype(float), kv.astype(float), num_heads=MODEL.num_heads, head_dim=MODEL.head_size
     )
@@ -38,7 +38,7 @@ def forward_us(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
 
 
 def tflops(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
-    """Achieved, of the pairs that the mask leaves."""
+    """Returns the achieved TFLOP/s of the pairs that the mask leaves."""
     work = attention_forward_flops(q, kv, num_heads=MODEL.num_heads, head_dim=MODEL.head_size)
     return work / forward_us(table, q, kv) / 1e6
 
@@ -96,7 +96,7 @@ def _whole(columns: tuple[str, ...]) -> dict[str, str]:
 
 
 def against_of(table: AttentionTable, label: str) -> list[Against]:
-    """At 4K keys: 16 rows against a tile, a tile against two."""
+    """Compares, at 4K keys, 16 rows with one tile and one tile with two."""
     q, keys = np.array([16, 128, 256]), np.full(3, 4096)
     time, rate = forward_us(table, q, keys), tflops(table, q, keys)
     return [
@@ -121,7 +121,7 @@ def against_of(table: AttentionTable, label: str) -> list[Against]:
 
 
 def worth(table: AttentionTable, label: str) -> str:
-    """What the table is and what a call of it costs, in a line of the page."""
+    """Says what the table is and what a call of it costs, in a line of the page."""
     source = table.provenance
     return (
         f"- {label}: {source.kind} ({source.source}). Tiles of {table.tile_rows} rows; "
@@ -131,8 +131,8 @@ def worth(table: AttentionTable, label: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", nargs="+", default=["h100"], help="names, or JSON files")
-    parser.add_argument("--backend", help="attention kernel; the profile's first if not given")
+    parser.add_argument("--profile", nargs="+", default=["h100"], help="names or JSON files")
+    parser.add_argument("--backend", help="attention kernel; default: the profile's first")
     options = parser.parse_args()
     profiles = [load_profile(name) for name in options.profile]
     made: list[Table] = []

@@ -1,4 +1,4 @@
-"""Figure 11: how the sharding of a micro-batch is chosen, on real micro-batches.
+"""Predicts Figure 11: how the sharding of a micro-batch is chosen, on real micro-batches.
 
 `python -m experiments.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans the global
 batches of the fitted family and takes two of their micro-batches: where choosing gains most over
@@ -30,12 +30,15 @@ STATIC = ("per_sequence", "per_document")
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#44337A")
 LIGHT_RANKS = {"#E69F00", "#CC79A7", "#56B4E9", "#F0E442"}
 ROW_TEXT = 0.02
-"""A span this wide, of the micro-batch, has room for its rank's number."""
+"""A span wider than this share of the micro-batch has room for its rank's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A micro-batch under both strategies, in their order. chosen: what the planner took."""
+    """Holds a micro-batch under both static strategies, in the order of STATIC.
+
+    chosen: strategy that adaptive sharding takes
+    """
 
     step: int
     micro_batch: int
@@ -45,12 +48,12 @@ class Choice:
 
     @property
     def times_ns(self) -> tuple[int, ...]:
-        """Slowest rank, forward and backward, of each strategy."""
+        """Returns the slowest rank's forward plus the slowest rank's backward, by strategy."""
         return tuple(latency.slowest_kernels_ns for latency in self.latencies)
 
     @property
     def gain(self) -> float:
-        """Time of the strategy not chosen over the chosen one's, less 1."""
+        """Returns the time of the slower strategy over that of the faster one, minus 1."""
         return max(self.times_ns) / min(self.times_ns) - 1
 
     @property
@@ -72,7 +75,7 @@ def choice_of(
 
 
 def choices_of(spec: RunSpec, cost: ProfiledWorkload, *, num_batches: int) -> list[Choice]:
-    """Every micro-batch of the planned steps that holds at least half a window."""
+    """Returns every micro-batch of the planned steps that holds at least half a window."""
     window = spec.data.context_window
     mean = int(lengths_of_family(window=window, num_documents=4096, seed=0).lengths.mean())
     source = lengths_of_family(
@@ -86,18 +89,18 @@ def choices_of(spec: RunSpec, cost: ProfiledWorkload, *, num_batches: int) -> li
         choice_of(m.lengths, cost, cp=spec.parallel.cp, step=plan.step, micro_batch=m.index)
         for plan in planner_of(spec, cost, batches).steps()
         for m in plan.packing.micro_batches
-        if m.num_tokens >= window // 2  # what is left for the flush is no usual micro-batch
+        if m.num_tokens >= window // 2  # leaves out the unusual micro-batches of the flush
     ]
 
 
 def shown_of(choices: Sequence[Choice]) -> list[Choice]:
-    """Where each strategy gains most when it is chosen; strategies that never are have none."""
+    """Returns, for each strategy that is ever chosen, the micro-batch where it gains most."""
     found = ([c for c in choices if c.chosen == name] for name in STATIC)
     return [max(mine, key=lambda c: c.gain) for mine in found if mine]
 
 
 def draw(choice: Choice) -> Any:
-    """Spans of both strategies left, predicted time of each rank right."""
+    """Draws the spans of both strategies left, the predicted time of each rank right."""
     figure, (left, right) = new_figure(ncols=2, height=4.9, width_ratios=(2.4, 1))
     for y, plan in enumerate(choice.plans):
         _spans(left, y, plan)
@@ -133,7 +136,7 @@ def _spans(axes: Any, y: float, plan: ShardingPlan) -> None:
 
 
 def _documents(axes: Any, plan: ShardingPlan) -> None:
-    """Whole documents above, in two greys, and their borders through the spans."""
+    """Draws whole documents above, in two greys, and their borders through the spans."""
     ends = offsets_of(plan.lengths)
     for i, length in enumerate(plan.lengths.tolist()):
         axes.barh(-0.7, length, 0.28, ends[i], color=("#B0B0B0", "#707070")[i % 2], lw=0)
@@ -142,7 +145,7 @@ def _documents(axes: Any, plan: ShardingPlan) -> None:
 
 
 def _bars(axes: Any, choice: Choice) -> None:
-    """Forward (full) and backward (light) of each rank; the slowest of each pass add up."""
+    """Draws forward (full) and backward (light) of each rank; the slowest of each pass add up."""
     cp = choice.plans[0].cp
     height = 0.62 / cp
     longest = max(choice.times_ns) / 1e6

@@ -1,9 +1,9 @@
-"""Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the eight configurations of Table 1.
+"""Simulates Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the configurations of Table 1.
 
 `python -m experiments.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates the
 three systems on the same documents and puts the averages beside the paper's; ours (`wlb`) and the
-bound of perfect balance are shown too. `--runs` takes folders of real runs of the systems instead
-(`wlb train` writes them) and prints measured speed-ups in the same table.
+bound of perfect balance are shown too. With `--runs` it takes folders of real runs of the systems
+instead (`wlb train` writes them) and prints a table of measured speed-ups.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ PAPER = {
 
 
 def speedups(found: dict[str, dict[str, Outcome]]) -> dict[str, dict[str, float]]:
-    """Over Plain-4D, by configuration: the systems, and the bound of our own steps."""
+    """Returns speed-ups over Plain-4D by configuration: the systems', and our steps' bound."""
     out: dict[str, dict[str, float]] = {}
     for config, by_system in found.items():
         plain = by_system["plain_4d"]
@@ -41,7 +41,7 @@ def speedups(found: dict[str, dict[str, Outcome]]) -> dict[str, dict[str, float]
 
 
 def averages(rows: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Ours for each of PAPER's."""
+    """Returns our number for each of PAPER's."""
     short, long = ([r for c, r in rows.items() if c.endswith(w)] for w in ("_64k", "_128k"))
     everything = list(rows.values())
     return {
@@ -108,7 +108,12 @@ def table_of(found: dict[str, dict[str, Outcome]]) -> Table:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--runs", nargs="+", metavar="FOLDER", help="real runs of the systems")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        metavar="FOLDER",
+        help="folders of real runs, read instead of simulating",
+    )
     options = parser.parse_args()
     if options.runs:
         show(measured_table([Path(folder) for folder in options.runs]))

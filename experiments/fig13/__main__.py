@@ -1,9 +1,9 @@
-"""Figure 13: what each of WLB-LLM's parts contributes on the 7B model with a 128K window.
+"""Simulates Figure 13: what each of WLB-LLM's parts contributes on the 7B model, 128K window.
 
 `python -m experiments.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by one
 and together: per-document sharding, adaptive sharding, variable-length packing with delayed
-outliers, both; then ours, of which the paper has nothing: `bounded` packing, `balanced` sharding,
-both.
+outliers, and adaptive sharding with that packing. Ours, which the paper does not have, follow:
+`bounded` packing, `balanced` sharding, and both.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from experiments import constants
 from experiments.evaluation import Case, arguments, outcomes, steps_of, system
 from experiments.results import Against, How, Picture, Table, show, write_results
-from wlb.report.simulation.plots import WaterfallRow, waterfall_figure
+from experiments.waterfall import WaterfallRow, waterfall_figure
 
 CONFIG = "7b_128k"
 PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")

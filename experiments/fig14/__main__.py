@@ -1,7 +1,7 @@
-"""Figure 14: speed-up over Plain-4D on the 7B model as the context window grows.
+"""Simulates Figure 14: speed-up over Plain-4D on the 7B model as the context window grows.
 
-`python -m experiments.fig14 [--steps 160] [--seed 1] [--quick]`: windows of 32K to 160K tokens, the
-layout of 7B-128K throughout, lengths scaled with the window.
+`python -m experiments.fig14 [--steps 160] [--seed 1] [--quick]` takes windows of 32K to 160K
+tokens, the layout of 7B-128K throughout, and lengths scaled with the window.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ WINDOWS = (32, 64, 96, 128, 160)
 SYSTEMS = ("plain_4d", "fixed_4d", "paper", "wlb")
 NAMES = {"fixed_4d": "Fixed-4D", "paper": "WLB-LLM", "wlb": "ours", "bound": "perfect balance"}
 PAPER = {160: 1.40, 128: 1.33}
-"""What the text prints: 160K here, 128K with Figure 13; the other bars have no number."""
+"""The text prints these numbers, 160K here and 128K with Figure 13; other bars have none."""
 
 
 def draw(rows: dict[int, dict[str, float]]) -> Any:

@@ -1,20 +1,20 @@
-"""Figure 15: attention of a layer under each CP sharding, and what a choice per micro-batch gains.
+"""Compares a layer's attention under each CP sharding and the gain of choosing one (Figure 15).
 
     python -m experiments.fig15_cp_sharding                    # one GPU if there is one, else none
     python -m experiments.fig15_cp_sharding --device none      # predicted with the h100 profile
     python -m experiments.fig15_cp_sharding --device cpu       # SDPA on one thread, lengths x 1/16
 
-One layer of the 7B model, CP 4, windows of 64K and 128K, micro-batches of Plain-4D's loader on the
-fitted stream. Times are sums over micro-batches of the slowest rank's forward plus the slowest
-rank's backward, kernels alone:
+The layer is one of the 7B model at CP 4, with windows of 64K and 128K and the micro-batches of
+Plain-4D's loader on the fitted stream. Times are sums over micro-batches of the slowest rank's
+forward plus the slowest rank's backward, kernels alone:
 
-- none: nothing is measured; `attention_latency` with the h100 profile (published numbers).
-- cuda: bf16 kernels of one rank after another on one GPU; medians over rounds.
-- cpu: the same with float32, 4 heads of 16; lengths scaled, the choice by the cpu profile.
+- none: nothing is measured; `attention_latency` predicts with the h100 profile (published numbers).
+- cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
+- cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
 
 adaptive, hybrid and balanced choose by prediction. "optimal" is the better of the two static
-strategies for each micro-batch in hindsight, as in the paper; "optimal of all" likewise of all
-five. Measured, hindsight also profits from noise. The whole operation, with collectives:
+strategies for each micro-batch in hindsight, as in the paper; "optimal of all" is the best of all
+five. With measured times hindsight also profits from noise. The whole operation with collectives is
 `torchrun -m experiments.fig15_cp_sharding.ranks`.
 """
 
@@ -57,7 +57,7 @@ from wlb.cost.machine import program_version as commit
 from wlb.plan import IntArray, ShardingPlan
 
 Measure = Callable[[Sequence[ShardingPlan]], np.ndarray]
-"""Plans of one micro-batch -> forward and backward ns of the slowest rank, shape [plans, 2]."""
+"""Maps a micro-batch's plans to forward and backward ns of the slowest rank, shape [plans, 2]."""
 
 
 def predicted(cost: ProfiledWorkload) -> Measure:
@@ -74,7 +74,7 @@ def measured(case: Case, rounds: int) -> Measure:
 
 
 def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, float]:
-    """What the layer does besides, predicted: collectives of keys and values, linear layers."""
+    """Predicts in ms what else the layer does: collectives of keys and values, linear layers."""
     cp = cost.parallel.cp
     exchange = np.sum([cost.kv_exchange_ns(int(p.sum()), cp=cp) for p in pieces], axis=0)
     terms = [cost.terms(p) for p in pieces]
@@ -92,7 +92,7 @@ def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, flo
 
 
 def run_window(case: Case | None, window: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of each row of the table; case None = predicted."""
+    """Returns the milliseconds of each row of the table; without a case they are predicted."""
     pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
     cost = layer_cost(window=window, cp=options.cp) if case is None else case.cost()
     measure = predicted(cost) if case is None else measured(case, options.rounds)
@@ -127,14 +127,14 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
 
 
 def device_of(requested: str) -> torch.device | None:
-    """None = predict."""
+    """Returns the device, None to predict."""
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "none"
     return None if requested == "none" else torch.device(requested)
 
 
 def heading(case: Case | None, rounds: int) -> tuple[str, str]:
-    """Title of a table and a sentence about how the times came about."""
+    """Returns the title of a table and a sentence about how the times came about."""
     if case is None:
         return (
             "predicted, h100 profile, collectives apart",
@@ -159,11 +159,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu", "none"), default="auto")
     parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
     parser.add_argument("--cp", type=int, default=4)
-    parser.add_argument("--count", type=int, default=64, help="micro-batches of each window")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each rank is timed")
-    parser.add_argument("--scale", type=scale_of, help="of all lengths: 1 on CUDA, 1/16 on CPU")
+    parser.add_argument("--count", type=int, default=64, help="micro-batches per window")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each rank")
+    parser.add_argument(
+        "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="8 micro-batches, printed only")
+    parser.add_argument(
+        "--quick", action="store_true", help="time 8 micro-batches and write nothing"
+    )
     options = parser.parse_args()
     if options.quick:
         options.count = min(options.count, 8)

@@ -1,8 +1,8 @@
-"""The case study's layer and micro-batches: one layer of LLaMA2-7B, windows of the fitted stream.
+"""Defines the study's layer and micro-batches: one layer of LLaMA2-7B, the fitted stream.
 
-Other sharding experiments take them from here, so that all tables are about the same documents.
-The corpus is the same for every window: the fitted distribution of 128K, whose longer documents are
-cut at a shorter window.
+Other sharding experiments take them from here, so that all tables are about the same documents. The
+corpus is the same for every window: the fitted distribution of 128K, whose longer documents are cut
+at a shorter window.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from wlb.spec import ModelSpec, ParallelSpec, load
 
 N = 4
 TP = {65536: 4, 131072: 8}
-"""Table 1's TP degree of the 7B model by window."""
+"""Table 1 gives the 7B model this TP degree by window."""
 PACKERS = ("original", "bounded")
 MODEL: ModelSpec = replace(load("7b_128k").model, num_layers=1)
 STATIC = ("per_sequence", "per_document")
 STRATEGIES = (*STATIC, "adaptive", "hybrid", "balanced")
-"""In the order of the tables: the paper's, then ours."""
+"""The tables have this order: the paper's strategies, then ours."""
 
 
 def layer_cost(
     *, window: int, cp: int, profile: str = "h100", backend: str | None = None
 ) -> ProfiledWorkload:
-    """One layer of the 7B model on a rank of Table 1's TP degree."""
+    """Returns the cost of one layer of the 7B model on a rank of Table 1's TP degree."""
     tp = TP.get(window, TP[WINDOW])
     return ProfiledWorkload(
         model=MODEL,
@@ -40,7 +40,11 @@ def layer_cost(
 
 
 def packer_of(policy: str, *, window: int, seed: int) -> Packer:
-    """Plain-4D's loader, which keeps long documents whole, or `bounded` with T 1.1, S_max 1.5."""
+    """Returns a packer of the study.
+
+    "original" is Plain-4D's loader, which keeps long documents whole; "bounded" has T 1.1, S_max
+    1.5.
+    """
     options = PackerOptions(num_micro_batches=N, context_window=window, cost=COST, seed=seed)
     match policy:
         case "original":
@@ -54,8 +58,8 @@ def packer_of(policy: str, *, window: int, seed: int) -> Packer:
 
 
 def micro_batches(policy: str, *, window: int, count: int, seed: int) -> list[IntArray]:
-    """Piece lengths of the first `count` micro-batches of the fitted stream, in packed order."""
-    # Global batches of N windows of this size, in units of the stream's 128K.
+    """Returns piece lengths, in packed order, of the first `count` micro-batches of the stream."""
+    # A global batch has N windows of this size; `batches_of` counts windows of 128K.
     if N * window % WINDOW:
         raise ValueError(f"window = {window}: {N} of them must be a multiple of {WINDOW} tokens")
     batches = batches_of(
@@ -72,12 +76,15 @@ def micro_batches(policy: str, *, window: int, count: int, seed: int) -> list[In
 
 
 def plans_of(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> dict[str, ShardingPlan]:
-    """A micro-batch's plan by each strategy."""
+    """Returns a micro-batch's plan by each strategy."""
     return {name: shard(lengths, cp=cp, strategy=name, cost=cost) for name in STRATEGIES}
 
 
 def distinct(plans: Mapping[str, ShardingPlan]) -> tuple[list[ShardingPlan], dict[str, int]]:
-    """Plans that differ in a span, and which of them each name stands for: timed once, they tie."""
+    """Returns the plans that differ in a span, and which of them each name stands for.
+
+    Equal plans are timed once, so that they tie.
+    """
     found: dict[bytes, int] = {}
     unique: list[ShardingPlan] = []
     index: dict[str, int] = {}

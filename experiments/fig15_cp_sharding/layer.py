@@ -1,4 +1,4 @@
-"""What a device computes in this study: heads, dtype, kernel, scale of the lengths, cost model."""
+"""Describes what a device computes in this study: heads, dtype, kernel, lengths, cost model."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,12 +15,15 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 CPU_SCALE = Fraction(1, 16)
 CPU_MODEL = ModelSpec(hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4)
-"""4 heads of 16, a shape that the cpu profile has curves of."""
+"""The cpu profile has curves of this shape, 4 heads of 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A window on a device. scale: of its documents' lengths and of the window."""
+    """Describes a window on a device.
+
+    scale: factor on its documents' lengths and on the window
+    """
 
     window: int
     cp: int
@@ -28,12 +31,12 @@ class Case:
     scale: Fraction
 
     def lengths(self, pieces: IntArray) -> IntArray:
-        """Scaled lengths, each at least one token."""
+        """Returns the scaled lengths, each at least one token."""
         top, bottom = self.scale.numerator, self.scale.denominator
         return -(-pieces * top // bottom)
 
     def cost(self) -> ProfiledWorkload:
-        """What adaptive, hybrid and balanced choose by."""
+        """Returns the cost that adaptive, hybrid and balanced choose by."""
         if self.device.type == "cuda":
             return layer_cost(window=self.window, cp=self.cp, backend=self.layout().backend)
         return ProfiledWorkload(
@@ -44,7 +47,7 @@ class Case:
         )
 
     def layout(self) -> Layout:
-        """Full size in bf16 on CUDA, CPU_MODEL in float32 on CPU."""
+        """Returns full size in bf16 on CUDA, CPU_MODEL in float32 on CPU."""
         is_cuda = self.device.type == "cuda"
         dtype = torch.bfloat16 if is_cuda else torch.float32
         model = MODEL if is_cuda else CPU_MODEL
@@ -63,7 +66,7 @@ class Case:
 
 
 def scale_of(text: str) -> Fraction:
-    """An argument: 1/16 or 0.0625."""
+    """Reads an argument such as 1/16 or 0.0625."""
     scale = Fraction(text)
     if not 0 < scale <= 1:
         raise ValueError(f"scale = {text} must be above 0 and at most 1")

@@ -1,8 +1,8 @@
-"""Attention kernels of every rank of a plan, timed in turn on one device.
+"""Times the attention kernels of every rank of a plan, in turn on one device.
 
 A rank's call is what it runs inside context parallelism: its queries, a copy of the keys of all its
-spans, one `attend` forward and its gradient. Collectives, and the copying of keys, are not in it.
-On CUDA times are between events on the stream; on CPU they are the calling thread's own time (torch
+spans, one `attend` forward and its gradient. Collectives and the copying of keys are not in it. On
+CUDA times are between events on the stream; on CPU they are the calling thread's own time (torch
 runs one thread), which leaves out being preempted. What a backend works out from the offsets once
 for all layers happens before the first timed call.
 """
@@ -21,7 +21,7 @@ from wlb.plan import RankSpans, ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What the kernels compute on."""
+    """Describes the tensors and the device that the kernels run on."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,7 +32,7 @@ class Layout:
 
 
 class RankCall:
-    """One rank's attention call: random tensors of the right shapes, and its segments."""
+    """Holds one rank's attention call: random tensors of the right shapes, and its segments."""
 
     def __init__(self, spans: RankSpans, layout: Layout) -> None:
         cu_q, cu_k = spans.cu_seqlens_q, spans.cu_seqlens_k
@@ -56,13 +56,13 @@ class RankCall:
         torch.autograd.grad(out, self.inputs, self.gradient)
 
     def time_ns(self) -> tuple[float, float]:
-        """Forward and backward."""
+        """Returns the times of forward and backward."""
         is_cuda = self.gradient.is_cuda
         return passes_ns(self, None if is_cuda else time.thread_time_ns)
 
 
 class Passes(Protocol):
-    """What has a forward pass, and a backward pass of what that gave."""
+    """Has a forward pass, and a backward pass of its output."""
 
     def forward(self) -> torch.Tensor: ...
 
@@ -70,7 +70,7 @@ class Passes(Protocol):
 
 
 def passes_ns(call: Passes, clock: Callable[[], int] | None) -> tuple[float, float]:
-    """Forward and backward, by a clock in ns or (None) between events on the CUDA stream."""
+    """Times forward and backward by a clock in ns, or between events on the CUDA stream (None)."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if clock is None else []
     times: list[int] = []
 
@@ -94,10 +94,10 @@ def passes_ns(call: Passes, clock: Callable[[], int] | None) -> tuple[float, flo
 def times_ns(
     plans: Sequence[ShardingPlan], layout: Layout, *, rounds: int, warm_up: int = 1
 ) -> np.ndarray:
-    """Forward and backward time of every rank of every plan, shape [rounds, plans, 2, cp].
+    """Returns forward and backward ns of every rank of every plan, shape [rounds, plans, 2, cp].
 
-    A round times every rank of every plan once; every second one begins with another plan, so that
-    plans are compared at the same moments of the machine, and over 2 * plans rounds each of them
+    A round times every rank of every plan once. Every second round begins with another plan, so
+    that plans are compared at the same moments of the machine; over 2 * plans rounds each of them
     has every place once in the even and once in the odd rounds.
     """
     num, cp = len(plans), plans[0].cp
@@ -114,5 +114,5 @@ def times_ns(
 
 
 def slowest_ns(times: np.ndarray) -> np.ndarray:
-    """Forward and backward of the slowest rank, from medians over rounds: shape [plans, 2]."""
+    """Returns forward and backward of the slowest rank, medians over rounds, shape [plans, 2]."""
     return np.median(times, axis=0).max(axis=-1)

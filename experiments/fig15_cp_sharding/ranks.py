@@ -1,12 +1,12 @@
-"""Figure 15 with real collectives: the whole CP operation, all ranks as one CP group.
+"""Runs Figure 15's whole CP operation with real collectives, all ranks as one CP group.
 
     torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks            # time it
     torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks --check    # compare it
 
-NCCL with bf16 and whole windows if every rank has a GPU, else Gloo with float32 and lengths scaled
-by 1/16. --check compares output and gradients of q, k, v of every strategy with one process and
-exits with 1 if one differs by more than the tolerance; without it forward and backward are timed:
-barrier, CUDA events or wall clock, medians over rounds, maximum over ranks.
+It uses NCCL with bf16 and whole windows if every rank has a GPU, else Gloo with float32 and lengths
+scaled by 1/16. --check compares output and gradients of q, k, v of every strategy with one process
+and exits with 1 if one differs by more than the tolerance. Without it forward and backward are
+timed after a barrier, by CUDA events or wall clock: medians over rounds, maximum over ranks.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Plans = list[dict[str, ShardingPlan]]
 
 
 def check_all(case: Case, plans: Plans, console: Console) -> bool:
-    """Whether every strategy agrees with one process on every micro-batch."""
+    """Returns whether every strategy agrees with one process on every micro-batch."""
     layout = case.layout()
     tolerance = TOLERANCE[layout.dtype]
     table = Table(title=f"{case.window}: largest relative error, tolerance {tolerance:g}")
@@ -87,12 +87,16 @@ def run(options: argparse.Namespace, world: worlds.World, device: torch.device) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with one process, no times")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with one process instead of timing"
+    )
     parser.add_argument("--device", choices=[str(d) for d in Device], default="auto")
     parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
-    parser.add_argument("--count", type=int, help="micro-batches: 16, with --check 4")
+    parser.add_argument("--count", type=int, help="micro-batches; default: 16, with --check 4")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=scale_of, help="of all lengths: 1 on CUDA, 1/16 on CPU")
+    parser.add_argument(
+        "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     world = worlds.discover()

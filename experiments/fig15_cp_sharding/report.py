@@ -1,7 +1,7 @@
-"""Tables, page and chart of Figure 15's study.
+"""Makes the tables, page and chart of Figure 15's study.
 
-Every run leaves a JSON file by its device; the page shows all that there are, so that a run on
-another device adds its tables and takes none away.
+Every run leaves a JSON file named by its device. The page shows all files that there are, so that a
+run on another device adds its tables and takes none away.
 """
 
 import json
@@ -22,9 +22,9 @@ OPTIMAL, ALL = "optimal", "optimal of all"
 ROWS = (*STRATEGIES, OPTIMAL, ALL)
 KINDS = ("predicted", "cuda", "cpu")
 PAPER = {65536: 1.01, 131072: 1.07}
-"""Figure 15: per-document over per-sequence."""
+"""Figure 15 gives these speed-ups of per-document over per-sequence sharding."""
 PAPER_ADAPTIVE = (1.075, 1.034)
-"""Adaptive over per-sequence and over per-document, mean of both windows."""
+"""The text gives adaptive over per-sequence and over per-document, mean of both windows."""
 COLUMNS = (
     "forward ms",
     "backward ms",
@@ -44,7 +44,7 @@ COLORS = {
 }
 
 Found = Mapping[str, Any]
-"""What a run found for one window, as its JSON file has it."""
+"""Holds what a run found for one window, as its JSON file has it."""
 
 
 def totals(found: Found) -> dict[str, float]:
@@ -52,7 +52,7 @@ def totals(found: Found) -> dict[str, float]:
 
 
 def rest_of(found: Found) -> float | None:
-    """Predicted ms of the layer besides attention kernels; None where the kernels are measured."""
+    """Returns predicted ms of the layer besides attention, None where the kernels are measured."""
     return None if found["rest"] is None else sum(found["rest"].values())
 
 
@@ -101,7 +101,10 @@ def markdown(window: int, found: Found) -> list[str]:
 
 
 def note_of(found: Found) -> str:
-    """What adaptive took; the rest of the layer if predicted, what was predicted if measured."""
+    """Says what adaptive took, and how the predictions enter.
+
+    Predicted runs name the rest of the layer, measured runs what was predicted for them.
+    """
     num = found["micro_batches"]
     text = f"{num} micro-batches; adaptive took per_document for {found['chose_per_document']}."
     rest = found["rest"]
@@ -120,7 +123,7 @@ def note_of(found: Found) -> str:
 
 
 def mean_line(windows: Mapping[str, Found]) -> str:
-    """Adaptive against both static strategies, as the paper's text has it."""
+    """Compares adaptive with both static strategies, as the paper's text has it."""
     gains = []
     for base in STATIC:
         ratios = [totals(f)[base] / totals(f)["adaptive"] for f in windows.values()]
@@ -139,7 +142,7 @@ def mean_line(windows: Mapping[str, Found]) -> str:
 
 
 def write(kind: str, run: Mapping[str, Any]) -> None:
-    """The run's JSON, its chart, and the page of all runs."""
+    """Writes the run's JSON, its chart, and the page of all runs."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{kind}.json").write_text(json.dumps(run, indent=1) + "\n")
     draw(RESULTS / f"{kind}.png", run)
@@ -181,7 +184,7 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(path: Path, run: Mapping[str, Any]) -> bool:
-    """Speed-up over per_sequence by window, the paper's beside ours; False without matplotlib."""
+    """Draws speed-up over per_sequence by window, beside the paper's; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -206,7 +209,7 @@ def draw(path: Path, run: Mapping[str, Any]) -> bool:
 
 
 def _bars(axes: "Axes", i: int, window: int, found: Found) -> list[float]:
-    """The bars of one window, side by side about x = i: their heights."""
+    """Draws the bars of one window, side by side about x = i, and returns their heights."""
     total, rest = totals(found), rest_of(found)
     base = total["per_sequence"]
     bars = [(name, base / total[name], {"color": color}) for name, color in COLORS.items()]

@@ -1,8 +1,8 @@
-"""The whole context-parallel operation with real collectives, on the ranks that torchrun started.
+"""Runs the whole context-parallel operation with real collectives, on torchrun's ranks.
 
 `benchmark` times every plan's forward (all-gather of K and V, attention) and backward (gather,
-attention, reduce-scatter); `check` compares outputs and gradients with one process that attends to
-the packed sequence whole.
+attention, reduce-scatter). `check` compares outputs and gradients with one process that attends to
+the whole packed sequence.
 """
 
 import time
@@ -15,10 +15,11 @@ import torch.distributed as dist
 from experiments.fig15_cp_sharding.rank_times import Layout, passes_ns
 from wlb.kernels import Segments, attend
 from wlb.parallel.context import ContextAttention, take_rows
+from wlb.parallel.host import all_reduce_hosts
 from wlb.plan import IntArray, ShardingPlan, offsets_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest difference from one process, of the reference's largest value."""
+"""Results may differ from one process by this share of the reference's largest value."""
 
 
 def attention_of(plan: ShardingPlan, layout: Layout) -> ContextAttention:
@@ -35,7 +36,7 @@ def attention_of(plan: ShardingPlan, layout: Layout) -> ContextAttention:
 
 
 def packed(lengths: IntArray, layout: Layout, *, seed: int) -> list[torch.Tensor]:
-    """q, k, v and the output's gradient of the whole packed sequence, the same on every rank."""
+    """Returns q, k, v and the output's gradient of the whole packed sequence on every rank."""
     generator = torch.Generator().manual_seed(seed)
     heads = (layout.num_heads, layout.num_kv_heads, layout.num_kv_heads, layout.num_heads)
     rows = int(lengths.sum())
@@ -46,7 +47,7 @@ def packed(lengths: IntArray, layout: Layout, *, seed: int) -> list[torch.Tensor
 
 
 class RankOp:
-    """One plan's operation on this rank: its rows of the packed tensors, and the attention."""
+    """Holds one plan's operation on this rank: its rows of packed tensors, and the attention."""
 
     def __init__(self, plan: ShardingPlan, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         self.attention = attention_of(plan, layout)
@@ -55,7 +56,7 @@ class RankOp:
         self.inputs = [x.requires_grad_() for x in (self.q, self.k, self.v)]
 
     def mine(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of packed tensors; padding is zero."""
+        """Returns this rank's rows of packed tensors; padding is zero."""
         rank, rows = dist.get_rank(), self.attention.num_rows
         return [take_rows(x, self.plan, rank=rank, num_rows=rows) for x in tensors]
 
@@ -67,20 +68,21 @@ class RankOp:
         return torch.autograd.grad(out, self.inputs, self.gradient)
 
     def time_ns(self) -> tuple[float, float]:
-        """Forward and backward, all ranks starting together."""
+        """Times forward and backward, with all ranks starting together."""
         on_cuda = self.gradient.is_cuda
         if on_cuda:
             torch.cuda.synchronize()
-        dist.all_reduce(torch.zeros(1))  # a barrier, by Gloo also where the tensors are on GPUs
+        all_reduce_hosts(torch.zeros(1))  # all ranks begin together
         return passes_ns(self, None if on_cuda else time.perf_counter_ns)
 
 
 def benchmark(
     plans: Sequence[ShardingPlan], layout: Layout, *, rounds: int, warm_up: int = 1
 ) -> np.ndarray:
-    """Forward and backward ns, medians over rounds, of the slowest rank: shape [plans, 2].
+    """Returns forward and backward ns of the slowest rank, medians over rounds, shape [plans, 2].
 
-    A round runs every plan once, and each begins with another plan. The same on all ranks.
+    A round runs every plan once, and each round begins with another plan. All ranks return the
+    same.
     """
     tensors = packed(plans[0].lengths, layout, seed=0)
     ops = [RankOp(plan, layout, tensors) for plan in plans]
@@ -92,15 +94,16 @@ def benchmark(
             if i >= 0:
                 out[i, at] = took
     slowest = torch.from_numpy(np.median(out, axis=0))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    all_reduce_hosts(slowest, "max")
     return slowest.numpy()
 
 
 def check(plan: ShardingPlan, layout: Layout) -> list[float]:
-    """Largest error of output, dq, dk, dv against one process, of the reference's largest value.
+    """Returns the largest error of output, dq, dk, dv against one process.
 
-    Every rank computes the reference, in float64 where the operation is in float32 (else in
-    float32), and compares its own rows; the maximum is over ranks.
+    Errors are over the reference's largest value. Every rank computes the reference, in float64
+    where the operation is in float32 (else in float32), and compares its own rows; the maximum is
+    over ranks.
     """
     tensors = packed(plan.lengths, layout, seed=1)
     op = RankOp(plan, layout, tensors)
@@ -121,5 +124,5 @@ def check(plan: ShardingPlan, layout: Layout) -> list[float]:
     worst = torch.tensor(errors, dtype=torch.float64)
     # NaN would pass a comparison of maxima.
     worst = worst.nan_to_num(nan=torch.inf)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    all_reduce_hosts(worst, "max")
     return worst.tolist()

@@ -1,9 +1,10 @@
-"""Kill -9 at random points: `python -m experiments.kill_points`.
+"""Kills training runs at random points and checks that every token is trained exactly once.
 
-A small run over one epoch of a store is killed, all its processes at once, at a random moment, and
-started again with `--resume auto`; so many times, then it may end. From its ledger and its last
-checkpoint: was every token that the loader gave trained exactly once in the lineage of the final
-weights? And are the losses those of a run that nobody killed, bit for bit?
+`python -m experiments.kill_points` takes a small run over one epoch of a store. It kills the run's
+launcher (SIGKILL) at a random moment, with which all ranks end, and starts the run again with
+`--resume auto`; after a number of kills the run may end. Its ledger and its last checkpoint answer
+two questions: was every token that the loader gave trained exactly once in the lineage of the final
+weights, and are the losses those of a run that nobody killed, bit for bit?
 """
 
 import argparse
@@ -24,7 +25,7 @@ from experiments.results import How, Table, show, write_results
 from wlb.data import TokenStoreWriter
 from wlb.planner import open_planner
 from wlb.spec import RunSpec, apply, check, to_toml
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.telemetry.ledger import Count, count
 
 LAYOUTS = {
@@ -36,12 +37,19 @@ LAYOUTS = {
 KILLS = {"1 rank": 20, "DP 2": 10, "CP 2": 10, "PP 2": 10}
 NUM_DOCUMENTS = 6000
 LONGEST_S = 0.8
-"""Between the first step after a start and the kill, at most."""
+"""A kill comes at most this many seconds after the first step that follows a start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """kills: that hit a running process. in_save: of them, while a checkpoint was half-written."""
+    """Holds the outcome of one layout.
+
+    kills: kills that hit a running process
+    in_save: kills that left a half-written checkpoint
+    resumed: kills after which a complete checkpoint was there
+    count: tokens trained once, never, and repeatedly
+    same_losses: whether losses are those of the run that was not killed
+    """
 
     layout: str
     kills: int
@@ -53,7 +61,7 @@ class Outcome:
 
 
 def write_store(prefix: Path, num: int = NUM_DOCUMENTS) -> str:
-    """Documents of a heavy-tailed distribution, some longer than the window."""
+    """Writes documents of a heavy-tailed distribution, some longer than the window."""
     draw = np.random.default_rng(0)
     with TokenStoreWriter(prefix, vocab_size=320) as writer:
         for length in np.clip(draw.lognormal(3.5, 1.0, num), 2, 400).astype(int):
@@ -74,12 +82,7 @@ def spec_of(folder: Path, store: str, name: str, layout: str) -> RunSpec:
                 "ffn_hidden_size": 64,
             },
             "pp": {"virtual_stages": 1},
-            "data": {
-                "store": store,
-                "context_window": 128,
-                "num_windows": 4,
-                "epochs": 1,
-            },
+            "data": {"store": store, "context_window": 128, "num_windows": 4, "epochs": 1},
             "packing": {"policy": "var_len", "queue_thresholds": [0.5, 0.9]},
             "planner": {"baseline": False},
             "training": {"steps": 100_000, "warmup_steps": 2, "timeout_s": 60.0},
@@ -106,9 +109,9 @@ def size_of(path: Path) -> int:
 
 
 def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
-    """Starts or goes on, waits until something is trained, and a random while more; kills.
+    """Starts or resumes the run, waits until it trains and a random while more, and kills it.
 
-    False if the run ended first.
+    Returns False if the run ended first.
     """
     run = Path(spec.run.output_dir) / spec.run.name
     ledger = run / "ledger.jsonl"
@@ -123,7 +126,7 @@ def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
         if process.returncode:
             raise RuntimeError(f"the run failed by itself; {folder / spec.run.name}.log says why")
         return False
-    # Ranks lead groups of their own; they end with the launcher, whose death they watch.
+    # Ranks lead process groups of their own; they watch the launcher and end when it dies.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(0.3)
@@ -131,20 +134,20 @@ def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    """By step; of a step that was trained several times the last."""
+    """Returns losses by step; the last one of a step that was trained several times."""
     found: dict[int, float] = {}
     for line in (run / "metrics.jsonl").read_text("utf-8").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # half a line, of a kill
+            continue  # a kill left half a line
         if record["kind"] == "step":
             found[record["measured"]["step"]] = record["measured"]["loss"]
     return found
 
 
 def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> Outcome:
-    """Kills a run `kills` times, lets it end, and counts."""
+    """Kills a run `kills` times, lets it end, and counts its tokens."""
     began = time.perf_counter()
     draw = random.Random(seed)
     name = layout.lower().replace(" ", "-")
@@ -224,7 +227,7 @@ def table(outcomes: list[Outcome]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three kills; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="kill three times and write nothing")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kills = {"1 rank": 3} if options.quick else KILLS

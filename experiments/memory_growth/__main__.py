@@ -1,12 +1,14 @@
-"""Does a run grow? `python -m experiments.memory_growth [--minutes 60]`.
+"""Measures whether the memory of a long training run grows.
 
-The demo trains over and over its corpus, with checkpoints and evaluations, until a stop file ends
-it; the anonymous memory of each of its processes is read every few seconds. Activations come and go
-with every step, 100 MiB of them, and the C library keeps what they leave until the next save gives
-it back; so what is looked at is the floor, the least of a quarter of the time, in which there are
-several saves: a reading right after one of them is needed, and it is luck that one falls there.
-Growth is the last quarter's floor less the second one's; the first is the warm-up. --again makes
-the page once more of the last run's minutes.csv.
+`python -m experiments.memory_growth [--minutes 60]` trains the demo over and over on its corpus,
+with checkpoints and evaluations, until a stop file ends it. The anonymous memory of each of its
+processes is read every few seconds.
+
+Activations come and go with every step, about 100 MiB of them, and the C library keeps what they
+leave until the next save gives it back. What counts is therefore the floor, the least reading of a
+quarter of the time. A quarter contains several saves, because the floor needs a reading right after
+one, and it is luck that one falls there. Growth is the last quarter's floor minus the second one's;
+the first quarter is warm-up. --again makes the page again from the last run's minutes.csv.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from wlb.cost.flops import FloatArray
 EVERY_S = 5.0
 COLUMNS = ("process", "minute", "least (MiB)")
 QUARTERS = 4
-"""The first is left out of growth: buffers grow to the longest micro-batch that comes."""
+"""Growth leaves out the first quarter, in which buffers grow to the longest micro-batch."""
 SETTINGS = {
     "training.steps": 1_000_000,
     "training.schedule": "constant",
@@ -43,7 +45,11 @@ SETTINGS = {
 
 @dataclass
 class Trace:
-    """Of one process: seconds since the start, anonymous resident MiB."""
+    """Holds the readings of one process.
+
+    at_s: time of each reading since the start, in seconds
+    mib: anonymous resident memory at that time, in MiB
+    """
 
     role: str
     at_s: list[float] = field(default_factory=list[float])
@@ -51,14 +57,14 @@ class Trace:
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants, in the order in which they began."""
+    """Returns the ids of a process and its descendants, parents before their children."""
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
                 found += [int(child) for child in task.read_text().split()]
             except OSError:
-                continue  # it ended meanwhile
+                continue  # the process has ended in the meantime
     return found
 
 
@@ -72,7 +78,7 @@ def anonymous_mib(pid: int) -> float | None:
 
 
 def watch(process: subprocess.Popen[bytes], minutes: float, stop: Path) -> list[Trace]:
-    """Traces of all processes that lived through most of it."""
+    """Reads memory until the run ends and returns its long-lived processes' traces."""
     traces: dict[int, Trace] = {}
     begin = time.monotonic()
     while process.poll() is None:
@@ -96,20 +102,20 @@ def watch(process: subprocess.Popen[bytes], minutes: float, stop: Path) -> list[
 
 
 def quarters(trace: Trace, of: Callable[[FloatArray], float]) -> list[float]:
-    """Of each quarter of the time."""
+    """Returns `of` applied to the readings of each quarter of the time."""
     at, mib = np.array(trace.at_s), np.array(trace.mib)
     part = np.minimum((QUARTERS * (at - at[0]) / (at[-1] - at[0])).astype(int), QUARTERS - 1)
     return [float(of(mib[part == i])) for i in range(QUARTERS)]
 
 
 def growth(trace: Trace) -> float:
-    """MiB from the second quarter's floor to the last one's."""
+    """Returns the MiB by which the floor grew from the second quarter to the last."""
     floors = quarters(trace, np.min)
     return floors[-1] - floors[1]
 
 
 def table(minutes: list[Trace]) -> Table:
-    """Of traces by minute."""
+    """Returns floors, growth and medians by process, from traces with one reading per minute."""
     names = ("1st", "2nd", "3rd", "4th")
     floors = [f"floor, {name} (MiB)" for name in names]
     typical = [f"median, {name} (MiB)" for name in names[1:]]
@@ -127,7 +133,7 @@ def table(minutes: list[Trace]) -> Table:
 
 
 def by_minute(trace: Trace) -> Trace:
-    """The least of every minute."""
+    """Returns the trace of the least reading of every minute."""
     minute = (np.array(trace.at_s) // 60).astype(int)
     mib, found = np.array(trace.mib), np.unique(minute)
     least = [float(mib[minute == m].min()) for m in found]
@@ -135,7 +141,7 @@ def by_minute(trace: Trace) -> Trace:
 
 
 def minutes_table(minutes: list[Trace]) -> Table:
-    """For whoever wants other statistics."""
+    """Returns every minute's reading, for readers who want other statistics."""
     rows = [
         [t.role, int(at // 60), x] for t in minutes for at, x in zip(t.at_s, t.mib, strict=True)
     ]
@@ -143,7 +149,7 @@ def minutes_table(minutes: list[Trace]) -> Table:
 
 
 def read_minutes(path: Path) -> list[Trace]:
-    """What `minutes_table` wrote."""
+    """Reads what `minutes_table` wrote."""
     traces: dict[str, Trace] = {}
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -168,7 +174,7 @@ def figure(traces: list[Trace]) -> Picture:
 
 
 def run(minutes: float) -> list[Trace]:
-    """The least of every minute of every process of the demo."""
+    """Trains the demo and returns the least memory of every process in every minute."""
     with tempfile.TemporaryDirectory() as place:
         stop = Path(place, "stop")
         told = SETTINGS | {"run.output_dir": place, "run.stop_file": str(stop)}
@@ -182,8 +188,8 @@ def run(minutes: float) -> list[Trace]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--again", action="store_true", help="the page of the last run's minutes")
-    parser.add_argument("--quick", action="store_true", help="four minutes; writes nothing")
+    parser.add_argument("--again", action="store_true", help="remake the page from minutes.csv")
+    parser.add_argument("--quick", action="store_true", help="run four minutes and write nothing")
     options = parser.parse_args()
     here = Path(__file__).parent
     if options.again:

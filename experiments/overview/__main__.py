@@ -1,9 +1,10 @@
-"""README's picture: one step of 7B-128K as a usual loader makes it, and as wlb does.
+"""Draws README's picture: one step of 7B-128K as a usual loader packs it and as wlb packs it.
 
-`python -m experiments.overview [--seed 0] [--batches 160]` packs the fitted documents by Plain-4D
-and by `bounded`, takes a step of equal work in both, with an imbalance of Plain-4D near its mean,
-and draws the predicted time of each micro-batch, and of each CP rank of the longest document's.
-Priced by the constants of `experiments/constants.py`, as Table 2.
+`python -m experiments.overview [--seed 0] [--batches 640]` packs documents of the fitted length
+family with Plain-4D and with `bounded`. It picks a step whose work is about equal under both and
+whose imbalance under Plain-4D is near the mean, and draws the predicted time of each micro-batch
+and of each CP rank of the micro-batch that holds the longest document. Times are predicted with the
+constants of `experiments/constants.py`, as in Table 2.
 """
 
 import argparse
@@ -26,12 +27,15 @@ from wlb.sharding import shard
 CP = 4
 SHORT, LONG, WAITING = "#56B4E9", "#D55E00", "#E6E6E6"
 NARROW = 0.01
-"""Documents of less than this share of the slowest micro-batch are drawn without a border."""
+"""Documents below this share of the slowest micro-batch are drawn without a border."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One step under one policy. sharding: how a micro-batch is divided over CP ranks."""
+    """Describes one step under one policy.
+
+    sharding: strategy that divides a micro-batch over the CP ranks
+    """
 
     title: str
     packing: PackingPlan
@@ -39,20 +43,23 @@ class Side:
 
     @property
     def times_ns(self) -> IntArray:
-        """Predicted forward latency of each micro-batch, shape [N]."""
+        """Returns the predicted forward latency of each micro-batch in ns, shape [N]."""
         lengths = [batch.lengths for batch in self.packing.micro_batches]
         return np.array([int(COST.forward_latency_ns(of).sum()) for of in lengths], np.int64)
 
     @property
     def rank_times_ns(self) -> IntArray:
-        """Predicted attention of each CP rank for the longest document's micro-batch, [CP]."""
+        """Returns the predicted forward attention of each CP rank in ns, shape [CP].
+
+        The micro-batch is the one that holds the longest document.
+        """
         batch = max(self.packing.micro_batches, key=lambda batch: int(batch.lengths.max()))
         plan = shard(batch.lengths, cp=CP, strategy=self.sharding, cost=COST)
         return attention_latency(plan, COST).forward_ns
 
 
 def plans_of(packer: Packer, batches: Sequence[GlobalBatch]) -> list[PackingPlan]:
-    """Steps until the data ends, without the flush."""
+    """Returns the steps that the packer makes until the data ends, without the flush."""
     plans: list[PackingPlan] = []
     carry = packer.start()
     for batch in batches:
@@ -66,7 +73,7 @@ def sides_of(batches: Sequence[GlobalBatch]) -> tuple[Side, Side]:
     ours = plans_of(
         BoundedPacker(options=OPTIONS, s_max=2 * WINDOW, step_tokens=3 * N * WINDOW // 2), batches
     )
-    first = len(batches) // 4  # packers hold documents by then
+    first = len(batches) // 4  # by then the packers hold documents back
     num = min(len(plain), len(ours))
     pairs = [
         (
@@ -81,15 +88,18 @@ def sides_of(batches: Sequence[GlobalBatch]) -> tuple[Side, Side]:
 
 
 def _typical(plain: Side, ours: Side) -> tuple[float, float, float]:
-    """What a step is chosen by: Plain-4D's imbalance of micro-batches and of CP ranks, and our
-    work over its work."""
+    """Returns the numbers that a step is chosen by.
+
+    They are Plain-4D's imbalance over micro-batches, its imbalance over CP ranks, and our work over
+    Plain-4D's work.
+    """
     ranks = plain.rank_times_ns
     work = float(ours.times_ns.sum() / plain.times_ns.sum())
     return imbalance(plain.times_ns), float(ranks.max() / ranks.mean()), work
 
 
 def draw(sides: Sequence[Side]) -> Any:
-    """Micro-batches above, CP ranks below; a column for each side, with axes in common."""
+    """Draws micro-batches above and CP ranks below, one column per side, with shared x axes."""
     figure, axes = new_figure(nrows=2, ncols=2, height=5.0, sharex="row")
     for column, side in enumerate(sides):
         _micro_batches(axes[column], side)

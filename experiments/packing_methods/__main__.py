@@ -1,12 +1,13 @@
-"""Packing with position ids: rows, steps, utilisation and padding of every method, by counting.
+"""Counts rows, steps, utilisation and padding of the methods that pack with position ids.
 
-`python -m experiments.packing_methods` counts what one epoch of each method of the paper's Tables 2
-to 6 is, on lengths like those of its three data sets (`lengths`): rows by model and layout (Tables
-2 and 3, `rows`), optimiser steps by method and (bs, msl, gas) (Tables 4 to 6, `steps`), and beside
-them what the paper does not have: Multipack in groups of 8, exact first and best fit decreasing.
+`python -m experiments.packing_methods` counts what one epoch is under each method of the packing
+paper's Tables 2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and
+layout (Tables 2 and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6,
+`steps`). Beside them stand methods that the paper does not have: Multipack in groups of 8, exact
+first and best fit decreasing.
 
-No model is trained here: the tables' throughput, memory and losses are the second half, which has
-the paper's figures in `paper` and these counts (`counting`) to check its batches against.
+No model is trained here. `experiments.packing_methods.training` measures the tables' throughput,
+memory and losses.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SMALL_GAS = {
     for name, gases in (("FLAN", (4, 2)), ("OrcaMath", (4, 2)), ("Stack", (12, 6)))
     for msl, gas in zip((8192, 16384), gases, strict=True)
 }
-"""The smaller gas of each table, where a step is less than 1% of an epoch."""
+"""This is the smaller gas of each table, with which a step is less than 1% of an epoch."""
 LAYOUTS = ("basic packing", "flat")
 
 
@@ -76,7 +77,7 @@ def datasets_table() -> Table:
 
 
 def steps_table(found: list[StepCounts], *, number: int) -> Table:
-    """Table 4, 5 or 6."""
+    """Returns Table 4, 5 or 6."""
     columns = (
         "method",
         "bs, msl, gas",
@@ -128,7 +129,7 @@ def steps_table(found: list[StepCounts], *, number: int) -> Table:
 
 
 def padding_table(found: list[StepCounts]) -> Table:
-    """The one check of padding that the paper permits: how much longer its padded runs took."""
+    """Compares padding in the one way that the paper permits: how much longer padded runs took."""
     by = {(s.dataset, s.bs, s.method): s for s in found if s.paper and s.msl == MSL}
     rows: list[list[object]] = []
     for dataset in DATASETS:
@@ -205,7 +206,7 @@ def rows_table(found: list[RowCounts]) -> Table:
 
 
 def against_rows(steps: list[StepCounts], rows: list[RowCounts]) -> list[Against]:
-    """Steps at the smaller gas, then the worst row counts."""
+    """Returns steps at the smaller gas, then row counts of Mistral's tokenizer."""
     out: list[Against] = []
     for s in steps:
         is_shown = s.paper and s.bs == 1 and SMALL_GAS.get((s.dataset, s.msl)) == s.gas
@@ -288,7 +289,7 @@ def words(steps: list[StepCounts], rows: list[RowCounts]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one shuffle; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="count one shuffle and write nothing")
     options = parser.parse_args()
     seeds = range(1 if options.quick else SHUFFLES)
     steps, rows = step_counts(seeds), row_counts(seeds)

@@ -1,9 +1,9 @@
-"""What an epoch of each packing method holds: micro-batches, rows, tokens, positions. No tensors.
+"""Counts what an epoch of each packing method holds: micro-batches, rows, tokens, positions.
 
-A method is given the lengths of examples that are at most msl tokens long, in the order of the data
-set, and orders and groups them itself. (bs, msl, gas) as in the paper: rows of a micro-batch on a
-GPU, tokens of a row, micro-batches of an optimiser step. Nothing is dropped or truncated but where
-a method does so by its nature; `Count.left_out` says how much.
+No tensors are needed. A method is given the lengths of examples, each at most msl tokens long, in
+the order of the data set, and orders and groups them itself. (bs, msl, gas) are as in the paper:
+rows of a micro-batch on a GPU, tokens of a row, micro-batches per optimiser step. Only a method
+that by its nature drops or truncates does so; `Count.left_out` says how much.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from wlb.packing import BinMethod, pack_bins
 from wlb.plan import IntArray
 
 MEGABATCHES = 50
-"""Batches that transformers' sampler sorts together."""
+"""transformers' sampler sorts this many batches together."""
 LIBRARY_GPUS = 8
-"""Of the paper's node."""
+"""The paper's node has this many GPUs."""
 
 
 class Method(StrEnum):
-    """The paper's names for what it compares, and ours for what it does not."""
+    """Names the methods: the paper's names for what it compares, ours for what it does not."""
 
     RANDOM_PADDING = "RandomSampling+Padding"
     GROUPED_PADDING = "GroupByLength+Padding"
@@ -38,15 +38,19 @@ class Method(StrEnum):
 
 
 OURS = (Method.MULTIPACK_GROUPS, Method.FIRST_FIT_DECREASING, Method.BEST_FIT_DECREASING)
-"""Not in the paper."""
+"""The paper does not have these methods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """An epoch. tokens: of examples, in micro-batches. left_out: tokens in none.
+    """Counts an epoch.
 
-    positions: that a model computes, padding included. room: rows x msl, what the memory is for
-    (with padding or a mini-batch a row is an example). num_broken: examples in more than one row.
+    rows: rows; with padding or a mini-batch a row is an example
+    tokens: tokens of examples that are in micro-batches
+    positions: positions that a model computes, padding included
+    room: rows x msl, the positions that there is memory for
+    num_broken: examples in more than one row
+    left_out: tokens in no micro-batch
     """
 
     rows: int
@@ -59,23 +63,26 @@ class Count:
 
     @property
     def utilisation(self) -> float:
-        """Tokens over room."""
+        """Returns tokens over room."""
         return self.tokens / self.room
 
     @property
     def padding(self) -> float:
-        """Share of positions that hold no token."""
+        """Returns the share of positions that hold no token."""
         return 1 - self.tokens / self.positions
 
     def steps(self, gas: int) -> int:
-        """Whole optimiser steps, as the paper counts; `micro_batches % gas` come after the last."""
+        """Returns whole optimiser steps, as the paper counts.
+
+        `micro_batches % gas` micro-batches come after the last step.
+        """
         return max(1, self.micro_batches // gas)
 
 
 def count(method: Method, lengths: IntArray, *, bs: int, msl: int, gas: int, seed: int) -> Count:
-    """An epoch of `method` on examples of `lengths` tokens, shape [n], each at most msl.
+    """Counts an epoch of `method` on examples of `lengths` tokens, shape [n], each at most msl.
 
-    seed: shuffles them; sorted and decreasing methods do not depend on it.
+    seed: seed of the shuffle, on which sorted and decreasing methods do not depend
     """
     if not lengths.size:
         raise ValueError("no examples to pack")
@@ -100,7 +107,7 @@ def count(method: Method, lengths: IntArray, *, bs: int, msl: int, gas: int, see
 
 
 def padded(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """bs examples at a time in the order given, each padded to the longest of them."""
+    """Takes bs examples at a time in the order given and pads each to the longest of them."""
     starts = np.arange(0, lengths.size, bs)
     widths = np.maximum.reduceat(lengths, starts)
     sizes = np.diff(starts, append=lengths.size)
@@ -114,7 +121,7 @@ def padded(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def mini_batch(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """bs examples at a time, one after the other in a single row as long as they are."""
+    """Takes bs examples at a time, one after the other in a single row as long as they are."""
     tokens = int(lengths.sum())
     return Count(
         rows=lengths.size,
@@ -126,7 +133,7 @@ def mini_batch(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def fixed_length(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Examples one after the other, cut every msl tokens. The last row is filled with padding."""
+    """Joins the examples and cuts them every msl tokens; the last row is filled with padding."""
     ends = np.cumsum(lengths)
     tokens = int(ends[-1])
     rows = -(-tokens // msl)
@@ -142,30 +149,27 @@ def fixed_length(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def first_come(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Whole examples in the order given; one that does not fit ends a row (next fit)."""
+    """Takes whole examples in the order given; one that does not fit ends a row (next fit)."""
     bins = pack_bins(lengths, msl, method=BinMethod.NEXT_FIT)
     return in_rows(bins.num_bins, lengths, bs=bs, msl=msl)
 
 
 def in_rows(rows: int, lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Whole examples in rows that are as long as what they hold: position ids need no padding."""
+    """Counts whole examples in rows as long as what they hold: position ids need no padding."""
     tokens = int(lengths.sum())
     return Count(
-        rows=rows,
-        micro_batches=-(-rows // bs),
-        tokens=tokens,
-        positions=tokens,
-        room=rows * msl,
+        rows=rows, micro_batches=-(-rows // bs), tokens=tokens, positions=tokens, room=rows * msl
     )
 
 
 def multipack(lengths: IntArray, *, bs: int, msl: int, num_gpus: int = 1) -> Count:
-    """The Multipack sampler as first published: a row for each GPU at a time.
+    """Counts the Multipack sampler as first published, which takes one row per GPU at a time.
 
-    A group of rows takes as many of the next examples as a binary search finds that first fit
-    decreasing gets into num_gpus rows. The search presumes that fewer examples fit where more do,
-    as the library's does. The last group is left out unless it fills a row for every GPU, also as
-    there. For one GPU a row simply takes examples until one does not fit, which is `first_come`.
+    A group of rows takes as many of the next examples as first fit decreasing gets into num_gpus
+    rows. A binary search finds how many; like the library's, it presumes that fewer examples fit
+    where more do. Also as in the library, the last group is left out unless it fills a row for
+    every GPU. For one GPU a row simply takes examples until one does not fit, which is
+    `first_come`.
     """
     ends = np.cumsum(lengths)
     begin, rows = 0, 0
@@ -194,18 +198,19 @@ def multipack(lengths: IntArray, *, bs: int, msl: int, num_gpus: int = 1) -> Cou
 
 
 def num_rows(lengths: IntArray, msl: int) -> int:
-    """Rows that first fit decreasing needs."""
+    """Returns how many rows first fit decreasing needs."""
     if int(lengths.sum()) <= msl:
         return 1
     return pack_bins(lengths, msl, method=BinMethod.FIRST_FIT_DECREASING).num_bins
 
 
 def length_grouped(lengths: IntArray, *, batch: int, rng: np.random.Generator) -> IntArray:
-    """Order of transformers' LengthGroupedSampler; rows of `lengths`, shape [n].
+    """Returns the order of transformers' LengthGroupedSampler, indices into `lengths`, shape [n].
 
-    Shuffled, then sorted from long to short within megabatches of 50 batches (fewer where there
-    would be less than four megabatches). The longest example of all changes places with the first,
-    so that memory runs out at once or not at all. transformers' Trainer takes bs * gas for `batch`.
+    Examples are shuffled, then sorted from long to short within megabatches of 50 batches (fewer
+    where there would be less than four megabatches). The longest example of all changes places with
+    the first, so that memory runs out at once or not at all. transformers' Trainer passes bs * gas
+    as `batch`.
     """
     megabatch = batch * max(1, min(lengths.size // (4 * batch), MEGABATCHES))
     order = rng.permutation(lengths.size)

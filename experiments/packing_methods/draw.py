@@ -1,4 +1,4 @@
-"""Pictures of `experiments.packing_methods`: the data sets, steps and rows beside the paper's."""
+"""Draws the pictures of `experiments.packing_methods`: data sets, steps and rows."""
 
 from typing import Any
 
@@ -11,13 +11,7 @@ from experiments.packing_methods.rows import RowCounts
 from experiments.packing_methods.steps import StepCounts
 
 BIN = 128
-SHOWN = (
-    Method.FIXED_LENGTH_POSID,
-    Method.MULTIPACK,
-    Method.RANDOM,
-    Method.SORTED,
-    *OURS,
-)
+SHOWN = (Method.FIXED_LENGTH_POSID, Method.MULTIPACK, Method.RANDOM, Method.SORTED, *OURS)
 SHORT = {
     Method.FIXED_LENGTH_POSID: "FixedLengthPacking",
     Method.MULTIPACK: "Multipack (1 GPU)",
@@ -31,7 +25,7 @@ PAPER = {"marker": "D", "color": "none", "markeredgecolor": "black", "markersize
 
 
 def draw_lengths() -> Any:
-    """The paper's Figure 1, of the lengths that are counted here."""
+    """Draws the paper's Figure 1 for the lengths that are counted here."""
     figure, axes = new_figure(ncols=3, height=3.3)
     for axis, dataset, colour in zip(axes, DATASETS.values(), COLOURS, strict=False):
         lengths = dataset.lengths()
@@ -64,7 +58,10 @@ def draw_lengths() -> Any:
 
 
 def draw_steps(found: list[StepCounts], *, gas: dict[tuple[str, int], int]) -> Any:
-    """Steps at the smaller gas of each table. gas: by data set and msl."""
+    """Draws steps at the smaller gas of each table.
+
+    gas: the smaller gas by data set and msl
+    """
     figure, axes = new_figure(ncols=3, height=4.3, sharey=True)
     for axis, name in zip(axes, DATASETS, strict=True):
         for i, msl in enumerate((8192, 16384)):
@@ -96,7 +93,7 @@ def draw_steps(found: list[StepCounts], *, gas: dict[tuple[str, int], int]) -> A
 
 
 def draw_rows(found: list[RowCounts]) -> Any:
-    """Basic packing and flat rows by model: ours over the paper's, counted in two ways."""
+    """Draws basic packing and flat rows by model: ours over the paper's, counted in two ways."""
     figure, axes = new_figure(ncols=4, height=4.0, sharey=True, sharex=True)
     panels = [(d, layout) for layout in ("basic packing", "flat") for d in ("FLAN", "OrcaMath")]
     for axis, (dataset, layout) in zip(axes, panels, strict=True):

@@ -1,23 +1,24 @@
-"""Example lengths like those of FLAN 20K, OrcaMath 20K and Stack 20K, and of corpora by their mean.
+"""Derives example lengths like those of FLAN 20K, OrcaMath 20K and Stack 20K.
 
 The paper ("Enhancing Training Efficiency Using Packing with Flash Attention") prints no length of
-an example, but its tables hold enough to draw from:
+an example, but its tables hold enough to derive them:
 
-- **How many**: the Rows of padding, 19,961 for FLAN with Mistral's tokenizer and 20,000 for
-  OrcaMath. FLAN's differ by tokenizer (19,947 to 19,974 of 20,000), so examples over the maximum
-  sequence length (msl) of 4,096 tokens were left out. Stack has 312 steps of 64, so all 20,000.
-- **How many tokens**: Time x Tok/s is the same for every method of a table of one GPU: 9.22 million
-  (FLAN), 7.90 million (OrcaMath), 27.0 million (Stack).
-- **How uneven**: a packer that cuts nothing fills rows the worse the longer the examples are that
-  it ends rows at, so the steps of random and of sorted packing at rows of 8,192 and 16,384 tell the
-  spread. Lognormals of sigma 1.0, 0.6 and 1.4 meet them within 1%.
-- **What became of long ones**: a lognormal of sigma 1.4 that is left out above 4,096 fits Stack 3%
-  worse than one that is cut there, and with 20,000 of 20,000 left it must have been cut.
+- **Number of examples**: the Rows of padding are 19,961 for FLAN with Mistral's tokenizer and
+  20,000 for OrcaMath. FLAN's differ by tokenizer (19,947 to 19,974 of 20,000), so examples over the
+  maximum sequence length (msl) of 4,096 tokens were left out. Stack has 312 steps of 64, so all
+  20,000.
+- **Number of tokens**: Time x Tok/s is the same for every method of a table of one GPU: 9.22
+  million (FLAN), 7.90 million (OrcaMath), 27.0 million (Stack).
+- **Spread**: a packer that cuts nothing fills rows the worse, the longer the examples are at which
+  it ends rows. The steps of random and of sorted packing at rows of 8,192 and 16,384 therefore tell
+  the spread. Lognormals of sigma 1.0, 0.6 and 1.4 meet them within 1%.
+- **Long examples**: a lognormal of sigma 1.4 that is left out above 4,096 fits Stack 3% worse than
+  one that is cut there; since 20,000 of 20,000 examples are left, they must have been cut.
 
-A length is a quantile, not a draw: the i-th of n is the (i + 1/2) / n quantile, and the median is
-solved for so that the total is right. So a data set has one list of lengths, and a seed only
-shuffles it. What these lists cannot show is a shape other than lognormal: the paper's histograms of
-FLAN and OrcaMath have their modes near 100 and 400 tokens, as these have.
+A length is a quantile, not a random draw: the i-th of n is the (i + 1/2) / n quantile, and the
+median is solved for so that the total is right. A data set thus has one list of lengths, and a seed
+only shuffles it. These lists cannot show a shape other than lognormal; the paper's histograms of
+FLAN and OrcaMath have their modes near 100 and 400 tokens, as these lists have.
 """
 
 import math
@@ -31,15 +32,18 @@ from scipy.special import ndtr, ndtri
 from wlb.plan import IntArray
 
 MSL = 4096
-"""The paper's maximum sequence length of an example."""
+"""The paper's examples have at most this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Examples by their number, tokens and spread.
+    """Describes a data set by the number, tokens and spread of its examples.
 
-    num_examples, tokens: of those that are trained. sigma: of the logarithm. is_cut: longer
-    examples are cut at `longest` tokens; else num_left_out of them are not in num_examples.
+    num_examples, tokens: examples that are trained, and their tokens
+    sigma: standard deviation of the lengths' logarithm
+    longest: tokens of the longest example, None if there is no limit
+    is_cut: whether longer examples are cut at `longest`; else they are left out
+    num_left_out: examples that are left out and not in num_examples
     """
 
     title: str
@@ -68,7 +72,7 @@ class Dataset:
 
     @property
     def median(self) -> float:
-        """Of the lognormal before anything is cut or left out, so that `tokens` come out."""
+        """Returns the median of the lognormal before cutting or leaving out, given `tokens`."""
 
         def excess(log_median: float) -> float:
             return float(self._quantiles(math.exp(log_median)).sum()) - self.tokens
@@ -76,17 +80,20 @@ class Dataset:
         return math.exp(_root(excess))
 
     def lengths(self) -> IntArray:
-        """Tokens of each example, rising, shape [num_examples]; their sum is `tokens`, rounded."""
+        """Returns the tokens of each example, rising, shape [num_examples].
+
+        Their sum is `tokens`, but for rounding.
+        """
         return _whole(self._quantiles(self.median))
 
     def left_out(self) -> IntArray:
-        """Tokens of the examples over `longest` that are left out, shape [num_left_out]."""
+        """Returns the tokens of the examples that are left out, shape [num_left_out]."""
         if not self.num_left_out:
             return np.zeros(0, np.int64)
         return _whole(self._between(self.median, self.longest, None, self.num_left_out))
 
     def uncut(self) -> IntArray:
-        """`lengths()` before they were cut, as far as the lognormal knows."""
+        """Returns `lengths()` before they were cut, as far as the lognormal knows."""
         return _whole(self._between(self.median, None, None if self.is_cut else self.longest))
 
     def shuffled(self, seed: int) -> IntArray:
@@ -101,7 +108,8 @@ class Dataset:
     def _between(
         self, median: float, low: int | None, high: int | None, num: int | None = None
     ) -> np.ndarray:
-        """Middles of `num` equally likely parts of the lognormal from `low` to `high` tokens."""
+        """Returns the middles of `num` equally likely parts of the lognormal from `low` to
+        `high`."""
         num = num or self.num_examples
         start = 0.0 if low is None else float(ndtr(math.log(low / median) / self.sigma))
         stop = 1.0 if high is None else float(ndtr(math.log(high / median) / self.sigma))
@@ -110,7 +118,7 @@ class Dataset:
 
 
 def _root(excess: Callable[[float], float]) -> float:
-    """A logarithm of tokens where `excess`, which rises, is 0."""
+    """Returns a logarithm of tokens where `excess`, which rises, is 0."""
     return float(brentq(excess, math.log(1e-3), math.log(1e9)))  # pyright: ignore[reportArgumentType]
 
 

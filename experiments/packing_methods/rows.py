@@ -1,14 +1,14 @@
-"""Tables 2 and 3: rows of an epoch by model and layout, the paper's beside ours.
+"""Counts rows of an epoch by model and layout, beside the paper's Tables 2 and 3.
 
-A model differs from another by its tokenizer alone here: examples from the Rows of padding, tokens
-from Time x Tok/s x 8 GPUs of the mini-batches. Rows of padding and of mini-batches are examples, so
-they are what we are given; those of basic packing (rows of 4,096 tokens, cut anywhere) and of flat
-ones (whole examples, first come first served, in rows of bs x msl) are counted in two ways:
+Models differ only by their tokenizer here. Their examples and tokens come from the tables: Rows of
+the mini-batches, and their Time x Tok/s x 8 GPUs. Rows of padding and of mini-batches are examples,
+and so need no counting. Rows of basic packing (of 4,096 tokens, cut anywhere) and flat rows (whole
+examples, first come first served, in rows of bs x msl) are counted in two ways:
 
-- **nothing lost**: every trained example, the last row kept;
+- **nothing lost**: every trained example is packed and the last row is kept.
 - **as printed**: what the tables turn out to hold. The 20,000 examples, those over msl as well, are
   packed 1,000 at a time (how `datasets` maps), and what does not fill a row at the end of each
-  thousand is dropped. Basic packing cuts long examples at row ends, flat rows have them cut at msl.
+  thousand is dropped. Basic packing cuts long examples at row ends; flat rows have them cut at msl.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,22 @@ NUM_EXAMPLES = 20_000
 MAPPED = 1000
 BATCH = 4
 SMALLER_BATCHES = {"gemma": 2, "QwenMOE": 2}
-"""Examples of a mini-batch a GPU. The text says 4 of all models; these two have twice the flat rows
-that 4 can give."""
+"""These models have this many examples in a GPU's mini-batch.
+
+The text says 4 of all models; these two have twice the flat rows that 4 can give.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """A row of the paper beside ours. lost: tokens that are left out or cut as it is printed."""
+    """Holds a row of the paper beside our counts, which are means over shuffles.
+
+    row_tokens: tokens of a row, None where a row is an example
+    nothing_lost: rows if no token is lost
+    utilisation: share of tokens in these rows
+    as_printed: rows as the tables seem to be counted
+    lost: tokens that are then dropped or cut
+    """
 
     paper: RowsRow
     row_tokens: int | None
@@ -42,13 +51,13 @@ class RowCounts:
     lost: float | None = None
 
     def difference(self, *, as_printed: bool) -> float:
-        """Ours over the paper's, less 1."""
+        """Returns our rows over the paper's, minus 1."""
         ours = self.as_printed if as_printed and self.as_printed is not None else self.nothing_lost
         return ours / self.paper.rows - 1
 
 
 def row_counts(seeds: range) -> list[RowCounts]:
-    """Means over shuffles, in the paper's order."""
+    """Returns means over shuffles, in the paper's order."""
     groups = groupby(rows_rows(), key=lambda row: (row.table, row.model))
     return [found for _, rows in groups for found in _of_model(list(rows), seeds)]
 
@@ -107,7 +116,7 @@ def _counted(
 
 
 def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count]) -> tuple[int, int]:
-    """Rows, and tokens that are dropped, where each 1,000 examples drop a row they do not fill."""
+    """Returns rows and dropped tokens where each 1,000 examples drop the row they do not fill."""
     rows = dropped = 0
     for begin in range(0, examples.size, MAPPED):
         part = examples[begin : begin + MAPPED]
@@ -120,7 +129,7 @@ def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count])
 
 
 def _last_row(examples: IntArray, row_tokens: int, how: Callable[..., Count]) -> int:
-    """Tokens of the row that is being filled when the examples end."""
+    """Returns the tokens of the row that is being filled when the examples end."""
     if how is fixed_length:
         return (int(examples.sum()) - 1) % row_tokens + 1
     filled = 0

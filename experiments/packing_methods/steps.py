@@ -1,4 +1,4 @@
-"""Tables 4 to 6: optimiser steps of an epoch by method, the paper's beside ours."""
+"""Counts optimiser steps of an epoch by method, beside the paper's Tables 4 to 6."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from wlb.plan import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """A method at (bs, msl, gas), counted over several shuffles of one data set.
+    """Holds a method at (bs, msl, gas), counted over several shuffles of one data set.
 
-    paper: None for methods that it does not have. counts: one a shuffle.
+    paper: the paper's row, None for a method that it does not have
+    counts: one count per shuffle
     """
 
     dataset: str
@@ -29,34 +30,34 @@ class StepCounts:
 
     @property
     def steps(self) -> tuple[int, int, int]:
-        """Least, median, most over the shuffles; the median of an even number is the lower one."""
+        """Returns least, median (of an even number the lower one) and most over the shuffles."""
         rising = sorted(made.steps(self.gas) for made in self.counts)
         return rising[0], rising[(len(rising) - 1) // 2], rising[-1]
 
     @property
     def difference(self) -> float | None:
-        """The median over the paper's, less 1."""
+        """Returns the median over the paper's, minus 1."""
         return self.steps[1] / self.paper.steps - 1 if self.paper else None
 
     def mean(self, name: str) -> float:
-        """Of a number of `Count`, over the shuffles."""
+        """Returns the mean over the shuffles of a number of `Count`."""
         return float(np.mean([getattr(made, name) for made in self.counts]))
 
     @property
     def after_last_step(self) -> float:
-        """Micro-batches that belong to no whole step."""
+        """Returns the micro-batches that belong to no whole step."""
         return float(
             np.mean([made.micro_batches - self.gas * made.steps(self.gas) for made in self.counts])
         )
 
 
 def step_counts(seeds: range, *, printed: Iterable[StepsRow] | None = None) -> list[StepCounts]:
-    """Tables 4 to 6 in order; ours follow the paper's Multipack at the same (bs, msl, gas)."""
+    """Returns Tables 4 to 6 in order; ours follow the paper's Multipack of the same layout."""
     out: list[StepCounts] = []
     for row in steps_rows() if printed is None else printed:
         method = Method(row.method)
         for added in (method, *(OURS if method == Method.MULTIPACK else ())):
-            # Only this order depends on gas; all others are counted once for several.
+            # Only GroupByLength's order depends on gas; others are counted once for all gas.
             gas = row.gas if added == Method.GROUPED_PADDING else 1
             made = tuple(_count(row.dataset, added, row.bs, row.msl, gas, seed) for seed in seeds)
             out.append(

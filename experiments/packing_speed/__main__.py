@@ -1,14 +1,18 @@
-"""What does packing cost, and how does it grow? `python -m experiments.packing_speed [--quick]`
+"""Measures what packing costs and how the cost grows.
 
-1. A 7B-128K global batch (4 micro-batches): median time of a push in steady state for each policy,
-   beside the overheads of the paper's Table 2 (on its machine, 8-23 ms for Algorithm 1). All
-   policies pack a batch before the next one is drawn, so that a busy machine slows all alike.
-2. Growth to 20,480 micro-batches (a million documents): Algorithm 1 and bounded, and what is left
-   of their time after division by n log2 n, n = documents that wait, new ones included. The worst
-   push stands beside the median: bounded's steps differ when it holds documents for long.
+`python -m experiments.packing_speed [--quick]` has two parts:
 
-Planning happens once a step and ahead of it, so what matters is that it stays far below the time of
-a step (seconds). Other packers by tokens: `python -m experiments.bin_packing`.
+1. A 7B-128K global batch (4 micro-batches): the median time of a push in steady state for each
+   policy, beside the overheads of the paper's Table 2 (on its machine, 8-23 ms for Algorithm 1).
+   All policies pack a batch before the next one is drawn, so that a busy machine slows all alike.
+2. Growth to 20,480 micro-batches (a million documents) for Algorithm 1 and bounded: their time, and
+   what is left of it after division by n log2 n, where n documents wait, new ones included. The
+   worst push stands beside the median, because bounded's steps differ when it holds documents for
+   long.
+
+Planning happens once per step and ahead of it, so what matters is that it stays far below the time
+of a step (seconds). `python -m experiments.bin_packing` measures the packers that fill bins by
+tokens.
 """
 
 import argparse
@@ -46,7 +50,7 @@ STEP_TOKENS = 1.5
 ALGORITHM_1 = "Algorithm 1, 2 queues"
 BOUNDED = "bounded"
 TARGETS = {ALGORITHM_1: 100, BOUNDED: 500}
-"""ms for the 51,000 documents of 1,024 micro-batches, as this project set them."""
+"""This project set itself these limits in ms for the 51,000 documents of 1,024 micro-batches."""
 GROWTH = (
     (4, 4, 60),
     (16, 4, 30),
@@ -57,15 +61,22 @@ GROWTH = (
     (16384, 3, 3),
     (20480, 3, 3),
 )
-"""Micro-batches, pushes to warm up, pushes timed (bounded's cycle at large N is 3 steps)."""
+"""Each entry is micro-batches, pushes to warm up, and pushes timed.
+
+The cycle of bounded at large N is 3 steps.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Pushes of one policy on one size. documents: of a batch; waiting: with those carried.
+    """Describes the pushes of one policy at one size.
 
-    ns_per_n_log_n: median over the pushes of time / (waiting * log2 waiting). ratio: of medians,
-    to Algorithm 1 with 2 queues in the same run.
+    documents: documents of a batch, median
+    waiting: documents at a push, those carried included, median
+    repeats: timed pushes
+    ns_per_n_log_n: median over the pushes of time / (waiting * log2 waiting), in ns
+    ratio: median time over that of Algorithm 1 with 2 queues in the same run
+    paper_ms: overhead in the paper's Table 2, "" if it has none
     """
 
     policy: str
@@ -104,7 +115,7 @@ def bounded(num: int) -> BoundedPacker:
 
 
 def policies() -> dict[str, tuple[Packer, str]]:
-    """By label: the packer of a batch of 4 micro-batches, and the paper's overhead in ms."""
+    """Returns by label the packer of a batch of 4 micro-batches, and the paper's overhead in ms."""
     options = options_of(4)
     capacity = CapacityPacker(options=options, method=BinMethod.BEST_FIT_DECREASING)
     return {
@@ -123,7 +134,7 @@ def policies() -> dict[str, tuple[Packer, str]]:
 def timed(
     packers: dict[str, Packer], batches: list[GlobalBatch], warm_up: int
 ) -> dict[str, list[tuple[int, float]]]:
-    """(documents waiting, s) of each push after the first `warm_up`, by label."""
+    """Returns (documents waiting, s) of each push after the first `warm_up`, by label."""
     carries = {label: packer.start() for label, packer in packers.items()}
     out: dict[str, list[tuple[int, float]]] = {label: [] for label in packers}
     for i, batch in enumerate(batches):
@@ -139,7 +150,7 @@ def timed(
 def rows_of(
     packers: dict[str, Packer], num: int, *, warm_up: int, repeats: int, seed: int
 ) -> list[Row]:
-    """A row for each of `packers` on the same batches, the first `warm_up` of them untimed."""
+    """Returns a row for each packer on the same batches, the first `warm_up` of them untimed."""
     batches = batches_of(
         "wlb_paper", num_micro_batches=num, num_batches=warm_up + repeats, seed=seed
     )
@@ -227,7 +238,7 @@ def markdown(title: str, rows: list[Row], *, is_growth: bool) -> list[str]:
 
 
 def targets(rows: list[Row]) -> list[str]:
-    """What became of the project's targets, a line each."""
+    """Compares with the project's targets, in one line each."""
     return [
         f"{row.policy}, 1,024 micro-batches, {row.documents:,} documents: median "
         f"{row.median_ms:.0f} ms, worst {row.worst_ms:.0f} ms (target {TARGETS[row.policy]} ms)"
@@ -246,7 +257,7 @@ def write_csv(path: Path, parts: dict[str, list[Row]]) -> None:
 
 
 def draw(path: Path, rows: list[Row]) -> bool:
-    """Growth on log-log axes; False without matplotlib."""
+    """Draws growth on log-log axes; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -313,7 +324,7 @@ def page(parts: dict[str, list[Row]], seed: int, has_plot: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smaller run, printed only")
+    parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     options = parser.parse_args()
     console = Console(width=120)
     repeats = 40 if options.quick else 240

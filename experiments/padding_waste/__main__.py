@@ -1,9 +1,9 @@
-"""Padding waste, an article's tables recomputed: claimed beside what its assumptions give.
+"""Recomputes an article's tables on padding waste: what it claims beside what its assumptions give.
 
 `python -m experiments.padding_waste [--lengths FILE ...]` pads and packs documents like the web,
-code and books (by the article's means), the Python standard library and files of lengths; rows of
-512 to 16,384 tokens; eleven strategies at 4,096; what they cost a 7B model in tokens a second and
-dollars; and the bytes of masks. It counts; nothing is trained or timed.
+code and books (by the article's means), the Python standard library and files of lengths. It covers
+rows of 512 to 16,384 tokens; eleven strategies at 4,096; what they cost a 7B model in tokens per
+second and dollars; and the bytes of masks. Everything is counted; nothing is trained or timed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ By = Mapping[Strategy, Filled]
 
 
 def waste_table(found: Sequence[Corpus]) -> Table:
-    """The article's first table, whose cells are empty."""
+    """Returns the article's first table, whose cells are empty there."""
     rows: list[list[Any]] = []
     for corpus in found:
         split = [fill(Strategy.ROW_EACH, corpus.lengths, row=row) for row in ROWS]
@@ -250,9 +250,13 @@ def words(found: Sequence[Corpus], by: By) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="no standard library; writes nothing")
-    parser.add_argument("--lengths", nargs="*", type=Path, default=[], help="files of lengths")
-    parser.add_argument("--seed", type=int, default=0, help="of the documents' order")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out the standard library; write nothing"
+    )
+    parser.add_argument(
+        "--lengths", nargs="*", type=Path, default=[], help="files of document lengths"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the documents' order")
     options = parser.parse_args()
     found = corpora(seed=options.seed, files=options.lengths, with_stdlib=not options.quick)
     filled = {c.title: {s: fill(s, c.lengths, row=ROW) for s in Strategy} for c in found}

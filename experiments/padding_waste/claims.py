@@ -1,4 +1,4 @@
-"""What the article prints, beside what its own assumptions give. A row a number."""
+"""Compares what the article prints with what its own assumptions give, one row per number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ROW = 4096
 WINDOW = 131072
 GIB = 2**30
 FIVE_DOCUMENTS = (800, 900, 700, 1200, 396)
-"""The article's example of documents that fill a row of 4,096."""
+"""The article's example says that these documents fill a row of 4,096."""
 
 UTILISATION = {
     Strategy.ROW_EACH: 0.382,
@@ -23,9 +23,11 @@ UTILISATION = {
     Strategy.VARIABLE: 0.992,
     Strategy.FIRST_FIT_DECREASING: 0.994,
 }
-"""At 100K documents of mean 800 in rows of 4,096. Naive padding is 38% in one of its tables, 38.2%
-in another. "Random packing" is taken for a loop that cuts no document, "sequence packing" for one
-that cuts them at row ends."""
+"""The article claims these at 100K documents of mean 800 in rows of 4,096.
+
+Naive padding is 38% in one of its tables, 38.2% in another. Its "random packing" is taken for a
+loop that cuts no document, its "sequence packing" for one that cuts them at row ends.
+"""
 IMPROVEMENT = {
     Strategy.NEXT_FIT: 1.53,
     Strategy.NEXT_FIT_SORTED: 1.57,
@@ -37,16 +39,16 @@ USD = {
     Strategy.NEXT_FIT: 502_000,
     Strategy.FIRST_FIT_DECREASING: 492_000,
 }
-DELTA = {
-    Strategy.ROW_EACH: 1.60,
-    Strategy.SORTED_BATCH_PADDING: 0.71,
-    Strategy.NEXT_FIT: 0.02,
-}
+DELTA = {Strategy.ROW_EACH: 1.60, Strategy.SORTED_BATCH_PADDING: 0.71, Strategy.NEXT_FIT: 0.02}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """claimed, ours: as printed, with units. verdict: one sentence."""
+    """Holds a number of the article beside ours.
+
+    claimed, ours: as printed, with units
+    verdict: one sentence
+    """
 
     what: str
     claimed: str
@@ -55,7 +57,10 @@ class Claim:
 
 
 def claims(filled: Mapping[Strategy, Filled], job: Job) -> list[Claim]:
-    """filled: the web-like corpus in rows of 4,096."""
+    """Returns all claims.
+
+    filled: the web-like corpus in rows of 4,096
+    """
     return [
         *_utilisations(filled),
         *_improvements(filled),
@@ -66,7 +71,7 @@ def claims(filled: Mapping[Strategy, Filled], job: Job) -> list[Claim]:
 
 
 def most_of_a_row_each() -> float:
-    """A document in a row of its own fills at most mean / row of it, on average."""
+    """Returns how much of a row a document of its own can fill on average, at most: mean / row."""
     return WEB.tokens / WEB.num_examples / ROW
 
 
@@ -115,7 +120,7 @@ def _utilisations(filled: Mapping[Strategy, Filled]) -> list[Claim]:
 
 
 def filled_to(filled: Mapping[Strategy, Filled]) -> str:
-    """What a quantum makes of rows of variable length, in words."""
+    """Says what a quantum makes of rows of variable length."""
     return f"128 it is {filled[Strategy.VARIABLE_QUANTUM].utilisation:.1%}"
 
 
@@ -132,7 +137,7 @@ def _improvements(filled: Mapping[Strategy, Filled]) -> list[Claim]:
     ]
     removed = 1 - filled[Strategy.NEXT_FIT].waste / filled[Strategy.ROW_EACH].waste
     own = 1 - (1 - UTILISATION[Strategy.NEXT_FIT]) / (1 - UTILISATION[Strategy.ROW_EACH])
-    # BOS and EOS of a document beside its 800 tokens, and half of the last row.
+    # A document has BOS and EOS beside its 800 tokens, and half of the last row is empty.
     special = 2 / (WEB.tokens / WEB.num_examples + 2)
     last = 0.5 / filled[Strategy.STREAM].rows
     return [

@@ -1,4 +1,4 @@
-"""Documents to pad: like the web, code and books by their mean, the standard library, files.
+"""Provides documents to pad: like the web, code and books by their mean, standard library, files.
 
 The article gives means and nothing else: "web ~800, code ~300, books ~50K tokens". A mean leaves
 the spread open, and padding depends on it, so the spread is ours: sigma 1.2 for the web, 1.4 for
@@ -22,7 +22,10 @@ BOOKS = Dataset(title="books-like", num_examples=2_000, tokens=100_000_000, sigm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """lengths: tokens of each document, in the order of the stream."""
+    """Holds documents.
+
+    lengths: tokens of each document, in the order of the stream
+    """
 
     title: str
     lengths: IntArray
@@ -37,7 +40,7 @@ def drawn(dataset: Dataset, *, seed: int) -> Corpus:
 
 
 def real(name: str, *, seed: int) -> Corpus:
-    """ "stdlib" (its store is made the first time, which takes a minute) or a file of lengths."""
+    """Returns "stdlib" (made the first time, which takes a minute) or a file of lengths."""
     lengths = source_of(name, num_tokens=0, seed=seed).lengths
     return Corpus(title=title_of(name), lengths=np.random.default_rng(seed).permutation(lengths))
 

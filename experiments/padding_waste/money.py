@@ -1,9 +1,9 @@
-"""What positions cost: FLOPs, tokens a second, dollars. The article's assumptions, and ours.
+"""Computes what positions cost: FLOPs, tokens per second, dollars.
 
-Its model is LLaMA2-7B, its GPU an H100 at 2 USD an hour; it says nothing of throughput. Assumed
-here: a device's dense BF16 peak of 989 TFLOP/s (`cluster.peak_tflops`) at 40% model FLOPs
-utilisation, whatever the strategy, on any number of GPUs. Model FLOPs of a position: three times
-the forward pass of matrices and head, and of attention for the pairs that it computes (`Filled`).
+The article's model is LLaMA2-7B, its GPU an H100 at 2 USD an hour; it says nothing of throughput.
+Assumed here is a device's dense BF16 peak of 989 TFLOP/s (`cluster.peak_tflops`) at 40% model FLOPs
+utilisation, for every strategy and any number of GPUs. Model FLOPs of a position are three times
+those of the forward pass: matrices, head, and attention for the pairs computed (`Filled`).
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ TRILLION = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """LLaMA2-7B on H100s. Tokens are useful ones: padding costs, and does not count."""
+    """Prices LLaMA2-7B on H100s per useful token; padding costs, and is no useful token."""
 
     spec: RunSpec
 
     @property
     def flops_per_s(self) -> float:
-        """Of a GPU."""
+        """Returns the model FLOP/s of one GPU."""
         return self.spec.cluster.peak_tflops * 1e12 * MFU
 
     def flops_per_token(self, filled: Filled) -> float:
-        """Model FLOPs, forward and backward, of all positions and pairs, for one useful token."""
+        """Returns the model FLOPs of all positions and pairs, both passes, per useful token."""
         model = self.spec.model
         linear = linear_flops_per_token(model) * filled.positions
         attention = 3 * FORWARD_FLOPS_PER_PAIR * model.q_dim * model.num_layers * filled.pairs
@@ -53,7 +53,7 @@ class Job:
         return self.gpu_hours(filled) / num_gpus / 24
 
     def mfu_of(self, filled: Filled, usd: float) -> float:
-        """The MFU at which a trillion useful tokens would cost `usd`."""
+        """Returns the MFU at which a trillion useful tokens would cost `usd`."""
         return MFU * self.usd(filled) / usd
 
 
@@ -62,15 +62,15 @@ def job() -> Job:
 
 
 def usd_a_day(num_gpus: int = WASTE_GPUS) -> float:
-    """What the GPUs cost, whatever they compute."""
+    """Returns what the GPUs cost per day, whatever they compute."""
     return num_gpus * 24 * USD_PER_GPU_HOUR
 
 
 def mask_bytes(tokens: int, *, bytes_per_entry: int = 1) -> int:
-    """A dense mask of tokens x tokens."""
+    """Returns the bytes of a dense mask of tokens x tokens."""
     return tokens * tokens * bytes_per_entry
 
 
 def cu_seqlens_bytes(num_documents: int) -> int:
-    """int32 boundaries of documents: one more than there are."""
+    """Returns the bytes of the documents' int32 boundaries, one more than there are documents."""
     return 4 * (num_documents + 1)

@@ -1,4 +1,4 @@
-"""Positions that a strategy computes for a corpus in rows of a given length. Counts, no tensors.
+"""Counts the positions that a strategy computes for a corpus in rows of a given length.
 
 A document longer than a row is split into pieces of at most a row, so that no token is lost; only
 `Strategy.TRUNCATED`, which is what the article's own function does, drops what is over.
@@ -15,9 +15,9 @@ from wlb.packing import BinMethod, pack_bins
 from wlb.plan import Documents, IntArray, split_long
 
 BATCH = 32
-"""Documents that are padded to the longest of them; the article gives none (its loader has 4)."""
+"""This many documents are padded to the longest; the article gives no number (its loader has 4)."""
 QUANTUM = 128
-"""To which a row of variable length is filled up where kernels want it (FP8, GEMM tiles)."""
+"""Where kernels want it (FP8, GEMM tiles), rows of variable length end at a multiple of this."""
 
 
 class Strategy(StrEnum):
@@ -36,11 +36,15 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A corpus in rows. tokens: of documents, in rows. lost: tokens in none.
+    """Counts a corpus in rows.
 
-    positions: that a model computes. pairs: query-key pairs that causal attention computes: of a
-    padded row all, of a packed row those within pieces, filler being a piece of its own.
-    num_split: documents longer than a row. num_cut: others with tokens in more than one row.
+    tokens: tokens of documents that are in rows
+    positions: positions that a model computes
+    pairs: query-key pairs that causal attention computes, all of a padded row, but only those
+        within pieces of a packed row, where filler is a piece of its own
+    num_split: documents longer than a row
+    num_cut: other documents with tokens in more than one row
+    lost: tokens in no row
     """
 
     rows: int
@@ -61,7 +65,7 @@ class Filled:
 
 
 def fill(strategy: Strategy, lengths: IntArray, *, row: int) -> Filled:
-    """Documents of `lengths` tokens, shape [n], in stream order, in rows of `row` tokens."""
+    """Puts documents of `lengths` tokens, shape [n], in stream order, in rows of `row` tokens."""
     num_split = int((lengths > row).sum())
     match strategy:
         case Strategy.TRUNCATED:
@@ -75,7 +79,7 @@ def fill(strategy: Strategy, lengths: IntArray, *, row: int) -> Filled:
 
 
 def pieces_of(lengths: IntArray, row: int) -> IntArray:
-    """Longer documents split every `row` tokens, in stream order."""
+    """Splits longer documents every `row` tokens, in stream order."""
     documents = Documents.from_lengths(lengths)
     return split_long(documents, window=row, long_documents="split").length
 
@@ -131,7 +135,10 @@ def _batches(pieces: IntArray, row: int, num_split: int) -> Filled:
 def _packed(
     pieces: IntArray, row: int, num_split: int, *, method: BinMethod, quantum: int | None = None
 ) -> Filled:
-    """Whole pieces in rows. quantum: rows end at the next multiple of it, not at `row`."""
+    """Packs whole pieces in rows.
+
+    quantum: rows end at the next multiple of it, None for rows that end at `row`
+    """
     tokens = pack_bins(pieces, row, method=method).tokens
     width = np.full_like(tokens, row) if quantum is None else -(-tokens // quantum) * quantum
     filler = width - tokens
@@ -145,7 +152,7 @@ def _packed(
 
 
 def _stream(lengths: IntArray, row: int, num_split: int) -> Filled:
-    """All documents one after the other, cut every `row` tokens; the last row is filled up."""
+    """Joins all documents and cuts them every `row` tokens; the last row is filled up."""
     ends = np.cumsum(lengths)
     tokens = int(ends[-1])
     rows = -(-tokens // row)

@@ -1,12 +1,15 @@
-"""How well are CP groups balanced? `python -m experiments.sharding_balance [--quick]`
+"""Predicts how well CP groups are balanced, and times the planning of shardings.
 
-1. CP 2 to 16, windows of 64K and 128K of the fitted stream, packed by the Plain-4D loader and by
-   `bounded`: slowest rank over the mean rank, and over ideal (the uncut documents' kernel time / CP
-   plus launches, `ideal_kernels_ns`): mean and worst micro-batch. Predicted, h100 profile, one
-   layer of the 7B model at Table 1's TP degree, forward plus backward, collectives apart.
-2. What the paper's remainder costs (one kernel segment a token over) beside merged chunks.
-3. Planning time of 1,000 documents, 128K tokens, CP 16: best of several, this machine; of the
-   static strategies their spans alone, of the others with the pricing that they choose by.
+`python -m experiments.sharding_balance [--quick]` has three parts:
+
+1. Balance for CP 2 to 16 and windows of 64K and 128K of the fitted stream, packed by the Plain-4D
+   loader and by `bounded`: slowest rank over the mean rank, and over ideal (the uncut documents'
+   kernel time / CP plus launches, `ideal_kernels_ns`), mean and worst micro-batch. Times are
+   predicted with the h100 profile for one layer of the 7B model at Table 1's TP degree, forward
+   plus backward, without collectives.
+2. The cost of the paper's remainder (one kernel segment per leftover token) beside merged chunks.
+3. Planning time of 1,000 documents, 128K tokens, CP 16, best of several calls on this machine:
+   static strategies compute their spans alone, the others also the prices that they choose by.
 """
 
 import argparse
@@ -45,7 +48,13 @@ TARGETS_MS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Of one strategy on all micro-batches: means of their ratios, and sum over sum (weighted)."""
+    """Holds the balance of one strategy over all micro-batches.
+
+    over_mean, over_ideal: slowest rank over the mean rank and over ideal, means of micro-batches
+    weighted: sum of the slowest ranks' times over the sum of ideal times
+    worst: largest slowest over ideal
+    segments: kernel segments per rank
+    """
 
     strategy: str
     over_mean: float
@@ -78,7 +87,7 @@ def balance_of(
 def balance_table(
     policy: str, window: int, lengths: list[IntArray]
 ) -> tuple[list[str], dict[tuple[int, str], Balance]]:
-    """Markdown rows, and the balances by (cp, strategy)."""
+    """Returns Markdown rows, and the balances by (cp, strategy)."""
     documents = np.mean([pieces.size for pieces in lengths])
     lines = [
         f"### {window // 1024}K, packed by `{policy}` ({len(lengths)} micro-batches, "
@@ -142,7 +151,9 @@ def speed_table(repeats: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the micro-batches")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the micro-batches; write nothing"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     count = 20 if options.quick else 200

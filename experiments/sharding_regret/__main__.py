@@ -1,21 +1,22 @@
-"""How much is lost to choosing by prediction? `python -m experiments.sharding_regret [--quick]`
+"""Measures how much is lost by choosing the sharding of a micro-batch by prediction.
 
-Micro-batches of the fitted stream, scaled down to CPU size. The attention of every rank under every
-strategy is timed in turn (SDPA, one thread, thread CPU time; slowest rank forward plus slowest rank
-backward, medians over rounds that take the strategies in turn). The optimum
-is MEASURED: chosen on the odd rounds and scored, like everything else, on the even rounds, which no
-choice has seen.
+`python -m experiments.sharding_regret [--quick]` takes micro-batches of the fitted stream, scaled
+down to CPU size. The attention of every rank under every strategy is timed in turn (SDPA, one
+thread, thread CPU time; slowest rank forward plus slowest rank backward, medians over rounds that
+take the strategies in turn). The optimum is measured: it is chosen on the odd rounds and scored,
+like everything else, on the even rounds, which no choice has seen.
 
-Choices are predicted by prices fitted to other micro-batches: a call, a segment, a query row, a key
-and a query-key pair, forward and backward apart (non-negative least squares over ranks' times). The
-shipped `cpu` profile is shown beside it ("profile"): it was measured on longer segments, and at
-this scale SDPA's gathering and padding, which it does not know, is a large part of the time.
+Choices are predicted by prices fitted to other micro-batches: those of a call, a segment, a query
+row, a key and a query-key pair, forward and backward apart (non-negative least squares over ranks'
+times). The shipped `cpu` profile is shown beside them ("profile"): it was measured on longer
+segments, and at this scale SDPA's gathering and padding, which it does not know, is a large part of
+the time.
 
-Regret of a strategy: its time over the optimum's, minus 1; summed over micro-batches. "optimum of
-two" knows per_sequence and per_document (the paper's), "of all" hybrid and balanced as well. The
-optimum's own choice suffers from noise, so a regret is a little too small, and may be negative: by
-no more than the noise floor, what the optimum would gain by being chosen on the rounds it is scored
-on. How far the two halves of the rounds differ is printed too.
+The regret of a strategy is its time over the optimum's, minus 1, summed over micro-batches. The
+"optimum of two" knows per_sequence and per_document (the paper's), that "of all" hybrid and
+balanced as well. The optimum's own choice suffers from noise, so a regret is a little too small and
+may be negative, but by no more than the noise floor: what the optimum would gain by being chosen on
+the rounds it is scored on. How far the two halves of the rounds differ is printed too.
 """
 
 import argparse
@@ -59,7 +60,7 @@ WINDOW = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Micro-batches of 64K tokens with lengths divided by `shrink`, over `cp` ranks."""
+    """Describes micro-batches of 64K tokens with lengths divided by `shrink`, over `cp` ranks."""
 
     cp: int
     shrink: int
@@ -79,9 +80,11 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """One micro-batch. chosen, scored: ns by strategy, of odd and of even rounds.
+    """Holds the times of one micro-batch.
 
-    adaptive, predicted: index chosen and ns of each plan, by who predicts.
+    adaptive: index of the plan that adaptive chose, by who predicted
+    predicted: ns of each plan, by who predicted
+    chosen, scored: measured ns by strategy, of the odd and of the even rounds
     """
 
     adaptive: dict[str, int]
@@ -91,7 +94,7 @@ class Case:
 
     @property
     def taken(self) -> dict[str, float]:
-        """Scored ns of everything that is compared."""
+        """Returns the scored ns of everything that is compared."""
         out = {name: float(self.scored[i]) for i, name in enumerate(MEASURED)}
         for who, choice in self.adaptive.items():
             out[f"adaptive ({who})"] = float(self.scored[choice])
@@ -102,7 +105,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted(FlopsWorkload):
-    """Prices in ns, of shape [5]: a call, a segment, a query row, a key, a query-key pair."""
+    """Predicts attention with fitted prices.
+
+    forward, backward: ns of a call, segment, query row, key and query-key pair, shape [5]
+    """
 
     forward: np.ndarray
     backward: np.ndarray
@@ -123,7 +129,7 @@ class Fitted(FlopsWorkload):
 
 
 def fit(lengths: list[IntArray], rounds: int) -> Fitted:
-    """Prices from the times of every rank of both static strategies, relative errors minimised."""
+    """Fits prices to the times of every rank under both static strategies, by relative errors."""
     features: list[list[float]] = []
     took: list[np.ndarray] = []
     for setting in SETTINGS:
@@ -164,7 +170,10 @@ def shrunk(lengths: IntArray, factor: int) -> IntArray:
 
 
 def measure(lengths: IntArray, cp: int, costs: dict[str, WorkloadModel], rounds: int) -> Case:
-    """costs: who predicts adaptive's choice; hybrid and balanced are of "fit"."""
+    """Times one micro-batch under every strategy.
+
+    costs: what adaptive chooses by, by name; hybrid and balanced choose by "fit"
+    """
     plans = [shard(lengths, cp=cp, strategy=name, cost=costs["fit"]) for name in MEASURED]
     times = times_ns(plans, LAYOUT, rounds=rounds)
     return Case(
@@ -231,10 +240,14 @@ def facts(cases: list[Case], total: dict[str, float]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="5 micro-batches a setting")
-    parser.add_argument("--count", type=int, default=52, help="micro-batches a setting")
-    parser.add_argument("--fitted", type=int, default=6, help="others a setting, to fit prices")
-    parser.add_argument("--rounds", type=int, default=8, help="a multiple of 8")
+    parser.add_argument(
+        "--quick", action="store_true", help="5 micro-batches per setting, and write nothing"
+    )
+    parser.add_argument("--count", type=int, default=52, help="micro-batches per setting")
+    parser.add_argument(
+        "--fitted", type=int, default=6, help="other micro-batches per setting, to fit prices"
+    )
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of timing, a multiple of 8")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,15 +1,13 @@
-"""How long the simulator takes: one step of 16,384 GPUs, and 1,000 steps of 7B-128K.
+"""Measures how long the simulator takes for a step of 16,384 GPUs and 1,000 steps of 7B-128K.
 
 `python -m experiments.simulator_speed` plans and shards global batches of the fitted length family,
-then measures what the simulator does with them: the layout's graph, pricing, the walk, the critical
-path (of the one step), metrics, memory and bubbles. Planning and sharding are timed apart. Seconds
-of processor time of this process, so that other work on the machine counts little; the least of
-several repeats for the one step.
+then times what the simulator does with them: the layout's graph, pricing, the walk, the critical
+path (for the one step only), metrics, memory and bubbles. Planning and sharding are timed
+separately. Times are processor seconds of this process, on which other work on the machine has
+little effect; the one step's are the least of several repeats.
 """
 
 import argparse
-import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments.configurations import configuration
-from experiments.results import How, Table, show, write_results
+from experiments.results import How, Table, show, this_machine, write_results
 from experiments.streams import batches_of
 from wlb.cost import ProfiledWorkload, workload_for
 from wlb.simulate import (
@@ -31,7 +29,7 @@ from wlb.simulate import (
     planner_of,
     sharded_steps,
 )
-from wlb.simulate.run import CHUNK
+from wlb.simulate.step import CHUNK
 from wlb.spec import RunSpec
 
 LARGE = (
@@ -44,12 +42,12 @@ LARGE = (
     "planner.baseline=false",
 )
 TARGETS_S = {"16K GPUs, one step": 1.0, "7B-128K, 1,000 steps": 60.0}
-"""As this project set them."""
+"""This project set itself these targets, in processor seconds."""
 PARTS = ("graph", "price", "walk", "critical path", "metrics")
 
 
 class Stopwatch:
-    """Processor seconds by what was done."""
+    """Adds up processor seconds by part of the work."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("plan", *PARTS), 0.0)
@@ -68,7 +66,7 @@ class Stopwatch:
 def chunks_of(
     spec: RunSpec, cost: ProfiledWorkload, steps: int, seed: int
 ) -> Iterator[tuple[ShardedStep, ...]]:
-    """Sharded steps, as many at a time as `simulate_run` walks together."""
+    """Returns an iterator over sharded steps, in the chunks that `simulate_run` walks."""
     batches = batches_of(
         "wlb_paper", num_micro_batches=spec.num_micro_batches, num_batches=steps, seed=seed
     )
@@ -78,7 +76,10 @@ def chunks_of(
 
 
 def measure(spec: RunSpec, *, steps: int, seed: int, explain: bool) -> tuple[Stopwatch, Simulator]:
-    """Simulates `steps` steps; explain: with the critical path of each chunk's first one."""
+    """Simulates `steps` steps and times the parts.
+
+    explain: also finds the critical path of each chunk's first step
+    """
     watch, cost = Stopwatch(), workload_for(spec, "cuda")
     with watch.part("graph"):
         simulator = Simulator(spec=spec, cost=cost)
@@ -100,7 +101,7 @@ def measure(spec: RunSpec, *, steps: int, seed: int, explain: bool) -> tuple[Sto
 
 
 def metrics_of(simulation: Simulation, steps: tuple[ShardedStep, ...]) -> object:
-    """All that `simulate_run` keeps, and the work of each rank."""
+    """Returns all that `simulate_run` keeps, and the computing time of each rank."""
     return (
         simulation.metrics(steps),
         simulation.bubble,
@@ -125,7 +126,9 @@ def row_of(case: str, steps: int, watch: Stopwatch, simulator: Simulator) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="100 steps of 7B-128K, printed only")
+    parser.add_argument(
+        "--quick", action="store_true", help="simulate 100 steps of 7B-128K, write nothing"
+    )
     options = parser.parse_args()
     large, small = TARGETS_S
     spec = configuration("70b_128k", *LARGE)
@@ -145,12 +148,11 @@ def main() -> None:
     show(table)
     if options.quick:
         return
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     write_results(
         Path(__file__).parent,
         title="Speed of the simulator",
         how=How.MEASURED,
-        profile=f"processor time on {machine}, NumPy {np.__version__}.",
+        profile=f"processor time on {this_machine()}, NumPy {np.__version__}.",
         seed=options.seed,
         text=(
             "One step of 70B-128K at (TP, CP, PP, DP) = (8, 16, 16, 8) with 5 virtual stages and "

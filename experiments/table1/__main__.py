@@ -1,11 +1,11 @@
-"""Table 1: the paper's configurations, what our dimensions make of them, and the memory of a GPU.
+"""Makes Table 1: the paper's configurations with our dimensions, and the memory of a GPU.
 
-`python -m experiments.table1` prices nothing and runs nothing: it counts parameters and takes
+`python -m experiments.table1` prices nothing and runs nothing. It counts parameters and takes
 `wlb.cost.memory_estimate` of the pipeline rank that needs most, for windows (Plain-4D) and for
 var_len packing with S_max 1.1. A configuration that does not fit is tried with selective and then
 full recomputation of activations.
 
-"Fits" is 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for what the estimate
+"Fits" means 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for what the estimate
 leaves out: CUDA context, NCCL's buffers, fragmentation.
 """
 
@@ -29,7 +29,7 @@ PACKINGS = {
     f"var_len, S_max {S_MAX}": ("packing.policy=var_len", f"packing.s_max={S_MAX}"),
 }
 LEVELS = ("none", "selective", "full")
-"""Of recomputation, from least work to least memory."""
+"""Recomputation has these levels, from least work to least memory."""
 TERMS = {
     "activations": ("activations_bytes",),
     "weights, gradients, optimiser": ("parameters_bytes", "gradients_bytes", "optimizer_bytes"),
@@ -40,7 +40,10 @@ TERMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A configuration under one packing. recompute: the least with which it fits, else the most."""
+    """Holds a configuration under one packing.
+
+    recompute: least level with which it fits, or else the highest
+    """
 
     name: str
     packing: str
@@ -57,15 +60,11 @@ class Fit:
 
 
 def fit(name: str, packing: str) -> Fit:
-    """The first level of recomputation that fits, or the last."""
+    """Returns the first level of recomputation that fits, or the last."""
     for level in LEVELS:
         spec = configuration(name, *PACKINGS[packing], f"training.recompute={level}")
         found = Fit(
-            name=name,
-            packing=packing,
-            spec=spec,
-            memory=memory_estimate(spec),
-            recompute=level,
+            name=name, packing=packing, spec=spec, memory=memory_estimate(spec), recompute=level
         )
         if found.fits:
             break
@@ -169,7 +168,7 @@ def draw(fits: list[Fit]) -> Any:
             )
             left += f.gb_of(names)
         more = "" if f.recompute == "none" else f", recompute {f.recompute}"
-        # White behind it, where the line of 80 GB passes.
+        # A white box keeps the text legible where the line of 80 GB passes.
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.text(left + 0.8, at, f"{f.packing}{more}", va="center", fontsize=8, bbox=box)
     gpu = GPU_BYTES / 1e9
@@ -188,7 +187,7 @@ def draw(fits: list[Fit]) -> Any:
 
 
 def words(fits: list[Fit]) -> str:
-    """Which fit, which need recomputation, which do neither."""
+    """Says which cases fit, which need recomputation, and which do neither."""
     needed = [
         f"{title(f.name)} ({f.packing}): {f.recompute}" for f in fits if f.recompute != "none"
     ]

@@ -1,17 +1,21 @@
-"""Table 2 of the paper, row by row: imbalance and packing overhead of every method.
+"""Makes Table 2 of the paper, row by row: imbalance and packing overhead of every method.
 
 `python -m experiments.table2_imbalance [--lengths FILE ...] [--quick]` packs the same 640 global
 batches of 4 windows of 128K tokens with each method, on the fitted length distribution, on the
 Python standard library and on files of lengths, and puts the paper's numbers beside ours. Solver
-rows run on the first 160 batches (320 of the fitted distribution; with one batch, where it is
-quick, on all), each beside greedy on the same windows. Lengths, kernel times, S_max and queues are
-the one set of `experiments/constants.py` that the whole evaluation is reproduced with; latency is
-the predicted one of the 7B model with a window of 128K.
+rows run on the first 160 batches (320 of the fitted distribution; on all with W = 1, which is
+quick), each beside greedy on the same windows. Lengths, kernel times, S_max and queues are the one
+set of `experiments/constants.py` that the whole evaluation is reproduced with; latency is predicted
+for the 7B model with a window of 128K.
 
-What the paper does not say is chosen as follows: S_max = 1.1 windows; one queue from 0.2 windows,
-two from 0.2 and 0.63, three from 0.2, 0.4 and 0.63; micro-batches of a window grouped into steps by
-load; the loader keeps long documents whole (a loader that cuts anywhere is shown too); the solver
-minimises the sum of the steps' maxima. Imbalance is the mean of steps of Section 7.4's degree.
+What the paper does not say is chosen as follows:
+
+- S_max is 1.1 windows; one queue begins at 0.2 windows, two at 0.2 and 0.63, three at 0.2, 0.4 and
+  0.63.
+- Micro-batches of a packing window are grouped into steps by load.
+- The loader keeps long documents whole; one that cuts anywhere is shown too.
+- The solver minimises the sum of the steps' maxima.
+- Imbalance is the mean over steps of Section 7.4's degree.
 """
 
 import argparse
@@ -54,7 +58,10 @@ OPTIONS = PackerOptions(num_micro_batches=N, context_window=WINDOW, cost=COST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A method; paper: its (imbalance, overhead in ms) in Table 2."""
+    """Describes a method.
+
+    paper: its (imbalance, overhead in ms) in Table 2
+    """
 
     label: str
     make: Callable[[], Packer]
@@ -69,7 +76,7 @@ class Result:
 
 
 def rows() -> list[Row]:
-    """Everything but the solver, in the paper's order, ours last."""
+    """Returns every method but the solver, in the paper's order, ours last."""
     whole = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
     out = [
         Row(label="original packing", make=lambda: whole, paper=(1.44, 0)),
@@ -102,7 +109,7 @@ def rows() -> list[Row]:
 def solver_rows(
     batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float
 ) -> list[Result]:
-    """Eq. 1 by HiGHS beside greedy, on the same windows."""
+    """Solves Eq. 1 with HiGHS, and runs greedy on the same windows beside it."""
     papers = {1: (1.40, 467), 2: (1.18, 1488), 4: (1.09, 25313)}
     out: list[Result] = []
     for w in papers:
@@ -117,7 +124,7 @@ def solver_rows(
         )
         found = measure(solver, some, cost=COST).summary
         row = Row(label=f"solver, W = {w}", make=lambda p=solver: p, paper=papers[w])
-        del reports[len(some) // w :]  # the flush is no window of the comparison
+        del reports[len(some) // w :]  # windows of the flush are not compared
         times = [r.time_s * 1e3 for r in reports]
         better = sum(r.objective_ns < r.greedy_objective_ns for r in reports)
         note = (
@@ -125,14 +132,14 @@ def solver_rows(
             f"{len(reports)} windows; gap {np.mean([r.gap for r in reports]):.2%}, at most "
             f"{max(r.gap for r in reports):.2%}"
         )
-        # A push that only waits for its window costs nothing: the solve is what is paid.
+        # A push that only waits for its window to fill costs nothing; the solve is the cost.
         summary = replace(found, packing_ms=float(np.mean(times)) / w)
         out.append(Result(row=row, summary=summary, note=note))
     return out
 
 
 def ratio() -> float:
-    """W_a / W_l of a document as long as the window, forward."""
+    """Returns W_a / W_l of a document as long as the window, forward."""
     linear = sum(ns for name, ns in COST.ns_per_token.items() if name.endswith("_forward"))
     return int(COST.forward_latency_ns([WINDOW])[0]) / (linear * WINDOW) - 1
 
@@ -181,7 +188,7 @@ def write_csv(path: Path, results: list[Result]) -> None:
 
 
 def draws_of(*, steps: int, seeds: Sequence[int]) -> str:
-    """The fitted distribution's rows on other draws of the same family, solver left out."""
+    """Measures every method but the solver on other draws of the fitted distribution."""
     found: dict[str, list[float]] = {}
     papers = {row.label: row.paper for row in rows()}
     for seed in seeds:
@@ -225,8 +232,14 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
     parser.add_argument("--steps", type=int, default=640, help="global batches (at least 160)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds a window, solver")
-    parser.add_argument("--quick", action="store_true", help="160 batches, solver on 24 of them")
+    parser.add_argument(
+        "--time-limit", type=float, default=10.0, help="solver's time limit per window, in seconds"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="pack 160 batches, with 24 for the solver, and write nothing",
+    )
     options = parser.parse_args()
     steps, solved = (160, 24) if options.quick else (max(160, options.steps), 160)
     console = Console(width=120)
@@ -250,7 +263,7 @@ def main() -> None:
             Result(row=row, summary=measure(row.make(), batches, cost=COST).summary)
             for row in rows()
         ]
-        # The paper's own distribution is what its solver rows are held against: twice the windows.
+        # The fitted distribution stands for the paper's, so its solver rows get twice the windows.
         num_solved = solved * (2 if name == "evaluation" and not options.quick else 1)
         solver = solver_rows(batches, num_solved=num_solved, time_limit_s=options.time_limit)
         results[6:6] = solver
@@ -264,7 +277,7 @@ def main() -> None:
         if name == "evaluation":
             page += [draws_of(steps=steps, seeds=range(options.seed, options.seed + 5))]
     if options.quick:
-        return  # the results here are of the whole run
+        return  # committed results are of whole runs
     (RESULTS / "README.md").write_text("\n".join(page))
     console.print(f"written to {RESULTS}")
 

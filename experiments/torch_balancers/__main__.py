@@ -1,19 +1,21 @@
-"""Ours beside torch's own balancers: `python -m experiments.torch_balancers [--quick]`
+"""Compares torch's load balancers for context parallelism with ours.
 
-torch.distributed.tensor.experimental has three load balancers for context parallelism:
-`_HeadTailLoadBalancer` (our per_sequence), `_PerDocumentHeadTailLoadBalancer` (our per_document)
-and `_PTRRLoadBalancer` (blocks of flex_attention's mask dealt by work). For each CP degree, on
-micro-batches of the fitted stream at 128K: what they accept, what must be padded where they do
-not, how balanced the ranks are, and whether permutation and restoration are exact.
+torch.distributed.tensor.experimental has three: `_HeadTailLoadBalancer` (our per_sequence),
+`_PerDocumentHeadTailLoadBalancer` (our per_document) and `_PTRRLoadBalancer` (blocks of
+flex_attention's mask dealt by work). For each CP degree, on micro-batches of the fitted stream at
+128K, `python -m experiments.torch_balancers [--quick]` shows what they accept, what must be padded
+where they do not, how balanced the ranks are, and whether permutation and restoration are exact.
 
-"torch per document" is what torch 2.13 does: its permutation goes by document, and its equal
-parts, which ranks get, are not balanced. "rank-major" is what its docstring draws.
+"torch per document" is what torch 2.13 does: its permutation goes by document, and its equal parts,
+which ranks get, are not balanced. "rank-major" is what its docstring draws.
 
-pairs: query-key pairs of the fullest rank over the mean rank. latency: the slowest rank's forward
-plus the slowest rank's backward over the mean rank's sum, predicted with the h100 profile, one
-layer of the 7B model, TP 8. Padded rows are computed, so they are priced. PTRR runs under
-flex_attention; it is priced as if its runs of blocks were segments of a varlen kernel, and would
-need a copy of many more keys (key rows a rank, in tokens of the micro-batch), which is not priced.
+- pairs: query-key pairs of the fullest rank over the mean rank.
+- latency: the slowest rank's forward plus the slowest rank's backward over the mean rank's sum,
+  predicted with the h100 profile for one layer of the 7B model at TP 8.
+
+Padded rows are computed, so they are priced. PTRR runs under flex_attention; it is priced as if its
+runs of blocks were segments of a varlen kernel. It would need a copy of many more keys (key rows
+per rank, in tokens of the micro-batch), which is not priced.
 """
 
 import argparse
@@ -43,7 +45,12 @@ DEGREES = (2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancer:
-    """A balancer of torch: how its input is padded for cp ranks, and ours that does the same."""
+    """Describes a balancer of torch.
+
+    call: returns its answer for lengths and cp ranks
+    pad: pads lengths so that it accepts them for cp ranks
+    ours: our strategy that does the same, "" if there is none
+    """
 
     call: Callable[[IntArray, int], Shuffled]
     pad: Callable[[IntArray, int], IntArray]
@@ -76,8 +83,17 @@ TORCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One micro-batch under one balancer. equals_ours: the ranks' rows are those of our plan; None
-    where there is nothing to compare. padding: of the real tokens.
+    """Measures one micro-batch under one balancer.
+
+    is_accepted: whether the balancer takes it without padding
+    padding: padding over the real tokens
+    segments: kernel segments per rank
+    key_rows: key rows per rank, in tokens of the micro-batch
+    pairs: query-key pairs of the fullest rank over the mean rank
+    latency: slowest over mean rank, predicted
+    slowest_ms: predicted time of the slowest rank, in ms
+    is_round_trip: whether permutation and restoration are exact
+    equals_ours: whether each rank has the rows of our plan, None if there is none to compare
     """
 
     is_accepted: bool
@@ -93,7 +109,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Means over micro-batches; counts as "n/all"."""
+    """Holds means over micro-batches; counts are "n/all"."""
 
     packer: str
     cp: int
@@ -128,7 +144,7 @@ def sample_of(
 
 
 def owners(plan: ShardingPlan) -> IntArray:
-    """Rank of each token of the packed sequence, shape [num_tokens]."""
+    """Returns the rank of each token of the packed sequence, shape [num_tokens]."""
     out = np.empty(plan.num_tokens, np.int64)
     for rank in range(plan.cp):
         out[plan.for_rank(rank).token_index] = rank
@@ -244,7 +260,7 @@ def table_of(title: str, rows: list[Row]) -> Table:
 
 
 def example() -> str:
-    """The least example of the order that is wrong."""
+    """Describes the least example of the order that is wrong."""
     lengths, cp = np.array([4, 12]), 2
     plan = plan_of(balancers.per_document(lengths, cp), cp, strategy="torch")
     running = offsets_of(causal_pairs(plan.stop - plan.start, plan.stop))
@@ -298,10 +314,10 @@ def page(command: str, heads: dict[str, str], rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100, help="micro-batches of each packer")
-    parser.add_argument("--quick", action="store_true", help="a smaller run, printed only")
+    parser.add_argument("--count", type=int, default=100, help="micro-batches per packer")
+    parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # argsort of two threads waits for the other on a busy machine
+    torch.set_num_threads(1)  # on a busy machine argsort's threads wait for each other
     count = 10 if options.quick else options.count
     parts = {p: micro_batches(p, window=WINDOW, count=count, seed=options.seed) for p in PACKERS}
     console = Console(width=150)

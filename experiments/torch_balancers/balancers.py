@@ -1,4 +1,4 @@
-"""torch's context-parallel load balancers as sharding plans, so that they are priced like ours.
+"""Turns torch's context-parallel load balancers into sharding plans, which are priced like ours.
 
 They are private in torch 2.13 (`torch.distributed.tensor.experimental._context_parallel`). Each
 gives a permutation of the packed sequence whose cp equal parts are the ranks' rows.
@@ -17,14 +17,17 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from wlb.plan import IntArray, ShardingPlan, offsets_of
 
 BLOCK = 128
-"""Query rows and keys of a block of flex_attention's mask."""
+"""A block of flex_attention's mask has this many query rows and keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shuffled:
-    """A balancer's answer. lengths: of the pieces it was given, padding included (shape
-    [num_pieces], and one more piece where the sequence's end was padded). index: token of each row,
-    rank-major. restore: row of each token.
+    """Holds a balancer's answer.
+
+    lengths: tokens of the pieces it was given, padding included, shape [num_pieces]; padding at the
+        sequence's end is one more piece
+    index: token of each row, rank-major
+    restore: row of each token
     """
 
     lengths: IntArray
@@ -39,7 +42,7 @@ class Shuffled:
 
 
 def padded_sequence(lengths: IntArray, multiple: int) -> IntArray:
-    """`lengths`, and padding as one more piece where their sum is no multiple."""
+    """Returns `lengths`, with padding as one more piece where their sum is no multiple."""
     padding = -int(lengths.sum()) % multiple
     return np.append(lengths, padding) if padding else lengths
 
@@ -61,7 +64,7 @@ def per_document(lengths: IntArray, cp: int) -> Shuffled:
 
 
 def per_document_rank_major(lengths: IntArray, cp: int) -> Shuffled:
-    """What per_document's docstring draws: the same chunks, ordered by rank before document.
+    """Returns what per_document's docstring draws: the same chunks by rank before document.
 
     torch orders them by document, so that equal parts of the permutation are whole documents.
     """
@@ -72,9 +75,10 @@ def per_document_rank_major(lengths: IntArray, cp: int) -> Shuffled:
 
 
 def processing_time(lengths: IntArray, cp: int) -> Shuffled:
-    """PTRR of the document-causal mask; blocks of keys are counted here, not by a BlockMask.
+    """Returns PTRR's answer for the document-causal mask.
 
-    Row block b needs every block from the one its first token's document begins in.
+    Blocks of keys are counted here, not by a BlockMask: row block b needs every block from the one
+    that its first token's document begins in.
     """
     balancer = _PTRRLoadBalancer(_DocumentCausal(lengths), cp)
     index, restore = (balancer._generate_indices(r)[0].numpy() for r in (False, True))
@@ -82,7 +86,7 @@ def processing_time(lengths: IntArray, cp: int) -> Shuffled:
 
 
 class _DocumentCausal:
-    """What PTRR reads of a BlockMask."""
+    """Provides what PTRR reads of a BlockMask."""
 
     def __init__(self, lengths: IntArray) -> None:
         offsets = offsets_of(lengths)
@@ -97,7 +101,7 @@ class _DocumentCausal:
 
 
 def plan_of(shuffled: Shuffled, cp: int, *, strategy: str) -> ShardingPlan:
-    """Spans of a permutation: runs of consecutive tokens of one piece on one rank."""
+    """Returns the spans of a permutation: runs of consecutive tokens of one piece on one rank."""
     index, offsets = shuffled.index, offsets_of(shuffled.lengths)
     piece = np.searchsorted(offsets, index, side="right") - 1
     rank = np.arange(index.size) // (index.size // cp)

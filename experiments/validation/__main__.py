@@ -1,10 +1,14 @@
-"""Is the simulator right? `python -m experiments.validation [replay|training|all] [--quick]`
+"""Validates the simulator against replays and against real training.
 
-replay: random plans, simulated and run as timed waits on real processes. training: real training
-runs on a CPU, each step beside its simulation with a profile that was calibrated on another run.
+`python -m experiments.validation [replay|training|all] [--quick]` has two parts:
+
+- replay: random plans are simulated, and run as timed waits on real processes.
+- training: each step of real training runs on a CPU is put beside its simulation, with a profile
+  that was calibrated on another run.
+
 Each part keeps its numbers in `results/<part>.json`, and the page is made of the parts that are
-there. Wants a machine of 2 cores that does nothing else. --only: some of the training runs (and
-those that calibrate for them); like --quick it writes nothing.
+there. The machine should have 2 cores and do nothing else. --only takes some of the training runs
+(and those that calibrate for them); like --quick it writes nothing.
 """
 
 import argparse
@@ -26,7 +30,7 @@ QUICK_RUNS = ("one", "plain", "two", "pp_1f1b")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.validation", description=__doc__)
     parser.add_argument("part", nargs="?", default="all", choices=(*PARTS, "all"))
-    parser.add_argument("--quick", action="store_true", help="fewer, and writes nothing")
+    parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     parser.add_argument("--only", nargs="+", choices=[run.name for run in training.RUNS])
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, width=120)

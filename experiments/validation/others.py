@@ -1,9 +1,9 @@
-"""How much of a core other programs took during each step of a training run (Linux).
+"""Measures how much of a core other programs took during each step of a training run (Linux).
 
-While the run works, its metrics are watched: a line is the end of a step. Between two lines, what
-all cores were busy (stolen time included: other guests of the machine) less what the run's own
-processes used is what others took. Cost: a look at /proc a step; counted in hundredths of a second,
-so shares of steps well below a second mean little.
+While the run works, its metrics are watched: a new line is the end of a step. Between two lines,
+others took what all cores were busy (including stolen time, which other guests of the machine took)
+minus what the run's own processes used. This costs one look at /proc per step, which counts in
+hundredths of a second, so shares of steps well below a second mean little.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 _PROC = Path("/proc")
 _POLL_S = 0.02
 _IDLE = (3, 4)
-"""Fields of /proc/stat: idle, waiting for a disk."""
+"""These fields of /proc/stat count no work: idle, and waiting for a disk."""
 
 
 class _Reading(NamedTuple):
@@ -26,8 +26,10 @@ class _Reading(NamedTuple):
 
 
 def watch(run: "Popen[Any]", metrics: Path) -> list[float]:
-    """Waits for `run` to end; for each step but the first the cores' time that others took, over
-    the step's. Empty where /proc does not tell."""
+    """Waits for `run` to end and returns what others took of the cores in each step but the first.
+
+    It is the cores' time over the step's time. The list is empty where /proc does not tell.
+    """
     readings: list[_Reading] = []
     seen = 0
     while run.poll() is None:
@@ -54,7 +56,7 @@ def _read(pid: int) -> _Reading:
 
 
 def _own_ticks(pid: int) -> int:
-    """CPU time of this process, `pid` and all that descends from it."""
+    """Returns the CPU time of this process, of `pid` and of all that descends from it, in ticks."""
     parents: dict[int, int] = {}
     used: dict[int, int] = {}
     for path in _PROC.iterdir():
@@ -62,7 +64,7 @@ def _own_ticks(pid: int) -> int:
             continue
         try:
             _, _, rest = (path / "stat").read_text().rpartition(")")
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         values = rest.split()
         parents[int(path.name)] = int(values[1])

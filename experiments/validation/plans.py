@@ -1,9 +1,9 @@
-"""Random plans to replay: systems, layouts, schedules and documents drawn from one seed.
+"""Draws random plans to replay: systems, layouts, schedules and documents from one seed.
 
 Every plan is one step of one system on a stream of its own, packed and sharded by the planner and
-simulated with a kernel profile; which step, too, is drawn, so that queues of held-back documents
-have filled. The model is the paper's 7B with 48 layers, which divide into all stages that are
-drawn. Layouts are all of pp 2 to 4, cp 1 to 2 and dp 1 to 4 that have 8 to 32 processes.
+simulated with a kernel profile. Which step is drawn too, so that queues of held-back documents have
+filled. The model is the paper's 7B with 48 layers, which divide into all stages that are drawn.
+Layouts are all of pp 2 to 4, cp 1 to 2 and dp 1 to 4 that have 8 to 32 processes.
 """
 
 import random
@@ -19,13 +19,18 @@ from wlb.spec import SYSTEMS, RunSpec, Schedule, system_overrides
 
 PROCESSES = range(8, 33)
 MEMORY_GIB = 1000.0
-"""No cap: what is replayed need not fit a device."""
+"""This is no limit, because what is replayed need not fit a device."""
 LAST_STEP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnPlan:
-    """variant: which of a system's alternatives. step: of the stream of `seed`."""
+    """Describes a plan.
+
+    variant: index of one of the system's alternatives
+    seed: seed of the stream
+    step: step of that stream
+    """
 
     system: str
     variant: int
@@ -48,7 +53,7 @@ class DrawnPlan:
 
     @property
     def order(self) -> str:
-        """The schedule in words."""
+        """Returns the schedule in words."""
         short = {
             Schedule.ONE_F_ONE_B: "1F1B",
             Schedule.INTERLEAVED_1F1B: f"interleaved, v {self.virtual_stages}",
@@ -57,7 +62,7 @@ class DrawnPlan:
         return short[self.schedule]
 
     def spec(self) -> RunSpec:
-        overrides = system_overrides(self.system, memory_gib=MEMORY_GIB)[self.variant]
+        overrides = system_overrides(self.system, planned_gib=MEMORY_GIB)[self.variant]
         return configuration(
             "7b_64k",
             "model.num_layers=48",
@@ -74,7 +79,7 @@ class DrawnPlan:
         )
 
     def simulate(self) -> Simulation:
-        """The drawn step alone."""
+        """Simulates the drawn step alone."""
         spec = self.spec()
         simulator = Simulator(spec=spec, cost=workload_for(spec, "cuda"))
         planner = planner_of(spec, simulator.cost, _batches(spec))
@@ -83,7 +88,7 @@ class DrawnPlan:
 
 
 def draw_plans(count: int, *, seed: int) -> list[DrawnPlan]:
-    """`count` plans; systems, schedules and layouts take turns, all else is drawn."""
+    """Draws `count` plans; systems, schedules and layouts take turns, all else is random."""
     draw = random.Random(seed)
     layouts = [
         (pp, cp, dp)
@@ -116,7 +121,7 @@ def draw_plans(count: int, *, seed: int) -> list[DrawnPlan]:
 
 
 def _batches(spec: RunSpec) -> list[GlobalBatch]:
-    """Enough global batches of the fitted length family for any step that is drawn."""
+    """Returns enough global batches of the fitted length family for any step that is drawn."""
     wanted = spec.tokens_per_step * (LAST_STEP + 4)
     some = lengths_of_family(window=spec.data.context_window, num_documents=4096, seed=0)
     source = lengths_of_family(

@@ -1,7 +1,7 @@
-"""What a part of the validation left behind: a JSON file beside the results page.
+"""Keeps what a part of the validation measured, in a JSON file beside the results page.
 
 The parts run apart (replays share cores, training needs them all), so each keeps its numbers and
-the page is made anew of those that are there.
+the page is made again from those that are there.
 """
 
 import json
@@ -19,7 +19,10 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Where and when a part was measured. load: averages of the last minute, before and after."""
+    """Says where and when a part was measured.
+
+    load: load averages of one minute, before and after
+    """
 
     commit: str
     date: str
@@ -41,7 +44,7 @@ class Conditions:
 
 
 def load_now() -> float:
-    """Processes that run or want to, averaged over a minute."""
+    """Returns how many processes run or want to run, averaged over a minute."""
     return os.getloadavg()[0]
 
 

@@ -1,4 +1,4 @@
-"""Random plans simulated and replayed as timed waits on real processes."""
+"""Simulates random plans and replays them as timed waits on real processes."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,17 +9,22 @@ from experiments.drawing import MARKERS, new_figure
 from experiments.results import Picture, Table
 from experiments.validation.plans import DrawnPlan, draw_plans
 from experiments.validation.record import Conditions, conditions, load_now
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection, Schedule
 from wlb.validation.replay_step import compare, waits_of
 
 LIMIT = 0.05
 SHORTEST_S = 0.06
-"""Of a wait: a replay adds 1 to 2 ms a pass of its own."""
+"""A replay's shortest wait takes this long, since it adds 1 to 2 ms per pass of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A plan, simulated and replayed. imbalance: simulated step over that of perfect balance."""
+    """Holds a plan, simulated and replayed.
+
+    imbalance: simulated step over that of perfect balance
+    simulated_s: simulated time of the waits, in seconds
+    replayed_s: time of each replay, in seconds
+    """
 
     plan: DrawnPlan
     imbalance: float
@@ -28,12 +33,12 @@ class Replayed:
 
     @property
     def difference(self) -> float:
-        """Median replayed / simulated - 1."""
+        """Returns the median replayed time over the simulated one, minus 1."""
         return median(self.replayed_s) / self.simulated_s - 1
 
 
 def measure(count: int, *, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The part's record."""
+    """Replays random plans and returns the part's record."""
     before = load_now()
     found: list[Replayed] = []
     for plan in draw_plans(count, seed=seed):
@@ -53,13 +58,8 @@ def measure(count: int, *, seed: int, say: Callable[[str], None]) -> dict[str, A
 def _replayed(plan: DrawnPlan) -> Replayed:
     simulation = plan.simulate()
     waits = waits_of(simulation, step=0, shortest_s=SHORTEST_S)
-    (agreement,) = compare(
-        [waits],
-        [plan.layout],
-        schedule=plan.schedule,
-        pp=plan.pp,
-        virtual_stages=plan.virtual_stages,
-    )
+    pipeline = PipelineSection(schedule=plan.schedule, virtual_stages=plan.virtual_stages)
+    (agreement,) = compare([waits], [plan.layout], pipeline, pp=plan.pp)
     balanced = simulation.simulator.run(simulation.prices.balanced())
     return Replayed(
         plan=plan,

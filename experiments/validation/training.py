@@ -1,8 +1,8 @@
-"""Real training runs on a CPU, predicted by a profile that was calibrated on another run.
+"""Compares real training runs on a CPU with simulations by a profile calibrated on another run.
 
 A profile is calibrated once for each number of processes, since two busy cores share caches and
-memory; every other run is then planned and simulated with it, and compared step by step. Steps in
-which other programs used the cores are told apart (`others.py`).
+memory. Every other run is planned and simulated with it, and compared step by step. Steps in which
+other programs used the cores are told apart (`others.py`).
 """
 
 import shutil
@@ -27,12 +27,16 @@ CONFIGURATION = Path(__file__).with_name("run.toml")
 FOLDER = ROOT / "runs" / "validation"
 WARM_UP = 3
 DISTURBED = 0.05
-"""Of a core, used by other programs during a step: such steps are counted apart."""
+"""Steps in which other programs used more than this share of a core are counted apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """differs: from the run that its profile was calibrated on. calibrates: whether it is that."""
+    """Describes a training run.
+
+    differs: how it differs from the run that its profile was calibrated on
+    calibrates: whether it is that run
+    """
 
     name: str
     processes: int
@@ -43,11 +47,7 @@ class Run:
 
 def _run(name: str, processes: int, differs: str, *overrides: str, calibrates: bool = False) -> Run:
     return Run(
-        name=name,
-        processes=processes,
-        differs=differs,
-        overrides=overrides,
-        calibrates=calibrates,
+        name=name, processes=processes, differs=differs, overrides=overrides, calibrates=calibrates
     )
 
 
@@ -100,12 +100,7 @@ RUNS = (
         "data.context_window=1536",
     ),
     _run(
-        "dp",
-        2,
-        "DP 2, Plain-4D, 4 windows of 3,072",
-        "parallel.dp=2",
-        *PLAIN,
-        "data.num_windows=4",
+        "dp", 2, "DP 2, Plain-4D, 4 windows of 3,072", "parallel.dp=2", *PLAIN, "data.num_windows=4"
     ),
     _run("tp", 2, "TP 2, Plain-4D", "parallel.tp=2", *PLAIN),
     _run(
@@ -140,11 +135,14 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A run's steps, warm-up left out, in seconds.
+    """Holds a run's steps, warm-up left out; times are in seconds.
 
-    computing_s: CPU time in passes, of the mean rank, a step; simulated_computing_s: the same.
-    before_s: simulated with the profile that was calibrated. others: cores' time that other
-    programs took during each step, over the step's time; empty if unknown.
+    others: cores' time that other programs took in each step, over the step's time; empty if
+        unknown
+    measured_s, simulated_s: time of each step
+    before_s: simulated with the shipped profile, before calibration
+    computing_s: CPU time in passes of the mean rank, per step
+    simulated_computing_s: the same, simulated
     """
 
     run: Run
@@ -157,14 +155,14 @@ class Trained:
 
     @property
     def undisturbed(self) -> NDArray[np.bool_]:
-        """Which steps had the cores for themselves; all where that is not known."""
+        """Returns which steps had the cores for themselves; all of them where that is not known."""
         if not self.others:
             return np.ones(len(self.measured_s), np.bool_)
         return np.array(self.others) <= DISTURBED
 
     @property
     def mape(self) -> float | None:
-        """Of undisturbed steps; None if there are none."""
+        """Returns the mean absolute relative error of undisturbed steps, None without any."""
         return self._mape(self.undisturbed)
 
     @property
@@ -184,13 +182,16 @@ class Trained:
         return np.array(self.measured_s), np.array(self.simulated_s)
 
     def mean(self, values: Sequence[float]) -> float:
-        """Of undisturbed steps, or of all if there are none."""
+        """Returns the mean over undisturbed steps, or over all if there are none."""
         chosen = self.undisturbed if self.undisturbed.any() else slice(None)
         return float(np.array(values)[chosen].mean())
 
 
 def measure(runs: Sequence[Run], *, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The part's record. steps: of each run, warm-up included."""
+    """Trains the runs and returns the part's record.
+
+    steps: steps of each run, warm-up included
+    """
     before = load_now()
     shutil.rmtree(FOLDER, ignore_errors=True)
     found: list[Trained] = []
@@ -218,8 +219,11 @@ def _profile(run: Run) -> Path:
 
 
 def _train(run: Run, steps: int) -> list[float]:
-    """What others took of the cores, a step. One thread a rank, so that ranks do not outnumber
-    cores and thread CPU time is the work."""
+    """Trains a run and returns what others took of the cores in each step.
+
+    Each rank has one thread, so that threads do not outnumber cores and thread CPU time is the
+    work.
+    """
     command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "wlb", "train", str(CONFIGURATION)]
     command += ["--set", f"run.name={run.name}", f"training.steps={steps}", *run.overrides]
     command += [f"telemetry.warmup_steps={WARM_UP}", "checkpoint.keep=1"]
@@ -257,7 +261,7 @@ def _computing_s(made: RecordedRun) -> float:
 
 
 def _simulated_computing_s(made: RecordedRun) -> float:
-    """Without collectives, as CPU time is."""
+    """Returns simulated computing per step, without collectives, as CPU time is."""
     return float(
         np.concatenate([s.compute_s.mean(axis=(1, 2, 3)) for s in made.simulations]).mean()
     )

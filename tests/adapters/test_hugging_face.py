@@ -1,4 +1,4 @@
-"""transformers' Trainer and TRL's on balanced batches: what is trained, resumed, refused."""
+"""Tests transformers' and TRL's trainers on balanced batches: training, resuming, refusals."""
 
 import json
 import os
@@ -162,7 +162,7 @@ def trainer_of(tmp_path: Path, dataset: Any, cls: Any = Trainer, **options: Any)
 
 @pytest.mark.full
 def test_the_loss_of_a_step_is_the_mean_of_its_labels(tmp_path: Path) -> None:
-    """Beside a model that sees one document at a time."""
+    """The reference is a model that sees one document at a time."""
     dataset = Rows()
     trainer = trainer_of(tmp_path, dataset, learning_rate=0.0, num_train_epochs=1)
     trainer.train()
@@ -182,7 +182,8 @@ def test_the_loss_of_a_step_is_the_mean_of_its_labels(tmp_path: Path) -> None:
 
 
 def test_lengths_of_datasets_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a dataset that was shuffled and cut, whose rows are not where its table has them."""
+    """This also holds for a dataset that was shuffled and cut, whose rows are not in table
+    order."""
     monkeypatch.setattr(hugging_face, "BLOCK", 7)
     rows = [{"input_ids": [1] * n} for n in lengths()]
     whole = Dataset.from_list(rows)
@@ -211,7 +212,7 @@ def test_a_row_of_null_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def first_batch(tmp_path: Path, rows: Dataset, **options: Any) -> dict[str, Any]:
-    """By the Trainer's own choice of columns."""
+    """Returns the first batch, with columns of the Trainer's own choice."""
     ours = {"remove_unused_columns": True, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
     trainer = trainer_of(tmp_path, rows, **(ours | options))
     return next(iter(trainer.get_train_dataloader()))
@@ -240,7 +241,7 @@ def test_a_transform_keeps_the_columns_it_reads(tmp_path: Path) -> None:
 
 
 def test_a_collator_that_was_given_is_kept(tmp_path: Path) -> None:
-    """Also one that trainers would choose by themselves."""
+    """This also holds for one that trainers would choose by themselves."""
     from transformers import default_data_collator
 
     def trainer(given: Any) -> Any:
@@ -265,7 +266,7 @@ def test_a_collator_that_was_given_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
-    """Of a dataset without columns to remove, which is what the Trainer's default asks for."""
+    """The dataset has no columns to remove, which is what the Trainer's default asks for."""
     trainer = trainer_of(tmp_path, Rows(), max_steps=40, remove_unused_columns=True)
     trainer.train()
     assert trainer.state.global_step == 40
@@ -288,7 +289,7 @@ def test_the_schedule_is_as_long_as_the_steps_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_trl_trains_completions_alone(tmp_path: Path) -> None:
-    """Rows of prompts and completions, tokenized already; labels are the completions'."""
+    """Rows are prompts and completions, tokenized already; labels are the completions'."""
     from trl import SFTConfig, SFTTrainer
 
     rng = np.random.default_rng(2)
@@ -336,7 +337,7 @@ def test_trl_trains_completions_alone(tmp_path: Path) -> None:
 
 
 def tokenizer() -> Any:
-    """Of 64 words; rows here are tokens already, but SFTTrainer wants one."""
+    """Returns a tokenizer of 64 words, because SFTTrainer wants one; rows are tokens already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -380,7 +381,7 @@ def test_what_would_lose_or_mix_rows_is_refused(
 
 
 def launch(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Two processes; what each wrote."""
+    """Runs two processes and returns what each wrote."""
     out.mkdir()
     program = Path(__file__).with_name("trainer_worker.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -396,7 +397,8 @@ def launch(out: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.full
 @pytest.mark.dist
 def test_two_processes_train_every_row_and_resume_exactly(tmp_path: Path) -> None:
-    """In a later epoch: accelerate's skipping loader would begin with the first one's rows."""
+    """They resume in a later epoch, where accelerate's skipping loader would begin with the first
+    one's rows."""
     whole = launch(tmp_path / "whole")
     assert Counter(whole[0]["seen"] + whole[1]["seen"]) == dict.fromkeys(range(120), EPOCHS)
     per_epoch = whole[0]["steps_per_epoch"]

@@ -1,4 +1,4 @@
-"""Megatron-Core: packed batches cut as Megatron cuts, steps, shapes without an exchange."""
+"""Tests the Megatron-Core adapter: batches cut as Megatron cuts, steps, shapes without exchange."""
 
 import warnings
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)  # that Transformer Engine and Apex are missing
+    warnings.simplefilter("ignore", UserWarning)  # Transformer Engine and Apex are missing
     pytest.importorskip("megatron.core", reason="needs the extra [megatron]")
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -72,7 +72,7 @@ def all_steps(steps: PackedSteps) -> list[list[dict[str, torch.Tensor]]]:
 def test_ranks_get_the_chunks_that_megatron_gives_them(
     lengths: list[int], cp: int, tp: int
 ) -> None:
-    """Megatron's own function for one sequence, document by document."""
+    """The reference is Megatron's own function for one sequence, document by document."""
     padded = padded_lengths(np.array(lengths), cp=cp, tp=tp)
     multiple = 2 * cp if cp > 1 else 1
     assert (padded >= lengths).all()
@@ -187,7 +187,8 @@ def trained(batch: dict[str, torch.Tensor]) -> list[int]:
 
 
 def exchange(world: Any, shapes: list[tuple[int, int, int]]) -> list[Any]:
-    """Micro-batches of `shapes` through two stages by Megatron's communicator, forward and back.
+    """Sends micro-batches of `shapes` through two stages by Megatron's communicator, forward and
+    back.
 
     Megatron puts buffers on the current CUDA device and waits for it: here that is the CPU.
     """
@@ -295,7 +296,7 @@ def test_it_stands_in_megatrons_schedulers_place_and_balances_better() -> None:
     tokens = dict(samples)
 
     def balance(groups: Any) -> RankBalance:
-        """Of the whole step: ranks wait for each other at its end."""
+        """Returns the balance of the whole step, because ranks wait for each other at its end."""
         ranks = [[[tokens[i] for i in g[r]] for g in groups if g[r]] for r in range(4)]
         return RankBalance.of(work_of([ranks], COST))
 

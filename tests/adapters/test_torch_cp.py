@@ -1,4 +1,4 @@
-"""torch's context parallel on our shardings: indices, attention, torch's own balancer."""
+"""Tests torch's context parallel on our shardings: indices, attention, torch's own balancer."""
 
 import itertools
 from typing import Any
@@ -61,13 +61,14 @@ def test_refusals() -> None:
 
 
 def pairs_of(index: np.ndarray, lengths: list[int], cp: int) -> list[int]:
-    """Pairs (query, key) that each rank's rows of `index` have."""
+    """Returns the (query, key) pairs that each rank's rows of `index` have."""
     positions = np.concatenate([np.arange(n) for n in lengths])
     return [int((positions[rows] + 1).sum()) for rows in index.reshape(cp, -1)]
 
 
 def test_torchs_own_balancer_gives_ranks_other_chunks_than_it_means_to() -> None:
-    """It is seen when a version mends it. One long document first, short ones after it."""
+    """The test fails once a version fixes it. One long document comes first, short ones after
+    it."""
     lengths, cp = [32, 8, 8, 8, 8], 2
     found = theirs._PerDocumentHeadTailLoadBalancer([lengths], cp, "cpu")._generate_indices()[0]
     plan = shard(np.array(lengths), cp=cp, strategy="per_document", cost=COST)
@@ -80,7 +81,8 @@ def test_torchs_own_balancer_gives_ranks_other_chunks_than_it_means_to() -> None
 
 
 def attention_of_ranks(world: Any, strategy: str) -> tuple[list[bool], float]:
-    """Flex attention with torch's own sharding of tensors and masks; the error against dense."""
+    """Runs flex attention with torch's own sharding of tensors and masks, and compares with
+    dense."""
     lengths, total, cp = [100, 7, 130, 1, 19], 512, 2
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     plan = shard(np.array(lengths), cp=cp, strategy=strategy, cost=COST)

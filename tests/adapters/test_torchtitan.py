@@ -1,4 +1,4 @@
-"""torchtitan's dataloader protocol over a planner, with torchtitan's own classes."""
+"""Tests torchtitan's dataloader protocol over a planner, with torchtitan's own classes."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ from wlb.plan import IGNORE
 LENGTHS = np.clip(np.random.default_rng(4).lognormal(3.6, 0.9, 200).astype(int) + 1, 1, 400)
 WINDOW = 256
 STEP = 3
-"""Micro-batches of a rank."""
+"""A rank has this many micro-batches per step."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def loader(store: str, *, dp: int = 2, rank: int = 0, **options: Any) -> Any:
-    """As torchtitan's trainer builds it."""
+    """Returns a loader as torchtitan's trainer builds it."""
     per_rank = 2 * STEP // dp  # the same number in a step, on any number of ranks
     keys = {"dataset_path": store, "micro_batches_per_step": per_rank, "seed": 3, **options}
     return BalancedDataLoader.Config(**keys).build(
@@ -45,7 +45,7 @@ def loader(store: str, *, dp: int = 2, rank: int = 0, **options: Any) -> Any:
 
 
 def documents(inputs: dict[str, Tensor], labels: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Tokens and labels between restarts of the positions."""
+    """Returns tokens and labels between restarts of the positions."""
     positions = inputs["positions"][0]
     starts = [*torch.nonzero(positions == 0).flatten().tolist(), positions.numel()]
     return [
@@ -141,7 +141,7 @@ def test_a_run_that_had_ended_goes_on_with_more_epochs(store: str) -> None:
 def test_a_part_of_a_step_goes_on_as_it_was_planned(
     options: dict[str, Any], what: str, store: str
 ) -> None:
-    """Its rest would be of another step, and lose or repeat what lies between the two."""
+    """Its rest would otherwise be of another step, and lose or repeat what lies between the two."""
     first, other = loader(store, dp=1), loader(store, dp=1, **options)
     whole = contents(first)
     first = loader(store, dp=1)

@@ -1,4 +1,4 @@
-"""A library that is missing or too old is named with the version that is needed."""
+"""Tests that a missing or too old library is named together with the version that is needed."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_newer_ones_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_every_adapter_asks_before_it_imports(module: str, library: str) -> None:
-    """In a process in which no library has a version, and none can be imported."""
+    """It runs in a process in which no library has a version, and none can be imported."""
     program = f"""
 import importlib.metadata, sys
 def missing(name): raise importlib.metadata.PackageNotFoundError(name)

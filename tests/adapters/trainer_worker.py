@@ -1,6 +1,6 @@
-"""A rank of the Trainer on CPU, started by torchrun: OUT, and a checkpoint or "dispatch".
+"""Runs one rank of the Trainer on CPU; torchrun starts it with OUT and a checkpoint or "dispatch".
 
-Writes OUT/rank<r>.json: the rows this rank trained, in order, and the losses.
+It writes OUT/rank<r>.json: the rows that this rank trained, in order, and the losses.
 """
 
 import json
@@ -16,12 +16,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from wlb.adapters.collate import PaddingFreeCollator
-from wlb.adapters.hugging_face import (
-    Balance,
-    BalancedBatchSampler,
-    BalancedCollator,
-    balanced,
-)
+from wlb.adapters.hugging_face import Balance, BalancedBatchSampler, BalancedCollator, balanced
 from wlb.parallel import world as worlds
 
 WINDOW, VOCAB, EPOCHS = 256, 64, 3
@@ -85,7 +80,8 @@ def arguments(out: str, **options: Any) -> TrainingArguments:
 
 
 def dispatched(out: str) -> None:
-    """accelerate's loop in which the first process reads for all; what each rank got."""
+    """Runs accelerate's loop in which the first process reads for all, and writes what each rank
+    got."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
     from torch.utils.data import DataLoader

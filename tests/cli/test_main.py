@@ -1,9 +1,10 @@
-"""All commands: warnings and user errors take one line on stderr, bugs keep their traceback."""
+"""Tests all commands: warnings and user errors take one line on stderr, bugs keep a traceback."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.words import lacks
 from wlb.cli import main, report
 from wlb.plan import UserError
 
@@ -13,10 +14,9 @@ PLAN = ["plan", "--synthetic", "wlb_paper", "--steps", "2", "--json", "-"]
 @pytest.mark.filterwarnings("default")
 def test_a_renamed_key_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--set", "data.num_micro_batches=4"]) == 0
-    assert capsys.readouterr().err == (
-        "wlb plan: warning: --set data.num_micro_batches=4: data.num_micro_batches is now "
-        "data.num_windows\n"
-    )
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert lacks(told, "wlb plan: warning: ", "data.num_micro_batches=4", "data.num_windows") == []
 
 
 def test_a_users_error_is_one_line_with_status_2(

@@ -1,4 +1,4 @@
-"""`wlb plan` and `wlb tune packing` from the command line, without torch."""
+"""Tests `wlb plan` and `wlb tune packing` from the command line, without torch."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_a_table_of_all_policies(
 def test_long_documents_of_little_weight_are_said(
     lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the weight in the JSON; nothing where the run weighs labels alike or nearly so."""
+    """The JSON has the weight; nothing is said where the run weighs labels alike or nearly so."""
     monkeypatch.setenv("COLUMNS", "200")
     words = ["--lengths", lengths, "--steps", "20", *SMALL]
     bounded = ["packing.policy=bounded", "packing.s_max=2", "packing.step_tokens=1.5"]
@@ -119,9 +119,9 @@ def test_a_page_of_a_run_with_a_grouping_method(
 def test_caps_by_memory_count_the_vocabulary(
     lengths: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That training would have: logits are in the memory."""
+    """The vocabulary is the one that training would have, because logits are in the memory."""
     words = ["--lengths", lengths, "--steps", "2", "--json", "--set", "packing.policy=bounded"]
-    words += ["packing.s_max=0", "cluster.memory_gib=46", "data.context_window=65536"]
+    words += ["packing.s_max=0", "cluster.memory_gib=52", "data.context_window=65536"]
 
     def s_max(*more: str) -> float:
         found = json.loads(run(capsys, "plan", "7b_64k", *words, *more))["spec"]

@@ -1,4 +1,4 @@
-"""`wlb prepare` from the command line: a store, its summary, errors, and checking a store."""
+"""Tests `wlb prepare` from the command line: a store, its summary, errors, checking a store."""
 
 import json
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_text_a_line_and_a_trained_bpe(corpus: Path, capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two turns each; every tenth conversation is long, the last one has no answer."""
+    """Returns two turns each; every tenth conversation is long, the last one has no answer."""
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "chats.jsonl"
     turn = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."})
@@ -127,7 +127,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def trained(prefix: Path) -> list[int]:
-    """Trained tokens of each document."""
+    """Returns the trained tokens of each document."""
     return TokenStore(prefix).num_targets.tolist()
 
 

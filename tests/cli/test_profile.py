@@ -1,4 +1,4 @@
-"""`wlb profile`: a whole small sweep, its files, going on after an interruption, bad input."""
+"""Tests `wlb profile`: a whole small sweep, its files, resuming after an interruption, errors."""
 
 import json
 import re
@@ -26,7 +26,7 @@ GRID = AttentionGrid(
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sweeps of a few seconds, and a list of what was measured."""
+    """Makes sweeps take a few seconds and returns a list of what was measured."""
     original = sweep.settings_of
 
     def settings(*args, **options):

@@ -1,4 +1,4 @@
-"""`wlb simulate`: systems beside each other, files, and what is refused."""
+"""Tests `wlb simulate`: systems beside each other, files, and what is refused."""
 
 import json
 
@@ -77,17 +77,17 @@ def test_memory_beyond_the_limit_names_rank_stages_and_bytes(capsys):
     message = capsys.readouterr().err
     assert "run: pipeline rank 0 (stages 0, 4, 8, 12) needs " in message
     assert "bytes (4" in message
-    assert "cluster.memory_gib = 30" in message
+    assert "more than the 24.6 GiB that plans may use of 30 GiB (cluster.memory_gib; " in message
     assert "training.recompute" in message
     assert main([*BASE, "--systems", "--set", "cluster.memory_gib=30", "--over-memory"]) == 0
 
 
 def test_alternatives_that_do_not_fit_are_passed_over(capsys):
-    """30B-128K: `wlb` needs recomputed MLPs where memory is short."""
+    """On 30B-128K `wlb` needs recomputed MLPs where memory is short."""
     words = ["simulate", "30b_128k", "--synthetic", "wlb_paper", "--steps", "2", "--json"]
     assert main([*words, "--systems", "wlb", "--set", "cluster.memory_gib=70"]) == 0
     wlb, _ = json.loads(capsys.readouterr().out)["runs"]
-    assert max(wlb["peak_memory_bytes"]) <= 70 * 2**30
+    assert max(wlb["peak_memory_bytes"]) <= 62.3 * 2**30
 
 
 @pytest.mark.parametrize(

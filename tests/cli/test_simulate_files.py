@@ -1,4 +1,4 @@
-"""`wlb simulate` writes what it was asked for: a trace, a timeline, a page."""
+"""Tests that `wlb simulate` writes what it was asked for: a trace, a timeline, a page."""
 
 import json
 from pathlib import Path

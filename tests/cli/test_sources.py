@@ -1,4 +1,4 @@
-"""Documents of `wlb plan`, `tune` and `simulate`: the run's own store or blend, and others."""
+"""Tests the documents of `wlb plan`, `tune` and `simulate`: the run's store or blend, others."""
 
 import json
 from argparse import Namespace
@@ -18,7 +18,7 @@ OTHERS: dict[str, Any] = {"lengths": None, "corpus": None, "synthetic": None, "i
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Short documents and long ones; vocabularies of 90."""
+    """Returns stores of short documents and of long ones, with vocabularies of 90."""
     folder = tmp_path_factory.mktemp("stores")
     for name, lengths in (("short", [60, 70, 80] * 40), ("long", [300, 400] * 30)):
         with TokenStoreWriter(folder / name, vocab_size=90) as writer:
@@ -138,7 +138,8 @@ def test_a_blend_has_no_order_of_its_own(
 def test_a_small_store_of_a_blend_is_not_repeated_without_end(
     stores: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """4 windows of 2 M tokens a step would come a thousand times from the store of 8,400 tokens."""
+    """4 windows of 2 M tokens per step would come a thousand times from the store of 8,400
+    tokens."""
     blend = f"data.blend={json.dumps(blend_of(stores, (999, 1)))}"
     words = ["--set", "data.context_window=2097152", "data.num_windows=4", blend]
     assert main(["plan", "demo", "--steps", "2", *words]) == 2

@@ -1,4 +1,4 @@
-"""`wlb train`: help, bad input, dry run, and being started in every way."""
+"""Tests `wlb train`: help, bad input, dry run, and every way of starting it."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.train.case import write_corpus, write_store
+from tests.words import lacks
 from wlb.cli import main
 from wlb.parallel import world as worlds
 from wlb.planner.service import PlanningError
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A TOML file whose corpus is 30 small texts."""
+    """Returns a TOML file whose corpus is 30 small texts."""
     write_corpus(tmp_path / "corpus", num_files=30)
     path = tmp_path / "tiny.toml"
     path.write_text(SPEC.format(folder=tmp_path), "utf-8")
@@ -60,7 +61,7 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting a rank, or a process group, fails the test."""
+    """Makes the test fail if a rank or a process group is started."""
 
     def started(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a rank was started")
@@ -69,9 +70,7 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, started)
 
 
-def test_help_lists_every_key_with_its_default_and_unit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_lists_every_key_with_its_default_and_unit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])
     assert end.value.code == 0
@@ -99,11 +98,15 @@ def test_help_lists_every_key_with_its_default_and_unit(
         (["--system", "fixed_4d"], ("fixed", "per_sequence", "merged", 0.0, "none")),
         (["--system", "fixed_4d:2"], ("fixed", "per_document", "one_by_one", 0.0, "none")),
         (["--system", "paper"], ("var_len", "adaptive", "one_by_one", 0.0, "none")),
-        (["--system", "wlb"], ("bounded", "balanced", "merged", 76.0, "none")),
-        (["--system", "wlb:2"], ("bounded", "balanced", "merged", 76.0, "selective")),
+        (["--system", "wlb"], ("bounded", "balanced", "merged", 71.616, "none")),
+        (["--system", "wlb:2"], ("bounded", "balanced", "merged", 71.616, "selective")),
         (
             ["--system", "wlb", "--set", "cluster.memory_gib=100", "sharding.strategy=hybrid"],
-            ("bounded", "hybrid", "merged", 95.0, "none"),
+            ("bounded", "hybrid", "merged", 90.416, "none"),
+        ),
+        (
+            ["--system", "wlb", "--set", "cluster.memory_gib=46"],
+            ("bounded", "balanced", "merged", 39.656, "selective"),
         ),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
@@ -129,7 +132,7 @@ def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that `wlb train` ends with for bad input."""
+    """Returns the one line that `wlb train` ends with for bad input."""
     capsys.readouterr()
     assert main(["train", *arguments]) == 2
     said = capsys.readouterr()
@@ -191,11 +194,7 @@ BAD_INPUT = [
     ids=[", ".join(row[0]).replace("{folder}/", "") for row in BAD_INPUT],
 )
 def test_bad_input_is_refused_in_a_line_before_any_rank_starts(
-    tiny: Path,
-    capsys: pytest.CaptureFixture[str],
-    overrides: list[str],
-    value: str,
-    remedy: str,
+    tiny: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], value: str, remedy: str
 ) -> None:
     folder = tiny.parent
     (folder / "empty").mkdir()
@@ -275,7 +274,7 @@ def test_a_dry_run_does_not_go_on_from_a_checkpoint(
 ) -> None:
     words = ["--dry-run", "--resume", *([given] if given else [])]
     message = refused([str(tiny), *words], capsys)
-    assert message == "--resume needs a run that trains; leave --dry-run out"
+    assert lacks(message, "--resume", "--dry-run") == []
 
 
 def planning(trace: str) -> PlanningError:
@@ -409,7 +408,7 @@ def test_both_modules_can_be_run() -> None:
 @pytest.mark.full
 @pytest.mark.dist
 def test_torchrun_gives_the_ranks(tiny: Path) -> None:
-    """As on a cluster: torchrun starts the ranks, rank 0 makes the store, all of them train."""
+    """As on a cluster, torchrun starts the ranks, rank 0 makes the store, and all of them train."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = called(
         *torchrun,
@@ -429,7 +428,7 @@ def test_torchrun_gives_the_ranks(tiny: Path) -> None:
 @pytest.mark.full
 @pytest.mark.dist
 def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
-    """Rank 0 finds out alone that the store is too large; no rank waits for the others."""
+    """Only rank 0 finds out that the store is too large; no rank waits for the others."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = called(
         *torchrun,

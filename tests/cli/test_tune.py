@@ -1,4 +1,4 @@
-"""`wlb tune layout` from the command line: what it prints and writes, and what it refuses."""
+"""Tests `wlb tune layout` from the command line: what it prints and writes, what it refuses."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def made(lengths: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A search of `demo` on 8 devices, all outputs written."""
+    """Runs a search of `demo` on 8 devices with all outputs written."""
     folder = tmp_path_factory.mktemp("tuned")
     paths = {name: str(folder / f"made.{name}") for name in ("toml", "html", "json")}
     words = ["tune", "layout", "demo", "--gpus", "8", "--lengths", lengths, *SMALL, *SETTINGS]

@@ -1,4 +1,4 @@
-"""`wlb import` and `wlb export`: what they make, print and refuse."""
+"""Tests what `wlb import` and `wlb export` make, print and refuse."""
 
 import builtins
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""Scale factors from records, literally, and profiles whose predictions are scaled by them."""
+"""Tests scale factors from records against literal values, and profiles scaled by them."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.cost.test_stage import first_plan, priced
+from tests.cost.test_latency_stage import first_plan, priced
 from tests.plan.test_telemetry import record
 from wlb.cost import (
     Provenance,
@@ -32,12 +32,12 @@ FACTORS = {
 
 
 def records(*pairs: tuple[float, float]) -> list[Telemetry]:
-    """A record for each (predicted, measured), the same for all terms."""
+    """Returns a record for each (predicted, measured), the same for all terms."""
     return [record(terms=tuple((name, Moments.of(*pair)) for name in TERMS)) for pair in pairs]
 
 
 def test_a_factor_is_the_weighted_median_of_records() -> None:
-    """Ratios 1.3, 1.5, 1.2 of equal weight, and 9.0 of a step that was disturbed."""
+    """Ratios are 1.3, 1.5 and 1.2 of equal weight, and 9.0 of a step that was disturbed."""
     fit = fit_scales(records((1.0, 1.3), (1.0, 1.5), (1.0, 1.2), (0.5, 4.5)))
     assert fit.by_term == dict.fromkeys(TERMS, 1.3)
     assert (fit.num_records, fit.num_steps) == (4, 8)
@@ -125,7 +125,8 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
 
 
 def test_head_and_loss_have_a_factor_of_their_own() -> None:
-    """The weighted median too; it is 1 for records that did not predict it, and cannot drift."""
+    """It is a weighted median too. It is 1 for records that did not predict it, and cannot
+    drift."""
     terms = tuple((name, Moments.of(1.0, 1.0)) for name in TERMS)
     seen = [record(terms=terms, head_s=head_s, predicted_head_s=0.2) for head_s in (0.1, 0.12, 0.9)]
     assert fit_scales([record(terms=terms)]).head == 1.0
@@ -142,8 +143,10 @@ def test_head_and_loss_have_a_factor_of_their_own() -> None:
 
 
 def test_linear_factors_are_the_layers() -> None:
-    """Operators one by one, embedding, attention and a head that was not measured stay; a
-    collective has one price for both passes, four calls forward and six backward."""
+    """Single operators, embedding, attention and a head that was not measured keep their prices.
+
+    A collective has one price for both passes, for four calls forward and six backward.
+    """
     profile = load_profile("h100")
     made = scaled_profile(
         profile,
@@ -181,7 +184,7 @@ def test_only_the_table_that_was_measured_is_scaled() -> None:
 
 
 def test_a_kernel_that_was_priced_as_another_gets_a_table_of_its_own() -> None:
-    """And kernels that share a table with the one that was measured keep theirs."""
+    """Kernels that share a table with the measured one keep theirs."""
     profile = load_profile("h100")
     table = profile.attention[0]
     for backend in ("sdpa", "torch_varlen"):

@@ -1,10 +1,11 @@
-"""FLOP counts against literal numbers and brute force."""
+"""Tests FLOP counts against literal numbers and brute force."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.models import LLAMA2_7B
 from wlb.cost import (
     attention_backward_flops,
     attention_forward_flops,
@@ -17,26 +18,13 @@ from wlb.cost import (
 )
 from wlb.spec import ModelSpec
 
-LLAMA2_7B = ModelSpec(
-    vocab_size=32000,
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    ffn_hidden_size=11008,
-)
 TINY = ModelSpec(
-    vocab_size=10,
-    hidden_size=8,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=12,
+    vocab_size=10, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=12
 )
 
 
 def brute_tile_pairs(q: int, kv: int, tile: int) -> int:
-    """Rows of a tile all run over the keys of the tile's last row."""
+    """Counts pairs by brute force: rows of a tile all run over the keys of the tile's last row."""
     total = 0
     for first in range(0, q, tile):
         last_row = min(first + tile, q) - 1

@@ -1,4 +1,4 @@
-"""Which profile a machine gets, and what is said where it is not its own."""
+"""Tests which profile a machine gets, and what is said if it is not the machine's own."""
 
 import sys
 from dataclasses import replace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.words import lacks
 from wlb.cost import load_profile, machine, matching_profile, profile_file, save_profile
 from wlb.cost.machine import gpu_name, is_same, machine_name, short_name
 from wlb.cost.workload import workload_for
@@ -75,7 +76,8 @@ def test_memory_and_form_make_no_other_gpu():
 
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
-    """A folder of profiles besides those that are shipped: three of an H200, an old one."""
+    """Adds a folder of profiles to the shipped ones: three of an H200, one of an old format,
+    CPUs'."""
     measured = replace(
         load_profile("h100"),
         name="h200",
@@ -99,7 +101,7 @@ def shipped(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("shipped")
 def test_the_machines_own_measured_profile_is_taken_and_one_with_the_kernel_first():
-    """Those of other devices need not even load."""
+    """Profiles of other devices need not even load."""
     assert matching_profile("cuda", "NVIDIA H200", "flash_attention_2").name == "h200"
     assert matching_profile("cuda", "NVIDIA H200", "flash_attention_3").name == "h200_fa3"
     assert matching_profile("cuda", "NVIDIA H100 80GB HBM3").name == "h100"
@@ -133,8 +135,6 @@ def test_pieces_beyond_what_was_measured_are_told():
     pieces, products = [n for n in workload_for(longer, "cuda").notes if "extrapolated" in n]
     assert "pieces of up to 524288 tokens are extrapolated: measured were" in pieces
     assert "131072 keys" in pieces
-    assert products == (
-        "matrix products of 262,144 tokens are extrapolated: measured were 1..131,072"
-    )
+    assert lacks(products, "matrix products", "262,144 tokens", "131,072") == []
     small = load("7b_128k", ["cost.profile=cpu"])
     assert any("weights are extrapolated" in n for n in workload_for(small, "cuda").notes)

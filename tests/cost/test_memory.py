@@ -1,11 +1,12 @@
-"""Memory estimates: literal terms, schedules, and a known configuration."""
+"""Tests memory estimates: literal terms, schedules, and a known configuration."""
 
 from dataclasses import replace
 
 import pytest
 
+from tests.models import LLAMA2_7B
 from wlb.cost import in_flight, memory_estimate, memory_of_rank, token_caps
-from wlb.cost.memory import layer_activation_bytes, workspace_bytes
+from wlb.cost.memory import layer_activation_bytes, workspaces_bytes
 from wlb.spec import (
     Dtype,
     FsdpSection,
@@ -19,14 +20,7 @@ from wlb.spec import (
 
 DEFAULT = RunSpec()
 SEVEN_B = RunSpec(
-    model=ModelSpec(
-        vocab_size=32000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        ffn_hidden_size=11008,
-    ),
+    model=LLAMA2_7B,
     parallel=ParallelSpec(tp=8, cp=2, pp=4, dp=1),
     data=replace(DEFAULT.data, context_window=131072),
     training=replace(DEFAULT.training, dtype=Dtype.BFLOAT16),
@@ -68,15 +62,21 @@ def test_layer_activations_literal():
     assert layer_activation_bytes(kept, micro_batch_tokens=100) == (50 * 88 + 100 * 8) * 4 // 2
 
 
+def tensors_of(spec: RunSpec) -> int:
+    """Returns the workspace of a micro-batch of 100 tokens without what the kernel allocates."""
+    return workspaces_bytes(spec, micro_batch_tokens=100)[0]
+
+
 def test_workspace_literal():
     # One rank: the MLP's, 2 * 8 values of gathered rows and 3 * 12 / 2 of gradients.
-    assert workspace_bytes(tiny(cp=1), micro_batch_tokens=100) == 100 * (16 + 18) * 4
+    assert tensors_of(tiny(cp=1)) == 100 * (16 + 18) * 4
     # Two ranks: gradients of 50 outputs and queries of 4 values; K and V of 4 values: 100 gathered
     # rows and 125 copied, the copy's gradients, a half of both once more.
-    attention = 50 * 2 * 4 + max(100 + 2 * 125, 125 + 100 + (125 + 100) // 2) * 4
-    mlp = 50 * (16 + 18)
-    assert attention == 400 + 1400
-    assert workspace_bytes(tiny(cp=2), micro_batch_tokens=100) == max(attention, mlp) * 4
+    # The gathered rows live on meanwhile.
+    attention = 50 * 2 * 4 + max((100 + 2 * 125) * 4, (100 + 125 + 100) * 4 + (125 + 100) * 4 // 2)
+    mlp = 50 * (16 + 18) + 100 * 4  # while backward's gather of K and V arrives
+    assert attention == 400 + 1750
+    assert tensors_of(tiny(cp=2)) == max(attention, mlp) * 4
 
 
 def test_recompute_keeps_less_literal():
@@ -92,13 +92,13 @@ def test_recompute_keeps_less_literal():
 def test_what_recompute_makes_again_is_workspace_literal():
     # MLP: 34 values a token; made again are 8 + 3 * 12 = 44 or all but the input, 88, over tp 2.
     half, full = (tiny(cp=1, recompute=h) for h in (Recompute.SELECTIVE, Recompute.FULL))
-    assert workspace_bytes(half, micro_batch_tokens=100) == 100 * (34 + 44 // 2) * 4
-    assert workspace_bytes(full, micro_batch_tokens=100) == 100 * (34 + 88 // 2) * 4
-    # Two ranks: attention needs 1,800 values and 1,700 (34 * 50) the MLP. Attention's comes after
-    # the MLP's is gone: on top of it only 88 - 44 of its own values a token.
+    assert tensors_of(half) == 100 * (34 + 44 // 2) * 4
+    assert tensors_of(full) == 100 * (34 + 88 // 2) * 4
+    # Two ranks: attention needs 2,150 values, the MLP 1,700 (34 * 50) and 400 gathered beside it.
+    # Attention's comes after the MLP's is gone: on top of it 88 - 44 of its own values a token.
     half, full = (tiny(cp=2, recompute=h) for h in (Recompute.SELECTIVE, Recompute.FULL))
-    assert workspace_bytes(half, micro_batch_tokens=100) == max(1800, 1700 + 50 * 22) * 4
-    assert workspace_bytes(full, micro_batch_tokens=100) == max(1800 + 50 * 22, 1700 + 50 * 44) * 4
+    assert tensors_of(half) == max(2150, 2100 + 50 * 22) * 4
+    assert tensors_of(full) == max(2150 + 50 * 22, 2100 + 50 * 44) * 4
 
 
 def test_recompute_fits_longer_micro_batches():

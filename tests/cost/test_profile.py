@@ -1,4 +1,4 @@
-"""Shipped profiles: found, refused, and true to the figures they were fitted to."""
+"""Tests that shipped profiles are found, refused, and true to the figures they were fitted to."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def h100():
 
 
 def call_ns(profile, *, length, num_docs, tp=1, cp=1):
-    """A varlen call as the published table made it: 64 / tp heads, documents of equal length."""
+    """Prices a varlen call like the published table's: 64 / tp heads, documents of equal length."""
     table = profile.table(head_dim=128, num_heads=64 // tp)
     q = np.array([length / cp])
     kv = np.array([length * (0.5 + 0.5 / cp)])
@@ -140,7 +140,7 @@ def test_held_out_error_of_the_fit_is_in_the_file(h100):
 
 
 def test_plateau_below_one_tile(h100):
-    """Section 5.2, Figure 10: 16 query rows cost what 128 do; 256 cost more."""
+    """By Section 5.2 and Figure 10, 16 query rows cost what 128 do, and 256 cost more."""
     table = h100.table(head_dim=128, num_heads=8)
     q = np.array([1.0, 16.0, 64.0, 128.0, 256.0])
     forward, backward = table.times_ns(q, np.full(5, 8192.0), num_heads=8, head_dim=128)
@@ -198,7 +198,8 @@ def test_groups_beyond_a_node_use_the_network(h100):
 
 
 def test_ranks_of_a_node_have_a_link_each(h100):
-    """1 of 8 ranks a node has one link, 4 have four, 8 more than NVLink moves: NVLink's."""
+    """1 of 8 ranks per node has one link, 4 have four, and 8 more than NVLink moves, so
+    NVLink's."""
 
     def bandwidth(op, ranks, span):
         return h100.collective(op, span_ranks=span, num_ranks=ranks).bytes_per_s

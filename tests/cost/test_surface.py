@@ -1,4 +1,4 @@
-"""Throughput surfaces: literal interpolation, clamping, refusal of falling time."""
+"""Tests throughput surfaces: literal interpolation, clamping, refusal of falling time."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Global batches: the crossing rule, conservation, and resuming from any state."""
+"""Tests global batches: the crossing rule, conservation, and resuming from any state."""
 
 import json
 
@@ -164,10 +164,7 @@ def test_tokens_per_batch_may_change_at_a_resume():
             GlobalBatches(source(1, 2, 1), tokens_per_batch=2, seed=7),
             "num_documents = 2, this run has 3",
         ),
-        (
-            GlobalBatches(source(1, 3), tokens_per_batch=2, seed=7),
-            "num_tokens = 3, this run has 4",
-        ),
+        (GlobalBatches(source(1, 3), tokens_per_batch=2, seed=7), "num_tokens = 3, this run has 4"),
         (GlobalBatches(source(2, 1), tokens_per_batch=2, seed=7), "lengths = [0-9]+, this run has"),
         (
             GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7, shuffle=False),
@@ -183,14 +180,14 @@ def test_state_of_another_stream_is_refused(other, message):
 
 def test_state_of_another_kind_is_refused():
     batches = GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7)
-    with pytest.raises(ValueError, match=r"a corpus state has .*this one"):
+    with pytest.raises(ValueError, match=r"the state of a corpus has .*this one"):
         batches.next({"step": 1})
     with pytest.raises(ValueError, match="position = -1 must be at least 0"):
         batches.next({**batches.start(), "position": -1})
 
 
 class Raw:
-    """A source of somebody else's, unchecked."""
+    """Is a source that somebody else wrote, unchecked."""
 
     source_id = 0
 

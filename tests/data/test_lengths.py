@@ -1,4 +1,4 @@
-"""Length-only sources: files, and the family that reproduces the paper."""
+"""Tests length-only sources: files, and the family that reproduces the paper."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Token stores: the bytes on disk, stores of Megatron's own, damage, and crashes while writing."""
+"""Tests token stores: bytes on disk, stores that Megatron wrote, damage, crashes while writing."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Trained tokens of a store: the bytes, counts against a brute force, damage, plans and labels."""
+"""Tests trained tokens of a store: bytes, counts against brute force, damage, plans and labels."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from wlb.sharding import per_document
 
 
 def write(prefix, documents, **options):
-    """documents: (length or tokens, spans or None)."""
+    """Writes a store of documents, each (length or tokens, spans or None)."""
     with TokenStoreWriter(prefix, vocab_size=1000, **options) as writer:
         for tokens, spans in documents:
             writer.add(np.arange(tokens) if isinstance(tokens, int) else tokens, spans)
@@ -43,7 +43,7 @@ def write(prefix, documents, **options):
 
 @st.composite
 def masks(draw: st.DrawFn) -> list[np.ndarray]:
-    """Which tokens are trained, of 1 to 6 documents of 1 to 40 tokens."""
+    """Draws which tokens are trained, of 1 to 6 documents of 1 to 40 tokens."""
     bits = st.lists(st.booleans(), min_size=1, max_size=40)
     return [np.array(mask) for mask in draw(st.lists(bits, min_size=1, max_size=6))]
 
@@ -58,7 +58,7 @@ def store_of(folder: str, all_masks: list[np.ndarray]) -> TokenStore:
 
 
 def labels_of(mask: np.ndarray, start: int, stop: int) -> int:
-    """Label by label: token t of the piece is labelled by token t + 1 of the document."""
+    """Labels token by token: token t of the piece is labelled by token t + 1 of the document."""
     return sum(bool(mask[t + 1]) for t in range(start, stop) if t + 1 < mask.size)
 
 
@@ -272,7 +272,7 @@ def test_a_state_in_json_and_another_number_of_micro_batches_keep_the_counts(tmp
 
 
 def test_labels_are_literal(tmp_path):
-    """Tokens 10..15; 12, 13 and 15 are trained; cut into [0, 3) and [3, 6)."""
+    """Of tokens 10..15, cut into [0, 3) and [3, 6), 12, 13 and 15 are trained."""
     tokens = [10, 11, 12, 13, 14, 15]
     store = write(tmp_path / "s", [(tokens, [[2, 4], [5, 6]])])
     source = GlobalBatches(store, tokens_per_batch=6, seed=0, epochs=1)

@@ -1,4 +1,4 @@
-"""Made-up runs of the convergence study."""
+"""Makes up runs of the convergence study."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ def result(loss: float, **values: Any) -> Result:
 
 
 def found(seeds: int = 3) -> dict[tuple[str, int], Result]:
-    """Arm number i is 0.01 i above original, and 0.001 more from seed to seed."""
+    """Returns runs in which arm i is 0.01 i above original, and 0.001 more from seed to seed."""
     return {
         (arm.name, seed): result(3.0 + 0.1 * seed + (0.01 + 0.001 * seed) * i)
         for seed in range(seeds)

@@ -1,4 +1,4 @@
-"""The examples of the adapters: every label once, ranks more equal than by a library's batches."""
+"""Tests the adapters' examples: they train every label once, and ranks are more equal."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_an_example(example: object) -> None:
 
 
 def test_what_libraries_deal_is_learnt_from() -> None:
-    """Two documents over and over; a step without any document on one rank."""
+    """Two documents come over and over; in one step a rank has no document."""
     a, b = shifted([5, 6, 7, 8, 9, 10, 11]), shifted([20, 21, 22])
     step = [[[a, b]], [[]]]
     before, after = (trained_loss([step] * n, [a[0], b[0]]) for n in (1, 40))

@@ -1,4 +1,4 @@
-"""The comparison of collators: what it times gives the same batches, and its ratios are ratios."""
+"""Tests the comparison of collators: it times equal batches, and its ratios are ratios."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The convergence study: its corpus, its bookkeeping, its page, and a quick form of it."""
+"""Tests the convergence study: its corpus, its bookkeeping, its page, and a quick form of it."""
 
 import json
 import sys
@@ -21,12 +21,7 @@ from experiments.convergence.arms import (
     settings,
     spec_of,
 )
-from experiments.convergence.bookkeeping import (
-    CLASS_NAMES,
-    bookkeeping,
-    check_covered,
-    class_of,
-)
+from experiments.convergence.bookkeeping import CLASS_NAMES, bookkeeping, check_covered, class_of
 from experiments.convergence.corpus import definitions, open_stores, small_sources, split_store
 from experiments.convergence.outcome import Result, result_from_json, train_curve
 from experiments.convergence.page import (
@@ -38,9 +33,7 @@ from experiments.convergence.page import (
     runs_table,
 )
 from experiments.convergence.study import Case, Study, cases_of
-from experiments.convergence.summary import (
-    groups_of,
-)
+from experiments.convergence.summary import groups_of
 from experiments.convergence.words import against_rows, words
 from tests.experiments.convergence_runs import all_books, books, found, result
 from tests.train.case import write_store
@@ -141,7 +134,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 
 def test_every_policy_trains_the_same_and_delays_as_planned(study: Study) -> None:
-    """All arms' plans, none of them trained."""
+    """The plans of all arms are checked; none is trained."""
     books = {case.arm.name: study.books(case) for case in cases_of([0])}
     lengths = TokenStore(study.stores.train).lengths
     labels = {book.num_labels for book in books.values()}
@@ -196,7 +189,7 @@ def test_books_that_lack_what_is_counted_now_are_planned_again(study: Study) -> 
 def test_a_run_has_the_steps_that_this_code_plans(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Books of an older state of the code ended a run one step before its data."""
+    """Books of an older state of the code once ended a run one step before its data."""
     case = Case(arm=arm_of("hold-8"), seed=0)
     made = study.books(case)
     with monkeypatch.context() as older:
@@ -208,7 +201,7 @@ def test_a_run_has_the_steps_that_this_code_plans(
 
 
 def test_weights_by_hand(tmp_path: Path) -> None:
-    """One step of a window and one of a shorter one: labels of the full one count less."""
+    """There is one step of a window and one of a shorter one: labels of the full one count less."""
     store = write_store(tmp_path / "s", [64, 64, 64, 64, 100, 28])
     spec = load(
         "demo_single",
@@ -308,7 +301,7 @@ def test_the_page_is_of_all_runs_whichever_are_trained(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A page of some arms would take the others' place in the committed results."""
+    """A page of some arms would otherwise take the others' place in the committed results."""
     mine = replace(study, folder=tmp_path)
     trained: list[str] = []
 
@@ -340,7 +333,7 @@ def test_the_page_is_of_all_runs_whichever_are_trained(
 
 
 def test_jobs_for_slurm(tmp_path: Path) -> None:
-    """The large scale wants a store, and is 42 jobs that differ in their arm."""
+    """The large scale wants a store, and has 42 jobs that differ in their arm."""
     with pytest.raises(ValueError, match="--scale 550m needs a corpus of its own"):
         Study.open(LARGE, tmp_path)
     stores = open_stores(tmp_path, small_sources(), vocabulary=320, heldout_fraction=0.1)
@@ -361,7 +354,7 @@ def test_jobs_for_slurm(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.nightly
 def test_the_quick_form(study: Study) -> None:
-    """Really trained: the ledger of each run was checked to hold every token once."""
+    """It really trains; the ledger of each run is checked to hold every token once."""
     names = ("original", "var_len", "bounded-constant", "hold-8")
     cases = [Case(arm=arm_of(name), seed=0) for name in names]
     command.train_all(study, cases, jobs=2)

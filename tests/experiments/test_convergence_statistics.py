@@ -1,4 +1,4 @@
-"""What the convergence study calls noise."""
+"""Tests what the convergence study calls noise."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 
 
 def test_differences_are_paired_and_noise_is_what_arm_and_seed_leave() -> None:
-    """Beside the textbook's two-way table of arms and seeds."""
+    """The reference is the textbook's two-way table of arms and seeds."""
     groups = groups_of(found(), all_books())
     assert [g.arm for g in groups] == list(ARMS)
     by_name = {g.arm.name: g for g in groups}
@@ -73,8 +73,11 @@ def test_an_arm_of_one_seed_is_given_the_others_noise() -> None:
 
 
 def test_intervals_hold_what_they_promise() -> None:
-    """Arms that do not differ, 3 seeds, losses drawn anew: 5% of differences are outside their
-    interval, and in at most 5% of studies any is outside the joint one."""
+    """Arms do not differ here, each has 3 seeds, and losses are drawn anew.
+
+    Then 5% of differences are outside their interval, and in at most 5% of studies any is outside
+    the joint one.
+    """
     draw = np.random.default_rng(0)
     books, outside, any_outside = all_books(), 0, 0
     studies = 400

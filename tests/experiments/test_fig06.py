@@ -1,4 +1,4 @@
-"""Figure 6's loss half: what it takes from the convergence study, and what it says without."""
+"""Tests Figure 6's losses: what it takes from the convergence study, what it says without one."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figures 1 and 4: whom the slowest GPU is compared with, and in which order windows are dealt."""
+"""Tests Figures 1 and 4: what the slowest GPU is compared with, and how windows are dealt."""
 
 import numpy as np
 import pytest

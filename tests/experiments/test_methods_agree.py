@@ -1,4 +1,4 @@
-"""The packers that a run trains with make the epochs that experiments/packing_methods counts."""
+"""Tests that a run's packers make the epochs that experiments/packing_methods counts."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from experiments.packing_methods.counting import (
     padded,
 )
 from experiments.packing_methods.lengths import FLAN, STACK, Dataset
-from tests.packing.test_methods import COST
+from tests.packing.test_policies_methods import COST
 from wlb.data import GlobalBatches, LengthSource
 from wlb.plan import IntArray, PackingPlan
 from wlb.planner import Planner
@@ -49,7 +49,7 @@ COUNTED = {
 
 
 def epoch(method: str, lengths: IntArray) -> list[PackingPlan]:
-    """The epoch's plans, in the data set's order, offline where the method packs bins."""
+    """Returns the epoch's plans, in the data set's order, offline where the method packs bins."""
     spec = load(
         "demo",
         [

@@ -1,4 +1,4 @@
-"""Counts of packing methods: by hand, against plain references, and beside the paper's tables."""
+"""Tests counts of packing methods: by hand, against plain references, beside the paper's tables."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,8 @@ SHUFFLED = (
 
 @pytest.fixture(scope="module")
 def steps() -> list[StepCounts]:
-    """Tables 4 to 6; ours beside Multipack only at rows of 8,192, they take most of the time."""
+    """Counts Tables 4 to 6; ours, which take most of the time, stand beside Multipack at msl
+    8,192."""
 
     def is_quick(row: StepsRow) -> bool:
         return row.method != Method.MULTIPACK or (row.msl == 8192 and row.gas == 32)

@@ -1,4 +1,4 @@
-"""Training by every method: the runs, what they leave, and the statistics over seeds."""
+"""Tests training by every packing method: the runs, what they leave, statistics over seeds."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def result(heldout: float = 3.0, **values: Any) -> Result:
 
 
 def found() -> dict[Case, Result]:
-    """Padding at 3.0, 3.1, 3.2; everything else 0.01 above, the second gas's 0.5."""
+    """Returns padding at 3.0, 3.1, 3.2, everything else 0.01 above, the second gas's 0.5."""
     out: dict[Case, Result] = {}
     for case in CASES:
         above = 0.0 if case.method == "random_padding" else 0.01 + 0.02 * (case.seed - 1)

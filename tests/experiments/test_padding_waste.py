@@ -1,4 +1,4 @@
-"""Padding waste: strategies by hand, FLOPs and money against other reckonings, what is claimed."""
+"""Tests padding waste: strategies by hand, FLOPs and money against other reckonings, the claims."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Figures 2, 5 and 11: known slow-downs, the layout's ranks, choices that are the planner's."""
+"""Tests Figures 2, 5 and 11: known slow-downs, the layout's ranks, the planner's choices."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ ONE_F = LAYOUTS[0]
 
 
 def test_equal_micro_batches_take_what_the_schedule_says() -> None:
-    """(n + (pp - 1) / v) forward and backward passes of 30 ms."""
+    """A step takes (n + (pp - 1) / v) forward and backward passes of 30 ms."""
     for layout in LAYOUTS[:5]:
         time = simulate(layout, pp=4, relative=np.ones((1, 4))).step_time_s[0]
         assert time == pytest.approx((4 + 3 / layout.v) * 0.030)

@@ -1,4 +1,4 @@
-"""Results pages: what stands on them, and that they name no machine."""
+"""Tests what stands on results pages, and that they name no machine."""
 
 from pathlib import Path
 

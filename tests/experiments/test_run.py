@@ -1,4 +1,4 @@
-"""`python -m experiments.run` on a registry of small modules in a temporary folder."""
+"""Tests `python -m experiments.run` on a registry of small modules in a temporary folder."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def run(root: Path, *arguments: str) -> int:
 
 
 def log(root: Path) -> list[str]:
-    """Arguments of all that ran, in order."""
+    """Returns the arguments of all that ran, in order."""
     path = root / "log"
     return path.read_text().split() if path.exists() else []
 
@@ -57,7 +57,7 @@ def state(root: Path) -> dict[str, dict[str, object]]:
 
 
 def started(root: Path) -> subprocess.Popen[str]:
-    """`run all` in a process of its own, once "slow" runs and hangs."""
+    """Returns `run all` in a process of its own, once "slow" runs and hangs."""
     (root / "hang").touch()
     child = subprocess.Popen(
         [sys.executable, "-c", CALL, str(root), "all"],

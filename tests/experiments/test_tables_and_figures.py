@@ -1,4 +1,4 @@
-"""What the small experiments compute: shares of tokens, crossings, kernel steps, what fits."""
+"""Tests what small experiments compute: shares of tokens, crossings, kernel steps, what fits."""
 
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from experiments.fig15_cp_sharding.__main__ import rest_ns
 from experiments.fig15_cp_sharding.case import layer_cost
 from experiments.table1 import __main__ as memory
 from experiments.table1.__main__ import PACKINGS, fit, words
+from experiments.waterfall import WaterfallRow, waterfall_figure
 from wlb.cost import MemoryEstimate, load_profile, memory_estimate
 
 pytestmark = pytest.mark.full
@@ -110,3 +111,35 @@ def test_figure_15_counts_the_exchange_of_keys_once() -> None:
     assert rest["linear_ms"] == pytest.approx(sum(kept))
     gather, exchange = cost.kv_exchange_ns(131072, cp=4)
     assert (rest["gather_ms"], rest["exchange_ms"]) == (gather / 1e6, exchange / 1e6)
+
+
+def test_a_waterfall_ends_where_its_parts_lead():
+    rows = [
+        WaterfallRow("Plain-4D", 1.0, 1.0),
+        WaterfallRow("sharding", 0.03, 1.05),
+        WaterfallRow("packing", 0.2),
+        WaterfallRow("delay", -0.05),
+    ]
+    axes = waterfall_figure(rows, total="all", paper=1.33).axes[0]
+    boxes = {p.get_gid(): p for p in axes.patches}
+    spans = {
+        gid: tuple(sorted(round(y, 6) for y in (p.get_y(), p.get_y() + p.get_height())))
+        for gid, p in boxes.items()
+    }
+    bottom = spans["total"][0]
+    assert spans["bar0"] == (bottom, 1.0)
+    assert spans["bar1"] == (1.0, 1.03)
+    assert spans["bar2"] == (1.03, 1.23)
+    assert spans["bar3"] == (1.18, 1.23)
+    assert spans["total"] == (bottom, 1.18)
+    assert f"begins at {axes.get_ylim()[0]:.2f}" in axes.get_ylabel()
+    (paper,) = (line for line in axes.lines if line.get_marker() == "D")
+    assert paper.get_ydata().tolist() == [1.0, 1.05, 1.33]
+    labels = [t.get_text() for t in axes.get_xticklabels()]
+    assert labels == ["Plain-4D", "sharding", "packing", "delay", "all"]
+
+
+def test_a_waterfall_of_large_parts_begins_at_nothing():
+    axes = waterfall_figure([WaterfallRow("a", 1.0), WaterfallRow("b", 3.0)]).axes[0]
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylabel() == "speed-up"

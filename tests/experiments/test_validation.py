@@ -1,4 +1,4 @@
-"""The validation's own arithmetic: errors by step, what others took of the cores, its page."""
+"""Tests the validation's arithmetic: errors by step, what others took of the cores, its page."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_errors_are_of_undisturbed_steps() -> None:
     assert busy.correlation == pytest.approx(0.9953, abs=1e-4)
     nothing = trained(others=[1.0] * 4)
     assert (nothing.mape, nothing.correlation) == (None, None)
-    assert nothing.mean(nothing.measured_s) == pytest.approx(9 / 4)  # for want of better
+    assert nothing.mean(nothing.measured_s) == pytest.approx(9 / 4)  # of all steps
 
 
 def test_records_survive_json_and_make_a_page() -> None:
@@ -66,7 +66,8 @@ def test_records_survive_json_and_make_a_page() -> None:
 
 
 class Running:
-    """A run that writes a line of metrics whenever it is asked whether it has ended, four times."""
+    """Plays a run that writes a line of metrics each time it is asked whether it has ended, four
+    times."""
 
     pid = 7
 
@@ -83,7 +84,8 @@ class Running:
 
 
 def test_a_runs_own_time_is_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four readings of 2 s each: the cores were busy for 2, 3 and 1 s more, the run for 2, 1, 1."""
+    """In four readings 2 s apart the cores were busy for 2, 3 and 1 s more, the run for 2, 1 and
+    1."""
     readings = iter(
         others._Reading(at_s=2.0 * i, busy_s=busy, own_s=own)
         for i, (busy, own) in enumerate([(50.0, 5.0), (52.0, 7.0), (55.0, 8.0), (56.0, 9.0)])

@@ -1,4 +1,4 @@
-"""The step clock on CUDA events: every chunk, no wait for the device while it records."""
+"""Tests the step clock on CUDA events: it sees every chunk and does not wait for the device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Context parallelism on GPUs: the kernels of all ranks on one, the overlap on two.
+"""Tests context parallelism on GPUs: the kernels of all ranks on one GPU, the overlap on two.
 
 The overlap test needs two GPUs; where there are fewer it is skipped and the overlap is untested.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.parallel.test_context import Case, Tensors, one_process
 from wlb.kernels import Segments
+from wlb.kernels.backend import SavedTensors
 from wlb.kernels.op import backward, forward
 from wlb.launch.local import run_local
 from wlb.model import Rows, inverse_frequencies, rope_tables
@@ -37,7 +38,8 @@ pytestmark = [
 def all_ranks(
     case: Case, cp: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> Tensors:
-    """Output and gradients of the packed sequence by every rank's kernels, one after the other.
+    """Returns output and gradients of the packed sequence by every rank's kernels, one after the
+    other.
 
     Concatenation stands for the all-gather, a sum for the reduce-scatter.
     """
@@ -56,8 +58,8 @@ def all_ranks(
         segments = Segments.from_offsets(rows.cu_seqlens_q, rows.cu_seqlens_k, device=device)
         keys = segment_keys(gathered, moved["kv_index"], segments, backend)
         out_THD, lse = forward(backend, q_THD, *keys, segments)
-        saved = (q_THD, *keys, out_THD, lse)
-        dq_THD, dk, dv = backward(backend, grad_THD, *saved, segments)
+        saved = SavedTensors(q_THD, *keys, out_THD, lse)
+        dq_THD, dk, dv = backward(backend, grad_THD, saved, segments)
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(device)
         out[index], dq[index] = out_THD[: index.numel()], dq_THD[: index.numel()]
         total += gradients_by_row(dk, dv, moved["inverse"])
@@ -71,12 +73,13 @@ def all_ranks(
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [(torch.bfloat16, "torch_varlen"), (torch.float32, "sdpa")]
+    ("dtype", "backend"),
+    [(torch.bfloat16, "torch_varlen_deterministic"), (torch.float32, "sdpa_deterministic")],
 )
 def test_the_kernels_of_all_ranks_are_one_process(
     cp: int, dtype: torch.dtype, backend: str
 ) -> None:
-    """Also the same bits twice: torch's kernels are asked for a deterministic backward pass."""
+    """The bits are also the same twice, as `kernels.deterministic` asks for."""
     case = Case(
         lengths=(300, 1, 17, 513, 64), strategy="per_document", heads=(4, 2), row_multiple=16
     )
@@ -95,7 +98,7 @@ def test_the_kernels_of_all_ranks_are_one_process(
 
 
 def traced_layer(world: World, path: str) -> None:
-    """Write rank 0's trace of an attention layer's forward pass."""
+    """Writes rank 0's trace of an attention layer's forward pass."""
     device = torch.device("cuda", world.local_rank)
     spec = ModelSpec(vocab_size=256, hidden_size=8192, num_layers=1, num_heads=64, num_kv_heads=8)
     plan = per_document([32768] * 2, cp=world.world_size)
@@ -127,7 +130,7 @@ def traced_layer(world: World, path: str) -> None:
 
 
 def name_kernels(module: nn.Module, name: str) -> None:
-    """The module's kernels lie in an annotation of this name in a trace."""
+    """Puts the module's kernels in an annotation of this name in a trace."""
     open_ranges: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -142,7 +145,7 @@ def name_kernels(module: nn.Module, name: str) -> None:
 
 
 def intervals(trace: dict[str, Any], category: str, part: str) -> list[tuple[float, float]]:
-    """(begin, end) of the trace's events of a category whose name has this part, microseconds."""
+    """Returns (begin, end) in microseconds of a category's events whose name has this part."""
     return [
         (event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]

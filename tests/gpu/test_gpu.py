@@ -1,4 +1,4 @@
-"""On GPUs: parity over NCCL, bf16, the varlen kernel. Skipped, visibly, without one."""
+"""Tests parity over NCCL, bf16 and the varlen kernel on GPUs; visibly skipped without one."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""Stand-ins for the functions of the three FlashAttention packages that wlb calls.
+"""Provides stand-ins for the functions of the three FlashAttention packages that wlb calls.
 
 Names, order and defaults of parameters are those of flash-attn 2.8.3, flash-attn-3 3.0.0 and
-flash-attn-4 4.0.0b36 (of the last two, some that wlb never passes are left out). Each notes in
-CALLS what it was passed and computes with the reference.
+flash-attn-4 4.0.0b36 (of the last two, some that wlb never passes are left out). Each stand-in
+notes in CALLS what it was passed and computes with the reference.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wlb.kernels.backend import SavedTensors
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.segments import Segments
 
@@ -28,7 +29,8 @@ def keep(arguments: dict[str, Any]) -> Segments:
 def gradients(arguments: dict[str, Any], lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     segments = keep(arguments)
     tensors = [arguments[name] for name in ("dout", "q", "k", "v", "out")]
-    return REFERENCE.backward(*tensors, lse, segments)
+    dout, *saved = tensors
+    return REFERENCE.backward(dout, SavedTensors(*saved, lse), segments)
 
 
 # flash-attn 2.8.3: torch custom ops.

@@ -1,4 +1,4 @@
-"""One parity test for all backends: error at most twice that of the same-precision reference.
+"""Tests parity of all backends: the error is at most twice that of the same-precision reference.
 
 Both errors are root mean squares against the definition in float64. GPU backends are skipped
 without a GPU, and with one where `select_backend` refuses them (no package, another GPU).
@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from wlb.kernels import BACKENDS, Segments, attend, sdpa, select_backend
-from wlb.kernels.backend import empty_lse
+from wlb.kernels import BACKENDS, Segments, attend, sdpa, select_backend, torch_varlen
+from wlb.kernels.backend import SavedTensors, empty_lse, fixed_order, kernel_name
 from wlb.kernels.op import forward
-from wlb.kernels.torch_varlen import TORCH_VARLEN
+from wlb.kernels.torch_varlen import TorchVarlenBackend
 from wlb.spec.run import AttentionBackend
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     num_kv_heads: int
     head_dim: int
     lengths: list[tuple[int, int]]
-    """(queries, keys) of each segment."""
+    """Each segment has this many (queries, keys)."""
 
 
 CASES = {
@@ -63,7 +63,7 @@ def segments_of(case: Case, device: torch.device = CPU) -> Segments:
 
 
 def inputs(case: Case, *, dtype: torch.dtype, device: torch.device = CPU) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
+    """Returns q, k, v and the gradient of the output."""
     random = torch.Generator().manual_seed(0)
     queries, keys = (sum(n) for n in zip(*case.lengths, strict=True))
     shapes = [
@@ -78,7 +78,7 @@ def inputs(case: Case, *, dtype: torch.dtype, device: torch.device = CPU) -> lis
 
 
 def results(tensors: list[torch.Tensor], segments: Segments, backend: str) -> list[torch.Tensor]:
-    """Output and the gradients of q, k and v, in float64 on the CPU."""
+    """Returns output and the gradients of q, k and v, in float64 on the CPU."""
     *qkv, grad = tensors
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     out = attend(*leaves, segments, backend=backend)
@@ -112,7 +112,7 @@ def check_parity(case: Case, backend: str, dtype: torch.dtype, device: torch.dev
 HALF = (torch.bfloat16, torch.float16)
 TESTED = {
     "cpu": {"sdpa": (torch.float32, torch.bfloat16, torch.float64)},
-    "cuda": {name: HALF for name in BACKENDS if name not in ("sdpa", "reference")}
+    "cuda": {name: HALF for name in BACKENDS if not name.startswith(("sdpa", "reference"))}
     | {"sdpa": (torch.float32, torch.bfloat16)},
 }
 
@@ -137,7 +137,11 @@ def test_every_backend(case, kind, backend, dtype):
     device = torch.device(kind)
     try:
         select_backend(
-            AttentionBackend(backend), device=device, dtype=dtype, head_size=case.head_dim
+            AttentionBackend(backend.removesuffix("_deterministic")),
+            device=device,
+            dtype=dtype,
+            head_size=case.head_dim,
+            deterministic=backend.endswith("_deterministic"),
         )
     except ValueError as error:
         pytest.skip(str(error))
@@ -150,8 +154,9 @@ SHORT = {name: case for name, case in CASES.items() if max(case.lengths) < (512,
 
 @pytest.mark.parametrize("case", SHORT.values(), ids=SHORT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sdpa_as_on_gpu(monkeypatch, case, dtype):
-    """What other devices run, on this one: no log-sum-exp, forward computed again in backward."""
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "one order"])
+def test_sdpa_as_on_gpu(monkeypatch, case, dtype, deterministic):
+    """This CPU runs what other devices run: no log-sum-exp, forward computed again in backward."""
     plain, was_deterministic = F.scaled_dot_product_attention, list[bool]()
 
     def attention(q, k, v, **options):
@@ -164,8 +169,8 @@ def test_sdpa_as_on_gpu(monkeypatch, case, dtype):
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(sdpa, "_forward_on_cpu", sdpa._forward_elsewhere)
     monkeypatch.setattr(sdpa, "_backward_on_cpu", sdpa._backward_elsewhere)
-    check_parity(case, "sdpa", dtype)
-    assert set(was_deterministic) == {False, True}  # on for backward only
+    check_parity(case, kernel_name("sdpa", deterministic=deterministic), dtype)
+    assert set(was_deterministic) == {False, deterministic}  # on for backward only
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -181,7 +186,7 @@ def test_sdpa_on_random_segments(lengths, heads):
 
 
 def test_reference_by_hand():
-    """One head of size 1, zero queries: outputs are means of the values each query sees."""
+    """With one head of size 1 and zero queries, outputs are means of the values each query sees."""
     segments = Segments.from_offsets([0, 2, 3], [0, 3, 4], device=CPU)
     v = torch.tensor([1.0, 3.0, 8.0, 5.0]).reshape(4, 1, 1)
     out = attend(torch.zeros(3, 1, 1), torch.ones(4, 1, 1), v, segments, backend="reference")
@@ -203,7 +208,7 @@ def test_segments_do_not_see_each_other(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_padding_sees_large_scores(dtype):
-    """Scores of hundreds: a weight of padding would overflow with another row's log-sum-exp."""
+    """With scores of hundreds a weight of padding would overflow with another row's log-sum-exp."""
     case = Case(2, 1, 8, [(9, 9), (5, 13), (600, 600)])
     q, k, v, grad = inputs(case, dtype=dtype)
     tensors = [q * 30, k * 30, v, grad]
@@ -245,7 +250,7 @@ KEY_ROWS = {
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_key_rows_are_as_gathering_first(spans, heads, dtype):
-    """Output bit by bit; gradients of rows as added up in float64."""
+    """The output is equal bit by bit; gradients of rows are as added up in float64."""
     lengths = [(num_queries, len(rows)) for num_queries, rows in spans]
     key_rows = np.concatenate([np.array(rows, dtype=np.int64) for _, rows in spans])
     num_rows = max(20, int(key_rows.max()) + 3)
@@ -263,8 +268,9 @@ def test_key_rows_are_as_gathering_first(spans, heads, dtype):
     assert torch.equal(out, expected)
     assert torch.equal(lse, lse_expected)
 
-    dq, *dkv = sdpa.SDPA.backward(grad, q, k, v, out, lse, direct)
-    dq_expected, *dkv_expected = sdpa.SDPA.backward(grad, q, k[index], v[index], out, lse, gathered)
+    dq, *dkv = sdpa.SDPA.backward(grad, SavedTensors(q, k, v, out, lse), direct)
+    saved = SavedTensors(q, k[index], v[index], out, lse)
+    dq_expected, *dkv_expected = sdpa.SDPA.backward(grad, saved, gathered)
     assert torch.equal(dq, dq_expected)
     for got, of_keys in zip(dkv, dkv_expected, strict=True):
         assert got.dtype == dtype
@@ -277,7 +283,7 @@ def test_key_rows_are_as_gathering_first(spans, heads, dtype):
 
 
 def test_views_of_one_tensor():
-    """q, k and v with rows apart, and heads' values apart; a gradient of one number."""
+    """q, k and v have rows apart, and heads' values apart; the gradient is of one number."""
     case = Case(2, 2, 8, [(16, 16), (9, 9)])
     q, k, v, _ = inputs(case, dtype=torch.float32)
     packed = torch.stack([q, k, v], 1)
@@ -299,18 +305,41 @@ def test_no_query_rows_give_zero_gradients(backend):
     assert [float(grad.abs().sum()) for grad in grads] == [0.0, 0.0, 0.0]
 
 
-def test_torch_varlen_fits_torchs_operators():
-    """Forward and backward on tensors without values, since the kernels need a GPU."""
+def test_a_fixed_order_is_asked_for_inside_only():
+    """Torch does not fill new tensors with NaN meanwhile."""
+
+    def settings() -> tuple[bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
+
+    before = settings()
+    with fixed_order(False):
+        assert settings() == before
+    with fixed_order(True):
+        inside = settings()
+    assert (inside, settings(), before) == ((True, False), before, (False, True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_torch_varlen_fits_torchs_operators(monkeypatch, deterministic):
+    """Forward and backward run on tensors without values, since the kernels need a GPU."""
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        torch_varlen, "fixed_order", lambda needed: asked.append(needed) or fixed_order(needed)
+    )
+    backend = TorchVarlenBackend(deterministic=deterministic)
     with FakeTensorMode(), torch.device("cuda"):
         q, grad = torch.empty(2, 8, 4, 16, dtype=torch.bfloat16)
         k, v = torch.empty(2, 12, 2, 16, dtype=torch.bfloat16)
         offsets = torch.empty(3, dtype=torch.int32)
         segments = Segments.of(offsets, offsets, 5, 7)
-        out, lse = TORCH_VARLEN.forward(q, k, v, segments)
+        out, lse = backend.forward(q, k, v, segments)
         assert (out.shape, lse.shape) == (q.shape, empty_lse(q).shape)
-        dq, dk, dv = TORCH_VARLEN.backward(grad, q, k, v, out, lse, segments)
+        dq, dk, dv = backend.backward(grad, SavedTensors(q, k, v, out, lse), segments)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
-    assert not torch.are_deterministic_algorithms_enabled()  # switched on for backward only
+    assert asked == [deterministic]
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

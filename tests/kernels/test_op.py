@@ -1,4 +1,4 @@
-"""The custom ops: registered correctly, compiled once for many lengths, and found again."""
+"""Tests the custom ops: registered correctly, compiled once for many lengths, and found again."""
 
 import gc
 
@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from wlb.kernels import Segments, attend, sdpa
+from wlb.kernels.backend import kernel_name
 from wlb.kernels.op import attend_backward_op, attend_op
 from wlb.kernels.segments import _HOST_PARTS
 
@@ -22,6 +23,12 @@ LENGTHS = [
     [(12, 31)],
 ]
 
+# The first has no two sizes that are equal, for which torch would compile a graph of their own.
+UNEQUAL = [
+    [(5, 5), (9, 14), (7, 7), (3, 3), (10, 10)],
+    [(30, 30), (4, 7), (1, 1), (6, 6), (2, 2), (3, 9)],
+]
+
 
 def segments_of(lengths: list[tuple[int, int]]) -> Segments:
     cu_q, cu_k = np.concatenate([[(0, 0)], np.cumsum(lengths, axis=0)]).T
@@ -29,7 +36,8 @@ def segments_of(lengths: list[tuple[int, int]]) -> Segments:
 
 
 def inputs(segments: Segments) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k and v, four query heads and two key heads of 8, and the gradient of the output."""
+    """Returns q, k and v, four query heads and two key heads of 8, and the gradient of the
+    output."""
     random = torch.Generator().manual_seed(0)
     shapes = [(segments.num_queries, 4, 8), *[(segments.num_keys, 2, 8)] * 2]
     qkv = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
@@ -59,8 +67,11 @@ def results(call, segments: Segments) -> list[torch.Tensor]:
 @pytest.mark.full
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_few_graphs_serve_micro_batches_of_any_lengths(dynamic):
-    """Seven micro-batches. Graphs beyond one are torch.compile's own: first sizes as constants
-    (None, its default), sizes that were equal at first, sizes of one."""
+    """There are seven micro-batches, and graphs beyond one are torch.compile's own.
+
+    They are for first sizes as constants (None, its default), sizes that were equal at first, and
+    sizes of one.
+    """
 
     def block(q, k, v, segments):
         return attend(2 * q, k, v, segments, backend="sdpa") + q
@@ -76,8 +87,30 @@ def test_few_graphs_serve_micro_batches_of_any_lengths(dynamic):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_compiled_graph_keeps_the_order_of_additions(monkeypatch, deterministic):
+    """The kernel's name is a constant of one graph, so backward asks for what was configured."""
+    asked: list[bool] = []
+    plain = sdpa.fixed_order
+    monkeypatch.setattr(sdpa, "fixed_order", lambda on: asked.append(on) or plain(on))
+    backend = kernel_name("sdpa", deterministic=deterministic)
+
+    def block(q, k, v, segments):
+        return attend(2 * q, k, v, segments, backend=backend) + q
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, dynamic=True, fullgraph=True)
+    for lengths in UNEQUAL:
+        results(compiled, segments_of(lengths))
+    assert counter.frame_count == 1
+    assert asked == [deterministic] * 2
+
+
+@pytest.mark.full
 def test_compiled_layers_work_out_the_hosts_part_once(monkeypatch):
-    """Forward and backward of all: what compiled code saves for backward leads back to it too."""
+    """Forward and backward of all layers: what compiled code saves for backward leads back to it
+    too."""
     calls = []
     classify = sdpa._classify
     monkeypatch.setattr(sdpa, "_classify", lambda s, **k: calls.append(s) or classify(s, **k))

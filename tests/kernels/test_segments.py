@@ -1,4 +1,4 @@
-"""Segments: literal offsets, and what is refused."""
+"""Tests segments: literal offsets, and what is refused."""
 
 import copy
 
@@ -40,7 +40,7 @@ def test_tensors_lead_back_to_their_segments():
 
 
 def test_other_tensors_are_read():
-    """And leave alone what belongs to the tensors they are mixed with."""
+    """What belongs to the tensors they are mixed with is left alone."""
     segments = Segments.from_offsets(
         [0, 2, 3], [0, 3, 4], device="cpu", key_rows=np.array([3, 4, 5, 9])
     )

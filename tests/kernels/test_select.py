@@ -1,14 +1,13 @@
-"""Which backend is chosen on which machine. GPUs and packages are made up."""
+"""Tests which backend is chosen on which machine; GPUs and packages are made up."""
 
 import pytest
 import torch
 
-from wlb.kernels.flash2 import FLASH2
-from wlb.kernels.flash3 import FLASH3
-from wlb.kernels.flash4 import FLASH4
+from tests.words import lacks
+from wlb.kernels.flash import FLASH2, FLASH3, FLASH4
 from wlb.kernels.flash_package import FlashPackage
 from wlb.kernels.op import BACKENDS
-from wlb.kernels.select import AUTO_ORDER, choose_backend, explain_backend, select_backend
+from wlb.kernels.select import AUTO_ORDER, choose_backend, select_backend
 from wlb.spec.run import AttentionBackend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -19,7 +18,7 @@ ALL = (2, 3, 4)
 
 
 def machine(monkeypatch, capability: tuple[int, int] | None, installed: tuple[int, ...]) -> None:
-    """A machine with this GPU (None: without) and these FlashAttention packages."""
+    """Plays a machine with this GPU (None: without) and these FlashAttention packages."""
     distributions = {FLASH[i].package.distribution for i in installed}
 
     def missing(package: FlashPackage) -> str | None:
@@ -39,7 +38,7 @@ CHOICES = [
     (HOPPER, (2, 4), BF16, 128, "flash_attention_4"),
     (HOPPER, (2,), BF16, 128, "torch_varlen"),
     (HOPPER, (), BF16, 128, "torch_varlen"),
-    (HOPPER, ALL, BF16, 256, "flash_attention_4"),
+    (HOPPER, ALL, BF16, 256, "flash_attention_3"),
     (HOPPER, ALL, BF16, 20, "sdpa"),
     (HOPPER, ALL, FP32, 128, "sdpa"),
     (BLACKWELL, ALL, BF16, 128, "flash_attention_4"),
@@ -56,6 +55,27 @@ CHOICES = [
 def test_auto_on_cuda(monkeypatch, capability, installed, dtype, head_size, expected):
     machine(monkeypatch, capability, installed)
     assert select_backend(AUTO, device=CUDA, dtype=dtype, head_size=head_size) == expected
+
+
+DETERMINISTIC_CHOICES = [
+    (HOPPER, ALL, BF16, 128, "flash_attention_3"),
+    (HOPPER, ALL, BF16, 256, "flash_attention_4"),
+    (AMPERE, ALL, BF16, 128, "torch_varlen"),
+    (HOPPER, ALL, FP32, 128, "sdpa"),
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "dtype", "head_size", "expected"), DETERMINISTIC_CHOICES
+)
+def test_auto_with_a_deterministic_backward(
+    monkeypatch, capability, installed, dtype, head_size, expected
+):
+    machine(monkeypatch, capability, installed)
+    choice = choose_backend(AUTO, device=CUDA, dtype=dtype, head_size=head_size, deterministic=True)
+    assert (choice.backend, choice.kernel) == (expected, f"{expected}_deterministic")
+    assert lacks(choice.line, f"{expected}, deterministic") == []
+    assert BACKENDS[choice.kernel].deterministic
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
@@ -100,9 +120,9 @@ REFUSALS = [
         HOPPER,
         (2, 4),
         64,
-        r"flash-attn-3 is not installed, .*auto or sdpa, or install flash-attn-3 3\.0\.0 \(built",
+        r"flash-attn-3 is not installed, .*or install flash-attn-3 3\.0\.0 \(pip install",
     ),
-    ("flash_attention_4", HOPPER, (), 64, r"install flash-attn-4 4\.0\.0b36 \(pip install --pre"),
+    ("flash_attention_4", HOPPER, (), 64, r"install flash-attn-4 4\.0\.0b36 \(pip install 'wlb"),
     ("flash_attention_2", HOPPER, (), 64, r"install flash-attn 2\.8\.3 \(pip install"),
 ]
 
@@ -118,25 +138,56 @@ def test_refusals_name_reason_and_remedy(
 
 def test_the_log_line_on_a_gpu(monkeypatch):
     machine(monkeypatch, BLACKWELL, (3,))
-    assert explain_backend(AUTO, device=CUDA, dtype=BF16, head_size=128) == (
-        "attention kernel torch_varlen (auto; torch.bfloat16 on cuda with heads of 128; not "
-        "flash_attention_3: compute capability 9.x (Hopper) only, not 10.0; not "
-        "flash_attention_4: package flash-attn-4 is not installed)"
-    )
+    line = choose_backend(AUTO, device=CUDA, dtype=BF16, head_size=128).line
+    assert lacks(line, "torch_varlen", "auto", "torch.bfloat16", "cuda", 128) == []
+    assert lacks(line, "flash_attention_3: compute capability 9.x", "10.0") == []
+    assert lacks(line, "flash_attention_4: ", "flash-attn-4 is not installed") == []
+
+
+BETTER = [
+    (HOPPER, (), AUTO, "flash_attention_3", "pip install flash-attn-3"),
+    (HOPPER, (4,), AUTO, "flash_attention_3", "flash-attn-3 is not installed"),
+    (BLACKWELL, (3,), AUTO, "flash_attention_4", "wlb-llm[flash]"),
+    (HOPPER, (), AttentionBackend.TORCH_VARLEN, "flash_attention_3", "pip install flash-attn-3"),
+]
+
+
+@pytest.mark.parametrize(("capability", "installed", "requested", "better", "install"), BETTER)
+def test_the_log_names_the_kernel_made_for_a_gpu_and_how_to_install_it(
+    monkeypatch, capability, installed, requested, better, install
+):
+    machine(monkeypatch, capability, installed)
+    line = choose_backend(requested, device=CUDA, dtype=BF16, head_size=128).line
+    _, warning = line.split("\n")
+    assert lacks(warning, "WARNING", f"{better} is made for this GPU", install) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "requested"),
+    [
+        (HOPPER, (3,), AUTO),
+        (BLACKWELL, (4,), AUTO),
+        (AMPERE, (), AUTO),
+        (None, (), AUTO),
+        (HOPPER, ALL, AttentionBackend.TORCH_VARLEN),
+    ],
+)
+def test_no_warning_where_no_package_is_missing(monkeypatch, capability, installed, requested):
+    machine(monkeypatch, capability, installed)
+    assert "\n" not in choose_backend(requested, device=CUDA, dtype=BF16, head_size=128).line
 
 
 def test_the_log_line_on_cpu_gathers_equal_reasons():
-    assert explain_backend(AUTO, device=CPU, dtype=FP32, head_size=64) == (
-        "attention kernel sdpa (auto; torch.float32 on cpu with heads of 64; not "
-        "flash_attention_3, flash_attention_4, torch_varlen, flash_attention_2: bfloat16 and "
-        "float16 on CUDA only)"
-    )
+    line = choose_backend(AUTO, device=CPU, dtype=FP32, head_size=64).line
+    assert lacks(line, "sdpa", "auto", "torch.float32", "cpu", 64) == []
+    why = "flash_attention_3, flash_attention_4, torch_varlen, flash_attention_2: bfloat16"
+    assert lacks(line, why, "CUDA") == []
 
 
 def test_the_log_line_of_an_explicit_choice():
     choice = choose_backend(AttentionBackend.SDPA, device=CPU, dtype=FP32, head_size=64)
     assert choice.backend == "sdpa"
-    assert choice.reason == "asked for; torch.float32 on cpu with heads of 64"
+    assert lacks(choice.reason, "asked for", "torch.float32", "cpu", 64) == []
 
 
 def test_the_order_has_every_backend_once():

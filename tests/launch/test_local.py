@@ -1,4 +1,4 @@
-"""Ranks of one machine: results, and every way in which a rank can fail."""
+"""Tests ranks of one machine: results, and every way in which a rank can fail."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that waits to be reaped does not."""
+    """Returns whether a process runs; one that waits to be reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def _reported_before_it_dies(world: worlds.World, note: Path) -> None:
 def test_a_report_of_a_dead_rank_has_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the peers' report comes first."""
+    """This holds even if the peers' report comes first."""
     monkeypatch.setattr(launch, "_LAST_WORD_S", 600.0)
     with pytest.raises(RankFailure) as caught:
         run_local(_reported_before_it_dies, 2, tmp_path / "note", timeout_s=600, awaits_report=True)

@@ -1,4 +1,4 @@
-"""The decoder: Hugging Face's names, the textbook's values, stages that chain, reproducible starts.
+"""Tests the decoder: Hugging Face's names, textbook values, stages that chain, reproducible starts.
 
 Shapes: T rows, C width, H query heads, G key/value heads, D head size.
 """
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models import LLAMA2_7B
 from wlb.kernels import Segments, attend
 from wlb.model import (
     Llama,
@@ -37,7 +38,7 @@ SPEC = ModelSpec(
 
 
 def rows_of(lengths: list[int], labels: Tensor | None = None, loss_scale: float = 1.0) -> Rows:
-    """Rows of documents of `lengths` packed one after the other, on one rank."""
+    """Returns rows of documents of `lengths` packed one after the other, on one rank."""
     offsets = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     segments = Segments.from_offsets(offsets, offsets, device="cpu")
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -108,21 +109,15 @@ def test_the_number_of_parameters_is_the_spec_s(spec: ModelSpec) -> None:
 
 
 def test_llama2_7b_has_as_many_parameters_as_published() -> None:
-    spec = ModelSpec(
-        vocab_size=32000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        ffn_hidden_size=11008,
-    )
+    spec = LLAMA2_7B
     assert spec.num_parameters == 6_738_415_616
     with torch.device("meta"):
         assert sum(p.numel() for p in Llama(spec).parameters()) == 6_738_415_616
 
 
 def textbook(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
-    """Log-probabilities of one document, row by row and head by head; rotations are complex."""
+    """Returns log-probabilities of one document, row by row and head by head, by complex
+    rotations."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean() + SPEC.norm_eps).sqrt() * weights[name]
@@ -231,32 +226,37 @@ def test_the_head_is_the_chunked_loss_of_the_last_rows() -> None:
 
 
 class Recorded:
-    """Attention that notes when it is told what, and gives the queries back."""
+    """Is attention that notes when it is told what, and gives the queries back."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.moved = torch.zeros(0)
+        self.moved, self.attended = torch.zeros(0), torch.zeros(0)
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         self.events.append("begin")
         return self.moved
 
-    def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, moving: Tensor | None
-    ) -> Tensor:
-        assert moving is self.moved
+    def attend(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert begun is self.moved
         self.events.append("attend")
-        return q_THD
+        return q_THD, self.attended
+
+    def add(self, x_TC: Tensor, y_TC: Tensor, attended: Tensor) -> Tensor:
+        assert attended is self.attended
+        self.events.append("add")
+        return x_TC + y_TC
 
 
 def test_keys_and_values_leave_before_queries_are_computed() -> None:
     attention = Recorded()
-    layer = build_reference(SPEC).model.layers["0"].self_attn
+    layer = build_reference(SPEC).model.layers["0"]
     for name in ("q_proj", "k_proj", "v_proj"):
-        projection = layer.get_submodule(name)
+        projection = layer.self_attn.get_submodule(name)
         projection.register_forward_hook(lambda *_, name=name: attention.events.append(name))
     layer(torch.randn(7, 24), replace(rows_of([4, 3]), attend=attention))
-    assert attention.events == ["k_proj", "v_proj", "begin", "q_proj", "attend"]
+    assert attention.events == ["k_proj", "v_proj", "begin", "q_proj", "attend", "add"]
 
 
 NAME = "model.layers.2.self_attn.q_proj.weight"

@@ -1,4 +1,4 @@
-"""Rotary embedding: Hugging Face's layout by way of complex numbers, Llama-3's bands one by one."""
+"""Tests rotary embedding: Hugging Face's layout by complex numbers, Llama-3's bands one by one."""
 
 import cmath
 import math
@@ -98,7 +98,7 @@ def test_frequencies_without_scaling() -> None:
 
 
 def llama3(i: int) -> tuple[str, float]:
-    """Band and frequency of channel pair i, as transformers computes llama3 scaling, in floats."""
+    """Returns band and frequency of channel pair i, as transformers scales llama3, in floats."""
     frequency = 500000.0 ** (-2 * i / 128)
     wavelength = 2 * math.pi / frequency
     if wavelength < 8192 / 4:

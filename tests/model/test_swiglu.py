@@ -1,4 +1,4 @@
-"""SwiGLU that keeps two tensors: autograd's own values and gradients, bit by bit."""
+"""Tests that the SwiGLU that keeps two tensors has autograd's values and gradients, bit by bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bin packing, literally, and what other packers lose or overfill."""
+"""Tests bin packing against literal bins, and what other packers lose or overfill."""
 
 import re
 
@@ -18,7 +18,7 @@ def rows(bins: Bins) -> list[list[int]]:
 
 
 def show(lengths: list[int], capacity: int, method: BinMethod, **options: int) -> list[list[int]]:
-    """The lengths in each bin."""
+    """Returns the lengths in each bin."""
     bins = pack_bins(lengths, capacity, method=method, **options)
     out = [[lengths[row] for row in members] for members in rows(bins)]
     assert bins.tokens.tolist() == [sum(members) for members in out]
@@ -26,7 +26,7 @@ def show(lengths: list[int], capacity: int, method: BinMethod, **options: int) -
 
 
 def web_like(num: int, window: int) -> np.ndarray:
-    """99% lognormal of mean 800, 1% Pareto from 8K; longer ones split."""
+    """Draws 99% lognormal of mean 800 and 1% Pareto from 8K; longer documents are split."""
     rng = np.random.default_rng(0)
     body = np.exp(rng.normal(np.log(800) - 0.72, 1.2, num - num // 100))
     tail = np.minimum(8192 * (1 + rng.pareto(1.0, num // 100)), 131072)
@@ -90,7 +90,7 @@ def test_nothing_and_one(method: BinMethod) -> None:
 
 @pytest.mark.parametrize("method", list(BinMethod))
 def test_a_document_over_the_capacity_is_refused_by_name(method: BinMethod) -> None:
-    """Elsewhere it ends the epoch, overfills its bin, is truncated or is dropped."""
+    """In other packers it ends the epoch, overfills its bin, is truncated or is dropped."""
     message = "document 1 has 11 tokens, more than a bin of 10; split it first"
     with pytest.raises(ValueError, match=message):
         pack_bins([3, 11, 4], 10, method=method)
@@ -119,7 +119,7 @@ def test_a_record_that_does_not_add_up_is_refused() -> None:
 
 
 def test_a_bin_holds_any_number_of_documents() -> None:
-    """A limit of 200 documents a bin leaves most of it empty on short conversations."""
+    """A limit of 200 documents per bin would leave most of it empty on short conversations."""
     for method in BinMethod:
         assert pack_bins([2] * 4096, 4096, method=method).utilisation == 1.0
 
@@ -131,7 +131,7 @@ def test_a_capacity_beyond_all_tokens_costs_no_memory() -> None:
 
 @pytest.mark.parametrize("capacity", [4096, 65536, 131072])
 def test_decreasing_methods_use_nearly_the_fewest_bins_possible(capacity: int) -> None:
-    """One sorting pass (keys of 13 bits) and two (17 and 18)."""
+    """Sorting takes one pass (keys of 13 bits) or two (17 and 18)."""
     lengths = web_like(20_000, capacity)
     fewest = -(-int(lengths.sum()) // capacity)
     for method in (FFD, BFD):

@@ -1,4 +1,4 @@
-"""bounded: literal decisions, its three bounds, the flush, determinism, refusals."""
+"""Tests `bounded`: literal decisions, its three bounds, the flush, determinism, refusals."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def run(pack: BoundedPacker, batches: list[list[int]]) -> tuple[list[PackingPlan
 
 
 ORDINARY = [C // 16] * 64
-"""A batch of four windows without an outlier."""
+"""This batch has four windows and no outlier."""
 
 
 def test_nothing_is_held_without_outliers() -> None:
@@ -96,7 +96,7 @@ def test_the_token_cap_of_a_step_holds_and_delays() -> None:
 
 
 def test_overruns_of_the_maximum_delay_are_counted() -> None:
-    """Three batches' tokens at once and a cap of 1.1: no order can keep a delay of 2."""
+    """With three batches' tokens at once and a cap of 1.1, no order can keep a delay of 2."""
     pack = packer(step_tokens=1.1, s_max=1.5, max_delay=2)
     plans, carry = run(pack, [ORDINARY * 3, *[ORDINARY] * 40])
     late = sum(int((p.step - p.pieces.arrival_step > 2).sum()) for p in plans)
@@ -130,7 +130,8 @@ def fitted(num: int, n: int, seed: int = 0) -> list[GlobalBatch]:
 
 
 def test_it_balances_better_than_algorithm_1_at_less_delay() -> None:
-    """On the fitted stream, at the same S_max and T, with the paper's two queues."""
+    """The comparison is on the fitted stream, at the same S_max and T, with the paper's two
+    queues."""
     batches = fitted(150, 4)
     ours = measure(packer(delay_price=0.03), batches, cost=COST).summary
     options = PackerOptions(num_micro_batches=4, context_window=C, cost=COST)
@@ -181,7 +182,7 @@ def test_bounds_and_conservation(
     max_delay: int,
     is_linear: bool,
 ) -> None:
-    """Whatever comes: S_max, T, no step without documents, every token once, no livelock."""
+    """Whatever comes, S_max and T hold, steps have documents, tokens come once, and it goes on."""
     window = 64
     cost = FlopsWorkload(quadratic_ns=0 if is_linear else 3, linear_ns_per_token=100)
     options = PackerOptions(num_micro_batches=n, context_window=window, cost=cost)
@@ -263,8 +264,7 @@ def test_refusals() -> None:
     pack = packer(s_max=1.5)
     _, carry = pack.push(batch(0, [C, *ORDINARY[16:]]), pack.start())
     small = BoundedPacker(
-        options=PackerOptions(num_micro_batches=4, context_window=C // 4, cost=COST),
-        s_max=C // 2,
+        options=PackerOptions(num_micro_batches=4, context_window=C // 4, cost=COST), s_max=C // 2
     )
     with pytest.raises(ValueError, match="cut for a larger context window"):
         small.push(None, carry)
@@ -310,7 +310,7 @@ def test_what_is_due_leaves_even_where_s_max_is_tight() -> None:
 def test_steps_are_full_while_more_is_due_than_micro_batches_hold(
     max_delay: int, num_pieces: int, most: int
 ) -> None:
-    """A document of many windows: three pieces are T tokens, and two are all that S_max admits."""
+    """A document of many windows waits: three pieces are T tokens, and S_max admits only two."""
     pack = small(2, 1000, 1500, 3000, max_delay)
     plans, carry = run(pack, [[1000] * num_pieces, *[[100] * 20] * 40])
     assert len(carry.pieces) == 0
@@ -351,7 +351,7 @@ def test_work_that_costs_nothing(tokens: int) -> None:
 
 
 def test_plans_do_not_depend_on_the_unit_of_cost() -> None:
-    """Also where tokens times cost is beyond 64 bits."""
+    """This also holds where tokens times cost is beyond 64 bits."""
     batches = fitted(24, 8)
     made: list[list[int]] = []
     for power in (0, 13, 18):
@@ -379,7 +379,8 @@ def test_a_piece_that_no_step_can_take_is_refused_not_flushed_for_ever() -> None
 
 
 def rare(num: int) -> list[GlobalBatch]:
-    """A full-window document every twelve batches, some of a quarter to half a window between."""
+    """Returns a full-window document every twelve batches, and some of 1/4 to 1/2 window
+    between."""
     draw = np.random.default_rng(2)
     out: list[GlobalBatch] = []
     for i in range(num):
@@ -389,7 +390,7 @@ def rare(num: int) -> list[GlobalBatch]:
 
 
 def test_a_rare_tall_document_collects_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortfall term: without it the document leaves alone at its last moment."""
+    """The shortfall term does it: without it the document leaves alone at its last moment."""
     batches = rare(96)
     ours = measure(packer(), batches, cost=COST).summary
     monkeypatch.setattr(release, "URGENCY", 0.0)
@@ -407,7 +408,8 @@ def test_moves_and_swaps_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_backlog_costs_more_the_longer_it_takes_to_catch_up() -> None:
-    """Of two equally balanced choices the one that leaves less behind, the more so at a tight T."""
+    """Of two equally balanced choices the one that leaves less behind wins, the more so at a tight
+    T."""
     batches = fitted(100, 4)
     tight = measure(packer(step_tokens=1.1, s_max=1.5, max_delay=40), batches, cost=COST).summary
     assert tight.mean_delay < 0.6

@@ -1,4 +1,4 @@
-"""Bins as micro-batches: which leave, which wait, and for how long; literally."""
+"""Tests bins as micro-batches against literal steps: which leave, which wait, and for how long."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def batch(lengths: list[int] | np.ndarray, first_id: int = 0) -> GlobalBatch:
 
 
 def show(plan: PackingPlan) -> list[list[int]]:
-    """Lengths by micro-batch, descending (their order within a bin is random)."""
+    """Returns lengths by micro-batch, descending (their order within a bin is random)."""
     return [sorted(m.lengths.tolist(), reverse=True) for m in plan.micro_batches]
 
 

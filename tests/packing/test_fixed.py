@@ -1,4 +1,4 @@
-"""Fixed-length greedy: windows of exactly C tokens over W global batches, literal placements."""
+"""Tests fixed-length greedy: windows of exactly C tokens over W global batches, placements."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def pieces(lengths: list[int]) -> Pieces:
 
 
 def spans(plan: PackingPlan) -> list[list[tuple[int, int, int]]]:
-    """(document, start, stop) of each micro-batch, sorted."""
+    """Returns (document, start, stop) of each micro-batch, sorted."""
     out: list[list[tuple[int, int, int]]] = []
     for m in plan.micro_batches:
         p = m.pieces
@@ -99,7 +99,8 @@ def test_the_surplus_is_held_without_cutting_long_documents() -> None:
 
 @pytest.mark.parametrize("w", [1, 2, 4])
 def test_a_short_document_is_not_held_back_again_and_again(w: int) -> None:
-    """Documents of half to a whole window among short ones: nearly every window has a surplus."""
+    """Among short documents are some of half to a whole window, so nearly every window has a
+    surplus."""
     draw = np.random.default_rng(0)
     lengths = [n for _ in range(200) for n in (1, *draw.integers(50, 101, 2).tolist())]
     source = LengthSource(name="test", lengths=np.array(lengths))

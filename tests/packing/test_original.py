@@ -1,4 +1,4 @@
-"""Plain-4D's windows, literally."""
+"""Tests Plain-4D's windows against literal values."""
 
 from wlb.cost import FlopsWorkload
 from wlb.packing import OriginalPacker, PackerOptions, WindowCut
@@ -93,7 +93,7 @@ def test_a_carry_of_one_loader_goes_on_in_the_other() -> None:
 
 
 def test_windows_do_not_stay_open_for_ever_where_short_documents_are_rare() -> None:
-    """Documents of two thirds of a window, none to fill the gaps: some have to be cut."""
+    """Documents take two thirds of a window, and none fills the gaps, so some have to be cut."""
     packer = OriginalPacker(options=WIDE, cut=WindowCut.SHORT)
     carry, steps, most = packer.start(), 0, 0
     for index in range(40):

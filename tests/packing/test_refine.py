@@ -1,4 +1,4 @@
-"""Moves and swaps after the greedy: never slower, never beyond S_max, literal exchanges."""
+"""Tests moves and swaps after the greedy: never slower, never beyond S_max, literal exchanges."""
 
 from hypothesis import given
 from hypothesis import strategies as st

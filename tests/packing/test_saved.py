@@ -1,4 +1,4 @@
-"""Packs made offline: the same micro-batches from a file, epochs, resuming, what is refused."""
+"""Tests packs made offline: the same micro-batches from a file, epochs, resuming, refusals."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Algorithm 1, literally: queues, releases, placements, leftovers, the flush."""
+"""Tests Algorithm 1 against literal steps: queues, releases, placements, leftovers, the flush."""
 
 from dataclasses import replace
 from itertools import islice
@@ -141,7 +141,7 @@ def test_the_end_of_data_flushes_everything() -> None:
 
 
 def test_queues_balance_what_packing_alone_cannot() -> None:
-    """Two windows full of one document each, among short ones: the paper's Fig. 8 in small."""
+    """Two windows are full of one document each, among short ones: the paper's Fig. 8 in small."""
     stream = [[8, 1, 1, 1, 1, 1, 1, 1, 1], [8, 1, 1, 1, 1, 1, 1, 1, 1]]
     plain, queued = packer(thresholds=()), packer(thresholds=(8,))
     worst = {}

@@ -17,13 +17,14 @@ COLLECTIVES = 16
 
 
 def num_workers() -> int:
-    """Threads of this process that run Gloo's collectives."""
+    """Returns how many threads of this process run Gloo's collectives."""
     names = [comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")]
     return sum("gloo_runloop" in name for name in names)
 
 
 def race(seconds: float) -> int:
-    """Collectives of long and of short names, many in flight, for `seconds`; how many."""
+    """Runs collectives of long and of short names, many in flight, for `seconds`; returns how
+    many."""
     group = dist.group.WORLD
     assert group is not None
     name, x, ops = group.group_name, torch.zeros(4), torch.ops._c10d_functional

@@ -1,4 +1,4 @@
-"""Building a rank's stages: which values, and how much memory on the way there."""
+"""Tests how a rank's stages are built: which values, and how much memory on the way there."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ FLOAT32_BYTES = 4
 
 
 def live_bytes() -> int:
-    """Of all tensors of this process that have storage, each storage once."""
+    """Returns the bytes of all tensors of this process that have storage, each storage once."""
     gc.collect()
     held = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in held]
@@ -33,7 +33,8 @@ def live_bytes() -> int:
 
 
 def built(world: World, case: Case, dtype: Dtype) -> dict[str, Any]:
-    """Live bytes at each parameter's turn and at the end; whether values are the reference's."""
+    """Returns live bytes at each parameter's turn and at the end, and whether values are the
+    reference's."""
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=dtype))
     mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))

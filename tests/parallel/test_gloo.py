@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def _workers(world: worlds.World, parallel: ParallelSpec) -> tuple[int, int]:
-    """Gloo groups that this rank is a member of, and worker threads."""
+    """Returns the Gloo groups that this rank is a member of, and worker threads."""
     mesh.build_mesh(parallel, torch.device("cpu"))
     for group in distributed_c10d._world.pg_map:
         dist.barrier(group)  # a thread has its name once it has worked
@@ -73,9 +73,9 @@ def test_a_minute_of_mixed_collectives_does_not_corrupt_the_heap():
 
 
 def test_interfaces_of_the_environment_are_taken(monkeypatch):
-    asked: list[dict[str, str]] = []
+    asked: list[dict[str, object]] = []
 
-    def device(**where: str) -> object:
+    def device(**where: object) -> object:
         asked.append(where)
         return create(hostname="127.0.0.1")
 
@@ -86,8 +86,8 @@ def test_interfaces_of_the_environment_are_taken(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "first,second")
     worlds.one_gloo_worker(is_one_machine=True)
     gloo(dist.HashStore(), 0, 1)
-    assert asked == [{"interface": "first"}, {"interface": "second"}]
+    assert asked == [{"interface": name, "lazy_init": True} for name in ("first", "second")]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     worlds.one_gloo_worker(is_one_machine=True)
     gloo(dist.HashStore(), 0, 1)
-    assert asked[2:] == [{"hostname": "127.0.0.1"}]
+    assert asked[2:] == [{"hostname": "127.0.0.1", "lazy_init": True}]

@@ -1,4 +1,4 @@
-"""Coordinates of ranks, and the mesh on real processes."""
+"""Tests the coordinates of ranks, and the mesh on real processes."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def test_one_process_has_a_mesh_too():
     worlds.init(worlds.World(), torch.device("cpu"), timeout_s=600)
     try:
         one = mesh.build_mesh(ParallelSpec(dp=1), torch.device("cpu"))
-        assert one.coordinates == (0, 0, 0, 0)
-        assert one.world_size == one.fsdp_size == dist.get_world_size(one.fsdp_group) == 1
+        assert one.at == (0, 0, 0, 0)
+        assert one.world_size == one.fsdp_size == dist.get_world_size(one.group("fsdp")) == 1
         with pytest.raises(ValueError, match="tp 2 x cp 1 x pp 1 x dp 1 is not the 1 ranks"):
             mesh.build_mesh(ParallelSpec(tp=2, dp=1), torch.device("cpu"))
     finally:
@@ -50,18 +50,18 @@ def test_one_process_has_a_mesh_too():
 
 def _groups(world: worlds.World, parallel: ParallelSpec) -> dict[str, list[int]]:
     built = mesh.build_mesh(parallel, torch.device("cpu"))
-    assert built.coordinates == mesh.coordinates(world.rank, parallel)
-    assert dist.get_rank(built.fsdp_group) == built.fsdp_rank
-    assert dist.get_world_size(built.world_group) == built.world_size
+    assert built.at == mesh.coordinates(world.rank, parallel)
+    assert dist.get_rank(built.group("fsdp")) == built.fsdp_rank
+    assert dist.get_world_size() == built.world_size
     groups = {
-        "tp": built.tp_group,
-        "cp": built.cp_group,
-        "pp": built.pp_group,
-        "dp": built.dp_group,
-        "fsdp": built.fsdp_group,
+        "tp": built.group("tp"),
+        "cp": built.group("cp"),
+        "pp": built.group("pp"),
+        "dp": built.group("dp"),
+        "fsdp": built.group("fsdp"),
     }
     total = torch.tensor([world.rank])
-    dist.all_reduce(total, group=built.fsdp_group)
+    dist.all_reduce(total, group=built.group("fsdp"))
     members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     assert int(total) == sum(members["fsdp"])
     return members
@@ -72,13 +72,7 @@ def _groups(world: worlds.World, parallel: ParallelSpec) -> dict[str, list[int]]
 def test_eight_ranks_form_the_groups_of_the_layout():
     parallel = ParallelSpec(tp=2, cp=2, pp=1, dp=2)
     groups = run_local(_groups, 8, parallel, start_group=True, timeout_s=600)
-    assert groups[5] == {
-        "tp": [4, 5],
-        "cp": [5, 7],
-        "pp": [5],
-        "dp": [1, 5],
-        "fsdp": [1, 3, 5, 7],
-    }
+    assert groups[5] == {"tp": [4, 5], "cp": [5, 7], "pp": [5], "dp": [1, 5], "fsdp": [1, 3, 5, 7]}
     pipelines = run_local(
         _groups, 8, ParallelSpec(cp=2, pp=2, dp=2), start_group=True, timeout_s=600
     )

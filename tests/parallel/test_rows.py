@@ -1,4 +1,4 @@
-"""Rows of a rank, literally: what lies where, which keys a row sees, how gradients come back.
+"""Tests a rank's rows by literal values: what lies where, the keys a row sees, gradients' way back.
 
 The example throughout: two documents of 5 and 3 tokens, a0..a4 and b0..b2, per_document on two
 ranks with rows of a multiple of 3. The chunks of ranks 0, 1, 1, 0 are a0 a1 | a2 | a3 | a4 and b0 |
@@ -24,7 +24,7 @@ def example() -> ShardingPlan:
 
 
 def segments(made: AttentionRows) -> list[tuple[int, list[str]]]:
-    """Number of queries and the keys of each segment."""
+    """Returns the number of queries and the keys of each segment."""
     assert made.kv_index is not None
     keys = [GATHERED[i] for i in made.kv_index]
     q, k = made.cu_seqlens_q.tolist(), made.cu_seqlens_k.tolist()
@@ -123,7 +123,7 @@ def test_too_few_rows_are_refused() -> None:
 
 
 class Letters:
-    """Documents of 5, 3 and 12 tokens; token i of document d is 100 * d + i."""
+    """Reads documents of 5, 3 and 12 tokens; token i of document d is 100 * d + i."""
 
     sizes = (5, 3, 12)
 

@@ -1,17 +1,19 @@
-"""Discovery of the launcher, choice of device."""
+"""Tests discovery of the launcher and the choice of device."""
 
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from wlb.parallel import world as worlds
+from wlb.parallel.host import HOSTS
 from wlb.spec.run import Device
 
 
 @pytest.fixture
 def env(monkeypatch: pytest.MonkeyPatch):
-    """Set variables in an environment that names no launcher."""
+    """Sets variables in an environment that names no launcher."""
     prefixes = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_")
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE") or name.startswith(prefixes):
@@ -153,6 +155,36 @@ def test_a_rank_takes_the_gpu_of_its_local_rank():
     world = worlds.World(rank=9, world_size=16, local_rank=1, local_world_size=8, master_port=1)
     assert worlds.rank_device(world, "cuda") == torch.device("cuda", 1)
     assert worlds.rank_device(world, "cpu") == torch.device("cpu")
+
+
+def test_defaults_for_cuda_leave_what_the_user_set(env, monkeypatch):
+    for name in (*worlds.CUDA_DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # restored with what the call sets
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    worlds.set_cuda_defaults()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    del os.environ["PYTORCH_ALLOC_CONF"]
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:native"
+    worlds.set_cuda_defaults()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_nccl_is_told_its_device_and_hosts_get_a_group_of_their_own(monkeypatch):
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(("set", device)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda kind, **how: asked.append((kind, how["device_id"]))
+    )
+    monkeypatch.setattr(
+        dist, "new_group", lambda **how: asked.append((how["backend"], how["group_desc"]))
+    )
+    device = torch.device("cuda", 1)
+    worlds.init(worlds.World(), device, timeout_s=60)
+    # torch splits a mesh's groups off a world that knows its device, and off one without Gloo.
+    assert asked == [("set", device), ("nccl", device), ("gloo", HOSTS)]
 
 
 def test_a_world_that_makes_no_sense_is_refused():

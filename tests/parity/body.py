@@ -1,4 +1,4 @@
-"""What every rank of a parity test runs: the same steps as one process, and the differences."""
+"""Runs on every rank of a parity test: the same steps as one process, and the differences."""
 
 from typing import Any
 
@@ -30,18 +30,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def global_loss(executor: Executor, local: Tensor) -> float:
-    """Sum over the ranks that hold different rows (tp ranks hold copies)."""
+    """Sums a loss over the ranks that hold different rows (tp ranks hold copies)."""
     mesh = executor.mesh
-    loss = local.clone() if mesh.tp_rank == 0 else torch.zeros_like(local)
+    loss = local.clone() if mesh.at.tp == 0 else torch.zeros_like(local)
     dist.all_reduce(loss)
     return loss.item()
 
 
 def run_step(executor: Executor, case: Case, *, shift: int) -> tuple[float, float]:
-    """(loss of the layout, loss of an evaluation before it) of one literal step."""
+    """Returns (loss of the layout, loss of an evaluation before it) of one literal step."""
     spec, mesh = executor.spec, executor.mesh
     plan = packing(case.num_micro_batches, shift=shift)
-    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
     held = global_loss(executor, executor.evaluate(mine, Reader())) / plan.num_targets
     if executor.pipeline is not None:  # nothing of an evaluation is kept until the next step
         assert not any(stage.fwd_cache for stage in executor.pipeline.stages)
@@ -50,7 +50,7 @@ def run_step(executor: Executor, case: Case, *, shift: int) -> tuple[float, floa
 
 
 def gradient_error(executor: Executor, reference: Llama) -> tuple[float, str]:
-    """Worst max|diff| / max|ref| over this rank's parameters, and which."""
+    """Returns the worst max|diff| / max|ref| over this rank's parameters, and which it is."""
     worst = (0.0, "")
     wanted = dict(reference.named_parameters())
     for name, parameter in executor.named_parameters().items():
@@ -71,7 +71,10 @@ def gradient_norm(reference: Llama) -> float:
 def optimise(
     executor: Executor, reference: Llama, case: Case, kind: str
 ) -> tuple[list[float], list[float], float]:
-    """Two optimiser steps of the layout and of one process: losses of both, parameter error."""
+    """Takes two optimiser steps of the layout and of one process.
+
+    Returns the losses of both and the error of the parameters.
+    """
     spec: RunSpec = executor.spec
     made: type = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
     # AdamW's first steps are signs of gradients. With the default eps of 1e-8 the sign of one that
@@ -99,7 +102,7 @@ def optimise(
 
 
 def reset(executor: Executor, reference: Llama, initial: dict[str, Tensor]) -> None:
-    """Both models back to their initial weights."""
+    """Sets both models back to their initial weights."""
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             parameter.copy_(initial[f"ref.{name}"])
@@ -117,7 +120,8 @@ def snapshot(executor: Executor, reference: Llama) -> dict[str, Tensor]:
 
 
 def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
-    """Losses, gradient errors and the end of two optimiser steps, as seen from this rank."""
+    """Returns losses, gradient errors and the end of two optimiser steps, as seen from this
+    rank."""
     spec = spec_of(case)
     where = rank_device(world, device)
     mesh: Mesh = build_mesh(spec.parallel, where, shard_size=case.shard_size)
@@ -145,7 +149,7 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
 
 
 def expect_parity(result: dict[str, Any]) -> None:
-    """What `parity` found on a rank equals one process: losses, gradients, optimisers' steps."""
+    """Expects that what `parity` found on a rank equals one process: losses, gradients, steps."""
     assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
     assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
     error, name = result["gradient"]

@@ -1,4 +1,4 @@
-"""What the parity tests run: a small model, literal micro-batches, the reference."""
+"""Defines what the parity tests run: a small model, literal micro-batches, the reference."""
 
 from dataclasses import dataclass, field, replace
 
@@ -33,7 +33,7 @@ MICRO_BATCHES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layout of the matrix."""
+    """Describes one layout of the matrix."""
 
     tp: int = 1
     cp: int = 1
@@ -125,7 +125,7 @@ def spec_of(case: Case) -> RunSpec:
 
 @dataclass(frozen=True)
 class Reader:
-    """Random tokens, a function of the document alone."""
+    """Reads random tokens, a function of the document alone."""
 
     vocab_size: int = 250
     lengths: dict[int, int] = field(default_factory=lambda: DOCUMENTS)
@@ -139,7 +139,8 @@ class Reader:
 
 
 def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
-    """The literal micro-batches, the first `num_micro_batches` after `shift` (round and round)."""
+    """Returns the first `num_micro_batches` literal micro-batches after `shift` (round and
+    round)."""
     chosen = [MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)] for i in range(num_micro_batches)]
     return packing_of(chosen, step=shift)
 
@@ -175,7 +176,7 @@ def packing_of(micro_batches: list[list[str]], *, step: int = 0) -> PackingPlan:
 
 
 def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str) -> PipelinePlan:
-    """Micro-batches pipeline, pipeline + dp, ... for this pipeline."""
+    """Gives this pipeline micro-batches pipeline, pipeline + dp, ..."""
     batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
     cp = spec.parallel.cp
     return PipelinePlan(
@@ -190,7 +191,7 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
 
 
 def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: bool) -> float:
-    """Mean loss of the step in one process (one rank, no padding); gradients added to `model`."""
+    """Returns the step's mean loss in one process (no padding); adds gradients to `model`."""
     frequencies = inverse_frequencies(spec.model)
     one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, row_multiple=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")

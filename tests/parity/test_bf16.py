@@ -1,4 +1,4 @@
-"""Mixed precision: bfloat16 compute, float32 master weights and reduction, near the fp32 run."""
+"""Tests mixed precision: bfloat16 compute, float32 master weights and reduction, near fp32."""
 
 from dataclasses import replace
 
@@ -21,21 +21,26 @@ IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 
 
 def bf16(world: World, case: Case, device: str) -> dict[str, object]:
-    """Losses in bf16 and fp32, the worst gradient angle, the least share of a matrix's gradients
-    that bfloat16 could not hold, dtypes of what layers rotate and by what, and the backend."""
+    """Returns losses in bf16 and fp32, and how the gradients compare.
+
+    They are the worst gradient angle, the least share of a matrix's gradients that bfloat16 could
+    not hold, dtypes of what layers rotate and by what, and the backend.
+    """
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
     mesh = build_mesh(spec.parallel, rank_device(world, device))
     executor = Executor(spec, mesh)
     rotated: set[tuple[torch.dtype, ...]] = set()
 
-    def noted(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def noted(
+        x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, fused: bool
+    ) -> torch.Tensor:
         rotated.add((x_THD.dtype, cos.dtype, sin.dtype))
-        return rotate(x_THD, cos, sin)
+        return rotate(x_THD, cos, sin, fused=fused)
 
     llama.rotate = noted
     plan = packing(case.num_micro_batches)
-    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
     local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
     loss = global_loss(executor, local)
     llama.rotate = rotate

@@ -1,6 +1,7 @@
-"""Compiled decoder layers: the numbers of eager ones, one graph for micro-batches of 20 lengths.
+"""Tests compiled decoder layers: the numbers of eager ones, one graph for 20 micro-batch lengths.
 
-With aot_eager, which traces and differentiates as inductor does and needs no C++ compiler.
+They compile with aot_eager, which traces and differentiates as inductor does and needs no C++
+compiler.
 """
 
 import shutil
@@ -37,24 +38,30 @@ EMPTY = packing_of([[]] * 4)
 
 
 def of_many_lengths() -> PackingPlan:
-    """20 micro-batches of 9 to 59 tokens, in one to three segments. The first has 32 tokens, the
-    model's width, in two segments of which the longer has 24: numbers that must not be taken for
-    constants, or for each other. 9 are more than one row for each of four ranks."""
+    """Returns 20 micro-batches of 9 to 59 tokens, in one to three segments.
+
+    The first has 32 tokens, the model's width, in two segments of which the longer has 24: numbers
+    that must not be taken for constants, or for each other. 9 are more than one row for each of
+    four ranks.
+    """
     first = [["7:0-24", "4:0-8"]]
     more = [[f"7:0-{9 + 2 * i}", *["2:0-9", "6:0-5"][: i % 3]] for i in range(19)]
     return packing_of(first + more)
 
 
 def compiled(world: World, case: Case) -> dict[str, object]:
-    """Loss and gradients of a step against one process, and graphs: after the step, after an
-    evaluation of it, after a step of micro-batches without a token."""
+    """Returns loss and gradients of a step against one process, and numbers of graphs.
+
+    Graphs are counted after the step, after an evaluation of it, and after a step of micro-batches
+    without a token.
+    """
     spec = spec_of(case)
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     clock = StepClock.of(mesh.device)
     executor = Executor(spec, mesh, timer=clock)
     plan, reference = of_many_lengths(), fresh_reference(spec)
     expected = reference_loss(reference, spec, plan, backward=True)
-    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
+    mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
     begin = num_graphs()
     local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
     trained = num_graphs() - begin
@@ -63,7 +70,7 @@ def compiled(world: World, case: Case) -> dict[str, object]:
     held = global_loss(executor, executor.evaluate(mine, Reader())) / plan.num_targets
     evaluated = num_graphs() - begin - trained
     if case.world == 1:
-        nothing = pipeline_plan(EMPTY, spec, mesh.dp_rank, case.strategy)
+        nothing = pipeline_plan(EMPTY, spec, mesh.at.dp, case.strategy)
         executor.train_step(nothing, Reader(), loss_scale=1.0)
     return {
         "loss": global_loss(executor, local),
@@ -77,8 +84,10 @@ def compiled(world: World, case: Case) -> dict[str, object]:
 
 
 def symbols(world: World, case: Case) -> list[tuple[int, ...]]:
-    """Of what a layer's graph takes: sizes that are symbols, by dimension; (-1, value) for a number
-    that is one."""
+    """Returns what of a layer's graph inputs is symbolic.
+
+    Sizes that are symbols are given by dimension, a number that is one as (-1, value).
+    """
     seen: list[tuple[int, ...]] = []
 
     def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -115,6 +124,7 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
     "case",
     [
         Case(tp=2, recompute=Recompute.SELECTIVE),
+        Case(tp=2, cp=2),
         Case(cp=2, recompute=Recompute.FULL),
         Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
         Case(dp=2, keep_gathered_kv=True),

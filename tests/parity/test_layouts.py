@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes (fp32, CPU, Gloo)."""
+"""Tests that every layout computes what one process computes (fp32, CPU, Gloo)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layers that run again in backward: the same bits, less kept, and what is run again exactly."""
+"""Tests layers that run again in backward: same bits, less kept, and exactly what runs again."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -38,14 +38,14 @@ SPEC = spec_of(Case(layers=2))
 
 
 def plain(how: Recompute) -> Llama:
-    """The whole model in one process, nothing distributed."""
+    """Returns the whole model in one process, nothing distributed."""
     model = fresh_reference(SPEC)
     recompute_layers(model, how)
     return model
 
 
 def deferring(how: Recompute) -> Llama:
-    """As `plain`, with weight gradients left for later, as zero-bubble schedules want them."""
+    """Returns `plain` with weight gradients left for later, as zero-bubble schedules want them."""
     model = Llama(SPEC.model, ops=DeferringOps())
     model.load_state_dict(fresh_reference(SPEC).state_dict())
     recompute_layers(model, how)
@@ -94,8 +94,10 @@ def test_it_keeps_less(how: Recompute) -> None:
 
 @pytest.mark.parametrize("how", Recompute)
 def test_what_a_layer_keeps_is_what_the_memory_estimate_counts(how: Recompute) -> None:
-    """But for what the micro-batch's layers share (rotary tables, cu_seqlens) and norms: CPU's are
-    made of several operators, which keep one factor a row and x times it beside input and output.
+    """What the micro-batch's layers share (rotary tables, cu_seqlens) and norms are left out.
+
+    CPU norms are made of several operators, which keep one factor per row and x times it beside
+    input and output.
     """
     spec = replace(SPEC, training=replace(SPEC.training, recompute=how))
     x_TC = torch.randn(CU_SEQLENS[-1], 32, requires_grad=True)
@@ -108,7 +110,7 @@ def test_what_a_layer_keeps_is_what_the_memory_estimate_counts(how: Recompute) -
 
 
 def again(how: Recompute) -> dict[str, tuple[int, int]]:
-    """Calls of the operators that say what ran, forward and backward, of the whole model."""
+    """Counts calls of the operators that say what ran, forward and backward, of the whole model."""
     tokens, _, rows = micro_batch(SPEC)
     model = plain(how)
     with Count() as forward:
@@ -131,15 +133,18 @@ def test_attention_is_run_again_in_full_only_and_the_last_product_never() -> Non
 
 
 def rerun(world: World, case: Case) -> list[tuple[Counter[str], int, int]]:
-    """A step of this rank for each way: calls of operators, and nanoseconds of attention's forward
-    kernels in forward passes and in backward passes."""
+    """Runs a step of this rank in each way and returns calls and attention's forward time.
+
+    Calls are of operators; nanoseconds are of attention's forward kernels in forward passes and in
+    backward passes.
+    """
     out: list[tuple[Counter[str], int, int]] = []
     mesh = build_mesh(spec_of(case).parallel, torch.device("cpu"))
     for how in Recompute:
         spec = spec_of(replace(case, recompute=how))
         clock = StepClock.of(mesh.device)
         executor = Executor(spec, mesh, timer=clock)
-        mine = pipeline_plan(packing(case.num_micro_batches), spec, mesh.dp_rank, case.strategy)
+        mine = pipeline_plan(packing(case.num_micro_batches), spec, mesh.at.dp, case.strategy)
         executor.train_step(mine, Reader(), loss_scale=1.0)  # the first step initialises the stages
         with Count() as counted:
             executor.train_step(mine, Reader(), loss_scale=1.0)
@@ -167,7 +172,7 @@ def cells(times: StepTimes, kind: Pass) -> set[Cell]:
     ids=str,
 )
 def test_what_a_rank_runs_again(case: Case) -> None:
-    """Of 4 micro-batches and 2 layers a rank, and that it is what the cost model prices."""
+    """It has 4 micro-batches and 2 layers per rank, and is what the cost model prices."""
     passes = 4 * 2
     priced = (RECOMPUTED_WORK[Recompute.SELECTIVE], RECOMPUTED_WORK[Recompute.FULL])
     names = {
@@ -193,7 +198,8 @@ def test_what_a_rank_runs_again(case: Case) -> None:
 
 
 def steps(world: World, case: Case) -> list[dict[str, object]]:
-    """Each way's step against one process, and whether it has the bits of the layout's own."""
+    """Returns each way's step against one process, and whether it has the bits of the layout's
+    own."""
     out: list[dict[str, object]] = []
     mesh = build_mesh(spec_of(case).parallel, rank_device(world, "cpu"))
     reference = fresh_reference(spec_of(case))

@@ -1,6 +1,7 @@
-"""Padded and joined micro-batches compute what examples do alone, or as one (fp32, CPU, Gloo).
+"""Tests that padded and joined micro-batches compute what examples do alone (fp32, CPU, Gloo).
 
-The reference knows neither plans' segments nor collation: one process, one example after the other.
+Joined ones compute what their examples do as one. The reference knows neither plans' segments nor
+collation: it is one process, one example after the other.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ IGNORE = -100
 
 
 def examples_of(plan: PackingPlan) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, labels) of each sequence that the model is to see by itself."""
+    """Returns (tokens, labels) of each sequence that the model is to see by itself."""
     reader = Reader()
     out: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in plan.micro_batches:
@@ -48,7 +49,7 @@ def examples_of(plan: PackingPlan) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def alone(model: Llama, spec: RunSpec, plan: PackingPlan) -> tuple[float, int]:
-    """(mean loss, labels) of the examples one by one; gradients added to `model`."""
+    """Returns (mean loss, labels) of the examples one by one, with gradients added to `model`."""
     frequencies = inverse_frequencies(spec.model)
     examples = examples_of(plan)
     num = sum(int((labels != IGNORE).sum()) for _, labels in examples)
@@ -77,8 +78,8 @@ def body(world: World, case: Case, layout: Layout) -> dict[str, object]:
     reference = fresh_reference(spec)
     plan = laid_out(packing(case.num_micro_batches), layout)
     expected, num = alone(reference, spec, plan)
-    mine = pipeline_plan(plan, spec, mesh.dp_rank, case.strategy)
-    mine = replace(mine, local_tokens=local_rows(plan, spec, mesh.dp_rank))
+    mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
+    mine = replace(mine, local_tokens=local_rows(plan, spec, mesh.at.dp))
     loss = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
     return {
         "loss": global_loss(executor, loss),
@@ -95,7 +96,8 @@ def local_rows(plan: PackingPlan, spec: RunSpec, pipeline: int) -> tuple[int, ..
 
 
 def laid_out(plan: PackingPlan, layout: Layout) -> PackingPlan:
-    """`plan` with that layout; joined: one label more for a document that ends before another."""
+    """Returns `plan` with that layout; joined, a document that ends before another has one label
+    more."""
     if layout != Layout.JOINED:
         return replace(plan, layout=layout)
     reader = Reader()
@@ -128,7 +130,7 @@ def test_examples_train_as_they_do_alone(case: Case, layout: Layout) -> None:
 
 
 def test_padding_is_computed() -> None:
-    """Rows of every micro-batch: its longest piece times its pieces."""
+    """Every micro-batch has its longest piece times its pieces as rows."""
     plan = laid_out(packing(4), Layout.PADDED)
     assert plan.tokens.tolist() == [21, 37, 0, 41]
     assert plan.rows.tolist() == [3 * 17, 2 * WINDOW, 0, 3 * WINDOW]

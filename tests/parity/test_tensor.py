@@ -1,4 +1,4 @@
-"""The explicit TP+SP against torch's `parallelize_module`, and the gradient norm over layouts.
+"""Tests the explicit TP+SP against torch's `parallelize_module`, and gradient norms over layouts.
 
 Both start from the same weights and see the same rows; between blocks both hold 1/tp of the rows.
 """
@@ -37,7 +37,7 @@ CU_SEQLENS = [0, 3, 24, 32, 48]  # four documents in 48 rows, which 4 ranks divi
 
 
 def micro_batch(spec: RunSpec) -> tuple[Tensor, Tensor, Rows]:
-    """Tokens, labels (every fifth is not trained) and rows of one micro-batch."""
+    """Returns tokens, labels (every fifth is not trained) and rows of one micro-batch."""
     num = CU_SEQLENS[-1]
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, spec.model.vocab_size, (num,), generator=generator)
@@ -55,7 +55,7 @@ def micro_batch(spec: RunSpec) -> tuple[Tensor, Tensor, Rows]:
 
 
 def torch_tensor_parallel(spec: RunSpec, mesh: Any) -> Llama:
-    """The plain model under torch's own TP+SP: rows sharded between blocks."""
+    """Returns the plain model under torch's own TP+SP, with rows sharded between blocks."""
     model = fresh_reference(spec)
     norm = SequenceParallel(sequence_dim=0, use_local_output=False)
     rows = Shard(0)
@@ -90,14 +90,14 @@ def torch_tensor_parallel(spec: RunSpec, mesh: Any) -> Llama:
 
 
 def reference_loss_of(model: Llama, tokens: Tensor, labels: Tensor, rows: Rows) -> Tensor:
-    """Cross-entropy of the gathered logits without the entries that pad the vocabulary."""
+    """Returns cross-entropy of the gathered logits without the entries that pad the vocabulary."""
     assert model.lm_head is not None
     logits = model.lm_head(model.model(tokens, rows))[:, : model.spec.vocab_size]
     return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def compare(world: World, tp: int) -> tuple[float, float, dict[str, float]]:
-    """Losses of the explicit and torch's TP, and max|diff| / max|ref| of every gradient."""
+    """Returns losses of the explicit and torch's TP, and max|diff| / max|ref| of every gradient."""
     spec = spec_of(Case(tp=tp, layers=2))
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     assert not needs_fsdp(mesh, torch.float32)  # tensor parallelism alone
@@ -105,8 +105,8 @@ def compare(world: World, tp: int) -> tuple[float, float, dict[str, float]]:
     (ours,) = build_stages(spec, mesh).values()
     loss = ours(tokens, rows=rows)
     loss.backward()
-    finish_gradients(ours.parameters())
-    theirs = torch_tensor_parallel(spec, mesh.tp)
+    finish_gradients(dict(ours.named_parameters()), mesh)
+    theirs = torch_tensor_parallel(spec, mesh.device_mesh["tp"])
     expected = reference_loss_of(theirs, tokens, labels, rows)
     expected.backward()
     errors: dict[str, float] = {}
@@ -131,7 +131,8 @@ def test_loss_and_gradients_are_those_of_parallelize_module(tp: int) -> None:
 
 
 def saved_bytes(layer: nn.Module, x_SC: Tensor, rows: Rows) -> tuple[int, int]:
-    """Bytes that one block keeps for backward: rows of the whole micro-batch wide C, and all.
+    """Returns bytes that one block keeps for backward: rows of the whole micro-batch wide C, and
+    all.
 
     Weights are not counted and a storage that several operations keep counts once.
     """
@@ -163,7 +164,7 @@ def memory(world: World, tp: int) -> list[tuple[int, int]]:
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     _, _, rows = micro_batch(spec)
     (ours,) = build_stages(spec, mesh).values()
-    theirs = torch_tensor_parallel(spec, mesh.tp)
+    theirs = torch_tensor_parallel(spec, mesh.device_mesh["tp"])
     out: list[tuple[int, int]] = []
     for model in (ours, theirs):
         x_SC = torch.randn(CU_SEQLENS[-1] // tp, spec.model.hidden_size, requires_grad=True)
@@ -173,9 +174,10 @@ def memory(world: World, tp: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("tp", [2, *full(4)])
 def test_a_block_keeps_sharded_inputs_and_gathers_them_again(tp: int) -> None:
-    """parallelize_module keeps the gathered rows that attention and MLP read; the explicit TP not.
+    """parallelize_module keeps the gathered rows that attention and MLP read; the explicit TP does
+    not.
 
-    So it keeps exactly 2 x (T - T / tp) rows of C float32 numbers less a block.
+    It thus keeps exactly 2 x (T - T / tp) rows of C float32 numbers less per block.
     """
     for ours, theirs in run_local(memory, tp, tp, start_group=True, timeout_s=600):
         assert (ours[0], theirs[0]) == (0, 2)
@@ -183,7 +185,8 @@ def test_a_block_keeps_sharded_inputs_and_gathers_them_again(tp: int) -> None:
 
 
 def norms(world: World, case: Case) -> tuple[float, float, float]:
-    """Squared gradient norm of the layout, of one process, and of the layout after clipping."""
+    """Returns the squared gradient norm of the layout, of one process, and of the layout after
+    clipping."""
     spec = spec_of(case)
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     executor = Executor(spec, mesh)

@@ -1,5 +1,8 @@
-"""`tp.overlap` with the fallback implementations of torch's operators, on CPU: that what goes into
-them and what is made of what they give is right. Not a byte goes over NVLink here."""
+"""Tests `tp.overlap` on CPU, with the fallback implementations of torch's operators.
+
+The tests check what goes into the operators and what is made of what they give. Nothing goes over
+NVLink here.
+"""
 
 from collections import Counter
 from typing import Any

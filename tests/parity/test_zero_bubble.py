@@ -1,4 +1,4 @@
-"""Matrix products and collectives of a layer, and that splitting the backward pass adds none."""
+"""Tests a layer's matrix products and collectives: splitting the backward pass adds none."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 
 class Count(TorchDispatchMode):
-    """Calls of each operator."""
+    """Counts calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_zero_bubble_computes_nothing_twice() -> None:
 
 
 def layer(world: World, is_split: bool) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Calls of one decoder layer: forward, backward, and the weight gradients left for later."""
+    """Counts calls of one decoder layer: forward, backward, and weight gradients left for later."""
     spec = spec_of(Case(tp=2, layers=2))
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     (stage,) = build_stages(spec, mesh).values()
@@ -79,7 +79,7 @@ def layer(world: World, is_split: bool) -> tuple[Counter[str], Counter[str], Cou
 
 
 def frozen(world: World) -> dict[str, bool]:
-    """Which parameters of a decoder layer have a gradient once the queue is empty."""
+    """Returns which parameters of a decoder layer have a gradient once the queue is empty."""
     spec = spec_of(Case(tp=world.world_size, layers=2))
     (stage,) = build_stages(spec, build_mesh(spec.parallel, torch.device("cpu"))).values()
     assert isinstance(stage, Llama)
@@ -102,8 +102,10 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_queries_keys_and_values_share_their_collectives(is_split: bool) -> None:
-    """Though keys leave before queries are computed: two gathers and two scatters a pass, of
-    attention's and the MLP's rows; backward gathers both inputs again, now or later."""
+    """Keys leave before queries are computed, and yet each pass has two gathers and two scatters.
+
+    They are of attention's and the MLP's rows; backward gathers both inputs again, now or later.
+    """
     for forward, backward, later in run_local(layer, 2, is_split, start_group=True, timeout_s=600):
         gathers = [calls["all_gather_into_tensor"] for calls in (forward, backward, later)]
         scatters = [calls["reduce_scatter_tensor"] for calls in (forward, backward, later)]

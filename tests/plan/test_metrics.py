@@ -1,4 +1,4 @@
-"""Predicted and measured metrics: two records, one set of keys in metrics.jsonl."""
+"""Tests predicted and measured metrics: two records, one set of keys in metrics.jsonl."""
 
 import json
 from dataclasses import replace
@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 
+from tests.plan.case import plan
 from tests.plan.test_telemetry import record
-from wlb.plan import MeasuredStep, StepMetrics, UserError
+from wlb.plan import (
+    MeasuredStep,
+    PackingPlan,
+    StepMetrics,
+    UserError,
+    imbalance,
+    int_array,
+    merge,
+    predict,
+)
 
 OLD_LINES = Path(__file__).parent / "data" / "step_lines_0.1.jsonl"
-"""Two steps of a run that was trained when one class held both records; only the second has
-telemetry (telemetry.interval = 2)."""
+"""These are two steps of a run that was trained when one class held both records.
+
+Only the second has telemetry (telemetry.interval = 2).
+"""
 
 
 def old_lines() -> list[dict[str, Any]]:
@@ -59,3 +71,33 @@ def test_the_other_record_and_unknown_keys_are_refused() -> None:
         MeasuredStep.from_json(line["predicted"])
     with pytest.raises(UserError, match=r"unknown keys \['speed'\]"):
         StepMetrics.from_json({**line["predicted"], "speed": 1})
+
+
+def test_predicted_metrics() -> None:
+    metrics = predict(plan(), num_padding_tokens=2)
+    assert metrics.imbalance == pytest.approx(90 * 3 / 120)
+    assert (metrics.mean_delay, metrics.max_delay) == (3.0, 3)
+    assert (metrics.num_documents, metrics.num_tokens, metrics.num_targets) == (3, 16, 13)
+    assert StepMetrics.from_json(json.loads(json.dumps(metrics.to_json()))) == metrics
+    assert imbalance(int_array("w", [0, 0])) == 1.0
+
+
+def test_a_token_that_is_trained_early_does_not_cancel_another_ones_delay() -> None:
+    # At step 3: 5 tokens a step late, 2 in time, 9 two steps early.
+    pieces = replace(plan().pieces, arrival_step=int_array("arrival_step", [2, 3, 5]))
+    metrics = predict(replace(plan(), pieces=pieces))
+    assert (metrics.mean_delay, metrics.max_delay) == (5 / 16, 1)
+    early = replace(plan(), pieces=replace(plan().pieces, arrival_step=[4, 4, 4]))
+    assert (predict(early).mean_delay, predict(early).max_delay) == (0.0, 0)
+
+
+def test_steps_merge_into_one() -> None:
+    other = PackingPlan(
+        step=4, policy="literal", pieces=plan().pieces, offsets=[0, 1, 2, 3], workload_ns=[40] * 3
+    )
+    both = merge(predict(plan()), predict(other))
+    assert merge(None, predict(plan())) == predict(plan())
+    assert (both.step, both.num_tokens, both.num_documents) == (4, 32, 6)
+    assert both.max_workload_ns == 90 + 40
+    assert both.imbalance == pytest.approx((90 + 40) / (40 + 40))
+    assert (both.mean_delay, both.max_delay) == (3.5, 4)

@@ -1,4 +1,4 @@
-"""Moments against NumPy, what cannot be told from them, and the record's JSON."""
+"""Tests moments against NumPy, what cannot be told from them, and the record's JSON."""
 
 import json
 
@@ -38,7 +38,7 @@ def record(**changes: object) -> Telemetry:
 
 
 def test_literal_moments() -> None:
-    """Predicted 1, 2, 3 and measured 2, 4, 5: errors 1/2, 1/2, 2/5."""
+    """Predicted 1, 2, 3 and measured 2, 4, 5 have errors of 1/2, 1/2 and 2/5."""
     m = moments([(1.0, 2.0), (2.0, 4.0), (3.0, 5.0)])
     assert m.ratio == pytest.approx(11 / 6)
     assert m.mape == pytest.approx((0.5 + 0.5 + 0.4) / 3)

@@ -1,4 +1,4 @@
-"""The planner: dealing, step plans, flush, resuming anywhere, no torch."""
+"""Tests the planner: dealing, step plans, flush, resuming anywhere, no torch."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from wlb.packing import (
 from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.plan.tally import Share
 from wlb.planner import Planner, deal, open_heldout_planner
-from wlb.spec import load, system_choice
+from wlb.spec import load, system_overrides
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
@@ -40,7 +40,11 @@ def planner(
     longest: int = 900,
     m: int | None = None,
 ) -> Planner:
-    """n: windows of a global batch. m: micro-batches, as many by default."""
+    """Returns a planner.
+
+    n: windows of a global batch
+    m: micro-batches, as many by default
+    """
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.lognormal(4.0, 1.2, 300).astype(int) + 1, 900)
     lengths[100] = longest
@@ -139,7 +143,7 @@ def test_a_restart_from_any_state_gives_the_same_plans(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_restart_may_have_another_layout_and_number_of_micro_batches(policy: str) -> None:
-    """From every state, plans that were already made (a long document, the flush) included."""
+    """It may begin at every state, plans already made (a long document, the flush) included."""
     first = planner(n=4, dp=2, policy=policy, longest=9000)
     lengths = first.source.source.lengths  # type: ignore[attr-defined]
     done = ready = 0
@@ -160,7 +164,7 @@ def test_a_restart_may_have_another_layout_and_number_of_micro_batches(policy: s
 def test_global_batches_can_be_packed_into_another_number_of_micro_batches(
     policy: str, m: int
 ) -> None:
-    """The same global batches, Plain-4D's windows unchanged, every token once."""
+    """Global batches are the same, Plain-4D's windows unchanged, and every token comes once."""
     usual, other = (planner(n=4, m=m, policy=policy) for m in (4, m))
     plans, plain = list(other.steps()), list(usual.steps())
     assert all(p.pipelines.shape == (2, m // 2) for p in plans)
@@ -191,7 +195,7 @@ def test_a_restart_may_have_another_policy() -> None:
 
 
 def test_plain_4d_is_predicted_on_the_same_documents() -> None:
-    """What both packers make of the stream, and nothing of the stream is left out."""
+    """Both packers' steps are of the whole stream, and nothing of it is left out."""
     plans = list(planner().steps())
     ours = sum(p.predicted.num_tokens for p in plans)
     plain = sum(p.baseline.num_tokens for p in plans if p.baseline is not None)
@@ -280,7 +284,10 @@ def test_lengths_of_several_epochs_come_in_another_order_each() -> None:
 
 
 SYSTEMS = [
-    *(system_choice(name, memory_gib=1) for name in ("plain_4d", "fixed_4d", "paper", "wlb")),
+    *(
+        system_overrides(name, planned_gib=1)[0]
+        for name in ("plain_4d", "fixed_4d", "paper", "wlb")
+    ),
     ("packing.policy=fixed", "packing.window_batches=4"),
     ("packing.policy=bounded", "packing.num_micro_batches=3", "packing.max_delay=2"),
     ("packing.queue_thresholds=[0.2]", "packing.hold=3", "packing.s_max=2.0"),
@@ -326,7 +333,7 @@ def test_pipelines_get_their_micro_batches_and_equal_rows() -> None:
 
 
 def test_queues_balance_better_than_plain_windows() -> None:
-    """Balance itself, not only output: over a run, time-weighted as in Section 7.4."""
+    """Balance itself is tested, over a run and time-weighted as in Section 7.4, not only output."""
     plans = [p for p in planner().steps() if p.baseline is not None]
     ours = sum(p.predicted.max_workload_ns for p in plans) / sum(
         p.predicted.mean_workload_ns for p in plans

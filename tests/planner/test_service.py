@@ -1,4 +1,4 @@
-"""The planner process: order, several clients, resuming, the end, failures, and no torch in it."""
+"""Tests the planner process: order, clients, resuming, the end, failures, and no torch in it."""
 
 import pickle
 import subprocess
@@ -154,7 +154,7 @@ def test_steps_planned_before_a_failure_still_run() -> None:
 
 
 def large_planner() -> Planner:
-    """A step's message is about 2 MB, ten times what a socket buffers."""
+    """Returns a planner whose step's message is about 2 MB, ten times what a socket buffers."""
     lengths = np.full(200_000, 7)
     source = GlobalBatches(
         LengthSource(name="many", lengths=lengths), tokens_per_batch=140_000, seed=0, epochs=1

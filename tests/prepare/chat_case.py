@@ -1,4 +1,4 @@
-"""A tokenizer whose ids can be read: a byte is its own id, special tokens follow."""
+"""Provides a tokenizer whose ids can be read: a byte is its own id, special tokens follow."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -11,7 +11,7 @@ LLAMA3_TOKENS = list(LLAMA3.special_tokens)
 
 
 def byte_names() -> list[str]:
-    """How byte-level BPE writes each byte."""
+    """Returns how byte-level BPE writes each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     names = {b: chr(b) for b in printable}
@@ -20,7 +20,8 @@ def byte_names() -> list[str]:
 
 
 def byte_tokenizer(special: list[str], *, ordinary: tuple[str, ...] = ()) -> Tokenizer:
-    """256 bytes, then `special` tokens from id 256 on, then added tokens that are not special."""
+    """Returns 256 bytes, then `special` tokens from id 256 on, then added tokens that are not
+    special."""
     vocab = {name: b for b, name in enumerate(byte_names())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,7 +32,7 @@ def byte_tokenizer(special: list[str], *, ordinary: tuple[str, ...] = ()) -> Tok
 
 
 def shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Runs of bytes as text, special tokens by name."""
+    """Returns runs of bytes as text, special tokens by name."""
     out: list[str] = []
     text = bytearray()
     for token in [*tokens, None]:
@@ -47,11 +48,11 @@ def shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
 
 
 def trained(tokenizer: Tokenizer, made) -> list[list[str]]:
-    """What each trained span says."""
+    """Returns what each trained span says."""
     return [shown(tokenizer, made.tokens[a:b].tolist()) for a, b in made.trained.tolist()]
 
 
 def documents_of(encoder, record, *, limit=None, too_long=TooLong.SPLIT):
-    """Documents of one record, each with a trained token."""
+    """Returns documents of one record, each with a trained token."""
     made = fit(encoder.encode(conversation_of(record)), limit, too_long)
     return [part for part in made if part.num_targets]

@@ -1,4 +1,4 @@
-"""Text documents in memory."""
+"""Provides text documents in memory."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from wlb.prepare import Skip
 
 @dataclass(frozen=True)
 class ListedDocuments:
-    """(name, text) of documents that have text, as a listing of files would be."""
+    """Provides (name, text) of documents that have text, as a listing of files would."""
 
     description: str
     items: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""What the tests of `prepare_store` share."""
+"""Provides what the tests of `prepare_store` share."""
 
 from wlb.prepare import PrepareOptions
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens, literally: built-in templates, injection, what is too long."""
+"""Tests conversations as literal tokens: built-in templates, injection, what is too long."""
 
 import numpy as np
 import pytest
@@ -34,15 +34,13 @@ def chatml(turns: Turns = Turns.ALL) -> tuple[Tokenizer, ChatEncoder]:
 
 def test_chatml_token_by_token() -> None:
     _, encoder = chatml()
-    tokens, spans = encoder(
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
-    )
-    assert tokens.tolist() == [
+    made = encoder.encode(talk(("user", "Hi"), ("assistant", "Yo")))
+    assert made.tokens.tolist() == [
         256, 117, 115, 101, 114, 10, 72, 105, 257, 10,  # <|im_start|> u s e r \n H i <|im_end|> \n
         256, 97, 115, 115, 105, 115, 116, 97, 110, 116, 10,  # <|im_start|> assistant \n
         89, 111, 257, 10,  # Y o <|im_end|> \n
     ]  # fmt: skip
-    assert spans.tolist() == [[21, 24]]  # Y o <|im_end|>
+    assert made.trained.tolist() == [[21, 24]]  # Y o <|im_end|>
 
 
 def test_chatml_of_all_roles() -> None:
@@ -65,13 +63,13 @@ def test_llama3_token_by_token() -> None:
         "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     ]  # fmt: skip
     encoder = ChatEncoder(tokenizer, LLAMA3)
-    tokens, spans = encoder({"prompt": " Hi\n", "completion": "Yo "})  # stripped, as Llama does
-    assert tokens.tolist() == [
+    made = encoder.encode(talk(("user", " Hi\n"), ("assistant", "Yo ")))  # stripped, as Llama does
+    assert made.tokens.tolist() == [
         256,  # <|begin_of_text|>
         257, 117, 115, 101, 114, 258, 10, 10, 72, 105, 259,
         257, 97, 115, 115, 105, 115, 116, 97, 110, 116, 258, 10, 10, 89, 111, 259,
     ]  # fmt: skip
-    assert spans.tolist() == [[25, 28]]  # Y o <|eot_id|>
+    assert made.trained.tolist() == [[25, 28]]  # Y o <|eot_id|>
     made = encoder.encode(talk(("user", "Q"), ("assistant", "A"), ("tool", "T")))
     assert "ipython" in shown(tokenizer, made.tokens.tolist())
     assert trained(tokenizer, made) == [["A", "<|eot_id|>"]]
@@ -91,20 +89,22 @@ def test_only_the_last_turn_and_weights() -> None:
 
 def test_all_shapes_are_one_conversation() -> None:
     _, encoder = chatml()
-    first = encoder({"messages": [{"role": role, "content": text} for role, text in TALK]})
+    first = encoder.encode(talk(*TALK))
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names.get(role, role), "value": text} for role, text in TALK]
     for record in (
+        {"messages": [{"role": role, "content": text} for role, text in TALK]},
         {"conversations": turns},
         {"conversations": turns[1:], "system": "S"},
         {
             "messages": [{"role": role, "content": text} for role, text in TALK[1:]],
             "system": "S",
-            "prompt": "Hi",  # as some sets repeat the first question
+            "prompt": "Hi",  # some data sets repeat the first question
         },
     ):
-        second = encoder(record)
-        assert [a.tolist() for a in first] == [a.tolist() for a in second]
+        second = encoder.encode(conversation_of(record))
+        assert second.tokens.tolist() == first.tokens.tolist()
+        assert second.trained.tolist() == first.trained.tolist()
 
 
 def test_a_system_prompt_beside_a_pair_is_kept() -> None:
@@ -140,7 +140,7 @@ def test_contents_cannot_inject_special_tokens(template, role) -> None:
 
 
 def test_added_tokens_that_are_not_special_cannot_be_injected_either() -> None:
-    """A tokenizer to which <|im_end|> was added as an ordinary token."""
+    """<|im_end|> was added to this tokenizer as an ordinary token."""
     tokenizer = byte_tokenizer(["<|im_start|>"], ordinary=("<|im_end|>", "<tool_call>"))
     encoder = ChatEncoder(tokenizer, CHATML)
     made = encoder.encode(talk(("user", "a<|im_end|>"), ("assistant", "<tool_call>")))
@@ -150,7 +150,7 @@ def test_added_tokens_that_are_not_special_cannot_be_injected_either() -> None:
 
 
 def test_a_special_token_that_is_an_ordinary_piece_too_is_refused() -> None:
-    """A vocabulary whose merges make "<|im_end|>" of its letters, as some converted ones have."""
+    """The merges of this vocabulary make "<|im_end|>" of its letters, as some converted ones do."""
     vocab = {name: i for i, name in enumerate(byte_names())}
     name, merges = "<|im_end|>", []
     for i in range(1, len(name)):
@@ -269,7 +269,7 @@ def test_records_that_are_no_conversation(record, message) -> None:
 
 
 def test_null_is_a_key_that_is_not_there() -> None:
-    """As rows of Parquet have them."""
+    """Rows of Parquet have them."""
     given = [{"role": role, "content": text} for role, text in TALK]
     nulls = {"from": None, "value": None, "weight": None, "tool_calls": None}
     record = {"messages": [m | nulls for m in given], "conversations": None, "tools": None}
@@ -279,7 +279,7 @@ def test_null_is_a_key_that_is_not_there() -> None:
 
 
 def cut(limit: int, too_long: TooLong, *messages: tuple[str, str]) -> list[list[str]]:
-    """Each document as text, trained spans in brackets; one letter is one token."""
+    """Returns each document as text, trained spans in brackets; one letter is one token."""
     tokenizer, encoder = chatml()
     out: list[list[str]] = []
     for made in fit(encoder.encode(talk(*messages)), limit, too_long):
@@ -359,11 +359,10 @@ def test_refuse_names_both_numbers() -> None:
 def test_splitting_loses_no_token_and_no_label(data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 60))
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=num, max_size=num)))
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     turns = tuple(
         data.draw(st.lists(st.integers(1, max(1, num - 1)), max_size=4, unique=True).map(sorted))
     )
-    made = ChatTokens(tokens=np.arange(num), trained=edges.reshape(-1, 2), turns=turns)
+    made = ChatTokens(tokens=np.arange(num), is_trained=mask, turns=turns)
     limit = data.draw(st.integers(2, 30))
     parts = fit(made, limit, TooLong.SPLIT)
     placed: list[int] = []

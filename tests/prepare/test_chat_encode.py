@@ -1,4 +1,4 @@
-"""Conversations to stores: equal to encoding one by one, counts, positions, what is refused."""
+"""Tests conversations as stores: equal to encoding one by one, counts, positions, refusals."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def tokenizer_file(folder: Path, tokenizer: Tokenizer | None = None) -> str:
 
 
 def prepared(folder: Path, *records: object, **changes) -> StoreReport:
-    """A store of `records`, which may be a path; `changes` of the choice or of the options."""
+    """Prepares `records`, which may be a path; `changes` are of the choice or of the options."""
     chat = {k: changes.pop(k) for k in list(changes) if k in ChatChoice.__dataclass_fields__}
     path = records[0] if isinstance(records[0], Path) else jsonl(folder, *records)
     if "tokenizer" not in changes:
@@ -63,14 +63,14 @@ def prepared(folder: Path, *records: object, **changes) -> StoreReport:
 
 
 def documents(prefix: str) -> list[tuple[list[int], list[bool]]]:
-    """(tokens, whether each is trained) of every document."""
+    """Returns (tokens, whether each is trained) of every document."""
     store = TokenStore(prefix)
     rows = range(store.num_documents)
     return [(store.read(i).tolist(), store.trained(i).tolist()) for i in rows]
 
 
 def direct(records: list[dict], **options) -> list[tuple[list[int], list[bool]]]:
-    """The same by a loop over the encoder."""
+    """Returns the same by a loop over the encoder."""
     encoder = ChatEncoder(byte_tokenizer(CHATML_TOKENS), load_template("chatml"))
     out = []
     for record in records:
@@ -224,11 +224,7 @@ def test_conversations_that_are_too_long_are_counted(tmp_path) -> None:
     }
     assert (split.num_documents, split.num_targets) == (1 + 4, 3 + 3 + 4 + 2)
     left = prepared(tmp_path, *records, limit=30, too_long=TooLong.TRUNCATE_LEFT)
-    assert left.counts == {
-        "truncated": 2,
-        "truncated_targets": 3,
-        "truncated_tokens": 24 + 32,
-    }
+    assert left.counts == {"truncated": 2, "truncated_targets": 3, "truncated_tokens": 24 + 32}
     assert left.num_tokens == 25 + 49 + 62 - 24 - 32
     refuse = {"limit": 30, "too_long": TooLong.REFUSE}
     with pytest.raises(ValueError, match=r"line 2: the conversation has 49 tokens, more than the"):
@@ -423,7 +419,7 @@ def test_tokens_that_the_tokenizer_lacks_are_added(tmp_path) -> None:
 
 
 def test_tokens_for_what_the_tokenizer_does_not_know_are_counted(tmp_path) -> None:
-    """They are special in many tokenizers, and yet no special token of the template."""
+    """They are special in many tokenizers, and yet are no special token of the template."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<unk>"])
@@ -434,7 +430,8 @@ def test_tokens_for_what_the_tokenizer_does_not_know_are_counted(tmp_path) -> No
 
 
 def test_the_standard_library_with_a_tokenizer_of_its_own(tmp_path) -> None:
-    """Docstrings to a store, with a BPE that is trained on their contents and has ChatML's."""
+    """Docstrings become a store, with a BPE that is trained on their contents and has ChatML's
+    tokens."""
     records = list(islice(docstring_conversations(), 400))
     asked = {"tokenizer": "bpe", "vocab_size": 514, "limit": 512, "heldout_fraction": 0.05}
     made = prepared(tmp_path, *records, **asked)

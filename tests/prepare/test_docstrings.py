@@ -1,4 +1,4 @@
-"""Conversations from docstrings: a small module literally, the standard library as a whole."""
+"""Tests conversations from docstrings: a small module literally, the whole standard library."""
 
 import json
 from pathlib import Path
@@ -94,6 +94,6 @@ def test_stores_without_held_out_conversations(tmp_path) -> None:
     assert info.preparation["counts"]["split"] > 100
     assert made.num_documents > info.preparation["counts"]["split_documents"]
     assert info.source == f"{made.train}.jsonl"
-    assert prepare_docstrings(tmp_path, vocab_size=300, **asked).made_s == 0
+    assert prepare_docstrings(tmp_path, vocab_size=300, **asked).reused
     with pytest.raises(ValueError, match=r"data.bpe_vocab_size = 258 must be above 258"):
         prepare_docstrings(tmp_path, vocab_size=258, **asked)

@@ -1,4 +1,4 @@
-"""Encoders: equal to the tokenizer itself, policies, text that looks like special tokens."""
+"""Tests encoders: equal to the tokenizer, policies, text that looks like special tokens."""
 
 import json
 
@@ -20,7 +20,7 @@ ATTACK = "a <s> b </s> c <|endoftext|> <unk>"
 
 
 def bpe(*specials, post=False):
-    """A byte-level BPE file's tokenizer, with special tokens after the vocabulary."""
+    """Returns a byte-level BPE file's tokenizer, with special tokens after the vocabulary."""
     tokenizer = train_bpe(["some text to train on, some more text"] * 20, vocab_size=280)
     tokenizer.add_special_tokens(list(specials))
     if post:  # what Llama's tokenizer.json has

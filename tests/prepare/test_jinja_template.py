@@ -1,4 +1,4 @@
-"""Jinja chat templates: exact parts, equality with transformers, and what is refused."""
+"""Tests Jinja chat templates: exact parts, equality with transformers, and what is refused."""
 
 import importlib.util
 import json
@@ -78,7 +78,7 @@ def talks(draw: st.DrawFn) -> Conversation:
 def test_built_in_templates_equal_their_jinja_sources(
     name, source, variables, made, turns, limit
 ) -> None:
-    """Tokens, trained spans, and where a conversation may be cut."""
+    """Tokens, trained spans, and where a conversation may be cut are equal."""
     tokenizer = byte_tokenizer([*CHATML_TOKENS, *LLAMA3_TOKENS])
     expected = ChatEncoder(tokenizer, BUILT_IN[name], turns=turns).encode(made)
     found = ChatEncoder(tokenizer, jinja(source, **variables), turns=turns).encode(made)
@@ -123,7 +123,7 @@ def test_a_system_message_inside_the_first_turn() -> None:
     coder = ChatEncoder(tokenizer, jinja(SYSTEM_INSIDE))
     made = coder.encode(talk(*TALK))
     assert shown(tokenizer, made.tokens.tolist()) == [
-        *("<|im_start|>", "<<S>>Hi/Yo", "<|im_end|>", "<|im_start|>", "?/No", "<|im_end|>"),
+        *("<|im_start|>", "<<S>>Hi/Yo", "<|im_end|>", "<|im_start|>", "?/No", "<|im_end|>")
     ]
     assert trained(tokenizer, made) == [["Yo", "<|im_end|>"], ["No", "<|im_end|>"]]
     assert made.prefix is None
@@ -198,7 +198,7 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
 
 
 def generation(source: str) -> str:
-    """ChatML with what the assistant generates in a block, as transformers needs it."""
+    """Returns ChatML with what the assistant generates in a block, as transformers needs it."""
     return source.replace(
         "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
         "+ '\\n' }}",

@@ -1,4 +1,4 @@
-"""`prepare_store`: against encoding document by document; any processes, any interruption."""
+"""Tests `prepare_store` against encoding one by one, with any processes and any interruption."""
 
 import json
 import os
@@ -233,7 +233,7 @@ def test_other_arguments_never_replace_a_store_unless_told(corpus, tmp_path):
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_store_of_ones_own_in_the_held_out_place_stays(corpus, tmp_path, fraction, overwrite):
-    """Validation data of another origin, named as held-out data are."""
+    """It is validation data of another origin, named as held-out data are."""
     theirs, out = tmp_path / "mix-heldout", tmp_path / "mix"
     prepare_store(options(corpus, theirs, heldout_fraction=0.0))
     before = contents(theirs, SUFFIXES[:3])
@@ -369,7 +369,7 @@ def test_refuses(corpus, tmp_path, changes, message):
 
 
 def test_a_store_is_not_its_own_input(tmp_path):
-    """Where a pattern finds it the next time."""
+    """A pattern would find it the next time."""
     (tmp_path / "a.txt").write_text("one")
     asked = options(tmp_path / "*", tmp_path / "mix", heldout_fraction=0.0)
     prepare_store(asked)

@@ -1,4 +1,4 @@
-"""`prepare_store` with an encoder of one's own: its records, counts, and a worker that dies."""
+"""Tests `prepare_store` with a custom encoder: its records, counts, and a worker that dies."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from wlb.prepare import BadRecord, Encoded, EncoderChoice, OnError, Skip, prepar
 
 @dataclass(frozen=True)
 class EveryOther(EncoderChoice):
-    """Another kind of records: numbers as tokens, every `step`-th one trained."""
+    """Encodes another kind of records: numbers as tokens, every `step`-th one trained."""
 
     step: int = 2
     on_too_long: OnError = OnError.SKIP

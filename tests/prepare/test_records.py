@@ -1,4 +1,4 @@
-"""Reading inputs: every record once for any shards, positions in messages, what is refused."""
+"""Tests reading inputs: every record once for any shards, positions in messages, refusals."""
 
 import bz2
 import gzip
@@ -71,7 +71,7 @@ def test_every_line_is_in_one_shard(tmp_path_factory, lines, shard_bytes, ends):
 
 
 def test_a_mark_of_byte_order_is_no_text(tmp_path):
-    """As in lines and JSONL."""
+    """This holds for lines and JSONL alike."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfhello\xef\xbb\xbf")
     found, _, _ = read(path)

@@ -1,4 +1,4 @@
-"""Text readers: what is listed, in what order, and what is left out and counted."""
+"""Tests text readers: what is listed, in what order, and what is left out and counted."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Preparation of a tiny corpus: round trip, held-out split, reuse, special tokens in text."""
+"""Tests preparation of a tiny corpus: round trip, held-out split, reuse, special tokens in text."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.prepare.documents_case import ListedDocuments
 from wlb.data import TokenStore
 from wlb.prepare import folder_documents, load_tokenizer, prepare
 from wlb.prepare.encode import END_OF_TEXT, _pieces
-from wlb.prepare.split import heldout_rows
+from wlb.prepare.parts import heldout_rows
 
 OPTIONS = {"vocab_size": 300, "heldout_fraction": 0.2, "seed": 1}
 TEXTS = {f"doc{i:02}": f"line {i}\n" * (i + 1) + "é ✓ \t end" for i in range(40)} | {
@@ -24,7 +24,7 @@ def corpus(texts=None):
 
 
 def all_texts(prepared):
-    """Texts of both stores by decoding, without the EOS that ends each; and the ids."""
+    """Returns the texts of both stores by decoding, without the EOS that ends each, and the ids."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     sides = []
     for prefix in (prepared.train, prepared.heldout):
@@ -79,8 +79,7 @@ def test_a_second_call_reuses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"seed": 2}, {"vocab_size": 310}, {"heldout_fraction": 0.3}, {"sample_bytes": 1000}],
+    "change", [{"seed": 2}, {"vocab_size": 310}, {"heldout_fraction": 0.3}, {"sample_bytes": 1000}]
 )
 def test_other_arguments_encode_again(tmp_path, change):
     prepare(corpus(), tmp_path / "tiny", **OPTIONS)

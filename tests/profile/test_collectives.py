@@ -1,4 +1,4 @@
-"""Collectives between local ranks, under a launcher's ranks, and their fit."""
+"""Tests collectives between local ranks, under a launcher's ranks, and their fit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,8 +46,7 @@ def test_the_fit_finds_what_the_cost_model_prices(op: Collective):
     assert fit.alpha_ns == pytest.approx(20_000, rel=1e-6)
     assert fit.bytes_per_s == pytest.approx(250e9, rel=1e-6)
     assert dict(fit.residuals) == pytest.approx(
-        {"fit_median": 0, "fit_max": 0, "leave_one_out_median": 0, "leave_one_out_max": 0},
-        abs=1e-6,
+        {"fit_median": 0, "fit_max": 0, "leave_one_out_median": 0, "leave_one_out_max": 0}, abs=1e-6
     )
 
 
@@ -186,7 +185,10 @@ def test_local_ranks_are_started_once_for_all_points(monkeypatch: pytest.MonkeyP
 
 
 def _on_two_nodes(world: worlds.World, fails: str) -> list[Any]:
-    """Rank 3 is alone on node 1. Rank 0: (scope, op, ranks, numbers or words) of each task."""
+    """Puts rank 3 alone on node 1 and runs the tasks of a sweep.
+
+    Rank 0 returns (scope, op, ranks, numbers or words) of each task.
+    """
     if fails == "memory":
         real = collectives._call
 

@@ -1,4 +1,4 @@
-"""What a sweep ran on, and NVML as a stand-in plays it."""
+"""Tests what is recorded about a sweep's device; a stand-in plays NVML."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ UUID = "01234567-89ab-cdef-0123-456789abcdef"
 
 
 class FakeNvml(ModuleType):
-    """Clocks that rise with each reading; power that this GPU does not tell."""
+    """Tells clocks that rise with each reading, and no power, like some GPUs."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     nvmlClocksThrottleReasonGpuIdle = 1

@@ -1,4 +1,4 @@
-"""The fit finds a kernel that it knows, says how wrong it is, and refuses what cannot be right."""
+"""Tests that the fit finds a known kernel, says how wrong it is, and refuses the impossible."""
 
 import functools
 import re
@@ -47,7 +47,7 @@ def layout(backend: str, heads: int = 4) -> HeadLayout:
 
 
 def kernel(of: HeadLayout) -> AttentionTable:
-    """A made-up kernel: throughput rises with rows and keys, whole documents run better."""
+    """Plays a kernel: throughput rises with rows and keys, whole documents run better."""
     q, kv = np.array([8.0, 64, 512, 4096]), np.array([8.0, 64, 512, 4096])
     values = 0.05 * (q[:, None] / 4096) ** 0.25 * (kv / 4096) ** 0.2
     forward = Surface(axis0=q, axis1=kv, values=limit_growth(q, kv, values))
@@ -85,7 +85,10 @@ def call_of(record: Record):
 
 
 def measured(of: HeadLayout, truth: AttentionTable, *, noise: float = 0.0, lost=(), slow=1.0):
-    """Records of every task of the sweep, timed by `truth`; lost: points out of memory."""
+    """Returns records of every task of the sweep, timed by `truth`.
+
+    lost: points that run out of memory
+    """
     timer = make_timer(CPU)
     tasks = [
         *grid_tasks(of, GRID, timer),

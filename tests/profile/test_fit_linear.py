@@ -1,4 +1,4 @@
-"""Fits of the linear part on made-up records: found again, robust, and refused where too few."""
+"""Tests fits of the linear part on made-up records: found again, robust, refused if too few."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def record(kind: str, point: dict, forward_ns: float, backward_ns: float, **more
 
 
 def gemms() -> list[Record]:
-    """0.1 TFLOP/s forward and 0.05 backward, whatever the shape."""
+    """Returns GEMM records of 0.1 TFLOP/s forward and 0.05 backward, whatever the shape."""
     return [
         record(
             "gemm",
@@ -49,7 +49,10 @@ def gemms() -> list[Record]:
 
 
 def operators() -> list[Record]:
-    """10 us a call forward, 20 us backward, and bytes at RATES, half of that backward."""
+    """Returns records of 10 us per call forward, 20 us backward, and bytes at RATES.
+
+    Bytes take twice as long backward.
+    """
     made: list[Record] = []
     for tokens in (1, *TOKENS):
         for op, rate in RATES.items():
@@ -111,7 +114,8 @@ def test_operators_embedding_and_head_are_found_again():
 
 
 def test_operators_add_up_to_a_layer_literally():
-    """Seven matrices, seven calls; norms and residuals of all tokens, the rest of a TP rank's."""
+    """A layer has seven matrices and seven calls; norms and residuals are of all tokens, the rest
+    of a TP rank's."""
     work, calls = sums(512, 2)
     assert calls == pytest.approx([7e4, 14e4], rel=1e-2)
     flops = 2 * 512 * sum(a * b for a, b in rank_matrices(MODEL, 2))
@@ -126,7 +130,8 @@ def test_operators_add_up_to_a_layer_literally():
 
 
 def layers(kind: str, tokens, disturbed=()) -> list[Record]:
-    """1.2 times the work forward and 1.5 times backward, and 50 us a layer."""
+    """Returns layer records of 1.2 times the work forward, 1.5 times backward, and 50 us per
+    layer."""
     made: list[Record] = []
     for count in tokens:
         for tp in (1, 2):

@@ -1,4 +1,4 @@
-"""Tasks of everything but attention: which points, what runs in them, what is counted."""
+"""Tests tasks of everything but attention: which points, what runs in them, what is counted."""
 
 import weakref
 from collections import Counter
@@ -40,9 +40,7 @@ class OnceTimer(KernelTimer):
         super().__init__(CPU)
         self.given: list[tuple[Any, Any]] = []
 
-    def _repeat(
-        self, steps: Any, budget_s: float, least: int, most: int
-    ) -> tuple[Timing, ...]:  # fmt: skip
+    def _repeat(self, steps: Any, repeats: Any) -> tuple[Timing, ...]:
         raise AssertionError("only passes are timed")
 
     def time_passes(
@@ -191,10 +189,7 @@ def test_counted_bytes_are_the_cost_model_s():
     counted = {op: (0, 0) for op, _ in widths}
     for op, width in widths:
         forward, backward = counted[op]
-        counted[op] = (
-            forward + FORWARD_VALUES[op] * width,
-            backward + BACKWARD_VALUES[op] * width,
-        )
+        counted[op] = (forward + FORWARD_VALUES[op] * width, backward + BACKWARD_VALUES[op] * width)
     expected = elementwise_values(MODEL)
     del expected["embedding"]
     assert counted == expected

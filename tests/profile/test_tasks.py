@@ -1,4 +1,4 @@
-"""Records of a sweep on disk: going on after a kill, another sweep's file, points out of memory."""
+"""Tests a sweep's records on disk: resuming after a kill, another sweep's file, out of memory."""
 
 import json
 from collections.abc import Callable

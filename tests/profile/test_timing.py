@@ -1,4 +1,4 @@
-"""Timers: on clocks that the tests move, and once on the real ones."""
+"""Tests timers, on clocks that the tests move and once on the real ones."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU: none he
 
 
 class Clocks:
-    """CPU time and wall time that move only when told, but for 40 ns a reading."""
+    """Has CPU time and wall time that move only when told, but for 40 ns per reading."""
 
     def __init__(self) -> None:
         self.cpu_ns, self.wall_ns = 0, 0
@@ -186,7 +186,7 @@ def test_one_thread_inside_the_block_and_the_count_before_after_it():
 
 
 class FakeGpu(Clocks):
-    """A device that runs what the host issued, in order and never before it was issued."""
+    """Runs what the host issued, in order and never before it was issued."""
 
     HZ = 1.5e9
 
@@ -232,7 +232,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def _kernels(gpu: FakeGpu, count: int) -> Callable[..., None]:
-    """So many kernels of 2 us each, which the host needs 20 us each to issue."""
+    """Issues this many kernels of 2 us each, which the host needs 20 us each to issue."""
 
     def call(*_: Any) -> None:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Bin packing against packers that look at one document and one bin at a time; conservation."""
+"""Tests bin packing against packers that look at one document and one bin at a time."""
 
 import json
 
@@ -20,7 +20,8 @@ NFD = BinMethod.NEXT_FIT_DECREASING
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Lengths and a capacity: many equal lengths, and long ones that take two sorting passes."""
+    """Draws lengths and a capacity: many equal lengths, and long ones that take two sorting
+    passes."""
     capacity = draw(st.one_of(st.integers(1, 40), st.integers(60_000, 140_000)))
     few = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=6))
     length = st.one_of(st.sampled_from(few), st.integers(1, capacity), st.integers(1, 3))
@@ -31,7 +32,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int]:
 def one_by_one(
     lengths: list[int], capacity: int, method: BinMethod, *, window: int = 1, num_first: int = 0
 ) -> list[list[int]]:
-    """Rows of each bin as the method's definition says, O(documents x bins)."""
+    """Returns the rows of each bin as the method's definition says, in O(documents x bins)."""
     rows = list(range(len(lengths)))
     if method in (FFD, BFD, NFD):
         rows.sort(key=lambda row: (row >= num_first, -lengths[row], row))
@@ -96,7 +97,7 @@ windows = st.integers(1, 16)
 
 @given(st.data())
 def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
-    """Method, N, capacity, pack_batches: each push may be another packer's."""
+    """Each push may be another packer's: method, N, capacity and pack_batches change."""
     window = data.draw(windows)
     packer = data.draw(packers(window))
     changes = data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Collation of any documents: boundaries survive every form, no token is lost, targets add up."""
+"""Tests that collation keeps boundaries in every form, loses no token, and adds targets up."""
 
 from itertools import chain
 

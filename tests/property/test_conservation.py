@@ -1,6 +1,6 @@
-"""Conservation: every document token and every label is placed once or waits, whatever happens.
+"""Tests conservation: every document token and every label is placed once or waits.
 
-Tokens are counted one by one, as numbers that say source, document and position; nothing here
+Tokens are counted one by one, as numbers that name source, document and position; nothing here
 trusts a sum that the packers made themselves.
 """
 
@@ -32,7 +32,8 @@ MOST = 1000  # documents a source, and tokens a document, are fewer
 
 @st.composite
 def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
-    """Batches of plain documents (0 or more) of two sources, from 1 token to several windows."""
+    """Draws batches of plain documents (0 or more) of two sources, from 1 token to several
+    windows."""
     length = st.one_of(
         st.integers(1, 3 * window + 1),
         st.integers(max(1, window - 1), window + 1),
@@ -48,10 +49,7 @@ def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
             seen[source] += 1
         lengths = np.array([n for _, n in rows], np.int64)
         documents = Documents(
-            id=ids,
-            length=lengths,
-            num_targets=lengths - 1,
-            source=[source for source, _ in rows],
+            id=ids, length=lengths, num_targets=lengths - 1, source=[source for source, _ in rows]
         )
         out.append(GlobalBatch(index=index, documents=documents))
     return out
@@ -195,7 +193,8 @@ def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_nothing_is_lost_when_the_packer_changes_on_the_way(data: st.DataObject) -> None:
-    """N, thresholds, S_max, cost: each push may be another packer's (a restart from its carry)."""
+    """N, thresholds, S_max and cost change: each push may be another packer's (a restart from its
+    carry)."""
     window, policy = data.draw(windows), data.draw(st.sampled_from(POLICIES))
     ledger = Ledger(data.draw(packers(window, policy)).start())
     for batch in [*data.draw(batches(window)), None]:
@@ -262,7 +261,8 @@ def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject)
 
 @given(st.data())
 def test_packing_to_windows_fills_each_of_them(data: st.DataObject) -> None:
-    """fixed, and the loader that keeps long documents whole: exactly C tokens before the flush."""
+    """fixed, and the loader that keeps long documents whole, give exactly C tokens before the
+    flush."""
     window = data.draw(windows)
     packer = data.draw(packers(window, data.draw(st.sampled_from(["fixed", "original"]))))
     ledger, num = Ledger(packer.start()), packer.num_micro_batches
@@ -323,7 +323,8 @@ def test_plans_survive_json(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_labels_of_partly_labelled_documents_are_conserved(data: st.DataObject) -> None:
-    """Fine-tuning: only some tokens have labels, no document is longer than the window."""
+    """As in fine-tuning, only some tokens have labels, and no document is longer than the
+    window."""
     window = data.draw(windows)
     rows = st.integers(1, window).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
     packer = data.draw(packers(window, "var_len"))
@@ -338,10 +339,7 @@ def test_labels_of_partly_labelled_documents_are_conserved(data: st.DataObject) 
             targets = [t for _, t in batch_rows]
             arrived |= dict(zip(ids.tolist(), targets, strict=True))
             documents = Documents(
-                id=ids,
-                length=[n for n, _ in batch_rows],
-                num_targets=targets,
-                source=ids * 0,
+                id=ids, length=[n for n, _ in batch_rows], num_targets=targets, source=ids * 0
             )
             batch = GlobalBatch(index=0, documents=documents)
         plans, carry = packer.push(batch, carry)

@@ -1,4 +1,4 @@
-"""The heaps of Algorithm 1 place exactly what its printed minima place."""
+"""Tests that the heaps of Algorithm 1 place exactly what its printed minima place."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ from wlb.packing.var_len import place
 def place_as_printed(
     lengths: list[int], workloads: list[int], *, num_micro_batches: int, s_max: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Lines 22-37 with minima over all micro-batches; ties go to the lowest index."""
+    """Runs lines 22-37 with minima over all micro-batches; ties go to the lowest index."""
     rows: list[list[int]] = [[] for _ in range(num_micro_batches)]
     rest: list[int] = []
     for row, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""A rank's rows against brute force: which keys each row sees, gradients' way back, labels.
+"""Tests a rank's rows against brute force: the keys each row sees, gradients' way back, labels.
 
 The all-gather is simulated with numbers: the gathered K of a micro-batch is an array that holds, at
 each row, the packed position of the token that lies there, or a negative number for padding.
@@ -50,7 +50,8 @@ def cases(draw: st.DrawFn, min_cp: int = 1) -> Case:
 
 
 def local_ids(case: Case, rank: int) -> list[int]:
-    """What lies in each of a rank's rows: packed position, or -(global row) - 1 for padding."""
+    """Returns what lies in each of a rank's rows: packed position, or -(global row) - 1 for
+    padding."""
     starts = offsets_of(case.sharding.lengths)
     ids = [
         int(starts[span.piece]) + token
@@ -119,7 +120,7 @@ def test_one_rank_needs_no_index(case: Case) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class UniqueTokens:
-    """Token i of document d is d * MOST + i; like a store, refuses what lies outside."""
+    """Gives token i of document d as d * MOST + i; like a store, refuses what lies outside."""
 
     lengths: dict[int, int]
 
@@ -133,7 +134,7 @@ class UniqueTokens:
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[list[int], list[MicroBatch]]:
-    """Lengths of documents, and all micro-batches that a policy makes of them."""
+    """Returns lengths of documents, and all micro-batches that a policy makes of them."""
     window = draw(st.integers(1, 20))
     lengths = draw(st.lists(st.integers(1, 3 * window + 1), max_size=8))
     options = PackerOptions(

@@ -1,4 +1,4 @@
-"""Sharding: every token on one rank once, ranks equal, per_document balanced, plans portable."""
+"""Tests sharding: every token on one rank once, ranks equal, per_document balanced, portable."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def made(lengths: list[int], cp: int, strategy: str) -> ShardingPlan:
 
 
 def owners(plan: ShardingPlan) -> list[list[int]]:
-    """For each piece the rank of each of its tokens; fails where a token has none or two."""
+    """Returns the rank of each token, for each piece; fails where a token has none or two."""
     rank_of = [[-1] * n for n in plan.lengths.tolist()]
     for rank in range(plan.cp):
         for span in plan.for_rank(rank).spans:
@@ -38,7 +38,7 @@ def owners(plan: ShardingPlan) -> list[list[int]]:
 
 
 def rank_pairs(plan: ShardingPlan) -> IntArray:
-    """Query-key pairs of each rank, shape [cp]."""
+    """Returns the query-key pairs of each rank, shape [cp]."""
     pairs = causal_pairs(plan.stop - plan.start, plan.stop)
     ranks = itertools.pairwise(plan.rank_offsets.tolist())
     return np.array([int(pairs[a:b].sum()) for a, b in ranks])
@@ -92,7 +92,8 @@ def test_per_document_deals_symmetric_chunks_one_token_apart(lengths: list[int],
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=10), cps)
 def test_per_document_balances_attention(lengths: list[int], cp: int) -> None:
-    """A document's ranks are apart by the tokens over alone: at most 2 pairs a token of it."""
+    """A document's ranks differ by the leftover tokens alone: by at most 2 pairs per token of
+    it."""
     pairs = rank_pairs(made(lengths, cp, "per_document"))
     total = sum(n * (n + 1) // 2 for n in lengths)
     assert int(pairs.sum()) == total

@@ -1,4 +1,4 @@
-"""hybrid and balanced: literal spans, what they are never worse than, what they must reach."""
+"""Tests hybrid and balanced: literal spans, what they must reach and are never worse than."""
 
 import importlib
 
@@ -14,7 +14,7 @@ from wlb.spec import ModelSpec, ParallelSpec
 
 
 class Tiles(FlopsWorkload):
-    """Whole tiles of `tile` rows; a segment costs one tile more than it computes."""
+    """Prices whole tiles of `tile` rows; a segment costs one tile more than it computes."""
 
     def segment_times_ns(self, q, kv):
         rows = np.asarray(q)
@@ -42,7 +42,8 @@ def slowest(plan: ShardingPlan, cost=TILES) -> int:
 
 
 def test_hybrid_cuts_the_long_document_and_keeps_short_ones_together() -> None:
-    """One document of 64 tokens in chunks of 16; eight of 8 make a sequence in chunks of 16."""
+    """One document of 64 tokens is cut in chunks of 16; eight of 8 make a sequence in chunks of
+    16."""
     plan = hybrid([8] * 4 + [64] + [8] * 4, cp=2, cost=TILES)
     assert plan.strategy == "hybrid"
     assert show(plan) == [
@@ -52,7 +53,8 @@ def test_hybrid_cuts_the_long_document_and_keeps_short_ones_together() -> None:
 
 
 def test_balanced_shares_a_document_by_the_ranks_it_needs() -> None:
-    """Two equal documents over four ranks, each over two of them, and a short one a rank."""
+    """On four ranks, each of two equal documents is shared by two, and each rank has a short
+    one."""
     plan = balanced([64, 64, 8, 8, 8, 8], cp=4, cost=TILES)
     assert show(plan) == [
         [(0, 0, 16), (0, 48, 64), (2, 0, 8)],
@@ -101,7 +103,7 @@ def test_balanced_beats_hybrid_where_ranks_are_many() -> None:
 
 
 def test_a_window_of_many_documents_prices_few_thresholds() -> None:
-    """More distinct lengths than thresholds: still valid, still no slower than the static ones."""
+    """With more distinct lengths than thresholds plans are valid and no slower than static ones."""
     lengths = np.arange(1, 400)
     plan = hybrid(lengths, cp=8, cost=TILES).validate()
     assert slowest(plan) <= slowest(per_document(lengths, cp=8))

@@ -1,4 +1,4 @@
-"""A strategy prices each candidate once, and the plan keeps the price that it was chosen by."""
+"""Tests that a strategy prices each candidate once, and that plans keep the price chosen by."""
 
 import numpy as np
 import pytest

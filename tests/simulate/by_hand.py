@@ -1,4 +1,4 @@
-"""Simulations whose passes take what a test says: F, and B twice F, in ms."""
+"""Makes simulations whose passes take what a test says: F, and B twice F, in ms."""
 
 from collections.abc import Sequence
 
@@ -38,8 +38,11 @@ def simulation_of(
     message_ms: int = 0,
     other_ms: int = 0,
 ) -> Simulation:
-    """forward_ms: of each step, pipeline, micro-batch, on one stage. other_ms: of each collective
-    and the optimiser."""
+    """Returns a simulation of given times.
+
+    forward_ms: time of each step, pipeline and micro-batch on one stage
+    other_ms: time of each collective and of the optimiser
+    """
     forward = np.array(forward_ms, np.int64)[..., None] * MS
     _, dp, n, _ = forward.shape
     spec = spec_of(pp=pp, n=n, v=v, dp=dp)

@@ -1,4 +1,4 @@
-"""Small runs, planned and sharded, that the simulator's tests share."""
+"""Plans and shards small runs that the simulator's tests share."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def spec_of(
     n: int = 2,
     schedule: Schedule = Schedule.INTERLEAVED_1F1B,
 ) -> RunSpec:
-    """n micro-batches a pipeline, packed to windows of 4,096 tokens."""
+    """Returns a run of n micro-batches per pipeline, packed to windows of 4,096 tokens."""
     return replace(
         DEFAULT,
         model=MODEL,
@@ -56,7 +56,7 @@ def cost_of(spec: RunSpec, *, profile: str = "h100") -> ProfiledWorkload:
 
 
 def batches_of(spec: RunSpec, lengths: list[int]) -> list[GlobalBatch]:
-    """Documents in this order, once."""
+    """Returns documents in this order, once."""
     source = GlobalBatches(
         LengthSource(name="given", lengths=int_array("lengths", lengths)),
         tokens_per_batch=spec.num_micro_batches * spec.data.context_window,

@@ -1,4 +1,4 @@
-"""Small pipelines whose passes take what a test says."""
+"""Makes small pipelines whose passes take what a test says."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from wlb.plan import IntArray
 from wlb.simulate.graph import JOINT, Graph, NodeKind
 from wlb.simulate.order import PassKind
 from wlb.simulate.program import step_graph
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection, Schedule
 
 TIMES = {
     PassKind.FORWARD: 1,
@@ -30,11 +30,11 @@ LAYOUTS = (
     (Schedule.INTERLEAVED_ZERO_BUBBLE, 2, 2, 4),
     (Schedule.INTERLEAVED_ZERO_BUBBLE, 3, 2, 6),
 )
-"""schedule, pp, virtual stages, micro-batches."""
+"""Each layout is schedule, pp, virtual stages and micro-batches."""
 
 
 def durations_of(graph: Graph, *, message: int = 0, other: int = 0) -> IntArray:
-    """One step of one pipeline with passes of TIMES, shape [nodes, 1, 1]."""
+    """Returns one step of one pipeline with passes of TIMES, shape [nodes, 1, 1]."""
     out = np.full((len(graph.nodes), 1, 1), other, np.int64)
     for i, node in enumerate(graph.nodes):
         if node.kind == NodeKind.PASS:
@@ -45,8 +45,10 @@ def durations_of(graph: Graph, *, message: int = 0, other: int = 0) -> IntArray:
 
 
 def random_durations(graph: Graph, seed: int, *, steps: int = 1, dp: int = 1) -> IntArray:
-    """Whole numbers below 50, often 0; equal on all pipelines where they act together, and then
-    sometimes much longer, so that passes wait for them."""
+    """Returns whole numbers below 50, often 0, equal on all pipelines where they act together.
+
+    Those are sometimes much longer, so that passes wait for them.
+    """
     rng = np.random.default_rng(seed)
     shape = (len(graph.nodes), steps, dp)
     out = rng.integers(0, 50, shape) * (rng.random(shape) < 0.8)
@@ -57,7 +59,7 @@ def random_durations(graph: Graph, seed: int, *, steps: int = 1, dp: int = 1) ->
 
 
 def times_of(graph: Graph, ends: IntArray, durations: IntArray, rank: int) -> str:
-    """A rank's passes as "0F0 0-1 0B0 5-7": name, start, stop."""
+    """Returns a rank's passes as "0F0 0-1 0B0 5-7": name, start, stop."""
     words: list[str] = []
     for i in graph.indices(NodeKind.PASS):
         if graph.nodes[i].rank == rank:
@@ -67,5 +69,10 @@ def times_of(graph: Graph, ends: IntArray, durations: IntArray, rank: int) -> st
 
 
 def graph_of(schedule: Schedule, pp: int, v: int, n: int, *, has_fsdp: bool = False) -> Graph:
-    _, graph = step_graph(schedule, pp=pp, virtual_stages=v, num_micro_batches=n, has_fsdp=has_fsdp)
+    _, graph = step_graph(
+        PipelineSection(schedule=schedule, virtual_stages=v),
+        pp=pp,
+        num_micro_batches=n,
+        has_fsdp=has_fsdp,
+    )
     return graph

@@ -1,4 +1,4 @@
-"""The critical path: durations that add up to the step, and whom they name."""
+"""Tests the critical path: durations that add up to the step, and whom they name."""
 
 import pytest
 from hypothesis import given
@@ -15,8 +15,10 @@ MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
 
 
 def test_a_path_by_hand() -> None:
-    """0F0 100, 1F0 100, then rank 1 to its end 200 + 100 + 200, and 0B1 200: rank 1 is to blame,
-    and a quarter of its attention is waiting for the slower CP rank."""
+    """The path is 0F0 100, 1F0 100, then rank 1 to its end 200 + 100 + 200, and 0B1 200.
+
+    Rank 1 is to blame, and a quarter of its attention is waiting for the slower CP rank.
+    """
     path = critical_path(literal())
     names = [str(event.node.action) for event in path.events]
     assert names == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
@@ -25,10 +27,7 @@ def test_a_path_by_hand() -> None:
     )
     assert path.by_rank == {(0, 1): pytest.approx(600e-9), (0, 0): pytest.approx(300e-9)}
     assert path.by_micro_batch == {(0, 1): pytest.approx(500e-9), (0, 0): pytest.approx(400e-9)}
-    assert path.by_term == {
-        "attention": pytest.approx(675e-9),
-        CP_IMBALANCE: pytest.approx(225e-9),
-    }
+    assert path.by_term == {"attention": pytest.approx(675e-9), CP_IMBALANCE: pytest.approx(225e-9)}
     assert {event.cp_rank for event in path.events} == {0}
     assert path.describe()[0] == "micro-batch 1 of pipeline 0: 56% of the critical path"
 

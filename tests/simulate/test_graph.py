@@ -1,4 +1,4 @@
-"""The walk over a step's events: literal schedules, and what must hold for any durations."""
+"""Tests the walk over a step's events: literal schedules, and what holds for any durations."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from wlb.spec import Schedule
 
 
 def times(schedule: Schedule, v: int, *, message: int = 0) -> list[str]:
-    """Two ranks, two micro-batches: forward 1, backward 2 (split: 1 and 1)."""
+    """Returns passes of two ranks, two micro-batches: forward 1, backward 2 (split: 1 and 1)."""
     graph = graph_of(schedule, 2, v, 2)
     durations = durations_of(graph, message=message)
     ends = graph.ends(durations)
@@ -68,8 +68,11 @@ def test_zero_bubble_computes_weights_where_others_wait() -> None:
     ],
 )
 def test_steps_take_what_the_papers_say(schedule: Schedule, v: int, step: int) -> None:
-    """Equal passes, 4 ranks, 8 micro-batches: (n + (pp - 1) / v) (F + B), and zero-bubble's
-    n (F + I + W) + (pp - 1) (F + I - W); interleaved stages are of half the size."""
+    """Passes are equal, on 4 ranks with 8 micro-batches; interleaved stages are of half the size.
+
+    A step takes (n + (pp - 1) / v) (F + B), and with zero-bubble n (F + I + W) + (pp - 1) (F + I -
+    W).
+    """
     graph = graph_of(schedule, 4, v, 8)
     assert graph.ends(durations_of(graph)).max() == step
 
@@ -183,7 +186,7 @@ def test_the_critical_path_has_no_gap(layout, has_fsdp: bool, seed: int) -> None
 
 @given(layouts, seeds)
 def test_pipelines_meet_only_in_collectives(layout, seed: int) -> None:
-    """Without FSDP until the norm, so that each is as it would be alone."""
+    """Without FSDP they do not meet until the norm, so that each is as it would be alone."""
     graph = graph_of(*layout)
     durations = random_durations(graph, seed, dp=3)
     together = graph.ends(durations)

@@ -1,4 +1,4 @@
-"""Activations that a rank holds at most: by schedule, and in bytes by hand."""
+"""Tests the most activations that a rank holds: by schedule, and in bytes by hand."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from tests.simulate.runs import made, spec_of
 from wlb.cost import in_flight, memory_of_rank
 from wlb.simulate import pipeline_order
 from wlb.simulate.memory import PassBytes, pass_bytes, peak_activation_bytes
-from wlb.spec import ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
+from wlb.spec import ModelSpec, ParallelSpec, PipelineSection, Recompute, RunSpec, Schedule, check
 
 ONE = np.array([1] * 64)
 ZERO_BUBBLE = Schedule.INTERLEAVED_ZERO_BUBBLE
@@ -18,9 +18,11 @@ ZERO_BUBBLE = Schedule.INTERLEAVED_ZERO_BUBBLE
 def peaks(
     schedule: Schedule, pp: int, v: int, n: int, *, delay: int = 1, **bytes_of: int
 ) -> list[int]:
-    """Of every rank, with passes that keep 1 byte and have no output unless told."""
+    """Returns peaks of every rank, with passes that keep 1 byte and have no output unless told."""
     order = pipeline_order(
-        schedule, pp=pp, virtual_stages=v, num_micro_batches=n, weight_delay=delay
+        PipelineSection(schedule=schedule, virtual_stages=v, weight_delay=delay),
+        pp=pp,
+        num_micro_batches=n,
     )
     kept, output, waiting = (
         bytes_of.get(name, other) * ONE[:n]
@@ -82,7 +84,7 @@ TINY = replace(
     ],
 )
 def test_bytes_of_a_pass_by_hand(how: Recompute, kept: int) -> None:
-    """A layer, 100 tokens: 50 on a CP rank; all over tp = 2. An output is 8 float32 values."""
+    """A layer has 100 tokens, 50 on a CP rank, all over tp = 2. An output is 8 float32 values."""
     spec = replace(TINY, training=replace(TINY.training, recompute=how))
     found = pass_bytes(spec, np.array([[100, 0]]))
     assert found.kept.tolist() == [[50 * kept // 2, 0]]

@@ -1,4 +1,4 @@
-"""The orders are torch's own, and small ones are what the papers draw."""
+"""Tests that the orders are torch's own, and that small ones are what the papers draw."""
 
 import itertools
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from wlb.simulate.order import pipeline_order
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection, Schedule
 
 
 def words(order, rank):
@@ -14,20 +14,26 @@ def words(order, rank):
 
 
 def test_1f1b_of_two_ranks():
-    order = pipeline_order(Schedule.ONE_F_ONE_B, pp=2, virtual_stages=1, num_micro_batches=3)
+    order = pipeline_order(
+        PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=2, num_micro_batches=3
+    )
     assert words(order, 0) == "0F0 0F1 0B0 0F2 0B1 0B2"
     assert words(order, 1) == "1F0 1B0 1F1 1B1 1F2 1B2"
 
 
 def test_interleaving_runs_a_group_on_one_chunk_then_on_the_next():
-    order = pipeline_order(Schedule.INTERLEAVED_1F1B, pp=2, virtual_stages=2, num_micro_batches=2)
+    order = pipeline_order(
+        PipelineSection(schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=2),
+        pp=2,
+        num_micro_batches=2,
+    )
     assert words(order, 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert words(order, 1) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
 
 
 def test_zero_bubble_splits_backward_and_delays_weights():
     order = pipeline_order(
-        Schedule.INTERLEAVED_ZERO_BUBBLE, pp=2, virtual_stages=1, num_micro_batches=3
+        PipelineSection(schedule=Schedule.INTERLEAVED_ZERO_BUBBLE), pp=2, num_micro_batches=3
     )
     assert words(order, 0) == "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"
     assert words(order, 1) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
@@ -35,18 +41,18 @@ def test_zero_bubble_splits_backward_and_delays_weights():
 
 def test_weights_can_wait_longer():
     order = pipeline_order(
-        Schedule.INTERLEAVED_ZERO_BUBBLE,
+        PipelineSection(schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, weight_delay=2),
         pp=2,
-        virtual_stages=1,
         num_micro_batches=3,
-        weight_delay=2,
     )
     assert words(order, 0) == "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"
     assert words(order, 1) == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"
 
 
 def test_without_a_pipeline_micro_batches_follow_each_other():
-    order = pipeline_order(Schedule.INTERLEAVED_1F1B, pp=1, virtual_stages=1, num_micro_batches=2)
+    order = pipeline_order(
+        PipelineSection(schedule=Schedule.INTERLEAVED_1F1B), pp=1, num_micro_batches=2
+    )
     assert words(order, 0) == "0F0 0B0 0F1 0B1"
 
 
@@ -66,7 +72,7 @@ def layouts():
 
 
 class _Stage:
-    """As much of a torch stage as its schedules look at when they are made."""
+    """Has as much of a torch stage as its schedules look at when they are made."""
 
     def __init__(self, index, num_stages, rank, pp):
         self.stage_index, self.num_stages = index, num_stages
@@ -84,11 +90,11 @@ def test_what_is_executed_waits_as_long(pp, v, n, delay):
     stages = [_Stage(c * pp, pp * v, 0, pp) for c in range(v)]
     made = LateWeights(stages, n, loss_fn=lambda output, target: output, weight_delay=delay)
     ours = pipeline_order(
-        Schedule.INTERLEAVED_ZERO_BUBBLE,
+        PipelineSection(
+            schedule=Schedule.INTERLEAVED_ZERO_BUBBLE, virtual_stages=v, weight_delay=delay
+        ),
         pp=pp,
-        virtual_stages=v,
         num_micro_batches=n,
-        weight_delay=delay,
     )
     for rank in range(pp):
         theirs = [repr(action) for action in made.pipeline_order[rank] if action is not None]
@@ -96,7 +102,7 @@ def test_what_is_executed_waits_as_long(pp, v, n, delay):
 
 
 def torch_schedule(schedule, pp, v, n):
-    """torch's own, as rank 0 makes it."""
+    """Returns torch's own schedule, as rank 0 makes it."""
     from torch.distributed.pipelining import schedules
 
     name = {
@@ -114,7 +120,9 @@ def torch_schedule(schedule, pp, v, n):
 
 @pytest.mark.parametrize(("schedule", "pp", "v", "n"), sorted(layouts()))
 def test_equal_to_torch(schedule, pp, v, n):
-    ours = pipeline_order(schedule, pp=pp, virtual_stages=v, num_micro_batches=n)
+    ours = pipeline_order(
+        PipelineSection(schedule=schedule, virtual_stages=v), pp=pp, num_micro_batches=n
+    )
     made = torch_schedule(schedule, pp, v, n)
     theirs = made._get_pipeline_order() if schedule == Schedule.ONE_F_ONE_B else made.pipeline_order
     for rank in range(pp):
@@ -139,4 +147,6 @@ def test_equal_to_torch(schedule, pp, v, n):
 )
 def test_refused(schedule, pp, v, n, words):
     with pytest.raises(ValueError, match=words):
-        pipeline_order(schedule, pp=pp, virtual_stages=v, num_micro_batches=n)
+        pipeline_order(
+            PipelineSection(schedule=schedule, virtual_stages=v), pp=pp, num_micro_batches=n
+        )

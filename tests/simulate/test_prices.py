@@ -1,4 +1,4 @@
-"""What passes and messages take: sums that the cost model gives, shares by hand, bad plans."""
+"""Tests what passes and messages take: the cost model's sums, shares by hand, bad plans."""
 
 from dataclasses import replace
 
@@ -27,19 +27,22 @@ KINDS = {
 
 
 def of_stages(prices: StepPrices, num: int) -> StepPrices:
-    """With so many stages like the first: of three the second is without ends."""
+    """Returns prices of this many stages like the first.
+
+    Of three stages the second has no ends.
+    """
     return replace(prices, layers=prices.layers[:1] * num)
 
 
 def middle_ns(prices: StepPrices, kinds) -> np.ndarray:
-    """All passes of a stage without ends, [steps, dp, n]."""
+    """Returns the times of all passes of a stage without ends, shape [steps, dp, n]."""
     return sum(of_stages(prices, 3).pass_ns(kind, stage=1) for kind in kinds)
 
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_stages_add_up_to_what_the_planner_prices(v: int) -> None:
-    """v stages of a rank: W_l, attention of the slowest CP rank, and what a micro-batch costs
-    whatever it holds."""
+    """v stages of a rank have W_l, attention of the slowest CP rank, and a micro-batch's fixed
+    cost."""
     spec = spec_of(v=v)
     simulator, steps = made(spec, ALIGNED)
     prices = simulator.price(steps)
@@ -100,7 +103,7 @@ def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
 
 
 def test_filler_is_computed_too() -> None:
-    """1 token on two CP ranks of 128 rows each: linear work of 256."""
+    """1 token on two CP ranks of 128 rows each has linear work of 256."""
     spec = spec_of(n=2, dp=1)
     spec = replace(spec, data=replace(spec.data, row_multiple=128))
     simulator, steps = made(spec, [1])
@@ -202,7 +205,7 @@ def test_one_tensor_parallel_rank_sends_nothing() -> None:
 
 
 def test_a_message_is_the_rows_of_a_rank() -> None:
-    """4,096 tokens over cp 2 and tp 2: 1,024 rows of 512 bfloat16 values, 1 MiB."""
+    """4,096 tokens over cp 2 and tp 2 are 1,024 rows of 512 bfloat16 values, 1 MiB."""
     spec = spec_of()
     cost = cost_of(spec)
     terms = message_terms(spec, cost)
@@ -218,7 +221,8 @@ def test_a_message_is_the_rows_of_a_rank() -> None:
     [(2, 2, [True, False, True, False]), (8, 1, [False] * 4), (1, 1, [True] * 4)],
 )
 def test_messages_cross_nodes_where_stages_lie_in_two(tp: int, cp: int, inside: list[bool]) -> None:
-    """Four stages on nodes of 8: two a node at 4 ranks a stage, so every other message leaves."""
+    """Four stages on nodes of 8 are two per node at 4 ranks per stage, so every other message
+    leaves."""
     parallel = ParallelSpec(tp=tp, cp=cp, pp=4)
     hops = [(0, 1), (1, 2), (3, 2), (3, 0)]
     scopes = [message_scope(parallel, a, b, node=8) == Scope.INTRA_NODE for a, b in hops]

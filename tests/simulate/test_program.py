@@ -1,4 +1,4 @@
-"""What ranks do in a step: torch's own programs, and the graph against a clock that runs them."""
+"""Tests what ranks do in a step: torch's own programs, and the graph against a clock."""
 
 from dataclasses import dataclass, field
 
@@ -27,16 +27,18 @@ from wlb.simulate.program import (
     rank_programs,
     step_graph,
 )
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection, Schedule
 
 
 def programs(schedule: Schedule, pp: int, v: int, n: int, *, has_fsdp: bool) -> list[Program]:
-    order = pipeline_order(schedule, pp=pp, virtual_stages=v, num_micro_batches=n)
+    order = pipeline_order(
+        PipelineSection(schedule=schedule, virtual_stages=v), pp=pp, num_micro_batches=n
+    )
     return rank_programs(schedule, order, has_fsdp=has_fsdp)
 
 
 def word(instruction: Instruction) -> str:
-    """As torch writes it; "" for what torch does not write down."""
+    """Writes an instruction as torch does; "" for what torch does not write down."""
     match instruction:
         case RunPass(action):
             return str(action)
@@ -89,7 +91,7 @@ def test_without_a_pipeline_layers_hide_behind_the_first_and_the_last_pass() -> 
         ["Gather", "Prefetch", "RunPass", "RunPass", "RunPass", "ReduceAhead", "RunPass", "Reduce"]
     )
     _, graph = step_graph(
-        Schedule.ONE_F_ONE_B, pp=1, virtual_stages=1, num_micro_batches=1, has_fsdp=True
+        PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=1, num_micro_batches=1, has_fsdp=True
     )
     kinds = [node.kind for node in graph.nodes]
     # Gather 3, the rest 4 behind a forward pass of 1; 6 of 9 reduced behind a backward pass of 2.
@@ -129,17 +131,17 @@ def test_interleaved_programs_are_torchs(schedule: Schedule, pp: int, v: int, n:
         assert words(program) == " ".join(str(action) for action in theirs[rank]), rank
 
 
-POSTED = {
-    Gather: NodeKind.GATHER,
-    Prefetch: NodeKind.PREFETCH,
-    ReduceAhead: NodeKind.REDUCE_AHEAD,
-}
+POSTED = {Gather: NodeKind.GATHER, Prefetch: NodeKind.PREFETCH, ReduceAhead: NodeKind.REDUCE_AHEAD}
 
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """A rank of a pipeline as the clock sees it. channel: collectives posted, oldest first; the
-    first of them may have begun. hidden: those behind the next pass; awaited: the last pass's."""
+    """Is a rank of a pipeline as the clock sees it.
+
+    channel: collectives posted, oldest first; the first of them may have begun
+    hidden: collectives behind the next pass
+    awaited: collectives of the last pass
+    """
 
     program: Program
     at: int = 0
@@ -198,7 +200,7 @@ class Clock:
         self.ends[key] = begin + self.durations[key]
 
     def tick(self) -> bool:
-        """Whatever can happen now; whether anything did."""
+        """Does whatever can happen now; returns whether anything did."""
         moved = [self.collectives()]
         for d, pipeline in enumerate(self.all):
             moved += [self.step(p, rank, d) for rank, p in enumerate(pipeline)]
@@ -291,7 +293,12 @@ class Clock:
 )
 def test_graph_and_clock_agree(layout, has_fsdp: bool, dp: int, seed: int, longest: int) -> None:
     schedule, pp, v, n = layout
-    _, graph = step_graph(schedule, pp=pp, virtual_stages=v, num_micro_batches=n, has_fsdp=has_fsdp)
+    _, graph = step_graph(
+        PipelineSection(schedule=schedule, virtual_stages=v),
+        pp=pp,
+        num_micro_batches=n,
+        has_fsdp=has_fsdp,
+    )
     durations = random_durations(graph, seed, dp=dp) * longest // 50
     ends = graph.ends(durations)
     keys: list[tuple[Node, int]] = []

@@ -1,4 +1,4 @@
-"""Runs of many steps: everything that came in is trained, and sums are over all of it."""
+"""Tests runs of many steps: everything that came in is trained, and sums are over all of it."""
 
 import json
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import wlb.simulate.run as module
+import wlb.simulate.step as module
 from tests.simulate.runs import batches_of, cost_of, spec_of
 from wlb.cost import document_flops
 from wlb.plan import Layout

@@ -1,4 +1,4 @@
-"""Sharded parameters, norm and optimiser: bytes by hand, and what hides behind passes."""
+"""Tests sharded parameters, norm and optimiser: bytes by hand, and what hides behind passes."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from tests.simulate.runs import cost_of, made, spec_of
 from wlb.cost import Collective, Elementwise
 from wlb.cost.memory import stage_parameters
 from wlb.simulate import Node, NodeKind
-from wlb.simulate.shards import ShardCosts, fsdp_span, has_fsdp, shard_costs
+from wlb.simulate.shards import ShardCosts, fsdp_span, shard_costs
 from wlb.spec import FsdpSection, ParallelSpec, RunSpec, Schedule
 
 
@@ -21,8 +21,11 @@ def of(spec: RunSpec, kind: NodeKind, *, stage: int = 0, rank: int = 0) -> int:
 
 
 def test_a_stage_of_four_layers_by_hand() -> None:
-    """hidden 512, 8 and 4 heads of 64, MLP 1,408, tp 2; gathered in bfloat16, reduced in float32
-    over dp 2 x cp 2 ranks, of which a node of 8 holds two stages' cp ranks: 2."""
+    """Layers have hidden 512, 8 and 4 heads of 64 and an MLP of 1,408, at tp 2.
+
+    They are gathered in bfloat16 and reduced in float32 over dp 2 x cp 2 ranks, of which a node of
+    8 holds two stages' cp ranks: 2.
+    """
     spec = spec_of()  # pp 2, dp 2: 16 ranks on two nodes
     layer = 512 * (2 * 512 + 2 * 256) // 2 + 3 * 512 * 1408 // 2 + 2 * 512
     vocabulary = 1024 * 512 // 2
@@ -105,7 +108,7 @@ def test_the_norm_reads_the_largest_shard_and_meets_everybody() -> None:
 
 def test_one_rank_has_nobody_to_gather_from() -> None:
     alone = spec_of(tp=1, cp=1, pp=1, dp=1)
-    assert not has_fsdp(alone)
+    assert alone.parallel.fsdp_size == 1
     found = costs(alone)
     assert (found.gather_ns, found.reduce_ns) == ((0,), (0,))
     assert found.optimizer_ns[0] > 0

@@ -1,4 +1,4 @@
-"""A simulated step: times, bubbles, work of each rank, metrics."""
+"""Tests a simulated step: times, bubbles, work of each rank, metrics."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
 
 
 def prices_of(forward: IntArray, backward: IntArray) -> StepPrices:
-    """Attention of these times, [steps, dp, n, cp], and nothing else that takes any."""
+    """Prices attention of these times, [steps, dp, n, cp], and nothing else that takes any."""
     free = TermPrices(per_token={}, per_call={})
     return StepPrices(
         tokens=np.ones(forward.shape[:3], np.int64),
@@ -33,7 +33,7 @@ def prices_of(forward: IntArray, backward: IntArray) -> StepPrices:
 
 
 def free_shards(simulator: Simulator) -> Simulator:
-    """Collectives over pipelines and the optimiser take no time."""
+    """Makes collectives over pipelines and the optimiser take no time."""
     shards = simulator.shards
     none = replace(
         shards,
@@ -47,8 +47,10 @@ def free_shards(simulator: Simulator) -> Simulator:
 
 
 def literal(dp: int = 1) -> Simulation:
-    """Two ranks, two micro-batches, 1F1B: forward 100 ns, backward 200 (the second pipeline takes
-    a tenth); the other CP rank needs half of it."""
+    """Returns a step of two ranks, two micro-batches, 1F1B: forward 100 ns, backward 200.
+
+    The second pipeline takes a tenth; the other CP rank needs half of it.
+    """
     simulator, _ = made(spec_of(dp=dp, schedule=Schedule.ONE_F_ONE_B), ALIGNED)
     forward = np.array([100, 10])[:dp, None, None] * np.array([2, 1]) // 2
     forward = np.broadcast_to(forward, (1, dp, 2, 2)).astype(np.int64)
@@ -56,7 +58,7 @@ def literal(dp: int = 1) -> Simulation:
 
 
 def test_a_step_by_hand() -> None:
-    """0F0 0F1 . . 0B0 . 0B1 of 900 ns: each rank works 600 of them."""
+    """The step is 0F0 0F1 . . 0B0 . 0B1 of 900 ns: each rank works 600 of them."""
     step = literal()
     assert step.step_time_s.tolist() == pytest.approx([900e-9])
     assert step.busy_s[0].tolist() == [pytest.approx([600e-9, 600e-9])]
@@ -105,7 +107,8 @@ def test_overhead_is_a_share_of_what_ranks_do_on_average() -> None:
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_compute_is_all_kernels_without_collectives(v: int) -> None:
-    """Layers as on a machine whose collectives are free, less what a call costs; then the ends."""
+    """Layers are as on a machine whose collectives are free, less what a call costs; then the
+    ends."""
     spec = spec_of(v=v, dp=1)
     simulator, (step,) = made(spec, [4096] * 2)
     cost, prices = simulator.cost, simulator.price([step])
@@ -145,7 +148,7 @@ def test_metrics_are_the_planners_with_simulated_times() -> None:
 
 
 def test_cp_imbalance_by_hand() -> None:
-    """Slowest 600 of each micro-batch, mean 450."""
+    """The slowest rank takes 600 of each micro-batch, the mean is 450."""
     step = literal()
     assert step._cp_imbalance(0) == pytest.approx(600 / 450)
 

@@ -1,4 +1,4 @@
-"""Traces hold every event once, at its time, where a viewer looks for it."""
+"""Tests that traces hold every event once, at its time, where a viewer looks for it."""
 
 import json
 from collections import defaultdict
@@ -58,10 +58,7 @@ def test_what_a_pass_says_of_itself():
 def test_names_say_pipeline_rank_and_thread():
     trace = trace_events(simulation_of([[[1, 2], [1, 1]]], pp=2, other_ms=1))
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert names == [
-        "critical path",
-        *(f"pipeline {d}, rank {r}" for d in (0, 1) for r in (0, 1)),
-    ]
+    assert names == ["critical path", *(f"pipeline {d}, rank {r}" for d in (0, 1) for r in (0, 1))]
     threads = {
         (e["pid"], e["tid"]): e["args"]["name"]
         for e in trace["traceEvents"]

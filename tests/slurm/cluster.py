@@ -1,11 +1,11 @@
-"""A real Slurm on this machine for as long as a test group runs: slurmctld, and a slurmd a node.
+"""Runs a real Slurm on this machine while a test group runs: slurmctld, and one slurmd per node.
 
 `Cluster` starts this file inside namespaces of its own (mounts, network, processes): nothing of it
-outlives the tests, no port is shared with anything, and /etc/hosts stays as it is outside.
-Every node is a slurmd with its own host name and address; each claims 96 cores and 8 GPUs (which
-are /dev/null under another name) and runs on whatever cores there are.
+outlives the tests, no port is shared with anything, and /etc/hosts stays as it is outside. Every
+node is a slurmd with its own host name and address; each claims 96 cores and 8 GPUs (which are
+/dev/null under another name) and runs on whatever cores there are.
 
-Starting takes a second; `stop` ends all of it, jobs included, and so does the end of the process
+Starting takes a second. `stop` ends all of it, jobs included, and so does the end of the process
 that started it, however that comes.
 """
 
@@ -23,7 +23,10 @@ INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-cli
 START_S = 60.0
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 ADDRESS = "192.0.2.1"
-"""Reserved for documentation; Slurm resolves no host name where 127.0.0.0/8 is all there is."""
+"""It is reserved for documentation.
+
+Slurm resolves no host name where 127.0.0.0/8 is all there is.
+"""
 
 SLURM_CONF = """\
 ClusterName=lab
@@ -58,6 +61,8 @@ PreemptMode=REQUEUE
 EnforcePartLimits=ALL
 ReturnToService=2
 KillWait=15
+# A test that asks late still finds its job.
+MinJobAge=3600
 GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
@@ -70,7 +75,7 @@ NODE = (
 
 
 def missing() -> str:
-    """Why no Slurm can be started here; empty if it can."""
+    """Returns why no Slurm can be started here; empty if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"needs {', '.join(absent)}: {INSTALL}"
@@ -82,10 +87,11 @@ def missing() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """A started Slurm. `folder` holds its configuration, state and logs.
+    """Is a started Slurm.
 
-    user_signal: at a pre-emption Slurm sends the signal that a job asks for with --signal (the
-    cluster's preempt_send_user_signal); without it, the ranks get SIGTERM.
+    folder: its configuration, state and logs
+    user_signal: whether at a pre-emption Slurm sends the signal that a job asks for with --signal
+        (the cluster's preempt_send_user_signal); without it, the ranks get SIGTERM
     """
 
     folder: Path
@@ -131,7 +137,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         check: bool = True,
     ) -> "subprocess.CompletedProcess[str]":
-        """A command inside the namespaces, its two outputs as one text."""
+        """Runs a command inside the namespaces and returns its two outputs as one text."""
         enter = ["nsenter", "-t", str(self._pid), "-m", "-n", "-p", f"--wd={cwd or Path.cwd()}"]
         done = subprocess.run(
             [*enter, *words],
@@ -146,17 +152,18 @@ class Cluster:
         return done
 
     def submit(self, *words: str, cwd: Path, environment: Mapping[str, str] | None = None) -> int:
-        """The number of the job that `sbatch ...` made."""
+        """Returns the number of the job that `sbatch ...` made."""
         said = self.run("sbatch", "--parsable", *words, cwd=cwd, environment=environment).stdout
         return int(said.splitlines()[-1])
 
     def job(self, number: int) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, Restarts, ExitCode, NodeList, ..."""
+        """Returns what Slurm knows of a job: JobState, Restarts, ExitCode, NodeList, ..."""
         line = self.run("scontrol", "show", "job", "-o", str(number)).stdout
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
     def ended(self, number: int, *, within_s: float) -> dict[str, str]:
-        """What Slurm knows of a job when it has ended for good: neither requeued nor running."""
+        """Returns what Slurm knows of a job that has ended for good: neither requeued nor
+        running."""
         until = time.monotonic() + within_s
         while (job := self.job(number))["JobState"] not in FINAL:
             if time.monotonic() > until:
@@ -166,7 +173,8 @@ class Cluster:
 
 
 def _main(folder: Path, num_nodes: int, user_signal: bool) -> None:
-    """Inside the namespaces: configure, start, say that all nodes are idle, and wait."""
+    """Configures and starts Slurm inside the namespaces, says that all nodes are idle, and
+    waits."""
     _configure(folder, num_nodes, user_signal)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     daemons = [subprocess.Popen(["slurmctld", "-D"], stdin=subprocess.DEVNULL)]

@@ -1,4 +1,4 @@
-"""A Slurm of 32 nodes for the tests of this folder, which are skipped where none can be started.
+"""Starts a Slurm of 32 nodes for the tests of this folder, which are skipped if it cannot start.
 
 With WLB_SLURM=required in the environment, as in .ci/run, they fail instead.
 """
@@ -15,7 +15,7 @@ NUM_NODES = 32
 
 @pytest.fixture(scope="session")
 def slurm() -> None:
-    """Slurm can be started here."""
+    """Requires that Slurm can be started here."""
     why = missing()
     if why and os.environ.get("WLB_SLURM") == "required":
         pytest.fail(f"WLB_SLURM=required, but a real Slurm {why}")

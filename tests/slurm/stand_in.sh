@@ -5,6 +5,10 @@ if [ "$1" = -c ]; then # the launcher asks whether wlb is installed
     touch "$OUTPUT/asked-$RUN_NAME"
     exec sleep "${ASKED_S:-0}"
 fi
+if [ "$3" = doctor ]; then # it finds nothing, or what a test plants
+    echo "examined: $*"
+    exit "${DOCTOR_CODE:-0}"
+fi
 for word in "$@"; do
     if [[ $word == run.stop_file=* ]]; then file=${word#*=}; fi
 done

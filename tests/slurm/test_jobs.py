@@ -1,7 +1,7 @@
-"""Jobs of `slurm/7b_128k.sh` on a real Slurm: trained, pre-empted, cancelled, refused, out of time.
+"""Tests jobs of `slurm/7b_128k.sh` on a real Slurm: trained, pre-empted, cancelled, refused.
 
-Each virtual node runs two ranks on the CPU. The job is the README's trial; what Slurm does to a job
-besides is tried with a stand-in for Python, which starts at once.
+Others run out of time. Each virtual node runs two ranks on the CPU. The job is the README's trial;
+what else Slurm does to a job is tried with a stand-in for Python, which starts at once.
 """
 
 import json
@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.full]
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.sh")
 STEPS = 40
-WITHIN_S = 150.0
+WITHIN_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lab:
-    """A cluster with a folder for logs, runs and the corpus."""
+    """Holds a cluster with a folder for logs, runs and the corpus."""
 
     cluster: Cluster
     folder: Path
@@ -41,13 +41,17 @@ class Lab:
         )
 
     def trial(self, name: str, nodes: str) -> int:
-        """The README's trial as a run of that name, on these two nodes."""
+        """Submits the README's trial as a run of that name, on these two nodes; returns its
+        number."""
         variables, options, script = documented_trial()
         assert script == "slurm/7b_128k.sh"
         more = f" data.corpus={self.folder}/corpus data.cache_dir={self.folder}/stores"
         variables["EXTRA"] += f"{more} training.steps={STEPS}"
         options = [*options, f"--nodelist={nodes}"]
-        return self.submit(*options, script="7b_128k", **variables, RUN_NAME=name)
+        # One trial shows that ranks are examined first.
+        doctor = "quick" if name == "whole" else "no"
+        given = {**variables, "RUN_NAME": name, "DOCTOR": doctor}
+        return self.submit(*options, script="7b_128k", **given)
 
     def stand_in(self, *options: str, name: str, **environment: str) -> int:
         size = ("--nodes=2", "--ntasks-per-node=2")
@@ -59,7 +63,7 @@ class Lab:
         return path.read_text("utf-8") if path.exists() else ""
 
     def losses(self, name: str) -> list[tuple[int, float]]:
-        """(step, loss) of every trained step, as they were written."""
+        """Returns (step, loss) of every trained step, as they were written."""
         path = self.folder / "runs" / name / "metrics.jsonl"
         lines = path.read_text("utf-8").splitlines() if path.exists() else []
         steps = [line for line in map(json.loads, lines) if line["kind"] == "step"]
@@ -86,7 +90,7 @@ class Lab:
 
 
 def documented_trial() -> tuple[dict[str, str], list[str], str]:
-    """Variables, options and script of the trial in slurm/README.md."""
+    """Returns variables, options and script of the trial in slurm/README.md."""
     text = (ROOT / "slurm" / "README.md").read_text("utf-8")
     found = re.search(r"<!-- trial -->\n```\n(.+?)\n```", text, re.DOTALL)
     assert found
@@ -105,13 +109,16 @@ def lab(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def out_of_time(lab: Lab) -> int:
-    """A job of two minutes, which is told two minutes before its end; Slurm looks every 30 s."""
+    """Submits a job of two minutes, which is told two minutes before its end.
+
+    Slurm looks every 30 s.
+    """
     return lab.stand_in("--time=2", "--nodelist=n31,n32", name="out-of-time")
 
 
 @pytest.fixture(scope="module")
 def whole(lab: Lab, out_of_time: int) -> int:
-    """The trial, undisturbed."""
+    """Runs the trial undisturbed."""
     job = lab.trial("whole", "n1,n2")
     ended = lab.cluster.ended(job, within_s=WITHIN_S)
     assert ended["JobState"] == "COMPLETED", lab.log(job)
@@ -124,6 +131,10 @@ def test_both_nodes_train_and_the_loss_falls(lab: Lab, whole: int) -> None:
     assert "data: no STORE is given: a trial on Python's own sources, the corpus of the demo" in log
     assert "0: 4 ranks given by slurm for TP 2 x CP 1 x PP 2 x DP 1; cpu with Gloo" in log
     assert log.endswith(" ended\n")
+    # Before it trained, its ranks were examined.
+    examined = ("0: wlb doctor 7b_128k", "every rank sees it", "communicator pp", "rank 2 (n2) is")
+    assert [words for words in examined if words not in log] == []
+    assert log.index("communicator pp") < log.index("4 ranks given by slurm")
     steps, losses = zip(*lab.losses("whole"), strict=True)
     assert list(steps) == list(range(STEPS))
     assert losses[0] > 5.5
@@ -147,7 +158,7 @@ def test_a_preempted_job_saves_is_requeued_and_resumes_to_the_same_losses(
     ended = lab.cluster.ended(job, within_s=WITHIN_S)
     log = lab.log(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
-    assert lab.cluster.ended(high, within_s=10)["JobState"] == "COMPLETED"
+    assert lab.cluster.ended(high, within_s=WITHIN_S)["JobState"] == "COMPLETED"
     (stopped,) = re.findall(r"stopped after step (\d+) by the stop file", log)
     assert 2 <= int(stopped) < STEPS
     in_order = [
@@ -170,7 +181,7 @@ def test_a_cancelled_job_saves_and_leaves_its_log_and_no_half_checkpoint(lab: La
     lab.until_step(job, "cancelled", 2)
     lab.cluster.run("scancel", str(job))
     lab.until_said(job, " ended\n")
-    ended = lab.cluster.ended(job, within_s=30)
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
     log = lab.log(job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log
     assert "cancelled or out of time: asking the ranks to save and end" in log
@@ -215,13 +226,13 @@ def test_the_settings_reach_the_ranks(lab: Lab) -> None:
 
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_requeueing_ends_at_its_limit(lab: Lab, when: str) -> None:
-    """Also for a job that is signalled before it has started its ranks."""
+    """This also holds for a job that is signalled before it has started its ranks."""
     asked_s = "2" if when == "early" else "0"
     job = lab.stand_in(name=f"limited-{when}", MAX_RESTARTS="0", ASKED_S=asked_s)
     asked = lab.folder / "runs" / f"asked-limited-{when}"
     lab.until(job, asked.exists if when == "early" else lambda: "3: began" in lab.log(job))
     lab.cluster.run("scancel", "--batch", "--signal=USR1", str(job))
-    ended = lab.cluster.ended(job, within_s=30)
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
     assert f"saved; not requeued after MAX_RESTARTS=0: RUN_NAME=limited-{when} sbatch" in lab.log(
         job
@@ -238,7 +249,7 @@ def test_a_preemption_that_only_the_ranks_are_told_of_is_one_too(
         lab.until_said(job, "3: began")
         wanted = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
         cluster.submit(*wanted, "--wrap=true", cwd=tmp_path)
-        ended = cluster.ended(job, within_s=60)
+        ended = cluster.ended(job, within_s=WITHIN_S)
         log = lab.log(job)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
         assert log.count("SIGTERM") == 4
@@ -264,6 +275,32 @@ def test_the_profile_job_writes_a_profile(lab: Lab) -> None:
     assert ended["JobState"] == "COMPLETED", log
     assert json.loads(out.read_text("utf-8"))["name"] == "cpu"
     assert f"wrote {out}" in log
+
+
+def test_the_doctor_s_job_examines_all_ranks_and_writes_what_it_found(lab: Lab) -> None:
+    out, store = lab.folder / "found.json", lab.folder / "no-store"
+    variables, options, _ = documented_trial()
+    options = [*options, "--nodelist=n7,n8"]
+    given = {**variables, "PRESET": "7b_128k", "OUT": str(out), "STORE": str(store)}
+    job = lab.submit(*options, script="doctor", **given)
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job, "doctor")
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0"), log
+    found = json.loads(out.read_text("utf-8"))
+    failed = [row["check"] for row in found["findings"] if row["verdict"] == "fail"]
+    assert failed == ["token stores"], log
+    assert "communicator tp" in {row["check"] for row in found["findings"]}
+    assert "-> wlb prepare" in log
+
+
+def test_a_job_whose_nodes_are_not_fit_does_not_train(lab: Lab) -> None:
+    job = lab.stand_in(name="unfit", DOCTOR_CODE="1")
+    ended = lab.cluster.ended(job, within_s=60)
+    log = lab.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log
+    assert "examined: -m wlb doctor 7b_128k --system wlb --quick --set run.name=unfit" in log
+    assert "not fit to train; DOCTOR=no sbatch ..." in log
+    assert "began" not in log
 
 
 def test_a_job_out_of_time_is_requeued(lab: Lab, out_of_time: int) -> None:

@@ -1,4 +1,4 @@
-"""The sbatch scripts of `slurm/`: short, right for their presets, and accepted by Slurm."""
+"""Tests that the sbatch scripts of `slurm/` are short, fit their presets, and pass Slurm."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
+from wlb.parallel.world import CUDA_DEFAULTS
 from wlb.spec import load
 
 pytestmark = pytest.mark.process
@@ -18,7 +19,7 @@ FOLDER = ROOT / "slurm"
 TABLE_1 = [
     f"{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")
 ]
-SUBMITTED = [*TABLE_1, "profile", "simulate"]
+SUBMITTED = [*TABLE_1, "doctor", "profile", "simulate"]
 GPUS_A_NODE = 8
 CPUS_A_NODE = 96
 
@@ -33,7 +34,7 @@ def test_every_script_is_short_and_clean() -> None:
     assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
     for script in scripts:
         num_lines = len(script.read_text("utf-8").splitlines())
-        assert num_lines <= (50 if script.stem == "launch" else 40), script
+        assert num_lines <= (62 if script.stem == "launch" else 40), script
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         stand_in = Path(__file__).with_name("stand_in.sh")
@@ -68,10 +69,12 @@ def test_the_scripts_of_table_1_differ_in_name_and_size_only() -> None:
 def launched(
     folder: Path, *, code: int, preempted: bool, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """launch.sh where srun ends with `code` and scontrol says whether the job was pre-empted."""
+    """Runs launch.sh where srun writes its arguments and environment to files and ends with `code`,
+    and scontrol says whether it was pre-empted."""
     job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")
     for name, body in {
-        "srun": f"exit {code}",
+        "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
+        f"env >{folder}/environment; exit {code}",
         "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
         "python": "exit 0",
     }.items():
@@ -114,6 +117,71 @@ def test_a_job_that_ends_by_itself_is_not_requeued(tmp_path: Path, code: int) ->
     assert done.returncode == code
     assert "requeue" not in done.stdout
     assert done.stdout.endswith(f"srun ended with {code}\n" if code else " ended\n")
+
+
+def asked_of_srun(folder: Path, **variables: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the arguments of srun, and the variables that ranks inherit."""
+    done = launched(folder, code=0, preempted=False, RUN_NAME="mine", **variables)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "environment").read_text("utf-8").splitlines()
+    names = dict(line.split("=", 1) for line in lines if "=" in line)
+    return (folder / "arguments").read_text("utf-8").splitlines(), names
+
+
+def test_ranks_are_placed_in_order_and_bound_to_cores(tmp_path: Path) -> None:
+    arguments, _ = asked_of_srun(tmp_path)
+    options = arguments[: arguments.index(str(tmp_path / "python"))]
+    assert {"--distribution=block:block", "--cpu-bind=cores", "--cpus-per-task=1"} < set(options)
+    assert not [option for option in options if "container" in option]
+    assert "--cpu-bind=map_ldom:1,0" in asked_of_srun(tmp_path, CPU_BIND="map_ldom:1,0")[0]
+
+
+def test_a_container_sees_the_checkout_and_has_its_own_python(tmp_path: Path) -> None:
+    image, mounts = "images/pytorch.sqsh", "/data:/data,/home"
+    given = {"CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": mounts}
+    arguments, _ = asked_of_srun(tmp_path, **given)
+    assert f"--container-image={image}" in arguments
+    assert f"--container-mounts={ROOT}:{ROOT},{mounts}" in arguments
+    assert f"--container-workdir={ROOT}" in arguments
+    only = asked_of_srun(tmp_path, CONTAINER_IMAGE="wlb.sqsh")[0]
+    assert f"--container-mounts={ROOT}:{ROOT}" in only
+
+
+def test_ranks_get_the_defaults_of_cuda_that_local_ranks_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*CUDA_DEFAULTS, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    _, names = asked_of_srun(tmp_path)
+    assert {name: names.get(name) for name in CUDA_DEFAULTS} == CUDA_DEFAULTS
+    assert names["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert names["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/runs/mine/logs/nccl-rank-"
+    assert "GLOO_SOCKET_IFNAME" not in names
+    assert "NCCL_SOCKET_IFNAME" not in names
+
+
+def test_what_the_user_sets_for_cuda_and_the_network_stays(tmp_path: Path) -> None:
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    _, names = asked_of_srun(tmp_path, **given, INTERFACE="ib0")
+    assert "PYTORCH_ALLOC_CONF" not in names
+    assert names["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert (names["GLOO_SOCKET_IFNAME"], names["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib0")
+    _, names = asked_of_srun(tmp_path, INTERFACE="ib0", NCCL_SOCKET_IFNAME="^lo,docker")
+    assert (names["GLOO_SOCKET_IFNAME"], names["NCCL_SOCKET_IFNAME"]) == ("ib0", "^lo,docker")
+
+
+def test_ranks_are_examined_before_they_train(tmp_path: Path) -> None:
+    quick, trained = "-m wlb doctor 7b_128k --system wlb --quick", "-m wlb train 7b_128k"
+    done = launched(tmp_path, code=0, preempted=False)
+    assert done.stdout.index(quick) < done.stdout.index(trained)
+    without = launched(tmp_path, code=0, preempted=False, DOCTOR="no")
+    assert "doctor" not in without.stdout
+    assert trained in without.stdout
+    sick = launched(tmp_path, code=1, preempted=False)
+    assert sick.returncode == 1
+    assert quick in sick.stdout
+    assert trained not in sick.stdout
+    assert "not fit to train; DOCTOR=no sbatch ..." in sick.stdout
 
 
 @pytest.mark.slurm

@@ -1,4 +1,4 @@
-"""Every refusal before a run starts, by the message a user gets."""
+"""Tests every refusal before a run starts by the message that a user gets."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ PLAIN = apply(RunSpec(), {"pp": {"virtual_stages": 1}}, source="plain")
 
 
 def changed(**values: Any) -> RunSpec:
-    """PLAIN with dotted keys set; `__` stands for the dot."""
+    """Returns PLAIN with dotted keys set; `__` stands for the dot."""
     spec = PLAIN
     for name, value in values.items():
         spec = apply(spec, nest(name.replace("__", "."), value), source="test")
@@ -66,10 +66,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             {"model__num_kv_heads": 3},
             "model.num_heads = 8 is not a multiple of model.num_kv_heads = 3",
         ),
-        (
-            {"model__rope_scaling__factor": 0},
-            "model.rope_scaling.factor = 0.0 must be above 0",
-        ),
+        ({"model__rope_scaling__factor": 0}, "model.rope_scaling.factor = 0.0 must be above 0"),
         (
             {"model__rope_scaling__original_context": 0},
             "model.rope_scaling.original_context = 0 must be at least 1",
@@ -285,10 +282,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"packing__queue_thresholds": [0.7, 0.2]}, "entry 1 must be above 0.7"),
         ({"packing__queue_thresholds": [0]}, "entry 0 must be above 0.0"),
         ({"packing__queue_thresholds": [0.5, 1.01]}, "entry 1 must be above 0.5 and at most 1"),
-        (
-            {"packing__queue_thresholds": [0.20001, 0.2, 0.3]},
-            "entry 1 must be above 0.20001",
-        ),
+        ({"packing__queue_thresholds": [0.20001, 0.2, 0.3]}, "entry 1 must be above 0.20001"),
         (
             {"packing__queue_thresholds": [0.3, 0.50001, 0.50002]},
             "packing.queue_thresholds = [0.3, 0.50001, 0.50002]: entries 1 and 2 are both 2049 "
@@ -323,7 +317,7 @@ def test_thresholds_must_be_finite(value: str) -> None:
 
 @pytest.mark.parametrize("each", range(1, 13))
 def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
-    """N % max(1, N // pp) == 0 a pipeline, as interleaved schedules need."""
+    """N % max(1, N // pp) == 0 must hold per pipeline, as interleaved schedules need."""
     spec = changed(parallel__pp=4, parallel__dp=2, data__num_windows=2 * each)
     others = {9: "[5, 6, 7, 8, 10, 12]", 11: "[7, 8, 10, 12, 15]"}
     if each in others:

@@ -1,4 +1,4 @@
-"""Configuration keys: the frozen list, help, reading and refusing one value at a time."""
+"""Tests configuration keys: the frozen list, help, reading and refusing one value at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,15 @@ KEYS = [
     "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
+    "cluster.allocator_gaps",
+    "cluster.communicator_gib",
+    "cluster.context_gib",
     "cluster.memory_gib",
     "cluster.overhead",
     "cluster.peak_tflops",
     "cluster.tp_overlap",
     "cost.profile",
+    "cp.gradient_dtype",
     "cp.keep_gathered_kv",
     "data.blend",
     "data.bpe_vocab_size",
@@ -40,6 +44,8 @@ KEYS = [
     "fsdp.reshard_after_forward",
     "fsdp.shard_size",
     "kernels.attention",
+    "kernels.deterministic",
+    "kernels.fused",
     "model.ffn_hidden_size",
     "model.head_dim",
     "model.hidden_size",
@@ -117,6 +123,7 @@ KEYS = [
     "training.decay_shape",
     "training.decay_steps",
     "training.dtype",
+    "training.gc_interval",
     "training.heartbeat_s",
     "training.learning_rate",
     "training.loss_chunk",

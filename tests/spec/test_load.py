@@ -1,4 +1,4 @@
-"""Presets, TOML files and `--set`."""
+"""Tests presets, TOML files and `--set`."""
 
 import json
 import tomllib

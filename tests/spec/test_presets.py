@@ -1,6 +1,6 @@
-"""The presets of the paper's configurations: layouts, and how many parameters our dimensions make.
+"""Tests the presets of the paper: layouts, and how many parameters our dimensions make.
 
-Table 1's eight, and the 405B job that its Figures 1 and 4 trace.
+They are Table 1's eight, and the 405B job that its Figures 1 and 4 trace.
 """
 
 import pytest

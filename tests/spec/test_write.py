@@ -1,4 +1,4 @@
-"""Specs as TOML: what is written reads back as the same spec."""
+"""Tests specs as TOML: what is written reads back as the same spec."""
 
 import tomllib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the tests of a whole run share: a tiny corpus, a small spec, what a run left behind."""
+"""Provides what tests of a whole run share: a tiny corpus, a small spec, what a run left behind."""
 
 import json
 import random
@@ -33,7 +33,7 @@ WORDS = (
 
 
 def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
-    """Text files of random words, a few of them much longer than the others."""
+    """Writes text files of random words, a few of them much longer than the others."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(num_files):
@@ -43,7 +43,7 @@ def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
 
 
 def write_store(prefix: Path, lengths: list[int]) -> str:
-    """A token store of documents of these lengths, of a vocabulary of 320."""
+    """Writes a token store of documents of these lengths, of a vocabulary of 320."""
     draw = np.random.default_rng(0)
     with TokenStoreWriter(prefix, vocab_size=320) as writer:
         for length in lengths:
@@ -52,7 +52,7 @@ def write_store(prefix: Path, lengths: list[int]) -> str:
 
 
 def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
-    """A run of 6 steps on one rank; `sections` override keys, as in parallel={"tp": 2}.
+    """Returns a run of 6 steps on one rank; `sections` override keys, as in parallel={"tp": 2}.
 
     S_max is so long that nothing is left over: which documents a step trains depends on the
     thresholds alone, and not on costs, which differ between layouts.
@@ -103,7 +103,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def relaid(spec: RunSpec, layout: str) -> RunSpec:
-    """`spec` on another layout."""
+    """Returns `spec` on another layout."""
     plain = replace(
         spec,
         parallel=replace(spec.parallel, tp=1, cp=1, pp=1, dp=1),
@@ -113,7 +113,7 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
 
 
 def job_of(spec: RunSpec) -> Job:
-    """What `start.train` gives the ranks of a new run, without held-out documents."""
+    """Returns what `start.train` gives the ranks of a new run, without held-out documents."""
     stores = open_stores(spec, Console(quiet=True))
     return Job(
         spec=ready(spec, stores, spec.parallel.world_size),
@@ -126,7 +126,7 @@ def job_of(spec: RunSpec) -> Job:
 
 
 class Run:
-    """What a run left in its folder."""
+    """Holds what a run left in its folder."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.folder = Path(spec.run.output_dir) / spec.run.name
@@ -156,9 +156,9 @@ class Run:
 
 
 def train(spec: RunSpec, *, resume: bool | str = False) -> tuple[Run, str]:
-    """Run `spec`; what it left, and what the starting process said.
+    """Runs `spec`; returns what it left, and what the starting process said.
 
-    resume: from the newest checkpoint, or from what `--resume` is given.
+    resume: from the newest checkpoint, or from what `--resume` is given
     """
     console = Console(file=StringIO(), width=200)
     asked = resume if isinstance(resume, str) else ("" if resume else None)

@@ -1,5 +1,7 @@
-"""Runs whose attention kernel is slower than it was, on all ranks or on one: for tests of
-calibration and of stragglers."""
+"""Provides runs whose attention kernel is slower than it was, on all ranks or on one.
+
+Tests of calibration and of stragglers use it.
+"""
 
 import time
 from contextlib import redirect_stdout
@@ -21,7 +23,7 @@ from wlb.train.telemetry.calibrate import profile_path
 
 @dataclass(frozen=True)
 class Slowed:
-    """`inner`, whose forward pass takes `factor` times the CPU time."""
+    """Slows `inner`: its forward pass takes `factor` times the CPU time."""
 
     inner: Backend
     factor: float
@@ -59,14 +61,19 @@ def one_slowed_rank(world: World, job: Job, factor: float, rank: int, log: Path)
 
 
 def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path) -> None:
-    """Trains `spec` on local ranks; attention's forward pass takes `factor` times its CPU time on
-    `rank`. log: a file for what they say."""
+    """Trains `spec` on local ranks, one of which is slow.
+
+    Attention's forward pass takes `factor` times its CPU time on `rank`.
+
+    log: a file for what they say
+    """
     world_size = spec.parallel.world_size
     run_local(one_slowed_rank, world_size, job_of(spec), factor, rank, log, timeout_s=600)
 
 
 def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
-    """The profile that a run of `spec` wrote, its attention's forward pass slowed by `factor`."""
+    """Returns the profile that a run of `spec` wrote, its attention's forward slowed by
+    `factor`."""
     spec = replace(spec, run=replace(spec.run, name=name))
     made = profile_path(name, priced_by="", folder=Path(spec.run.output_dir))
     job = replace(job_of(spec), calibrate=made)

@@ -1,4 +1,4 @@
-"""A run's folder: what it must not hold when it is about to be moved aside."""
+"""Tests a run's folder: what it must not hold when it is about to be moved aside."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Events of a run in the order in which hooks see them, and the order of the hooks."""
+"""Tests the order in which hooks see a run's events, and the order of the hooks."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ LISTED: list[str] = []
 
 
 class Watcher(Hook):
-    """A new figure, as the room's README says it is added: one class."""
+    """Adds a new figure as the room's README says: by one class."""
 
     def begin(self, run: RunContext) -> None:
         EVENTS.append(f"begin after {run.steps_done}")
@@ -94,12 +94,14 @@ def test_events_of_a_run_that_rolls_back_once(
     assert LISTED == [
         "MeasureSteps",
         "RecordSteps",
+        "ConnectRanks",
         "RecordRanks",
         "RecordLedger",
         "EvaluateHeldOut",
         "SaveCheckpoints",
         "TellStop",
         "ShowSummary",
+        "CollectGarbage",
     ]
     assert [line["steps_done"] for line in run.lines if line["kind"] == "longest"] == [1, 2]
     assert "a row of the summary" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Whole runs through `wlb.train.start.train`: one rank and several, resuming, the end of data."""
+"""Tests whole runs through `wlb.train.start.train`: one rank, several, resuming, end of data."""
 
 import math
 import shutil
@@ -38,7 +38,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """6 steps without a break, by layout, trained when asked for; checkpoints after 3 and 6."""
+    """Returns runs of 6 steps without a break, by layout, trained when asked for.
+
+    They have checkpoints after steps 3 and 6.
+    """
     folder = tmp_path_factory.mktemp("straight")
 
     class Runs(dict[str, Run]):
@@ -108,7 +111,8 @@ def test_losses_do_not_depend_on_the_layout(straight: dict[str, Run], layout: st
 
 
 def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
-    """The run went on from a copy of its checkpoint after step 3, on `layout`."""
+    """Resumes from a copy of the run's checkpoint after step 3, on `layout`, and returns the
+    run."""
     spec = small_spec(folder, corpus, run={"name": "again"}, checkpoint={"interval": 3})
     target = folder / "runs" / "again" / "checkpoints" / "step-00000003"
     shutil.copytree(run.folder / "checkpoints" / "step-00000003", target)
@@ -155,7 +159,7 @@ def test_resuming_on_another_layout_goes_on_the_same_way(
 
 
 def store_spec(folder: Path, lengths: list[int], *, window: int, **sections: Any) -> RunSpec:
-    """A run over such a store: once, to its end."""
+    """Returns the spec of a run over such a store: once, to its end."""
     store = write_store(folder / "store", lengths)
     spec = small_spec(folder, folder / "no-corpus", **sections)
     return replace(spec, data=replace(spec.data, store=store, context_window=window, epochs=1))
@@ -193,15 +197,10 @@ def test_the_end_of_data_flushes_every_token(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "layout"),
-    [
-        ("bounded", "cp2-pp2"),
-        ("fixed", "one"),
-        ("original", "one"),
-        ("capacity", "one"),
-    ],
+    [("bounded", "cp2-pp2"), ("fixed", "one"), ("original", "one"), ("capacity", "one")],
 )
 def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout: str) -> None:
-    """Several plans a push, none, held documents, short windows: the executor takes them all."""
+    """The executor takes several plans per push, none, held documents and short windows."""
     packing = {"policy": policy, "s_max": 2.0, "step_tokens": 1.5, "window_batches": 2}
     lengths = [60, 64, 200, 5, 64, 30, 30, 12, 90, 1, 64, 33, 7, 48, 64, 21, 128]
     spec = store_spec(tmp_path, lengths, window=64, packing=packing, training={"steps": 40})
@@ -216,7 +215,8 @@ def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout
 
 @pytest.mark.full
 def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_path: Path) -> None:
-    """Of 4 windows into 6: the same losses on every layout, and held-out windows stay 4 a step."""
+    """4 windows become 6: losses are the same on every layout, and held-out windows stay 4 per
+    step."""
     runs: list[Run] = []
     for layout in ("one", "cp2-pp2"):
         packing = {"policy": "bounded", "num_micro_batches": 6, "s_max": 2.0}
@@ -234,7 +234,7 @@ def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_
 
 @pytest.mark.parametrize("layout", ["one", *full("cp2-pp2", "tp2-pp2-v2")])
 def test_fewer_documents_than_micro_batches(tmp_path: Path, layout: str) -> None:
-    """Three documents in four micro-batches: one stays empty, and every layout agrees."""
+    """With three documents in four micro-batches one stays empty, and every layout agrees."""
     spec = store_spec(
         tmp_path, [30, 20, 7], window=32, packing={"queue_thresholds": []}, eval={"steps": 0}
     )
@@ -250,7 +250,7 @@ def test_a_step_without_a_label_moves_nothing_and_the_run_goes_on(
 ) -> None:
     """Documents of one token have no label; those of a whole window wait for three others.
 
-    So only the step that releases all four of these has something to learn from.
+    Only the step that releases all four of these thus has something to learn from.
     """
     spec = store_spec(
         tmp_path,
@@ -282,7 +282,8 @@ def test_a_step_without_a_label_moves_nothing_and_the_run_goes_on(
 def test_a_constant_loss_divisor_scales_gradients_and_not_the_loss(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """N * C = 4 * 128 instead of the step's labels; the loss shown is a mean per label anyway."""
+    """It is N * C = 4 * 128 instead of the step's labels; the loss shown is a mean per label
+    anyway."""
     first: list[dict[str, Any]] = []
     for name in ("valid_tokens", "constant"):
         training = {"steps": 1, "loss_normalizer": name}
@@ -318,7 +319,7 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
 
 
 def test_evaluations_come_at_equal_tokens(corpus: Path, tmp_path: Path) -> None:
-    """After the first step that reaches each multiple; a resumed run goes on counting."""
+    """They come after the first step that reaches each multiple; a resumed run goes on counting."""
     training = {"steps": 6, "schedule": "constant"}
     spec = small_spec(tmp_path, corpus, training=training, eval={"interval_tokens": 700})
     whole, _ = train(spec)
@@ -380,7 +381,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -
 
 
 def on_separate_nodes(world: World, *jobs: Job) -> str:
-    """A trainer on a rank that plans for itself, as a node does: rank i runs jobs[i]."""
+    """Runs a trainer on a rank that plans for itself, as a node does: rank i runs jobs[i]."""
     world = replace(world, local_rank=0, local_world_size=1, node_rank=world.rank)
     job = jobs[world.rank]
     worlds.init(world, torch.device("cpu"), timeout_s=600)
@@ -408,9 +409,9 @@ def separate(
     heldout: int = 1,
     attention: AttentionBackend = AttentionBackend.AUTO,
 ) -> list[str]:
-    """How two nodes end: node 0 with the small run, node 1 with other settings.
+    """Returns how two nodes end: node 0 with the small run, node 1 with other settings.
 
-    heldout: held-out documents of node 1; node 0 has one of 40 tokens.
+    heldout: held-out documents of node 1; node 0 has one of 40 tokens
     """
     spec = small_spec(folder, corpus, parallel={"dp": 2}, training={"steps": 9})
     job = replace(job_of(spec), heldout_store=write_store(folder / "heldout-0", [40]))

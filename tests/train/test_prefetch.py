@@ -1,4 +1,4 @@
-"""Inputs loaded ahead: the same as those loaded when they are due, failures, waits counted."""
+"""Tests inputs loaded ahead: the same as those loaded when due, failures, waits counted."""
 
 import threading
 from dataclasses import replace
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 
 class Slow:
-    """In an executor's place: loading takes `seconds` of the clock that it sets."""
+    """Stands in an executor's place: loading takes `seconds` of the clock that it sets."""
 
     def __init__(self, seconds: float) -> None:
         self.mesh = SimpleNamespace(device=torch.device("cpu"))
@@ -70,11 +70,12 @@ def test_a_failure_in_the_thread_is_raised_when_the_step_is_taken() -> None:
 
 
 def same_loss(world: World, case: Case) -> list[float]:
-    """The step with inputs loaded in the thread, and with those loaded by itself."""
+    """Returns the losses of a step with inputs loaded in the thread, and with those loaded by
+    itself."""
     spec = spec_of(case)
     mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))
     executor = Executor(spec, mesh)
-    mine = pipeline_plan(packing(4), spec, mesh.dp_rank, case.strategy)
+    mine = pipeline_plan(packing(4), spec, mesh.at.dp, case.strategy)
     inputs = InputPrefetcher(executor, Reader(), ahead=1)
     inputs.start(mine, loss_scale=0.5)
     made = inputs.take(mine, loss_scale=0.5)

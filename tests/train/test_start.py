@@ -1,4 +1,4 @@
-"""What is refused, or bounded, before ranks train: folders, inputs, ranks that never come."""
+"""Tests what is refused, or bounded, before ranks train: folders, inputs, ranks that never come."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_corpus
-from tests.train.faults.test_faults import free_port
+from tests.train.faults.test_watched_ranks import free_port
 from wlb.launch.local import RankFailure, run_local
 from wlb.parallel.world import World
 from wlb.spec import RunSpec, to_toml
@@ -24,7 +24,7 @@ from wlb.train.stores import Stores
 
 
 def in_a_folder_of_its_own(world: World, folder: Path) -> None:
-    """Rank 1 sees another `runs`, as nodes do whose disks are their own."""
+    """Lets rank 1 see another `runs`, as nodes do whose disks are their own."""
     mine = folder / f"node-{world.rank}"
     mine.mkdir()
     os.chdir(mine)
@@ -61,7 +61,7 @@ def test_a_checkpoint_whose_shards_rank_0_does_not_see_is_an_error(
         return {**found(self, partial), "shard-00002.safetensors": {"bytes": 9, "sha256": "0"}}
 
     monkeypatch.setattr(CheckpointSaver, "_all_files", and_of_rank_1)
-    monkeypatch.setattr("wlb.train.checkpoint.SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr("wlb.train.checkpoint.folder.SEEN_WITHIN_S", 0.2)
     spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"steps": 1})
     with pytest.raises(CheckpointError, match=r"shard-00002\.safetensors is missing; set run\.out"):
         train(spec)
@@ -70,9 +70,7 @@ def test_a_checkpoint_whose_shards_rank_0_does_not_see_is_an_error(
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_collective(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_collective(tmp_path: Path) -> None:
     spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"timeout_s": 2.0})
     (tmp_path / "run.toml").write_text(
         to_toml(replace(spec, parallel=replace(spec.parallel, tp=2)))
@@ -99,7 +97,8 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_collective(
 
 
 def as_given_ranks(world: World, spec: RunSpec) -> bool:
-    """Whether this rank got to training, after rank 0 prepared for longer than timeout_s."""
+    """Returns whether this rank got to training, after rank 0 prepared for longer than
+    timeout_s."""
     opened, trained = start.open_stores, []
 
     def slowly(*given: object) -> Stores:

@@ -1,4 +1,4 @@
-"""A run that was trained is planned and simulated again; what is another run is refused."""
+"""Tests that a trained run is planned and simulated again, and that another run is refused."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Replayed steps: how long they must take by hand, in which order they compute, bad waits."""
+"""Tests replayed steps: how long they must take by hand, their order, bad waits."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import (
 
 from tests.sets import full
 from wlb.simulate import PassKind
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection, Schedule
 from wlb.validation.replay import MIN_WAIT_S, Replayed, StepWaits, TimedWait, replay
 
 ROWS = [5, 17, 3, 40, 8, 11]
@@ -24,7 +24,10 @@ def waits(
     *,
     shape: tuple[int, int, int, int],
 ) -> StepWaits:
-    """Seconds that broadcast to [dp, n, num_stages, cp]; every micro-batch has rows of its own."""
+    """Returns waits of seconds that broadcast to [dp, n, num_stages, cp].
+
+    Every micro-batch has rows of its own.
+    """
     arrays = [np.broadcast_to(np.asarray(w, float), shape) for w in (forward, backward, weight)]
     rows = np.array([ROWS[: shape[1]]] * shape[0])
     return StepWaits(forward=arrays[0], backward=arrays[1], weight=arrays[2], rows=rows)
@@ -35,8 +38,11 @@ def texts(spans: list[TimedWait]) -> str:
 
 
 def assert_takes(runs: list[Replayed], expected_s: float) -> None:
-    """Never less than the waits one after another; how much more is the machine's affair, and what
-    `python -m experiments.validation` measures."""
+    """Asserts that a replay takes no less than the waits one after another.
+
+    How much more it takes depends on the machine, and `python -m experiments.validation` measures
+    it.
+    """
     steps_s = [run.step_s for run in runs]
     assert min(steps_s) >= expected_s, steps_s
 
@@ -75,7 +81,7 @@ def test_a_step_takes_its_critical_path(schedule: Schedule) -> None:
         0.03 * of_slowest if splits else 0.0,
         shape=(1, 2, 2 * v, 2),
     )
-    (runs,) = replay([step], schedule=schedule, pp=2, virtual_stages=v, repeats=3)
+    (runs,) = replay([step], PipelineSection(schedule=schedule, virtual_stages=v), pp=2, repeats=3)
     assert len(runs) == 3
     assert_takes(runs, expected_s)
     for run in runs:
@@ -86,7 +92,7 @@ def test_a_step_takes_its_critical_path(schedule: Schedule) -> None:
 
 
 def torch_order(schedule: type, *, rank: int, pp: int, v: int, n: int) -> str:
-    """A rank's computes as torch lists them."""
+    """Returns a rank's computes as torch lists them."""
     described = SimpleNamespace(
         n_local_stages=v,
         pp_group_size=pp,
@@ -114,10 +120,12 @@ def starts_and_stops(run: Replayed) -> tuple[dict[str, float], dict[str, float]]
     ],
 )
 def test_ranks_compute_in_torchs_order(schedule: Schedule, made: type) -> None:
-    """Also steps of different numbers of micro-batches; nothing begins before its message."""
+    """Steps may have different numbers of micro-batches; nothing begins before its message."""
     steps = [waits(0.0, 0.0, shape=(1, n, 8, 1)) for n in (4, 6)]
     for step, (run,) in zip(
-        steps, replay(steps, schedule=schedule, pp=4, virtual_stages=2, repeats=1), strict=True
+        steps,
+        replay(steps, PipelineSection(schedule=schedule, virtual_stages=2), pp=4, repeats=1),
+        strict=True,
     ):
         n = step.shape[1]
         for (_, pp, _), spans in run.spans.items():
@@ -137,12 +145,12 @@ def test_ranks_compute_in_torchs_order(schedule: Schedule, made: type) -> None:
 @pytest.mark.full
 @pytest.mark.dist
 def test_a_stage_takes_its_slowest_cp_rank_and_a_step_its_slowest_pipeline() -> None:
-    """No pipeline ranks: F and B in turn. B is both parts of the backward pass."""
+    """There are no pipeline ranks: F and B take turns. B is both parts of the backward pass."""
     forward = np.zeros((2, 2, 1, 2))
     forward[0, :, 0] = [[0.06, 0.02], [0.02, 0.06]]  # 80 ms on each CP rank, 120 ms together
     forward[1] = 0.02
     step = waits(forward, 0.02, 0.01, shape=(2, 2, 1, 2))
-    (runs,) = replay([step], schedule=Schedule.INTERLEAVED_1F1B, pp=1, virtual_stages=1, repeats=3)
+    (runs,) = replay([step], PipelineSection(schedule=Schedule.INTERLEAVED_1F1B), pp=1, repeats=3)
     assert_takes(runs, 0.12 + 2 * 0.03)
     for spans in runs[0].spans.values():
         assert texts(spans) == "0F0 0B0 0F1 0B1"
@@ -163,14 +171,14 @@ def test_1f1b_waits_until_its_sends_are_received() -> None:
     forward[0, 0, 1] = 0.15
     forward[0, 3, 0] = 0.2
     step = waits(forward, 0.02, shape=(1, 4, 4, 1))
-    (runs,) = replay([step], schedule=Schedule.ONE_F_ONE_B, pp=4, virtual_stages=1, repeats=3)
+    (runs,) = replay([step], PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=4, repeats=3)
     assert_takes(runs, 0.02 + 0.15 + 0.2 + 7 * 0.02)
 
 
 def test_no_steps_and_no_repeats() -> None:
-    assert replay([], schedule=Schedule.ONE_F_ONE_B, pp=2, virtual_stages=1) == []
+    assert replay([], PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=2) == []
     with pytest.raises(ValueError, match="repeats = 0 and width = 16 must be at least 1"):
-        replay([], schedule=Schedule.ONE_F_ONE_B, pp=2, virtual_stages=1, repeats=0)
+        replay([], PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=2, repeats=0)
 
 
 SHAPE = (1, 2, 2, 1)
@@ -222,4 +230,4 @@ def test_what_cannot_be_scheduled(
 ) -> None:
     steps = [waits(shape=shape) for shape in shapes]
     with pytest.raises(ValueError, match=message):
-        replay(steps, schedule=Schedule(schedule), pp=pp, virtual_stages=v)
+        replay(steps, PipelineSection(schedule=Schedule(schedule), virtual_stages=v), pp=pp)

@@ -1,4 +1,4 @@
-"""Simulated steps as waits: their sizes by hand, the simulator on them by hand, and replayed."""
+"""Tests simulated steps as waits: sizes by hand, the simulator on them by hand, and replayed."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from wlb.cost import Scope, workload_for
 from wlb.simulate import Simulation, Simulator, StepPrices
 from wlb.simulate.order import PassKind
 from wlb.simulate.prices import TermPrices
-from wlb.spec import Schedule, load
+from wlb.spec import PipelineSection, Schedule, load
 from wlb.validation.replay import StepWaits
 from wlb.validation.replay_step import compare, simulated_s, waits_of
 
@@ -26,8 +26,11 @@ def simulation(
     linear: dict[PassKind, float],
     ends: dict[tuple[PassKind, bool], TermPrices] | None = None,
 ) -> Simulation:
-    """One step of two pipeline ranks with one stage each; forward_ms: attention, [n][cp]; backward
-    takes twice that. linear: ms a pass."""
+    """Returns one step of two pipeline ranks with one stage each.
+
+    forward_ms: attention, shape [n][cp]; backward takes twice that
+    linear: ms per pass
+    """
     attention = np.array(forward_ms, np.int64)[None, None] * MS
     n, cp = attention.shape[2:]
     v = 1 if schedule == Schedule.ONE_F_ONE_B else 2
@@ -111,7 +114,7 @@ def test_the_simulator_on_waits(cp: int, dp: int) -> None:
         weight=np.zeros_like(forward),
         rows=np.ones((dp, 2), np.int64),
     )
-    found = simulated_s(waits, schedule=Schedule.ONE_F_ONE_B, pp=2, virtual_stages=1)
+    found = simulated_s(waits, PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=2)
     assert found == pytest.approx(0.38)
 
 
@@ -119,7 +122,7 @@ def test_more_processes_than_can_be_replayed_are_refused() -> None:
     ones = np.ones((5, 4, 4, 2))
     waits = StepWaits(forward=ones, backward=ones, weight=0 * ones, rows=np.ones((5, 4), np.int64))
     with pytest.raises(ValueError, match=r"dp 5 x cp 2 x pp 4 takes 40 processes, but at most 32"):
-        compare([waits], ["large"], schedule=Schedule.ONE_F_ONE_B, pp=4, virtual_stages=1)
+        compare([waits], ["large"], PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=4)
 
 
 def test_plans_are_drawn_in_turn_and_the_same_again() -> None:
@@ -135,8 +138,11 @@ def test_plans_are_drawn_in_turn_and_the_same_again() -> None:
 @pytest.mark.dist
 @pytest.mark.full
 def test_replayed_plans_take_no_less_than_simulated() -> None:
-    """Small ones of all schedules, balanced and not. How much longer they take depends on the
-    machine; `python -m experiments.validation` measures that."""
+    """There are small plans of all schedules, balanced and not.
+
+    How much longer they take depends on the machine; `python -m experiments.validation` measures
+    that.
+    """
     for system, schedule, v, layout in (
         ("plain_4d", Schedule.ONE_F_ONE_B, 1, (2, 2, 1)),
         ("wlb", Schedule.INTERLEAVED_1F1B, 2, (2, 1, 2)),
@@ -156,5 +162,7 @@ def test_replayed_plans_take_no_less_than_simulated() -> None:
             step=4,
         )
         waits = waits_of(plan.simulate(), step=0, shortest_s=0.04)
-        (found,) = compare([waits], [system], schedule=schedule, pp=pp, virtual_stages=v)
+        (found,) = compare(
+            [waits], [system], PipelineSection(schedule=schedule, virtual_stages=v), pp=pp
+        )
         assert min(found.replayed_s) >= 0.999 * found.simulated_s, found

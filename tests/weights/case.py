@@ -1,4 +1,4 @@
-"""What the tests of weights share: small models, their logits, folders as Hugging Face has them."""
+"""Provides what tests of weights share: small models, their logits, Hugging Face folders."""
 
 import json
 import warnings
@@ -10,14 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wlb.kernels import Segments, attend
-from wlb.model import (
-    Llama,
-    LocalAttend,
-    Rows,
-    build_reference,
-    inverse_frequencies,
-    rope_tables,
-)
+from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
 from wlb.spec import ModelSpec, RopeScaling, apply
 from wlb.train.checkpoint import saver
 from wlb.weights.config import config_json
@@ -45,7 +38,7 @@ def some_tokens(num: int, vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Llama, tokens_T: Tensor) -> Tensor:
-    """Of one document, float32, shape [T, V] without the vocabulary's padding."""
+    """Returns logits of one document, float32, shape [T, V] without the vocabulary's padding."""
     num = tokens_T.shape[0]
     segments = Segments.from_offsets([0, num], [0, num], device="cpu")
     cos, sin = rope_tables(torch.arange(num), inverse_frequencies(model.spec))
@@ -59,7 +52,7 @@ def logits(model: Llama, tokens_T: Tensor) -> Tensor:
 
 
 def model_of(folder: Path) -> Llama:
-    """The model of a checkpoint, loaded in this process by what a run loads it with."""
+    """Returns the model of a checkpoint, loaded in this process by what a run loads it with."""
     run = json.loads((folder / "run.json").read_text("utf-8"))
     model = Llama(apply(ModelSpec(), run["spec"]["model"], source=str(folder)))
     with warnings.catch_warnings():
@@ -69,7 +62,7 @@ def model_of(folder: Path) -> Llama:
 
 
 def hub_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Tensors of a random model by Hugging Face's names and shapes."""
+    """Returns tensors of a random model by Hugging Face's names and shapes."""
     found: dict[str, Tensor] = {}
     for name, value in build_reference(spec, dtype=dtype).named_parameters():
         has_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -78,13 +71,9 @@ def hub_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str
 
 
 def write_hub(
-    folder: Path,
-    *,
-    spec: ModelSpec = SPEC,
-    tensors: dict[str, Tensor] | None = None,
-    **config: Any,
+    folder: Path, *, spec: ModelSpec = SPEC, tensors: dict[str, Tensor] | None = None, **config: Any
 ) -> Path:
-    """A Hugging Face folder in one file; `config` overrides keys, ... takes them away."""
+    """Writes a Hugging Face folder in one file; `config` overrides keys, ... takes them away."""
     folder.mkdir(parents=True)
     values = hub_tensors(spec) if tensors is None else tensors
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})

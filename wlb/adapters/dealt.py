@@ -16,7 +16,7 @@ from wlb.planner import Planner
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DealtRows:
-    """All steps of a planner, dealt to data-parallel ranks.
+    """Steps of a planner, dealt to data-parallel ranks.
 
     rows: dataset rows, micro-batch after micro-batch; within a step the first micro-batch of every
     rank, then the second of every rank, ... offsets: of the micro-batches in `rows`, shape

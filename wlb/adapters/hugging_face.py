@@ -2,17 +2,16 @@
 
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
-The library's loop stays; its batches become padding-free rows (documents one after the other,
-restarting `position_ids`), balanced over ranks x accumulation steps by packing with delay. Own
-loops: `BalancedBatchSampler` as a DataLoader's batch_sampler. Attention must keep documents apart:
-flash attention, or SDPA with a model that reads restarting position_ids. Notes: README.md.
+The library's loop stays; its batches become padding-free rows, balanced over ranks x accumulation
+steps by packing with delay. Attention must keep documents apart: see README.md. Own loops:
+`BalancedBatchSampler` as a DataLoader's batch_sampler.
 """
 
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any, TypeVar, cast
 
@@ -61,20 +60,16 @@ class Balance:
     def planner(
         self, lengths: IntLike, *, num_ranks: int, accumulation_steps: int, epochs: int
     ) -> Planner:
-        """A planner over rows of these lengths; UserError for one above the window."""
+        """A planner over rows of these lengths; UserError for one above the window.
+        Every field is a keyword of `Planner.for_lengths`."""
         return Planner.for_lengths(
             lengths,
-            context_window=self.context_window,
             num_micro_batches=num_ranks * accumulation_steps,
             dp=num_ranks,
-            cost=self.cost,
-            s_max=self.s_max,
-            step_tokens=self.step_tokens,
-            max_delay=self.max_delay,
             long_documents="refuse",
             epochs=epochs,
             shuffle=True,
-            seed=self.seed,
+            **{field.name: getattr(self, field.name) for field in fields(self)},
         )
 
 
@@ -110,10 +105,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.lengths = int_array("lengths", lengths)
         self.balance, self.epochs, self.epoch = balance, epochs, 0
         planner = balance.planner(
-            self.lengths,
-            num_ranks=num_ranks,
-            accumulation_steps=accumulation_steps,
-            epochs=epochs,
+            self.lengths, num_ranks=num_ranks, accumulation_steps=accumulation_steps, epochs=epochs
         )
         self.dealt = DealtRows.of(planner, self.lengths.size)
         self.steps_per_epoch = ceil(self.dealt.num_steps / epochs)
@@ -209,9 +201,8 @@ class BalancedCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if features:
             return self.collator(features)
-        nothing = flatten(
-            [[self.collator.pad_token_id]], labels=[[IGNORE]], options=self.collator.options
-        )
+        padding = [[self.collator.pad_token_id]]
+        nothing = flatten(padding, labels=[[IGNORE]], options=self.collator)
         return self.collator.batch(nothing)
 
 
@@ -297,16 +288,12 @@ def _checked(dataset: Any) -> Any:
             f"{type(dataset).__name__}; load it without streaming"
         )
     names = getattr(dataset, "column_names", None) or []
-    packed = [
-        name
-        for name in PACKED_COLUMNS
-        if name in names and len(dataset) and np.ndim(dataset[0][name])
-    ]
-    if packed:
-        raise UserError(
-            f"train_dataset has {packed[0]}: its rows are packed already, and hold documents that "
-            f"cannot be balanced one by one; use packing=False"
-        )
+    for name in PACKED_COLUMNS:
+        if name in names and len(dataset) and np.ndim(dataset[0][name]):
+            raise UserError(
+                f"train_dataset has {name}: its rows are packed already, and hold documents that "
+                f"cannot be balanced one by one; use packing=False"
+            )
     return dataset
 
 

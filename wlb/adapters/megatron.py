@@ -4,8 +4,7 @@
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
 `next` returns what Megatron's `wrap_data_iterator` does, but every rank plans, so no lengths are
-gathered and no sample is sent. `PlannedP2P` is Megatron's pipeline communicator without its
-exchange of shapes. Transformer Engine (TE) shards every document head and tail.
+gathered and no sample is sent. Transformer Engine (TE) shards every document head and tail.
 """
 
 import itertools
@@ -23,19 +22,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from wlb.adapters.collate import FlatOptions, flatten_micro_batch
+from wlb.adapters.collate.loader import PlannedRank, micro_batches_of
 from wlb.cost import WorkloadModel
 from wlb.packing import place, refine
 from wlb.parallel.rows import TokenReader
-from wlb.plan import (
-    IGNORE,
-    IntArray,
-    MicroBatch,
-    PlannerState,
-    StepPlan,
-    UserError,
-    offsets_of,
-    ranges,
-)
+from wlb.plan import IGNORE, IntArray, MicroBatch, StepPlan, UserError, offsets_of, ranges
 from wlb.planner import LLAMA2_7B, Planner
 
 Shape = tuple[int, int, int]
@@ -63,9 +54,7 @@ def thd_batch(
     max_seqlen: int32 [1], padded. An empty micro-batch becomes one document of padding.
     """
     flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
-    lengths = np.diff(flat.cu_seqlens).astype(
-        np.int64
-    )  # an empty micro-batch has its padding as a document
+    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # of an empty micro-batch: its padding
     padded = padded_lengths(lengths, cp=cp, tp=tp)
     starts = offsets_of(padded)
     rows = ranges(starts[:-1], starts[:-1] + lengths)
@@ -120,7 +109,7 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
     )
 
 
-class PackedSteps:
+class PackedSteps(PlannedRank):
     """One data-parallel rank's part of each global step.
 
     planner: with dp = the data-parallel ranks and cp = 1, since TE shards. The state is the
@@ -137,14 +126,9 @@ class PackedSteps:
         tp: int = 1,
         pad_token_id: int = 0,
     ) -> None:
-        if not 0 <= dp_rank < planner.dp:
-            raise UserError(
-                f"dp_rank = {dp_rank} is not one of the planner's {planner.dp} pipelines; make it "
-                f"with dp = the number of data-parallel ranks"
-            )
-        self.planner, self.reader, self.dp_rank = planner, reader, dp_rank
-        self.cp, self.tp, self.pad_token_id = cp, tp, pad_token_id
-        self._state, self._plan = planner.start(), cast(StepPlan | None, None)
+        super().__init__(planner, dp_rank)
+        self.reader, self.cp, self.tp, self.pad_token_id = reader, cp, tp, pad_token_id
+        self._plan = cast(StepPlan | None, None)
 
     def next(self) -> tuple[Iterator[dict[str, Tensor]], int, float, float]:
         """THD batches in execution order, their number, tokens of the step on all ranks, and the
@@ -156,7 +140,7 @@ class PackedSteps:
         lengths = plan.packing.pieces.length.astype(np.float64)
         batches = (
             thd_batch(m, self.reader, cp=self.cp, tp=self.tp, pad_token_id=self.pad_token_id)
-            for m in self._micro_batches(plan)
+            for m in micro_batches_of(plan, self.dp_rank)
         )
         return batches, plan.pipelines.shape[1], float(lengths.sum()), float((lengths**2).sum())
 
@@ -167,23 +151,11 @@ class PackedSteps:
             raise RuntimeError("there is no step to give shapes of; call next first")
         parts = self.cp * (self.tp if sequence_parallel else 1)
         out: list[Shape] = []
-        for m in self._micro_batches(self._plan):
+        for m in micro_batches_of(self._plan, self.dp_rank):
             lengths = m.lengths if m.lengths.size else np.ones(1, np.int64)
             rows = int(padded_lengths(lengths, cp=self.cp, tp=self.tp).sum())
             out.append((rows // parts, 1, hidden_size))
         return out
-
-    def state_dict(self) -> dict[str, Any]:
-        """State after the last step that was returned; JSON."""
-        return self._state.to_json()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that step, possibly with more epochs."""
-        self._state = PlannerState.from_json(state).reopened()
-
-    def _micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
-        members = plan.pipelines[self.dp_rank].tolist()
-        return [plan.packing.micro_batch(i) for i in members]
 
 
 class PlannedP2P(P2PCommunicator):
@@ -260,8 +232,7 @@ class BalancedScheduler:
         sample_id_seqlens: (id, tokens) of a step. Returns (groups, groups) if given a config, as
         Megatron-Core 0.16 does. UserError for a sample above max_tokens and for too few samples.
         """
-        ids = np.array([i for i, _ in sample_id_seqlens], np.int64)
-        lengths = np.array([n for _, n in sample_id_seqlens], np.int64)
+        ids, lengths = np.array(sample_id_seqlens, np.int64).reshape(-1, 2).T
         if lengths.size and lengths.max() > self.max_tokens:
             bad = int(lengths.argmax())
             raise UserError(
@@ -286,11 +257,10 @@ class BalancedScheduler:
         fewest = -(-sum(lengths) // (self.max_tokens * self.dp))
         for num in itertools.count(max(1, fewest)):
             ranks = spread(every, lengths, work, num=self.dp, most=num * self.max_tokens)
-            parts = [
-                spread(mine, lengths, work, num=num, most=self.max_tokens) for mine in ranks or []
-            ]
-            if ranks is not None and all(part is not None for part in parts):
-                return [part for part in parts if part is not None]
+            made = (spread(r, lengths, work, num=num, most=self.max_tokens) for r in ranks or ())
+            parts = [part for part in made if part is not None]
+            if len(parts) == self.dp:
+                return parts
         raise AssertionError("a micro-batch for every sample holds them all")
 
 
@@ -303,12 +273,8 @@ def spread(
     samples.
     """
     order = sorted(members, key=lambda i: (-work[i], i))
-    rows, left = place(
-        [lengths[i] for i in order],
-        [work[i] for i in order],
-        num_micro_batches=num,
-        s_max=most,
-    )
+    tokens, costs = [lengths[i] for i in order], [work[i] for i in order]
+    rows, left = place(tokens, costs, num_micro_batches=num, s_max=most)
     if left:
         return None
     bins = [[order[row] for row in of] for of in rows]

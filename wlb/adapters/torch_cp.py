@@ -3,9 +3,8 @@
     balancer = ShardedLoadBalancer([sharding], seq_length=T, device="cuda")
     tokens, positions = cp._context_parallel_shard(mesh, [tokens, positions], [1, 1], balancer)
 
-with cp = torch.distributed.tensor.experimental._context_parallel._attention, a private API. torch's
-`_PerDocumentHeadTailLoadBalancer` needs documents of multiples of 2 x cp tokens, and its layout
-gives ranks the wrong chunks. Here rank r has rows [r * T / cp, (r + 1) * T / cp) of the index.
+with cp = torch.distributed.tensor.experimental._context_parallel._attention, a private API. Rank r
+has rows [r * T / cp, (r + 1) * T / cp) of the index.
 """
 
 from collections.abc import Sequence
@@ -29,11 +28,7 @@ class ShardedLoadBalancer(_LoadBalancer):
     """
 
     def __init__(
-        self,
-        shardings: Sequence[ShardingPlan],
-        *,
-        seq_length: int,
-        device: str | torch.device,
+        self, shardings: Sequence[ShardingPlan], *, seq_length: int, device: str | torch.device
     ) -> None:
         if not shardings:
             raise UserError("a load balancer needs the sharding of at least one row, got none")

@@ -4,8 +4,7 @@
     config.dataloader = BalancedDataLoader.Config(dataset_path="books", micro_batches_per_step=4)
 
 A micro-batch is one row {"input": [1, T], "positions": [1, T]} and labels [1, T], as torchtitan's
-text loader makes them for varlen and flex attention; T varies. `training.seq_len` is the window,
-above which documents are cut. The planner's state resumes exactly on any number of ranks.
+text loader makes them; T varies. `training.seq_len` is the window, above which documents are cut.
 """
 
 import json
@@ -23,62 +22,45 @@ import torch
 from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 
-from wlb.adapters.collate import FlatBatch, FlatOptions, flatten_micro_batch
+from wlb.adapters.collate import FlatOptions, flatten_micro_batch
 from wlb.adapters.collate.loader import PlannedLoader
 from wlb.cost import WorkloadModel
 from wlb.data import GlobalBatches, TokenStore
 from wlb.data.reader import StoreReader
 from wlb.packing import BoundedPacker, PackerOptions
 from wlb.parallel.rows import TokenReader
-from wlb.plan import MicroBatch, UserError
+from wlb.plan import MicroBatch, UserError, check_at_least
 from wlb.planner import LLAMA2_7B, Planner
 
 Batch = tuple[dict[str, Tensor], Tensor]
 
-_PLANNED = ("context_window", "s_max", "step_tokens", "max_delay", "epochs", "seed")
-"""Options that determine steps, besides ranks, micro-batches, store and cost."""
 
+def open_store_planner(
+    store: str,
+    *,
+    dp: int,
+    micro_batches_per_step: int,
+    cost: WorkloadModel,
+    context_window: int,
+    epochs: int,
+    seed: int,
+    **limits: Any,
+) -> Planner:
+    """A planner over the shuffled store for `dp` ranks, each with `micro_batches_per_step`.
 
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """The options of a torchtitan job's planner; picklable for loader workers."""
-
-    store: str
-    context_window: int
-    dp: int
-    micro_batches_per_step: int
-    s_max: int
-    step_tokens: int | None
-    max_delay: int
-    epochs: int
-    seed: int
-    cost: WorkloadModel
-
-    def planner(self) -> Planner:
-        """A planner over the shuffled store for `dp` ranks."""
-        options = PackerOptions(
-            num_micro_batches=self.micro_batches_per_step * self.dp,
-            context_window=self.context_window,
-            cost=self.cost,
-            seed=self.seed,
-        )
-        return Planner(
-            source=GlobalBatches(
-                TokenStore(self.store),
-                tokens_per_batch=options.tokens_per_step,
-                seed=self.seed,
-                epochs=self.epochs,
-            ),
-            packer=BoundedPacker(
-                options=options,
-                s_max=self.s_max,
-                step_tokens=self.step_tokens,
-                max_delay=self.max_delay,
-            ),
-            baseline=None,
-            cost=self.cost,
-            dp=self.dp,
-        )
+    limits: s_max, step_tokens and max_delay of `BoundedPacker`.
+    """
+    options = PackerOptions(
+        num_micro_batches=micro_batches_per_step * dp,
+        context_window=context_window,
+        cost=cost,
+        seed=seed,
+    )
+    source = GlobalBatches(
+        TokenStore(store), tokens_per_batch=options.tokens_per_step, seed=seed, epochs=epochs
+    )
+    packer = BoundedPacker(options=options, **limits)
+    return Planner(source=source, packer=packer, baseline=None, cost=cost, dp=dp)
 
 
 class BalancedDataLoader(BaseDataLoader):
@@ -131,30 +113,34 @@ class BalancedDataLoader(BaseDataLoader):
         **_: Any,
     ) -> None:
         _check(config, seq_len=seq_len, local_batch_size=local_batch_size)
-        packing = Packing(
-            store=config.dataset_path or "",
-            context_window=seq_len,
-            dp=dp_world_size,
-            micro_batches_per_step=config.micro_batches_per_step,
-            s_max=config.s_max or seq_len * 3 // 2,
-            step_tokens=config.step_tokens or None,
-            max_delay=config.max_delay,
-            epochs=config.epochs,
-            seed=config.seed,
-            cost=config.cost,
-        )
-        multiple = config.pad_to_multiple
-        longest = -(-packing.s_max // multiple) * multiple
+        s_max = config.s_max or seq_len * 3 // 2
+        # With ranks, micro-batches, store and cost these determine the steps.
+        self._planned: dict[str, Any] = {
+            "context_window": seq_len,
+            "s_max": s_max,
+            "step_tokens": config.step_tokens or None,
+            "max_delay": config.max_delay,
+            "epochs": config.epochs,
+            "seed": config.seed,
+        }
+        store, multiple = config.dataset_path or "", config.pad_to_multiple
+        longest = -(-s_max // multiple) * multiple
+        self._dp, self._num = dp_world_size, config.micro_batches_per_step
         self._loader = PlannedLoader(
-            packing.planner,
-            partial(open_reader, packing.store),
+            partial(
+                open_store_planner,
+                store,
+                dp=self._dp,
+                micro_batches_per_step=self._num,
+                cost=config.cost,
+                **self._planned,
+            ),
+            partial(open_reader, store),
             dp_rank=dp_rank,
             collate=partial(as_batch, multiple=longest if config.equal_lengths else multiple),
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
         )
-        self._dp, self._num = dp_world_size, config.micro_batches_per_step
-        self._planned = {name: getattr(packing, name) for name in _PLANNED}
         self._before, self._given = self._loader.state_dict(), 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -192,28 +178,28 @@ class BalancedDataLoader(BaseDataLoader):
                 f"= ['dataloader'])"
             )
         state = json.loads(state_dict["wlb"])
-        if state["given"] and state["dp"] != self._dp:
-            raise UserError(
-                f"the checkpoint was made inside a step of {state['dp']} data-parallel ranks and "
-                f"cannot go on with {self._dp}; use one that was made after a step"
-            )
-        num = state.get("micro_batches_per_step", self._num)  # earlier checkpoints do not say
-        if state["given"] and num != self._num:
-            raise UserError(
-                f"the checkpoint was made inside a step of {num} micro-batches a rank and cannot "
-                f"go on with dataloader.micro_batches_per_step = {self._num}; use one that was "
-                f"made after a step"
-            )
-        before = state.get("planned", self._planned)
-        for name, value in self._planned.items():
-            if state["given"] and before[name] != value:
-                raise UserError(
-                    f"the checkpoint was made inside a step that was planned with {name} = "
-                    f"{before[name]} and cannot go on with {value}; use one that was made after a "
-                    f"step"
-                )
+        if state["given"]:
+            self._refuse_other_steps(state)
         self._before, self._given = state["before"], state["given"]
         self._loader.load_state_dict(self._before)
+
+    def _refuse_other_steps(self, state: dict[str, Any]) -> None:
+        num = state.get("micro_batches_per_step", self._num)  # earlier checkpoints do not say
+        planned = state.get("planned", self._planned)
+        key = "dataloader.micro_batches_per_step"
+        differences = [
+            (f"of {state['dp']} data-parallel ranks", self._dp, state["dp"] != self._dp),
+            (f"of {num} micro-batches a rank", f"{key} = {self._num}", num != self._num),
+        ]
+        for name, value in self._planned.items():
+            made = f"that was planned with {name} = {planned[name]}"
+            differences.append((made, value, planned[name] != value))
+        for made, now, differs in differences:
+            if differs:
+                raise UserError(
+                    f"the checkpoint was made inside a step {made} and cannot go on with {now}; "
+                    f"use one that was made after a step"
+                )
 
 
 def open_reader(store: str) -> StoreReader:
@@ -225,12 +211,10 @@ def open_reader(store: str) -> StoreReader:
 def as_batch(micro_batch: MicroBatch, reader: TokenReader, *, multiple: int = 1) -> Batch:
     """A micro-batch in torchtitan's form, T a multiple of `multiple`."""
     options = FlatOptions(pad_to_multiple_of=multiple, next_labels=True)
-    flat: FlatBatch = flatten_micro_batch(micro_batch, reader, options=options)
-    inputs = {
-        "input": torch.from_numpy(flat.input_ids)[None],
-        "positions": torch.from_numpy(flat.position_ids)[None],
-    }
-    return inputs, torch.from_numpy(flat.next_labels)[None]
+    flat = flatten_micro_batch(micro_batch, reader, options=options)
+    arrays: Any = (flat.input_ids, flat.position_ids, flat.next_labels)
+    tokens, positions, labels = (torch.from_numpy(array)[None] for array in arrays)
+    return {"input": tokens, "positions": positions}, labels
 
 
 def _check(config: BalancedDataLoader.Config, *, seq_len: int, local_batch_size: int) -> None:
@@ -247,5 +231,4 @@ def _check(config: BalancedDataLoader.Config, *, seq_len: int, local_batch_size:
             f"not tell a dataloader how many micro-batches a step has; set it to gradient "
             f"accumulation steps x the pipeline's micro-batches"
         )
-    if config.pad_to_multiple < 1:
-        raise UserError(f"dataloader.pad_to_multiple = {config.pad_to_multiple} must be at least 1")
+    check_at_least("dataloader.pad_to_multiple", config.pad_to_multiple, 1)

@@ -8,7 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from wlb import __version__
-from wlb.cli import pack, plan, prepare, profile, report, simulate, train, tune, weights
+from wlb.cli import (
+    doctor,
+    pack,
+    plan,
+    prepare,
+    profile,
+    rehearse,
+    report,
+    simulate,
+    train,
+    tune,
+    weights,
+)
 from wlb.plan import UserError
 from wlb.spec import RenamedKeyWarning
 
@@ -18,7 +30,8 @@ Commands that need no torch: pack, plan, prepare, report, simulate, tune."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return 0 on success, 1 for a failed run, 2 for bad input, 130 if interrupted.
+    """Run a command; return 0 on success, 1 for a failed run or examination, 2 for bad input, 130
+    if interrupted.
 
     A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
     and keeps its traceback.
@@ -31,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"wlb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (prepare, train, pack, plan, simulate, tune, profile, report):
+    for command in (prepare, train, doctor, pack, plan, simulate, tune, rehearse, profile, report):
         command.add_parser(commands)
     weights.add_parsers(commands)
     words = sys.argv[1:] if arguments is None else arguments

@@ -18,17 +18,6 @@ def command_of(options: argparse.Namespace) -> str:
     return shlex.join(["wlb", *options.words])
 
 
-def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --json [FILE]."""
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help=f"{what} as JSON, to stdout or a file",
-    )
-
-
 def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
     """Write `data` to --json, if given; True if stdout has it and takes nothing else."""
     if options.json is None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.cli import sources
+from wlb.cli.options import add_overrides
 from wlb.cost import workload_for
 from wlb.data import TokenStore
 from wlb.packing import Packs
@@ -29,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "packing.method=multipack_bfd_posid --out packs.npz",
     )
     parser.add_argument("name", help="a preset or TOML file; data.store must be set")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], dest="overrides")
+    add_overrides(parser)
     parser.add_argument("--out", required=True, metavar="FILE", help="an .npz file")
     parser.set_defaults(run=run)
 

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from wlb import __version__
 from wlb.cli import output, sources
+from wlb.cli.options import add_flag, add_json, add_text
 from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
 from wlb.data import LengthSource, ListedBatches
-from wlb.packing import PackingRun, measure, with_s_max
+from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
-from wlb.report import facts_of, packing_page, packing_table, remarks, weight_remark
+from wlb.report import packing_page, packing_table, remarks, weight_remark
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
 from wlb.spec import Policy, Remainder, RunSpec, load
 
@@ -38,35 +39,27 @@ def add_parser(commands: Any) -> None:
         "the remedy is training.loss_normalizer=constant.",
     )
     sources.add_arguments(parser, steps=160)
-    parser.add_argument(
-        "--ilp",
-        action="store_true",
-        help=f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches",
-    )
+    text = f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches"
+    add_flag(parser, "--ilp", text)
     parser.add_argument("--ilp-seconds", type=float, default=5.0, help="time limit a window")
-    output.add_json(parser, "rows")
-    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
+    add_json(parser, "rows")
+    add_text(parser, "--html", "FILE", "a page with tables and plots")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     sources.check_outputs(options.json, options.html, needs_plots=bool(options.html))
-    spec = load(options.name, options.overrides)
-    spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
-    spec = sources.with_vocabulary(spec, options)
-    spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
+    spec = sources.filled_in(load(options.name, options.overrides), options)
     source = sources.open_source(options, spec)
     cost = workload_for(spec, options.device)
     batches = sources.batches_of(options, spec, source)
     own = variants_of(spec)[0].label
-    progress = Console(stderr=True)
-    with progress.status("packing") if progress.is_terminal else _Quiet():
+    with Console(stderr=True).status("packing"):  # nothing unless stderr is a terminal
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
     sharding = _sharding(spec, batches, cost)
-    lengths = sources.lengths_shown(source, batches)
-    facts = facts_of(source.name, lengths, window=spec.data.context_window)
+    facts = sources.facts_shown(source, batches, spec)
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
     notes += weight_remark(
@@ -75,13 +68,20 @@ def run(options: argparse.Namespace) -> int:
         masks_labels=sources.masks_labels(source),
     )
     if options.html:
+        provenance = [
+            ("command", output.command_of(options)),
+            ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
+            *((name, str(value)) for name, value in setting.items()),
+            ("wlb", __version__),
+            ("date", date.today().isoformat()),
+        ]
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",
             facts=facts,
-            lengths=lengths,
+            lengths=sources.lengths_shown(source, batches),
             runs=runs,
             own=own,
-            provenance=_provenance(options, setting),
+            provenance=provenance,
             notes=notes,
         )
         Path(options.html).write_text(page, "utf-8")
@@ -99,12 +99,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _show(options, facts.lines, setting, runs, own, notes)
     return 0
-
-
-class _Quiet:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _show(
@@ -207,13 +201,3 @@ def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any
         "layout": f"tp {spec.parallel.tp} cp {spec.parallel.cp} pp {spec.parallel.pp} "
         f"dp {spec.parallel.dp}",
     }
-
-
-def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("command", output.command_of(options)),
-        ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
-        *((name, str(value)) for name, value in setting.items()),
-        ("wlb", __version__),
-        ("date", date.today().isoformat()),
-    ]

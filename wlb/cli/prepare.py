@@ -1,6 +1,7 @@
-"""`wlb prepare`: text or conversations, as files or folders, to a token store; or checks one."""
+"""`wlb prepare`: make a token store of text or conversations, or check stores; needs no torch."""
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
 from rich import box
@@ -8,23 +9,29 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from wlb.cli.options import add_flag, add_text, add_value
 from wlb.data import TokenStore, verify_store
 from wlb.plan import UserError
-from wlb.prepare import (
-    ChatChoice,
-    DocumentPolicy,
-    OnError,
-    PrepareOptions,
-    Status,
-    StoreReport,
-    TextUnit,
-    TooLong,
-    Turns,
-    prepare_store,
-)
+from wlb.prepare import ChatChoice, PrepareOptions, Status, StoreReport, prepare_store
 
 DEFAULTS = PrepareOptions(inputs=("-",), out="-")
 CHAT_DEFAULTS = ChatChoice()
+
+TEXT_OPTIONS = {
+    "--documents": "policy",
+    "--text-key": "text_key",
+    "--one-per": "text_unit",
+    "--bos": "bos",
+    "--eos": "eos",
+}
+"""Options that have no meaning with --chat, and their fields of PrepareOptions."""
+
+CHAT_OPTIONS = {
+    f"--{field.name.replace('_', '-')}": field.name
+    for field in fields(ChatChoice)
+    if field.name != "template"
+}
+"""Options that need --chat, and their fields of ChatChoice; None where they are not given."""
 
 
 def add_parser(commands: Any) -> None:
@@ -36,139 +43,74 @@ def add_parser(commands: Any) -> None:
         "for data.store; with --chat, conversations into one that says which tokens are trained. "
         "Interrupted, the same command goes on where it was.",
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="files, folders (read recursively), quoted patterns; with --verify alone: stores",
-    )
-    parser.add_argument("--out", metavar="PREFIX", help="prefix of the store")
-    parser.add_argument(
+    what = "files, folders (read recursively), quoted patterns; with --verify alone: stores"
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=what)
+    add_text(parser, "--out", "PREFIX", "prefix of the store")
+    add_flag(
+        parser,
         "--verify",
-        action="store_true",
-        help="read the finished store again: checksum, and every token inside the vocabulary; "
+        "read the finished store again: checksum, and every token inside the vocabulary; "
         "without --out the INPUTs are prefixes of stores to check",
     )
-    _add_tokenizer(parser)
-    _add_documents(parser)
-    _add_chat(parser)
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=DEFAULTS.processes,
-        help="worker processes; the store is the same for any number (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace a store, and drop parts, that were made of other inputs or arguments",
-    )
+    _add_tokenizer(parser.add_argument_group("tokenizer"))
+    _add_documents(parser.add_argument_group("documents"))
+    _add_chat(parser.add_argument_group("conversations"))
+    text = "worker processes; the store is the same for any number"
+    add_value(parser, "--processes", DEFAULTS.processes, text)
+    text = "replace a store, and drop parts, that were made of other inputs or arguments"
+    add_flag(parser, "--overwrite", text)
     parser.set_defaults(run=run)
 
 
-def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer",
-        default=DEFAULTS.tokenizer,
-        metavar="FILE|bytes|bpe",
-        help="a tokenizer.json or its folder; bytes: 256 bytes, BOS, EOS; bpe: a byte-level BPE "
-        "trained on a sample of the input (default: %(default)s)",
+def _add_tokenizer(group: Any) -> None:
+    text = (
+        "a tokenizer.json or its folder; bytes: 256 bytes, BOS, EOS; bpe: a byte-level BPE "
+        "trained on a sample of the input"
     )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        default=DEFAULTS.vocab_size,
-        help="most tokens of the trained BPE, those of --chat included (default: %(default)s)",
-    )
-    group.add_argument(
-        "--sample-bytes",
-        type=int,
-        default=DEFAULTS.sample_bytes,
-        help="text the BPE is trained on (default: %(default)s)",
-    )
-    group.add_argument(
-        "--documents",
-        type=DocumentPolicy,
-        choices=list(DocumentPolicy),
-        default=DEFAULTS.policy,
-        metavar="|".join(DocumentPolicy),
-        help="eos_bos: BOS before and EOS after each document; separator: EOS after; none: only "
-        "text (default: %(default)s)",
-    )
+    add_value(group, "--tokenizer", DEFAULTS.tokenizer, text, metavar="FILE|bytes|bpe")
+    text = "most tokens of the trained BPE, those of --chat included"
+    add_value(group, "--vocab-size", DEFAULTS.vocab_size, text)
+    add_value(group, "--sample-bytes", DEFAULTS.sample_bytes, "text the BPE is trained on")
+    text = "eos_bos: BOS before and EOS after each document; separator: EOS after; none: only text"
+    add_value(group, "--documents", DEFAULTS.policy, text, dest="policy")
     for name in ("bos", "eos"):
-        group.add_argument(
-            f"--{name}",
-            default="",
-            metavar="TOKEN",
-            help=f"the {name.upper()} token; default: as tokenizer_config.json says, or the one "
-            f"special token with a usual name",
+        text = (
+            f"the {name.upper()} token; default: as tokenizer_config.json says, or the one "
+            f"special token with a usual name"
         )
+        add_text(group, f"--{name}", "TOKEN", text, default="")
 
 
-def _add_documents(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("documents")
-    group.add_argument(
-        "--text-key",
-        default=DEFAULTS.text_key,
-        help="key of JSONL objects, column of Parquet (default: %(default)s)",
+def _add_documents(group: Any) -> None:
+    text = "key of JSONL objects, column of Parquet"
+    add_value(group, "--text-key", DEFAULTS.text_key, text)
+    text = "what a document of a text file is"
+    add_value(group, "--one-per", DEFAULTS.text_unit, text, dest="text_unit")
+    text = (
+        "at malformed JSON, invalid UTF-8, a missing text, what is no conversation: stop and say "
+        "where, or leave it out, count it and show the first"
     )
-    group.add_argument(
-        "--one-per",
-        type=TextUnit,
-        choices=list(TextUnit),
-        default=DEFAULTS.text_unit,
-        metavar="|".join(TextUnit),
-        help="what a document of a text file is (default: %(default)s)",
-    )
-    group.add_argument(
-        "--on-error",
-        type=OnError,
-        choices=list(OnError),
-        default=DEFAULTS.on_error,
-        metavar="|".join(OnError),
-        help="at malformed JSON, invalid UTF-8, a missing text, what is no conversation: stop and "
-        "say where, or leave it out, count it and show the first (default: %(default)s)",
-    )
-    group.add_argument(
-        "--heldout-fraction",
-        type=float,
-        default=DEFAULTS.heldout_fraction,
-        help="share of documents that go to PREFIX-heldout, by a hash of seed and name "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=DEFAULTS.seed,
-        help="of the held-out choice and the BPE's sample (default: %(default)s)",
-    )
+    add_value(group, "--on-error", DEFAULTS.on_error, text)
+    text = "share of documents that go to PREFIX-heldout, by a hash of seed and name"
+    add_value(group, "--heldout-fraction", DEFAULTS.heldout_fraction, text)
+    add_value(group, "--seed", DEFAULTS.seed, "of the held-out choice and the BPE's sample")
 
 
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("conversations")
-    group.add_argument(
-        "--chat",
-        metavar="TEMPLATE",
-        help="records are conversations (messages, conversations, or prompt and completion), "
-        "written with this template: chatml, llama3, a Jinja file or a tokenizer_config.json; "
-        "only what assistants say is trained",
+def _add_chat(group: Any) -> None:
+    text = (
+        "records are conversations (messages, conversations, or prompt and completion), written "
+        "with this template: chatml, llama3, a Jinja file or a tokenizer_config.json; only what "
+        "assistants say is trained"
     )
-    for name, values, help_text in (
-        ("turns", Turns, "which of the assistant's messages are trained"),
-        ("too_long", TooLong, "what becomes of conversations above --limit"),
-        ("on_untrained", OnError, "at a conversation without a trained token"),
+    add_text(group, "--chat", "TEMPLATE", text)
+    for option, text in (
+        ("--turns", "which of the assistant's messages are trained"),
+        ("--too-long", "what becomes of conversations above --limit"),
+        ("--on-untrained", "at a conversation without a trained token"),
     ):
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=values,
-            choices=list(values),
-            metavar="|".join(values),
-            help=f"{help_text} (default: {getattr(CHAT_DEFAULTS, name)})",
-        )
-    group.add_argument(
-        "--limit", type=int, metavar="TOKENS", help="most tokens of a document (default: any)"
-    )
+        add_value(group, option, getattr(CHAT_DEFAULTS, CHAT_OPTIONS[option]), text, default=None)
+    text = "most tokens of a document (default: any)"
+    add_text(group, "--limit", "TOKENS", text, type=int)
     group.add_argument(
         "--add-tokens",
         action="store_true",
@@ -178,45 +120,37 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_OF_CHAT = ("turns", "limit", "too_long", "on_untrained", "add_tokens")
-_OF_TEXT = {
-    "documents": DEFAULTS.policy,
-    "text_key": DEFAULTS.text_key,
-    "one_per": DEFAULTS.text_unit,
-    "bos": "",
-    "eos": "",
-}
-
-
 def _chat(options: argparse.Namespace) -> ChatChoice | None:
-    """UserError for options of text with --chat, and of conversations without."""
-    given = {name: getattr(options, name) for name in _OF_CHAT}
-    given = {name: value for name, value in given.items() if value is not None}
+    """Return the choice that --chat makes, None without it; UserError for options that do not fit.
+
+    Options of text have no effect on conversations, and options of conversations none on text.
+    """
     if options.chat is None:
-        if given:
+        if given := _written(options, CHAT_OPTIONS):
             raise UserError(
-                f"{_spoken(given)} is for conversations; say with --chat TEMPLATE that the records "
-                f"are such, or leave it out"
+                f"{given} is for conversations; say with --chat TEMPLATE that the records are "
+                f"such, or leave it out"
             )
         return None
-    of_text = {name: getattr(options, name) for name in _OF_TEXT}
-    of_text = {name: value for name, value in of_text.items() if value != _OF_TEXT[name]}
-    if of_text:
+    if given := _written(options, TEXT_OPTIONS):
         raise UserError(
-            f"{_spoken(of_text)} is for text; with --chat {options.chat} the template says what "
-            f"stands around messages, and their keys are known, so leave it out"
+            f"{given} is for text; with --chat {options.chat} the template says what stands "
+            f"around messages, and their keys are known, so leave it out"
         )
-    if "too_long" in given and "limit" not in given:
+    if options.too_long and options.limit is None:
         raise UserError(f"--too-long {options.too_long} needs --limit TOKENS: nothing is too long")
-    return ChatChoice(template=options.chat, **given)
+    chosen = {name: getattr(options, name) for name in CHAT_OPTIONS.values()}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return ChatChoice(template=options.chat, **chosen)
 
 
-def _spoken(given: dict[str, Any]) -> str:
-    """Options as they are written."""
-    words = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in given.items()
-    ]
+def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
+    """Return those options of `names` that differ from their defaults, as a user writes them."""
+    words: list[str] = []
+    for option, name in names.items():
+        value = getattr(options, name)
+        if value != getattr(DEFAULTS, name, None):
+            words.append(option if value is True else f"{option} {value}")
     return " ".join(words)
 
 
@@ -229,23 +163,8 @@ def run(options: argparse.Namespace) -> int:
             _verify(prefix, screen)
         return 0
     chat = _chat(options)
-    asked = PrepareOptions(
-        inputs=tuple(options.inputs),
-        out=options.out,
-        tokenizer=options.tokenizer,
-        vocab_size=options.vocab_size,
-        sample_bytes=options.sample_bytes,
-        bos=options.bos,
-        eos=options.eos,
-        policy=options.documents,
-        text_key=options.text_key,
-        text_unit=options.one_per,
-        heldout_fraction=options.heldout_fraction,
-        seed=options.seed,
-        on_error=options.on_error,
-        processes=options.processes,
-        overwrite=options.overwrite,
-    )
+    given = {f.name: getattr(options, f.name) for f in fields(PrepareOptions) if f.name in options}
+    asked = PrepareOptions(**{**given, "inputs": tuple(options.inputs)})
     try:
         made = _prepare(asked, chat)
     except RuntimeError as failure:  # a worker that died
@@ -263,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
-    console = Console(stderr=True)
+    """Prepare the store with a bar of progress on stderr."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -271,19 +190,16 @@ def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
         TextColumn("{task.fields[counts]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("listing inputs", total=None, counts="")
 
         def show(status: Status) -> None:
             counts = f"{status.num_documents:,} documents" if status.num_documents else ""
             if status.skipped:
                 counts += f", {status.skipped:,} left out"
+            total = status.size if status.done else None
             bar.update(
-                task,
-                description=status.stage,
-                total=status.size if status.done else None,
-                completed=status.done,
-                counts=counts,
+                task, description=status.stage, total=total, completed=status.done, counts=counts
             )
 
         return prepare_store(options, encoder=chat, progress=show)
@@ -299,44 +215,40 @@ def _verify(prefix: str, screen: Console) -> None:
 
 
 def _table(made: StoreReport) -> Table:
-    table = Table(title="Token store", title_justify="left", show_header=False, box=box.SQUARE)
-    table.add_column()
-    table.add_column(overflow="fold")
-    left_out = _counted(made.skipped)
-    heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
-    all_trained = made.num_tokens - made.num_documents
+    """Describe the stores; rows of what is always so, or of nothing, are left out."""
     megabytes = made.num_bytes / 1e6
+    heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
+    trained = unknown = ""
+    if made.num_targets != made.num_tokens - made.num_documents:
+        trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
+    if made.num_unknown:
+        unknown = f"{made.num_unknown:,} tokens stand for characters the tokenizer does not know"
+    if made.reused:
+        work = "the store was there already, nothing was encoded"
+    else:
+        kept = f", {made.num_kept} of them from an interrupted call" if made.num_kept else ""
+        work = f"{megabytes / made.time_s:.2f} MB/s; {made.num_shards} shards{kept}"
     rows = {
         "store": made.prefix,
         "tokenizer": f"{made.tokenizer or 'bytes'}, vocabulary {made.vocab_size:,}",
         "documents": f"{made.num_documents:,}",
         "tokens": f"{made.num_tokens:,}",
-        "trained": f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}",
+        "trained": trained,
         "length": f"p50 {made.lengths_p50:,}, p99 {made.lengths_p99:,}, longest {made.longest:,}",
         "held out": f"{heldout} in {made.heldout}" if made.heldout else "none",
         "counts": _counted(made.counts).replace("_", " "),
-        "left out": left_out or "nothing",
-        "unknown": f"{made.num_unknown:,} tokens stand for characters the tokenizer does not know",
+        "left out": _counted(made.skipped) or "nothing",
+        "unknown": unknown,
         "checksum": made.checksum,
         "input": f"{made.num_files:,} files, {megabytes:,.1f} MB",
+        "time": f"{made.time_s:.1f} s{'; ' if made.reused else ', '}{work}",
     }
-    for row, is_shown in (
-        ("trained", made.num_targets != all_trained),
-        ("counts", made.counts),
-        ("unknown", made.num_unknown),
-    ):
-        if not is_shown:
-            del rows[row]
-    if made.reused:
-        rows["time"] = f"{made.time_s:.1f} s; the store was there already, nothing was encoded"
-    else:
-        kept = f", {made.num_kept} of them from an interrupted call" if made.num_kept else ""
-        rows["time"] = (
-            f"{made.time_s:.1f} s, {megabytes / made.time_s:.2f} MB/s; {made.num_shards} "
-            f"shards{kept}"
-        )
-    for row in rows.items():
-        table.add_row(*row)
+    table = Table(title="Token store", title_justify="left", show_header=False, box=box.SQUARE)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        if text:
+            table.add_row(name, text)
     return table
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cli.output import needs_train_extra
+from wlb.cli.options import add_flag, add_text
+from wlb.cli.output import command_of, needs_train_extra
 from wlb.cost.machine import program_version, short_name
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least
 from wlb.spec import Device, load, presets
 
 
@@ -30,38 +30,25 @@ def add_parser(commands: Any) -> None:
         "cost.profile=kernels_profile/h200.json",
     )
     parser.add_argument("--device", choices=[str(d) for d in Device], default="auto")
-    parser.add_argument(
-        "--preset",
-        metavar="NAME",
-        help=f"preset or .toml file that decides model, TP degree and longest document: "
-        f"{', '.join(presets())} (default: demo on a CPU, 7b_128k on a GPU)",
+    text = (
+        f"preset or .toml file that decides model, TP degree and longest document: "
+        f"{', '.join(presets())} (default: demo on a CPU, 7b_128k on a GPU)"
     )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", metavar="KEY=VALUE", help="change the preset"
-    )
-    parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="measure only this attention kernel, not all that are installed",
-    )
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        default=[],
-        metavar="LAYOUT",
-        help="measure attention for more head layouts of a rank too, such as 8x64 or 8:2x128",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="profile (default: NAME.json)")
+    add_text(parser, "--preset", "NAME", text)
+    add_text(parser, "--set", "KEY=VALUE", "change the preset", dest="overrides", action="append")
+    text = "measure only this attention kernel, not all that are installed"
+    add_text(parser, "--backend", "NAME", text)
+    text = "measure attention for more head layouts of a rank too, such as 8x64 or 8:2x128"
+    add_text(parser, "--heads", "LAYOUT", text, nargs="+", default=[])
+    add_text(parser, "--out", "FILE", "profile (default: NAME.json)", type=Path)
     parser.add_argument("--name", help="name of the profile (default: from --out or the device)")
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="GPUs per node of the cluster, which decides the prices of collectives (default: the "
-        "GPUs visible here if there are several, otherwise 8)",
+    text = (
+        "GPUs per node of the cluster, which decides the prices of collectives (default: the GPUs "
+        "visible here if there are several, otherwise 8)"
     )
-    parser.add_argument("--quick", action="store_true", help="coarse sweep of less than a minute")
-    parser.add_argument("--no-page", action="store_true", help="write no page of plots")
+    add_text(parser, "--ranks-per-node", "N", text, type=int)
+    add_flag(parser, "--quick", "coarse sweep of less than a minute")
+    add_flag(parser, "--no-page", "write no page of plots")
     parser.set_defaults(run=run)
 
 
@@ -72,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
         from wlb.profile import PRESETS, run_sweep, settings_of
 
     begin = time.perf_counter()
-    if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise UserError(f"--ranks-per-node = {options.ranks_per_node} must be at least 1")
+    if options.ranks_per_node is not None:
+        check_at_least("--ranks-per-node", options.ranks_per_node, 1)
     world = worlds.discover()
     kind = worlds.choose_device(
         Device(options.device),
@@ -93,13 +80,16 @@ def run(options: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     # Files and pipes have no width; wide tables keep cells on one line.
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
+    command = command_of(options)
     if world is not None:
+        here = world.local_world_size
+        command += f" ({world.world_size} ranks by {world.origin}, {here} here)"
         worlds.init(world, device, timeout_s=1800.0)
     try:
         start = {
             "date": datetime.date.today().isoformat(),
             "commit": program_version(),
-            "command": _command(options, world),
+            "command": command,
         }
         path = out.with_suffix(".sweep.jsonl")
         records, environment = run_sweep(settings, path, world, console, start)
@@ -109,13 +99,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _finish(options, settings, records, environment, out, name, console, begin)
     return 0
-
-
-def _command(options: argparse.Namespace, world: Any) -> str:
-    words = shlex.join(["wlb", *options.words])
-    if world is None:
-        return words
-    return f"{words} ({world.world_size} ranks by {world.origin}, {world.local_world_size} here)"
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
@@ -141,13 +124,8 @@ def _finish(
 
     per_node = options.ranks_per_node or _visible_gpus(environment["device"])
     origin = SweepOrigin(name=name, environment=environment, ranks_per_node=per_node)
-    built = build(
-        records,
-        model=settings.model,
-        layouts=settings.layouts,
-        grid=settings.grid,
-        origin=origin,
-    )
+    model, layouts, grid = settings.model, settings.layouts, settings.grid
+    built = build(records, model=model, layouts=layouts, grid=grid, origin=origin)
     save_profile(out, built.profile)
     for table in (_attention_table(built), _linear_table(built)):
         console.print(table)
@@ -202,27 +180,20 @@ def _page(built: Any, settings: Any) -> str:
 
 
 def _attention_table(built: Any) -> Table:
-    table = Table(title="Attention: mean (95%, worst) error of held-out predictions, both passes")
-    for name in (
-        "kernel",
-        "heads",
-        "size",
-        "launch us",
-        "pairs (q, kv)",
-        "varlen batches",
-        "test-retest",
-    ):
-        table.add_column(name, justify="left" if name == "kernel" else "right")
+    headers = ("kernel", "heads", "size", "launch us", "pairs (q, kv)", "varlen batches")
+    title = "Attention: mean (95%, worst) error of held-out predictions, both passes"
+    table = Table(*headers, "test-retest", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
     for fitted in built.attention:
         t, r = fitted.table, fitted.residuals
         launches = f"{t.launch_forward_ns / 1e3:.0f} + {t.launch_backward_ns / 1e3:.0f}"
         if t.group_forward_ns:
-            launches += (
-                f", a group {t.group_forward_ns / 1e3:.0f} + {t.group_backward_ns / 1e3:.0f}"
-            )
-        heads = (
-            f"{t.num_heads}" if t.num_heads == t.num_kv_heads else f"{t.num_heads}:{t.num_kv_heads}"
-        )
+            group = f"{t.group_forward_ns / 1e3:.0f} + {t.group_backward_ns / 1e3:.0f}"
+            launches += f", a group {group}"
+        heads = str(t.num_heads)
+        if t.num_kv_heads != t.num_heads:
+            heads += f":{t.num_kv_heads}"
         table.add_row(
             t.backends[0],
             heads,
@@ -244,9 +215,7 @@ def _error(residuals: dict[str, float], name: str) -> str:
 
 
 def _linear_table(built: Any) -> Table:
-    table = Table(title="The linear part, forward / backward")
-    table.add_column("term")
-    table.add_column("fitted")
+    table = Table("term", "fitted", title="The linear part, forward / backward")
     profile = built.profile
     for name, surface in (("forward", profile.gemm.forward), ("backward", profile.gemm.backward)):
         low, high = float(surface.values.min()), float(surface.values.max())

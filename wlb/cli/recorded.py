@@ -4,27 +4,15 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from wlb.cli import output
 from wlb.plan import UserError
 from wlb.report import worth_line
+from wlb.report.tables import new_table
 
 _PROFILE = "cost.profile="
 _SHOWN = 40
-_UNUSED = (
-    "systems",
-    "steps",
-    "step",
-    "in_order",
-    "device",
-    "trace",
-    "timeline",
-    "html",
-    "over_memory",
-    "strict",
-    "replay",
-)
+_UNUSED = "systems steps step in_order device trace timeline html over_memory strict replay"
 """Options of `wlb simulate` that have no effect with --run."""
 
 
@@ -32,7 +20,7 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> 
     """UserError for options that have no effect with --run. defaults: of all options."""
     given = [
         name if name == "NAME" else f"--{name.replace('_', '-')}"
-        for name, dest in (*((n, n) for n in _UNUSED), ("NAME", "name"))
+        for name, dest in (*((n, n) for n in _UNUSED.split()), ("NAME", "name"))
         if getattr(options, dest) != getattr(defaults, dest)
     ]
     if given:
@@ -66,9 +54,7 @@ def show(options: argparse.Namespace) -> int:
         return 0
     console = Console(highlight=False, markup=False)
     console.print(worth_line(made.profile))
-    table = Table("step", "measured s", "simulated s", "difference")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = new_table(labels=["step"], numbers=["measured s", "simulated s", "difference"])
     rows = list(zip(made.measured, made.measured_s, made.simulated_s, strict=True))
     for metrics, measured, simulated in rows[:_SHOWN]:
         difference = f"{simulated / measured - 1:+.1%}"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.cli import output, sources
+from wlb.cli.options import add_text
 from wlb.report import read_run, run_page
 
 
@@ -20,15 +21,13 @@ def add_parser(commands: Any) -> None:
         "telemetry.straggler_threshold in telemetry.straggler_records consecutive tables of ranks.",
     )
     parser.add_argument("folder", metavar="RUN", help="folder of a run: run.output_dir/run.name")
-    parser.add_argument("--out", metavar="FILE", help="file of the page (default: RUN/report.html)")
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="step whose passes are drawn, as the table of the run counts: measured if recorded "
+    add_text(parser, "--out", "FILE", "file of the page (default: RUN/report.html)")
+    text = (
+        "step whose passes are drawn, as the table of the run counts: measured if recorded "
         "(telemetry.timeline_interval), otherwise simulated from its plan, which needs the run's "
-        "store (default: the last recorded step)",
+        "store (default: the last recorded step)"
     )
+    add_text(parser, "--step", "N", text, type=int)
     parser.set_defaults(run=run)
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from wlb.cli import output, recorded, sources
-from wlb.cost import workload_for
+from wlb.cli.options import add_flag, add_json, add_text
+from wlb.cost import planned_gib, workload_for
 from wlb.cost.machine import program_version
-from wlb.packing import with_s_max
-from wlb.plan import GlobalBatch, UserError
+from wlb.plan import GlobalBatch, UserError, check_at_least
 from wlb.report import (
     layout_text,
     simulated,
@@ -26,6 +25,7 @@ from wlb.report import (
     worth_line,
     worth_of,
 )
+from wlb.report.tables import new_table
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
     RunSimulation,
@@ -50,54 +50,37 @@ def add_parser(commands: Any) -> None:
         description="Pack, shard and simulate the same global batches with the settings of NAME "
         "and with other systems; print step time, tokens/s, bubbles, memory and the parts of the "
         "critical path. All times follow from the kernel profile; wlb/simulate/README.md lists "
-        "what is modelled. A layout that needs more than cluster.memory_gib is refused.",
+        "what is modelled. A layout that needs more than plans may use of cluster.memory_gib is "
+        "refused.",
         epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems plain_4d fixed_4d "
         "paper wlb --trace step.json --html page.html",
     )
     source = sources.add_arguments(parser, steps=32)
-    source.add_argument(
-        "--run",
-        metavar="FOLDER",
-        dest="recorded",
-        help="simulate the steps of a finished run (run.output_dir/run.name) and compare them with "
-        "its measured times; takes only --set cost.profile=... and --json; needs torch and the "
-        "run's store",
+    text = (
+        "simulate the steps of a finished run (run.output_dir/run.name) and compare them with its "
+        "measured times; takes only --set cost.profile=... and --json; needs torch and the run's "
+        "store"
     )
-    parser.add_argument(
-        "--systems",
-        nargs="*",
-        default=["plain_4d"],
-        choices=list(SYSTEMS),
-        metavar="SYSTEM",
-        help=f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first is the baseline "
-        f"of the speed-ups",
+    add_text(source, "--run", "FOLDER", text, dest="recorded")
+    text = (
+        f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first is the baseline of the "
+        f"speed-ups"
     )
-    parser.add_argument(
-        "--step",
-        type=int,
-        help="step that is drawn and explained (default: the step of median time)",
+    known = list(SYSTEMS)
+    add_text(parser, "--systems", "SYSTEM", text, nargs="*", default=["plain_4d"], choices=known)
+    text = "step that is drawn and explained (default: the step of median time)"
+    parser.add_argument("--step", type=int, help=text)
+    add_text(parser, "--trace", "FILE", "write that step for Perfetto, chrome://tracing")
+    add_text(parser, "--timeline", "FILE", "draw that step as .png, .svg or .pdf")
+    add_text(parser, "--html", "FILE", "a page with tables and plots")
+    add_json(parser, "results")
+    add_flag(parser, "--over-memory", "also simulate layouts that do not fit in memory")
+    add_flag(parser, "--strict", "refuse runs that the kernel profile does not cover")
+    text = (
+        "also replay the first N steps (default: 4) of each system as timed waits on cp x pp x dp "
+        "real processes with the real pipeline executor, and compare; needs torch"
     )
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write that step for Perfetto, chrome://tracing"
-    )
-    parser.add_argument("--timeline", metavar="FILE", help="draw that step as .png, .svg or .pdf")
-    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
-    output.add_json(parser, "results")
-    parser.add_argument(
-        "--over-memory", action="store_true", help="also simulate layouts that do not fit in memory"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse runs that the kernel profile does not cover"
-    )
-    parser.add_argument(
-        "--replay",
-        nargs="?",
-        type=int,
-        const=4,
-        metavar="N",
-        help="also replay the first N steps (default: 4) of each system as timed waits on cp x pp "
-        "x dp real processes with the real pipeline executor, and compare; needs torch",
-    )
+    add_text(parser, "--replay", "N", text, nargs="?", type=int, const=4)
     parser.set_defaults(run=run, defaults=parser.parse_args([]))
 
 
@@ -109,13 +92,8 @@ def run(options: argparse.Namespace) -> int:
             "--replay prints a table, but --json without a file owns stdout; give --json a FILE, "
             "or leave one of them out"
         )
-    sources.check_outputs(
-        options.json,
-        options.trace,
-        options.timeline,
-        options.html,
-        needs_plots=bool(options.timeline or options.html),
-    )
+    written = (options.json, options.trace, options.timeline, options.html)
+    sources.check_outputs(*written, needs_plots=bool(options.timeline or options.html))
     output.check_figure(options.timeline)
     if options.recorded:
         return recorded.show(options)
@@ -133,8 +111,6 @@ def run(options: argparse.Namespace) -> int:
     step = _chosen(options, own)
     simulation = simulated(own, step)
     _write(options, runs, simulation, step)
-    if output.write_json(options, _json(options, runs)):
-        return 0
     _show(options, runs, simulation, step, source.name)
     if options.replay is not None:
         return _replay(options, batches, runs)
@@ -143,11 +119,8 @@ def run(options: argparse.Namespace) -> int:
 
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Fill in the values that training would fill in."""
-    planner = replace(spec.planner, baseline=False)
-    parallel = replace(spec.parallel, dp=max(1, spec.parallel.dp))
-    spec = replace(spec, parallel=parallel, planner=planner)
-    filled = sources.with_vocabulary(spec, options)
-    return with_s_max(filled, memory_gib=filled.cluster.memory_gib)
+    spec = replace(spec, planner=replace(spec.planner, baseline=False))
+    return sources.filled_in(spec, options)
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
@@ -157,7 +130,7 @@ def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> li
             priced_spec(load(options.name, [*options.overrides, *overrides]), options),
             parallel=spec.parallel,
         )
-        for overrides in system_overrides(system, memory_gib=spec.cluster.memory_gib)
+        for overrides in system_overrides(system, planned_gib=planned_gib(spec))
     ]
 
 
@@ -205,10 +178,7 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
 
 
 def _write(
-    options: argparse.Namespace,
-    runs: list[RunSimulation],
-    simulation: Simulation,
-    step: int,
+    options: argparse.Namespace, runs: list[RunSimulation], simulation: Simulation, step: int
 ) -> None:
     if options.trace:
         write_trace(options.trace, simulation, first_step=step)
@@ -229,20 +199,6 @@ def _write(
         Path(options.html).write_text(page, "utf-8")
 
 
-def _json(options: argparse.Namespace, runs: list[RunSimulation]) -> dict[str, Any]:
-    own = runs[-1].simulator
-    profile = own.cost.profile
-    return {
-        "command": output.command_of(options),
-        "version": program_version(),
-        "profile": profile.name,
-        "worth": dict(worth_of(profile)),
-        "notes": list(own.cost.notes),
-        "spec": own.spec.to_dict(),
-        "runs": [r.to_json() for r in runs],
-    }
-
-
 def _show(
     options: argparse.Namespace,
     runs: list[RunSimulation],
@@ -250,8 +206,20 @@ def _show(
     step: int,
     source: str,
 ) -> None:
-    console = Console(highlight=False, markup=False)
+    """Write --json, and print the tables unless stdout has it."""
     own, cost = runs[-1], runs[-1].simulator.cost
+    data = {
+        "command": output.command_of(options),
+        "version": program_version(),
+        "profile": cost.profile.name,
+        "worth": dict(worth_of(cost.profile)),
+        "notes": list(cost.notes),
+        "spec": own.simulator.spec.to_dict(),
+        "runs": [r.to_json() for r in runs],
+    }
+    if output.write_json(options, data):
+        return
+    console = Console(highlight=False, markup=False)
     console.print(layout_text(own.simulator.spec))
     console.print(worth_line(cost.profile))
     for note in cost.notes:
@@ -272,11 +240,9 @@ def _replay(
 ) -> int:
     with output.needs_train_extra("--replay needs"):
         from wlb.validation.replay_step import compare, waits_of
-    if options.replay < 1:
-        raise UserError(f"--replay = {options.replay} must be at least 1")
-    table = Table(title="Simulated and replayed", title_justify="left")
-    for name in ("step", "simulated s", "replayed s", "difference"):
-        table.add_column(name, justify="left" if name == "step" else "right")
+    check_at_least("--replay", options.replay, 1)
+    numbers = ("simulated s", "replayed s", "difference")
+    table = new_table("Simulated and replayed", labels=["step"], numbers=numbers)
     worst = 0.0
     for made in runs:
         simulator, spec = made.simulator, made.simulator.spec
@@ -287,14 +253,7 @@ def _replay(
             waits_of(simulation, step=s, shortest_s=REPLAYED_SHORTEST_S) for s in range(len(steps))
         ]
         labels = [f"{made.label}, step {s}" for s in range(len(steps))]
-        for found in compare(
-            waits,
-            labels,
-            schedule=spec.pp.schedule,
-            pp=spec.parallel.pp,
-            virtual_stages=spec.pp.virtual_stages,
-            weight_delay=spec.pp.weight_delay,
-        ):
+        for found in compare(waits, labels, spec.pp, pp=spec.parallel.pp):
             replayed = " ".join(f"{t:.3f}" for t in found.replayed_s)
             difference = f"{found.difference:+.1%}"
             table.add_row(found.label, f"{found.simulated_s:.3f}", replayed, difference)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from wlb.cli.options import add_flag, add_overrides, add_text
+from wlb.cost import planned_gib
 from wlb.data import (
     FAMILIES,
     BlendedBatches,
@@ -20,8 +22,9 @@ from wlb.data import (
     lengths_of_file,
     open_store,
 )
-from wlb.plan import GlobalBatch, IntArray, UserError
-from wlb.report import require_matplotlib
+from wlb.packing import with_s_max
+from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
+from wlb.report import SourceFacts, facts_of, require_matplotlib
 from wlb.spec import LongDocuments, RunSpec, presets
 
 MOST_PASSES = 1000
@@ -61,25 +64,13 @@ def add_arguments(
         "documents", "at most one of these; default: data.store or data.blend of the run"
     )
     source = group.add_mutually_exclusive_group()
-    source.add_argument(
-        "--lengths", metavar="FILE", help="document lengths: .npy, .json, or one a line"
-    )
-    source.add_argument("--corpus", metavar="STORE", help="prefix of a .bin/.idx token store")
-    source.add_argument(
-        "--synthetic", metavar="FAMILY", help=f"random lengths: {', '.join(FAMILIES)}"
-    )
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=steps,
-        help=f"global batches packed (default: {steps_default or steps})",
-    )
-    parser.add_argument(
-        "--in-order", action="store_true", help="keep the order of the documents, no shuffling"
-    )
+    add_text(source, "--lengths", "FILE", "document lengths: .npy, .json, or one a line")
+    add_text(source, "--corpus", "STORE", "prefix of a .bin/.idx token store")
+    add_text(source, "--synthetic", "FAMILY", f"random lengths: {', '.join(FAMILIES)}")
+    add_overrides(parser, metavar="KEY=VALUE")
+    text = f"global batches packed (default: {steps_default or steps})"
+    parser.add_argument("--steps", type=int, default=steps, help=text)
+    add_flag(parser, "--in-order", "keep the order of the documents, no shuffling")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -91,8 +82,7 @@ def add_arguments(
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     """Open the requested lengths; UserError if they cannot be planned."""
-    if options.steps < 1:
-        raise UserError(f"--steps = {options.steps} must be at least 1")
+    check_at_least("--steps", options.steps, 1)
     window = spec.data.context_window
     if options.steps * spec.tokens_per_step > MOST_TOKENS:
         raise UserError(
@@ -100,16 +90,14 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
             f"many to plan at once; use fewer"
         )
     source = _source(options, spec)
-    if int(source.lengths.max()) > MOST_TOKENS:
-        row = int(source.lengths.argmax())
+    row = int(source.lengths.argmax())
+    longest = int(source.lengths[row])
+    if longest > MOST_TOKENS:
+        raise UserError(f"{source.name}: document {row} has {longest} tokens; check the lengths")
+    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
         raise UserError(
-            f"{source.name}: document {row} has {source.lengths[row]} tokens; check the lengths"
-        )
-    if spec.data.long_documents == LongDocuments.REFUSE and int(source.lengths.max()) > window:
-        row = int(source.lengths.argmax())
-        raise UserError(
-            f"{source.name}: document {row} has {source.lengths[row]} tokens, more than the "
-            f'context window of {window}; use data.long_documents = "split" or a larger window'
+            f"{source.name}: document {row} has {longest} tokens, more than the context window of "
+            f'{window}; use data.long_documents = "split" or a larger window'
         )
     return source
 
@@ -128,13 +116,11 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
             seed=spec.run.seed,
         )
     store = open_store(_store_of(options, spec))
+    about: dict[str, Any] = {"lengths": store.lengths, "masks_labels": store.has_targets}
     if isinstance(store, BlendedStore):
         name = " + ".join(Path(entry).name for entry in spec.data.blend)
-        return BlendedSource(
-            name=name, lengths=store.lengths, masks_labels=store.has_targets, stores=store
-        )
-    name = Path(store.prefix).name
-    return StoredSource(name=name, lengths=store.lengths, masks_labels=store.has_targets)
+        return BlendedSource(name=name, stores=store, **about)
+    return StoredSource(name=Path(store.prefix).name, **about)
 
 
 def masks_labels(source: LengthSource) -> bool:
@@ -201,6 +187,12 @@ def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str,
     return {name: int(n) / size for n, (name, _, size) in zip(read, parts, strict=True)}
 
 
+def facts_shown(source: LengthSource, batches: Sequence[GlobalBatch], spec: RunSpec) -> SourceFacts:
+    """Return the facts about `lengths_shown`, for tables and pages."""
+    lengths = lengths_shown(source, batches)
+    return facts_of(source.name, lengths, window=spec.data.context_window)
+
+
 def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntArray:
     """Return the source's lengths; for a blend those in `batches`, so that its weights count."""
     if not isinstance(source, BlendedSource):
@@ -220,22 +212,27 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
                 f"NAME before the options, or use --json - to print"
             )
     for path in (*paths, settings):
-        if (
-            path
-            and path != "-"
-            and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir())
-        ):
+        if path in (None, "", "-"):
+            continue
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             raise UserError(f"{path} cannot be written: it is a folder, or its folder is missing")
     if needs_plots:
         require_matplotlib()
+
+
+def filled_in(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
+    """Fill in what training would fill in: dp (1 rank if unknown), vocabulary size and S_max."""
+    spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
+    spec = with_vocabulary(spec, options)
+    return with_s_max(spec, planned_gib=planned_gib(spec))
 
 
 def with_vocabulary(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Fill in the vocabulary size of the store, or of the BPE that training would make."""
     if spec.model.vocab_size:
         return spec
-    of_store = None
+    size = None
     if not (options.lengths or options.synthetic):
-        of_store = open_store(_store_of(options, spec)).vocab_size
-    size = of_store or spec.data.bpe_vocab_size
-    return replace(spec, model=replace(spec.model, vocab_size=size))
+        size = open_store(_store_of(options, spec)).vocab_size
+    model = replace(spec.model, vocab_size=size or spec.data.bpe_vocab_size)
+    return replace(spec, model=model)

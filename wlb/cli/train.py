@@ -4,10 +4,12 @@ import argparse
 import sys
 from typing import Any
 
+from wlb.cli.options import add_flag, add_overrides, add_text
 from wlb.cli.output import needs_train_extra
+from wlb.cli.system import with_system
 from wlb.plan import UserError
 from wlb.planner.service import PlanningError
-from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets, system_choice
+from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets
 from wlb.train.faults.stop import Signals
 
 _DESCRIPTION = """\
@@ -45,63 +47,41 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override keys, as in --set training.steps=100 parallel.tp=4",
+    text = "override keys, as in --set training.steps=100 parallel.tp=4"
+    add_overrides(parser, metavar="KEY=VALUE", help=text)
+    text = (
+        f"settings of a compared system: {', '.join(SYSTEMS)}; NAME:2 is the second alternative "
+        f"of fixed_4d and wlb; --set overrides it"
     )
-    parser.add_argument(
-        "--system",
-        metavar="SYSTEM",
-        help=f"settings of a compared system: {', '.join(SYSTEMS)}; NAME:2 is the second "
-        f"alternative of fixed_4d and wlb; --set overrides it",
+    add_text(parser, "--system", "SYSTEM", text)
+    add_flag(parser, "--dry-run", "print layout, memory and the first plan; train nothing")
+    text = (
+        "continue from the run's last checkpoint, from that of a step or from a checkpoint's "
+        "folder; auto: from the last one if there is one (for requeued jobs)"
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print layout, memory and the first plan; train nothing",
+    add_text(parser, "--resume", "STEP|FOLDER|auto", text, nargs="?", const="")
+    text = (
+        "at the end fit the kernel profile to the measured times, print which terms drifted, and "
+        "write a new profile: run.output_dir/NAME.json, a path ending in .json, or (without "
+        "argument) a name made from the old one. Use it by --set cost.profile=PATH"
     )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="STEP|FOLDER|auto",
-        help="continue from the run's last checkpoint, from that of a step or from a checkpoint's "
-        "folder; auto: from the last one if there is one (for requeued jobs)",
-    )
-    parser.add_argument(
-        "--calibrate",
-        nargs="?",
-        const="",
-        metavar="NAME_OR_PATH",
-        help="at the end fit the kernel profile to the measured times, print which terms drifted, "
-        "and write a new profile: run.output_dir/NAME.json, a path ending in .json, or (without "
-        "argument) a name made from the old one. Use it by --set cost.profile=PATH",
-    )
+    add_text(parser, "--calibrate", "NAME_OR_PATH", text, nargs="?", const="")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    spec = load(options.name, _overrides(options))
+    spec = load(options.name, with_system(options.name, options.overrides, options.system))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
             raise UserError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
-        return _dry_run(spec)
+        with needs_train_extra("training needs"):
+            from wlb.train import dry_run
+            from wlb.train.telemetry.display import console
+        dry_run.show(spec, console())
+        return 0
     with Signals() as signals:  # importing torch takes seconds
         return _train(spec, options, signals)
-
-
-def _dry_run(spec: RunSpec) -> int:
-    with needs_train_extra("training needs"):
-        from wlb.train import dry_run
-        from wlb.train.telemetry.display import console
-    dry_run.show(spec, console())
-    return 0
 
 
 def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
@@ -112,27 +92,14 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
         from wlb.train.telemetry.display import console
     screen = console()
     try:
-        start.train(
-            spec,
-            resume=options.resume,
-            console=screen,
-            calibrate=options.calibrate,
-            signals=signals,
-        )
+        resume, calibrate = options.resume, options.calibrate
+        start.train(spec, resume=resume, console=screen, calibrate=calibrate, signals=signals)
     except (RankFailure, FloatingPointError, CheckpointError, PlanningError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:
         screen.show_cursor()  # a killed rank may have hidden it with a live table
     return 0
-
-
-def _overrides(options: argparse.Namespace) -> list[str]:
-    """Return overrides of --system, then those of --set, which win and may set the memory."""
-    if not options.system:
-        return options.overrides
-    memory_gib = load(options.name, options.overrides).cluster.memory_gib
-    return [*system_choice(options.system, memory_gib=memory_gib), *options.overrides]
 
 
 def _keys_help() -> str:

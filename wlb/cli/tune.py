@@ -6,15 +6,14 @@
 import argparse
 import math
 import shlex
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from wlb.cli import output, sources, tune_layout
+from wlb.cli.options import add_json, add_text, add_value
 from wlb.cost import workload_for
-from wlb.packing import with_s_max
 from wlb.packing.study.tune import (
     PRICES,
     S_MAX,
@@ -26,7 +25,7 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.plan import UserError
-from wlb.report import facts_of, tuning_table, weight_remark
+from wlb.report import tuning_table, weight_remark
 from wlb.report.packing.plots import tuning_figure
 from wlb.spec import Policy, load
 
@@ -55,34 +54,19 @@ def add_parser(commands: Any) -> None:
         ("--step-tokens", STEP_TOKENS, "candidates for T, in global batches; 0 = no cap"),
         ("--prices", PRICES, "candidates for bounded's delay price, times its default"),
     ):
-        shown = " ".join(f"{v:g}" for v in default)
-        packing.add_argument(
-            name, nargs="+", type=float, default=list(default), help=f"{text} (default: {shown})"
-        )
-    packing.add_argument(
-        "--max-queues", type=int, default=2, help="most outlier queues (default: 2)"
-    )
-    packing.add_argument(
-        "--delay-budget",
-        type=float,
-        default=0.5,
-        help="mean delay allowed, in steps (default: 0.5)",
-    )
-    packing.add_argument(
-        "--rows", type=int, default=20, help="rows of the front that are printed (default: 20)"
-    )
-    output.add_json(packing, "points")
-    packing.add_argument("--plot", metavar="FILE", help="the front as .png, .svg or .pdf")
+        add_value(packing, name, default, text, type=float)
+    add_value(packing, "--max-queues", 2, "most outlier queues")
+    add_value(packing, "--delay-budget", 0.5, "mean delay allowed, in steps")
+    add_value(packing, "--rows", 20, "rows of the front that are printed")
+    add_json(packing, "points")
+    add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
     packing.set_defaults(run=run)
     tune_layout.add_parser(what)
 
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    spec = load(options.name, options.overrides)
-    spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
-    spec = sources.with_vocabulary(spec, options)
-    spec = with_s_max(spec, memory_gib=spec.cluster.memory_gib)
+    spec = sources.filled_in(load(options.name, options.overrides), options)
     grid = TuningGrid(
         policies=tuple(Policy(name) for name in options.policies),
         thresholds=tuple(options.thresholds),
@@ -107,8 +91,7 @@ def run(options: argparse.Namespace) -> int:
     tuning = finish(points, delay_budget=options.delay_budget)
     if options.plot:
         tuning_figure(tuning).savefig(options.plot, dpi=150)
-    lengths = sources.lengths_shown(source, batches)
-    facts = facts_of(source.name, lengths, window=spec.data.context_window)
+    facts = sources.facts_shown(source, batches, spec)
     data = {
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,

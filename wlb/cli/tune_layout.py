@@ -5,22 +5,21 @@ import math
 import os
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 
 from wlb import __version__
 from wlb.cli import output, sources
-from wlb.cost import KernelProfile, workload_for
+from wlb.cli.options import add_json, add_text, add_value
+from wlb.cost import KernelProfile, gpu_budget, planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
-from wlb.plan import UserError
-from wlb.report import facts_of, worth_line, worth_of
+from wlb.plan import UserError, check_at_least
+from wlb.report import worth_line, worth_of
 from wlb.report.layout.tables import (
     LayoutReport,
     effort_line,
@@ -35,14 +34,7 @@ from wlb.simulate.layout_search.search import Search, Tuner
 from wlb.simulate.layout_search.trial import BatchSample, effective_caps
 from wlb.simulate.layout_search.why import losers_of, references_of
 from wlb.simulate.layout_search.workers import Workers
-from wlb.spec import (
-    Recompute,
-    RunSpec,
-    Schedule,
-    load,
-    resolve_dp,
-    to_toml,
-)
+from wlb.spec import Recompute, RunSpec, Schedule, load, resolve_dp, to_toml
 
 STEPS = (32, 12)
 MICRO_BATCHES = 256
@@ -59,35 +51,20 @@ def add_parser(what: Any) -> None:
         "lost. Every layout trains the same number of tokens per step.",
     )
     most, fewest = STEPS
-    sources.add_arguments(
-        parser,
-        steps=None,
-        steps_default=f"{most}, fewer where steps have many micro-batches, at least {fewest}",
-    )
+    text = f"{most}, fewer where steps have many micro-batches, at least {fewest}"
+    sources.add_arguments(parser, steps=None, steps_default=text)
     parser.add_argument("--gpus", type=int, required=True, help="devices of the whole run")
-    parser.add_argument(
-        "--global-batch-tokens",
-        type=int,
-        metavar="TOKENS",
-        help="tokens of a step, a multiple of the window (default: NAME's)",
-    )
-    parser.add_argument(
-        "--max-delay-mean",
-        type=float,
-        default=0.5,
-        metavar="STEPS",
-        help="most steps that a token waits on average (default: 0.5)",
-    )
+    text = "tokens of a step, a multiple of the window (default: NAME's)"
+    add_text(parser, "--global-batch-tokens", "TOKENS", text, type=int)
+    text = "most steps that a token waits on average"
+    add_value(parser, "--max-delay-mean", 0.5, text, metavar="STEPS")
     _add_restrictions(parser)
-    parser.add_argument(
-        "--top", type=int, default=10, help="layouts that are printed (default: 10)"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the best layout as TOML for wlb train")
-    parser.add_argument("--html", metavar="FILE", help="a page with tables and plots")
-    output.add_json(parser, "results")
-    parser.add_argument(
-        "--jobs", type=int, default=0, help="processes (default: as many as there are cores)"
-    )
+    add_value(parser, "--top", 10, "layouts that are printed")
+    add_text(parser, "--out", "FILE", "write the best layout as TOML for wlb train")
+    add_text(parser, "--html", "FILE", "a page with tables and plots")
+    add_json(parser, "results")
+    text = "processes (default: as many as there are cores)"
+    parser.add_argument("--jobs", type=int, default=0, help=text)
     parser.set_defaults(run=run)
 
 
@@ -107,14 +84,9 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
         )
-    parser.add_argument(
-        "--micro-batches",
-        nargs="*",
-        type=float,
-        default=PackingChoices().micro_batches,
-        metavar="FACTOR",
-        help="micro-batches per window to try besides 1 (default: 1.25 1.5)",
-    )
+    text = "micro-batches per window to try besides 1"
+    usual = PackingChoices().micro_batches
+    add_value(parser, "--micro-batches", usual, text, nargs="*", metavar="FACTOR")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,17 +101,25 @@ def run(options: argparse.Namespace) -> int:
     own, own_note = _own(as_given, options.gpus)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
-    layouts = layouts_of(spec, gpus=options.gpus, choices=_choices(options))
+    narrowed, packings = _choices(options)
+    layouts = layouts_of(spec, gpus=options.gpus, choices=narrowed)
     first = layouts.candidates[0].spec
     profile = workload_for(first, options.device).profile
-    with Workers(jobs=options.jobs or _cores()) as workers, _Shown() as shown:
+    status = Console(stderr=True).status("layouts")  # shows nothing unless stderr is a terminal
+    with Workers(jobs=options.jobs or os.cpu_count() or 1) as workers, status:
+        counts: Counter[str] = Counter()
+
+        def more(what: str, count: int) -> None:
+            counts[what] += count
+            status.update(", ".join(f"{n} {name}" for name, n in counts.items()))
+
         tuner = Tuner(
             sample=BatchSample(batches=tuple(batches), device=options.device),
-            choices=_packing_choices(options),
+            choices=packings,
             workers=workers,
             top=options.top,
             max_delay_mean=options.max_delay_mean,
-            progress=shown.more,
+            progress=more,
         )
         known = tuner.search(layouts, own)
         losers = losers_of(tuner, known, own=own, node=profile.ranks_per_node)
@@ -150,25 +130,21 @@ def run(options: argparse.Namespace) -> int:
             references=references_of(tuner, known.ranking[0]),
             own_note=own_note or _own_note(known),
         )
-    lengths = sources.lengths_shown(source, batches)
-    facts = facts_of(source.name, lengths, window=spec.data.context_window)
+    facts = sources.facts_shown(source, batches, spec)
     title = (
         f"{options.name} on {options.gpus} devices, {spec.tokens_per_step:,} tokens a step, "
         f"{len(batches)} global batches of {source.name}"
     )
     toml = _toml(options, given, report)
     _write(options, report, title, toml, facts.lines, profile)
-    if output.write_json(options, _json(options, report, profile)):
-        return 0
     _show(options, report, title, profile, time.monotonic() - started)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse wrong options before any work."""
-    for name in ("gpus", "top"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} = {getattr(options, name)} must be at least 1")
+    check_at_least("--gpus", options.gpus, 1)
+    check_at_least("--top", options.top, 1)
     if options.jobs < 0:
         raise UserError(f"--jobs = {options.jobs} must be at least 0 (0 = as many as cores)")
     if not 0 <= options.max_delay_mean < math.inf:
@@ -205,7 +181,7 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     """Return the run's own settings if they fit `gpus` devices, otherwise None and the reason."""
     try:
         own = resolve_dp(spec, gpus)
-        own = with_s_max(own, memory_gib=own.cluster.memory_gib)
+        own = with_s_max(own, planned_gib=planned_gib(own))
         effective_caps(own)  # raises if memory leaves packing no room to catch up
         return own, ""
     except UserError as error:
@@ -218,69 +194,36 @@ def _own_note(known: Search) -> str:
         return ""
     return (
         f"the run's own settings do not fit: pipeline rank {own.fullest_rank} needs "
-        f"{own.peak_memory_bytes / GIB:.1f} GiB of {own.spec.cluster.memory_gib:g}, so "
+        f"{own.peak_memory_bytes / GIB:.1f} GiB of the {gpu_budget(own.spec).explanation}, so "
         f"no gain over them is given"
     )
 
 
-def _choices(options: argparse.Namespace) -> LayoutChoices:
-    return LayoutChoices(
-        **{axis: tuple(sorted(set(getattr(options, axis)))) for axis in ("tp", "cp", "pp", "dp")},
-        virtual_stages=tuple(sorted(set(options.virtual_stages))),
+def _choices(options: argparse.Namespace) -> tuple[LayoutChoices, PackingChoices]:
+    numbers = ("tp", "cp", "pp", "dp", "virtual_stages")
+    layouts = LayoutChoices(
+        **{name: tuple(sorted(set(getattr(options, name)))) for name in numbers},
         schedules=tuple(s for s in Schedule if str(s) in options.schedules),
         recompute=tuple(r for r in Recompute if str(r) in options.recompute),
     )
-
-
-def _packing_choices(options: argparse.Namespace) -> PackingChoices:
-    return PackingChoices(
+    packings = PackingChoices(
         policies=tuple(p for p in POLICIES if str(p) in options.policies),
         strategies=tuple(s for s in STRATEGIES if str(s) in options.sharding),
         micro_batches=tuple(options.micro_batches),
     )
-
-
-class _Shown(AbstractContextManager["_Shown"]):
-    """Progress of the search, on stderr if it is a terminal."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self.counts: Counter[str] = Counter()
-        self.status: Status | None = None
-        if console.is_terminal:
-            self.status = console.status("layouts")
-
-    def __enter__(self) -> "_Shown":
-        if self.status is not None:
-            self.status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.status is not None:
-            self.status.stop()
-
-    def more(self, what: str, count: int) -> None:
-        self.counts[what] += count
-        if self.status is not None:
-            self.status.update(", ".join(f"{n} {name}" for name, n in self.counts.items()))
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
+    return layouts, packings
 
 
 def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> str:
     """Return the winner as a run, without the values that training fills in itself."""
     spec, winner = winning_spec(given, report.winner.spec), report.winner
-    return to_toml(
-        spec,
-        comments=(
-            f"{winner.layout}",
-            f"found by: {output.command_of(options)}",
-            f"simulated: {winner.time_s:.3f} s a step of {spec.tokens_per_step:,} tokens, "
-            f"{winner.peak_memory_bytes / GIB:.1f} GiB on the fullest rank",
-        ),
+    comments = (
+        f"{winner.layout}",
+        f"found by: {output.command_of(options)}",
+        f"simulated: {winner.time_s:.3f} s a step of {spec.tokens_per_step:,} tokens, "
+        f"{winner.peak_memory_bytes / GIB:.1f} GiB on the fullest rank",
     )
+    return to_toml(spec, comments=comments)
 
 
 def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
@@ -319,19 +262,6 @@ def _write(
         Path(options.html).write_text(page, "utf-8")
 
 
-def _json(
-    options: argparse.Namespace, report: LayoutReport, profile: KernelProfile
-) -> dict[str, Any]:
-    return {
-        "command": output.command_of(options),
-        "version": program_version(),
-        "profile": profile.name,
-        "worth": dict(worth_of(profile)),
-        "gpus": options.gpus,
-        **report.to_json(),
-    }
-
-
 def _show(
     options: argparse.Namespace,
     report: LayoutReport,
@@ -339,6 +269,17 @@ def _show(
     profile: KernelProfile,
     seconds: float,
 ) -> None:
+    """Write --json, and print the tables unless stdout has it."""
+    data = {
+        "command": output.command_of(options),
+        "version": program_version(),
+        "profile": profile.name,
+        "worth": dict(worth_of(profile)),
+        "gpus": options.gpus,
+        **report.to_json(),
+    }
+    if output.write_json(options, data):
+        return
     console = Console(highlight=False, markup=False)
     console.print(worth_line(profile))
     console.print(layout_table(report, title=title, width=console.width))

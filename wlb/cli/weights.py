@@ -5,20 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from wlb.cli.options import add_text, add_value
 from wlb.cli.output import needs_train_extra
 from wlb.plan import UserError
 from wlb.spec import Dtype
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMG", 1):
+    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power}
 
 
 def add_parsers(commands: Any) -> None:
@@ -32,19 +26,14 @@ def add_parsers(commands: Any) -> None:
     exporting.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run (its newest)"
     )
-    exporting.add_argument("--out", required=True, metavar="DIR", help="new folder")
+    add_text(exporting, "--out", "DIR", "new folder", required=True)
     exporting.add_argument(
         "--dtype", choices=[str(d) for d in Dtype], help="dtype of the tensors (default: as saved)"
     )
-    exporting.add_argument(
-        "--shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="size of the largest file, about equal to the memory needed (default: %(default)s)",
-    )
-    exporting.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the store's"
-    )
+    text = "size of the largest file, about equal to the memory needed"
+    add_value(exporting, "--shard-size", "5GB", text, metavar="SIZE")
+    text = "a tokenizer.json to use instead of the store's"
+    add_text(exporting, "--tokenizer", "FILE", text)
     exporting.set_defaults(run=run_export)
     importing = commands.add_parser(
         "import",
@@ -56,7 +45,7 @@ def add_parsers(commands: Any) -> None:
         "other activations, quantised weights, and missing or unknown tensors are refused by name.",
     )
     importing.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights")
-    importing.add_argument("--out", required=True, metavar="DIR", help="new checkpoint folder")
+    add_text(importing, "--out", "DIR", "new checkpoint folder", required=True)
     importing.set_defaults(run=run_import)
 
 

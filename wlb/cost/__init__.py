@@ -1,120 +1,68 @@
 """Predicted costs: FLOPs, kernel profiles, the workload of Eq. 2, memory."""
 
-from wlb.cost.calibrate import Scales, calibrated_name, fit_scales, scaled_profile
-from wlb.cost.flops import (
-    attention_backward_flops,
-    attention_forward_flops,
-    causal_pairs,
-    document_flops,
-    head_flops,
-    layer_linear_flops,
-    linear_flops_per_token,
-    tile_pairs,
-    window_flops,
-)
-from wlb.cost.latency import AttentionLatency, attention_latency, ideal_kernels_ns, kernels_ns
-from wlb.cost.machine import machine_name
-from wlb.cost.memory import (
-    MemoryEstimate,
-    TokenCaps,
-    in_flight,
-    memory_estimate,
-    memory_of_rank,
-    token_caps,
-)
-from wlb.cost.peaks import known_peak_tflops, rank_peak_tflops
-from wlb.cost.profile import (
-    AttentionTable,
-    Collective,
-    CollectiveCost,
-    Elementwise,
-    ElementwiseCost,
-    GemmCost,
-    HeadCost,
-    KernelProfile,
-    LayerCost,
-    Provenance,
-    ProvenanceKind,
-    Scope,
-)
-from wlb.cost.profile_file import (
-    SCHEMA_VERSION,
-    default_profile_name,
-    load_profile,
-    matching_profile,
-    profile_from_json,
-    profile_names,
-    profile_to_json,
-    save_profile,
-)
-from wlb.cost.stage import StageTimes, end_times_ns, stage_times, without_collectives
-from wlb.cost.surface import Curve, Surface, limit_curve_growth, limit_growth
-from wlb.cost.workload import (
-    FlopsWorkload,
-    ProfiledWorkload,
-    WorkloadModel,
-    workload_for,
-    workload_of,
-)
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "AttentionLatency",
-    "AttentionTable",
-    "Collective",
-    "CollectiveCost",
-    "Curve",
-    "Elementwise",
-    "ElementwiseCost",
-    "FlopsWorkload",
-    "GemmCost",
-    "HeadCost",
-    "KernelProfile",
-    "LayerCost",
-    "MemoryEstimate",
-    "ProfiledWorkload",
-    "Provenance",
-    "ProvenanceKind",
-    "Scales",
-    "Scope",
-    "StageTimes",
-    "Surface",
-    "TokenCaps",
-    "WorkloadModel",
-    "attention_backward_flops",
-    "attention_forward_flops",
-    "attention_latency",
-    "calibrated_name",
-    "causal_pairs",
-    "default_profile_name",
-    "document_flops",
-    "end_times_ns",
-    "fit_scales",
-    "head_flops",
-    "ideal_kernels_ns",
-    "in_flight",
-    "kernels_ns",
-    "known_peak_tflops",
-    "layer_linear_flops",
-    "limit_curve_growth",
-    "limit_growth",
-    "linear_flops_per_token",
-    "load_profile",
-    "machine_name",
-    "matching_profile",
-    "memory_estimate",
-    "memory_of_rank",
-    "profile_from_json",
-    "profile_names",
-    "profile_to_json",
-    "rank_peak_tflops",
-    "save_profile",
-    "scaled_profile",
-    "stage_times",
-    "tile_pairs",
-    "token_caps",
-    "window_flops",
-    "without_collectives",
-    "workload_for",
-    "workload_of",
-]
+from wlb.cost.budget import Budget as Budget
+from wlb.cost.budget import cpu_budget as cpu_budget
+from wlb.cost.budget import gpu_budget as gpu_budget
+from wlb.cost.budget import planned_gib as planned_gib
+from wlb.cost.calibrate import Scales as Scales
+from wlb.cost.calibrate import calibrated_name as calibrated_name
+from wlb.cost.calibrate import fit_scales as fit_scales
+from wlb.cost.calibrate import scaled_profile as scaled_profile
+from wlb.cost.flops import attention_backward_flops as attention_backward_flops
+from wlb.cost.flops import attention_forward_flops as attention_forward_flops
+from wlb.cost.flops import causal_pairs as causal_pairs
+from wlb.cost.flops import document_flops as document_flops
+from wlb.cost.flops import head_flops as head_flops
+from wlb.cost.flops import layer_linear_flops as layer_linear_flops
+from wlb.cost.flops import linear_flops_per_token as linear_flops_per_token
+from wlb.cost.flops import tile_pairs as tile_pairs
+from wlb.cost.flops import window_flops as window_flops
+from wlb.cost.latency import AttentionLatency as AttentionLatency
+from wlb.cost.latency import StageTimes as StageTimes
+from wlb.cost.latency import attention_latency as attention_latency
+from wlb.cost.latency import end_times_ns as end_times_ns
+from wlb.cost.latency import ideal_kernels_ns as ideal_kernels_ns
+from wlb.cost.latency import kernels_ns as kernels_ns
+from wlb.cost.latency import stage_times as stage_times
+from wlb.cost.latency import without_collectives as without_collectives
+from wlb.cost.machine import known_peak_tflops as known_peak_tflops
+from wlb.cost.machine import machine_name as machine_name
+from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
+from wlb.cost.memory import MemoryEstimate as MemoryEstimate
+from wlb.cost.memory import TokenCaps as TokenCaps
+from wlb.cost.memory import in_flight as in_flight
+from wlb.cost.memory import memory_estimate as memory_estimate
+from wlb.cost.memory import memory_of_rank as memory_of_rank
+from wlb.cost.memory import token_caps as token_caps
+from wlb.cost.profile import AttentionTable as AttentionTable
+from wlb.cost.profile import Collective as Collective
+from wlb.cost.profile import CollectiveCost as CollectiveCost
+from wlb.cost.profile import Elementwise as Elementwise
+from wlb.cost.profile import ElementwiseCost as ElementwiseCost
+from wlb.cost.profile import GemmCost as GemmCost
+from wlb.cost.profile import HeadCost as HeadCost
+from wlb.cost.profile import KernelProfile as KernelProfile
+from wlb.cost.profile import LayerCost as LayerCost
+from wlb.cost.profile import Provenance as Provenance
+from wlb.cost.profile import ProvenanceKind as ProvenanceKind
+from wlb.cost.profile import Scope as Scope
+from wlb.cost.profile_file import default_profile_name as default_profile_name
+from wlb.cost.profile_file import load_profile as load_profile
+from wlb.cost.profile_file import matching_profile as matching_profile
+from wlb.cost.profile_file import profile_from_json as profile_from_json
+from wlb.cost.profile_file import profile_names as profile_names
+from wlb.cost.profile_file import profile_to_json as profile_to_json
+from wlb.cost.profile_file import save_profile as save_profile
+from wlb.cost.surface import Curve as Curve
+from wlb.cost.surface import Surface as Surface
+from wlb.cost.surface import limit_curve_growth as limit_curve_growth
+from wlb.cost.surface import limit_growth as limit_growth
+from wlb.cost.workload import FlopsWorkload as FlopsWorkload
+from wlb.cost.workload import ProfiledWorkload as ProfiledWorkload
+from wlb.cost.workload import WorkloadModel as WorkloadModel
+from wlb.cost.workload import workload_for as workload_for
+from wlb.cost.workload import workload_of as workload_of
+from wlb.cost.workspace import AttentionCall as AttentionCall
+from wlb.cost.workspace import attention_workspace_bytes as attention_workspace_bytes
+from wlb.cost.workspace import deterministic_copies as deterministic_copies
+from wlb.cost.workspace import most_attention_workspace_bytes as most_attention_workspace_bytes

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from wlb.cost.linear import TP_BACKWARD, TP_FORWARD
 from wlb.cost.profile import (
@@ -18,16 +19,17 @@ from wlb.cost.profile import (
     Collective,
     CollectiveCost,
     Elementwise,
-    ElementwiseCost,
-    HeadCost,
     KernelProfile,
     LayerCost,
     Provenance,
 )
 from wlb.cost.surface import Curve, Surface
-from wlb.plan import TERMS, Moments, Telemetry, UserError
+from wlb.plan import TERMS, Telemetry, UserError
 
 LINEAR = ("linear_forward", "linear_backward")
+_CALL = "{}_call_ns"
+_ATTENTION = ("{}", "square_{}", "launch_{}_ns", "group_{}_ns")
+"""Fields of `LayerCost` and `ElementwiseCost`, and of `AttentionTable`, that have a pass each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +88,13 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
                 [(extra, m.predicted_s) for m, (_, extra) in lines]
             )
         else:
-            scales[name] = _weighted_median([(_ratio(m), m.predicted_s) for m in known])
-    heads = [(r.head_ratio, r.predicted_head_s) for r in records]
-    heads = [(ratio, weight) for ratio, weight in heads if ratio]
+            ratios = [(m.measured_s / m.predicted_s, m.predicted_s) for m in known]
+            scales[name] = _weighted_median(ratios)
+    heads = [(ratio, r.predicted_head_s) for r in records if (ratio := r.head_ratio)]
     if heads:
         scales["head"] = _weighted_median(heads)
     steps = sum(record.num_steps for record in records)
     return Scales(**scales, num_records=len(records), num_steps=steps)
-
-
-def _ratio(moments: Moments) -> float:
-    return moments.measured_s / moments.predicted_s
 
 
 def _weighted_median(pairs: list[tuple[float, float]]) -> float:
@@ -139,27 +137,27 @@ def scaled_profile(
     factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
         raise ValueError(f"factors of {name!r} must be finite and above 0, got {factors}")
+    attention = (attention_forward, attention_backward)
+    linear = (linear_forward, linear_backward)
+    extra_ns = (linear_forward_extra_ns, linear_backward_extra_ns)
+    slower_head = replace(
+        profile.head,
+        tflops=profile.head.tflops / head,
+        backward_bytes_per_s=profile.head.backward_bytes_per_s / head,
+        provenance=provenance,
+    )
     return replace(
         profile,
         name=name,
         provenance=provenance,
-        attention=_slower_tables(
-            profile.attention, table, backend, (attention_forward, attention_backward), provenance
-        ),
+        attention=_slower_tables(profile.attention, table, backend, attention, provenance),
         elementwise=tuple(
-            c
-            if c.op == Elementwise.EMBEDDING
-            else replace(c, **_slower_calls(c, linear_forward, linear_backward))
+            c if c.op == Elementwise.EMBEDDING else replace(c, **_slower(c, linear, _CALL))
             for c in profile.elementwise
         ),
-        layer=_slower_layer(
-            profile.layer,
-            (linear_forward, linear_backward),
-            (linear_forward_extra_ns, linear_backward_extra_ns),
-            provenance,
-        ),
-        head=profile.head if head == 1 else _slower_head(profile.head, head, provenance),
-        collectives=_slower_collectives(profile.collectives, linear_forward, linear_backward)
+        layer=_slower_layer(profile.layer, linear, extra_ns, provenance),
+        head=profile.head if head == 1 else slower_head,
+        collectives=_slower_collectives(profile.collectives, *linear)
         if collectives
         else profile.collectives,
     )
@@ -169,6 +167,23 @@ def calibrated_name(name: str) -> str:
     """ "cpu" -> "cpu-calibrated" -> "cpu-calibrated-2" -> "cpu-calibrated-3"."""
     again = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
     return f"{again[1]}-{int(again[2] or 1) + 1}" if again else f"{name}-calibrated"
+
+
+def _slower(cost: Any, factors: tuple[float, float], *names: str) -> dict[str, Any]:
+    """Fields of `cost` ("{}" stands for the pass) if passes take `factors` times as long.
+
+    Times and factors grow, throughput on axes falls.
+    """
+    found: dict[str, Any] = {}
+    for one_pass, factor in zip(("forward", "backward"), factors, strict=True):
+        for name in (pattern.format(one_pass) for pattern in names):
+            value: Any = getattr(cost, name)
+            if isinstance(value, Surface | Curve):
+                value = replace(value, values=value.values / factor)
+            elif value is not None:
+                value = round(value * factor) if name.endswith("_ns") else value * factor
+            found[name] = value
+    return found
 
 
 def _slower_tables(
@@ -184,7 +199,7 @@ def _slower_tables(
         if wanted is not None and table is not wanted:
             rest.append(table)
             continue
-        slower = _slower_table(table, *factors, provenance)
+        slower = replace(table, **_slower(table, factors, *_ATTENTION), provenance=provenance)
         others = tuple(b for b in table.backends if backend is not None and b != backend)
         if others:  # other backends were not measured and keep their prices
             rest.append(replace(table, backends=others))
@@ -199,22 +214,10 @@ def _slower_layer(
     extra_ns: tuple[float, float],
     provenance: Provenance,
 ) -> LayerCost:
-    calls = _slower_calls(layer, *factors)
-    return LayerCost(
-        forward_factor=layer.forward_factor * factors[0],
-        backward_factor=layer.backward_factor * factors[1],
-        forward_call_ns=calls["forward_call_ns"] + round(extra_ns[0]),
-        backward_call_ns=calls["backward_call_ns"] + round(extra_ns[1]),
-        provenance=provenance,
-    )
-
-
-def _slower_head(head: HeadCost, factor: float, provenance: Provenance) -> HeadCost:
-    return HeadCost(
-        tflops=head.tflops / factor,
-        backward_bytes_per_s=head.backward_bytes_per_s / factor,
-        provenance=provenance,
-    )
+    values = _slower(layer, factors, _CALL, "{}_factor")
+    values["forward_call_ns"] += round(extra_ns[0])
+    values["backward_call_ns"] += round(extra_ns[1])
+    return LayerCost(**values, provenance=provenance)
 
 
 def _slower_collectives(
@@ -228,38 +231,4 @@ def _slower_collectives(
         if c.op in in_layers
         else c
         for c in costs
-    )
-
-
-def _slower_calls(
-    cost: ElementwiseCost | LayerCost, forward: float, backward: float
-) -> dict[str, int]:
-    return {
-        "forward_call_ns": round(cost.forward_call_ns * forward),
-        "backward_call_ns": round(cost.backward_call_ns * backward),
-    }
-
-
-def _slower(surface: Surface, factor: float) -> Surface:
-    return replace(surface, values=surface.values / factor)
-
-
-def _slower_curve(curve: Curve | None, factor: float) -> Curve | None:
-    return None if curve is None else replace(curve, values=curve.values / factor)
-
-
-def _slower_table(
-    table: AttentionTable, forward: float, backward: float, provenance: Provenance
-) -> AttentionTable:
-    return replace(
-        table,
-        forward=_slower(table.forward, forward),
-        backward=_slower(table.backward, backward),
-        launch_forward_ns=round(table.launch_forward_ns * forward),
-        launch_backward_ns=round(table.launch_backward_ns * backward),
-        group_forward_ns=round(table.group_forward_ns * forward),
-        group_backward_ns=round(table.group_backward_ns * backward),
-        square_forward=_slower_curve(table.square_forward, forward),
-        square_backward=_slower_curve(table.square_backward, backward),
-        provenance=provenance,
     )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.plan import IntArray
+from wlb.plan.arrays import first_true
 from wlb.spec import ModelSpec
 
 FloatArray = npt.NDArray[np.float64]
@@ -27,9 +28,7 @@ def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:
     Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. Shape [n].
     """
     q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
-    bad = np.flatnonzero((q < 0) | (q > kv))
-    if bad.size:
-        i = int(bad[0])
+    if (i := first_true((q < 0) | (q > kv))) is not None:
         raise ValueError(
             f"segment {i} has q = {q.flat[i]} rows over kv = {kv.flat[i]} keys; a causal segment "
             f"needs 0 <= q <= kv"

@@ -1,4 +1,4 @@
-"""Predicted attention time of sharded micro-batches, for selector, simulator and reports.
+"""Predicted times of sharded micro-batches: attention, for strategies and simulator, and stages.
 
 Section 5.3: tile-quantised FLOPs of each segment over the throughput measured at its (query rows,
 keys, heads), forward and backward apart. Launches and CP's collectives are added: K and V are
@@ -7,16 +7,17 @@ every layer, so a micro-batch waits for the slowest rank of each pass, not of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.cost.workload import WorkloadModel
-from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, offsets_of
+from wlb.cost.workload import ProfiledWorkload, WorkloadModel
+from wlb.plan import IntArray, IntLike, PipelinePlan, ShardingPlan, UserError, offsets_of
+from wlb.plan.sharding import RankTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionLatency:
+class AttentionLatency(RankTimes):
     """Attention times of a pipeline rank's layers. forward_ns, backward_ns: kernels and launches of
     each CP rank, [cp]. gather_forward_ns, exchange_backward_ns: collectives, equal on all ranks.
     """
@@ -25,16 +26,6 @@ class AttentionLatency:
     backward_ns: IntArray
     gather_forward_ns: int
     exchange_backward_ns: int
-
-    @property
-    def kernels_ns(self) -> IntArray:
-        """Kernels and launches of each rank, both passes, shape [cp]."""
-        return self.forward_ns + self.backward_ns
-
-    @property
-    def slowest_kernels_ns(self) -> int:
-        """The slowest rank's forward plus the slowest rank's backward, collectives apart."""
-        return int(self.forward_ns.max()) + int(self.backward_ns.max())
 
     @property
     def slowest_ns(self) -> int:
@@ -89,6 +80,58 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     forward, backward = cost.segment_times_ns(lengths, lengths)
     calls = cost.attention_call_ns(lengths, lengths, np.array([0, forward.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTimes:
+    """Times of a stage's layers for n micro-batches, int64 ns, as a rank can measure them.
+
+    attention_*: kernels and launches of each CP rank, [n, cp]. linear_*: all else, [n], equal on
+    all CP ranks; unlike W_l with calls and collectives' latency, without embedding and head.
+    """
+
+    attention_forward_ns: IntArray
+    attention_backward_ns: IntArray
+    linear_forward_ns: IntArray
+    linear_backward_ns: IntArray
+
+
+def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> StageTimes:
+    """Prices each micro-batch of `plan` on a stage of `layers` layers."""
+    priced = cost.num_layers_per_rank
+    latencies = [attention_latency(sharding, cost) for sharding in plan.shardings]
+    shape = (len(latencies), cost.parallel.cp)
+    forward = np.array([a.forward_ns for a in latencies], np.int64).reshape(shape)
+    backward = np.array([a.backward_ns for a in latencies], np.int64).reshape(shape)
+    tokens = np.array([sharding.num_tokens for sharding in plan.shardings], np.int64)
+    linear = [
+        np.rint(
+            sum(ns for name, ns in cost.ns_per_token.items() if name.endswith(one_pass)) * tokens
+            + call_ns
+        ).astype(np.int64)
+        for one_pass, call_ns in zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
+    ]
+    return StageTimes(
+        attention_forward_ns=forward * layers // priced,
+        attention_backward_ns=backward * layers // priced,
+        linear_forward_ns=linear[0] * layers // priced,
+        linear_backward_ns=linear[1] * layers // priced,
+    )
+
+
+def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
+    """Embedding (first stage) and head with loss (last stage), both passes of all micro-batches,
+    padding included."""
+    linear = cost.linear
+    rows = sum(plan.local_tokens) * cost.parallel.cp
+    head = rows * linear.head_ns_per_token + len(plan.micro_batches) * linear.head_backward_ns
+    return round(rows * sum(linear.embedding_ns_per_token)), round(head)
+
+
+def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:
+    """`cost` with free collectives, to compare with thread CPU time, which excludes waiting."""
+    free = tuple(replace(c, alpha_ns=0, bytes_per_s=float("inf")) for c in cost.profile.collectives)
+    return replace(cost, profile=replace(cost.profile, collectives=free))
 
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:

@@ -10,13 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.cost.flops import (
-    LINEAR_BACKWARD_FACTOR,
-    elementwise_values,
-    head_flops,
-    layer_matrices,
-)
-from wlb.cost.profile import DTYPE_BYTES, Collective, Elementwise, KernelProfile
+from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, elementwise_values, head_flops, layer_matrices
+from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
 from wlb.plan import UserError
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
@@ -26,7 +21,7 @@ again and the gradients of both outputs."""
 ELEMENTWISE_CALLS = {"norm": 2, "residual": 2, "rotary": 2, "swiglu": 1}
 """Calls of each operator a layer and pass."""
 GRADIENT_BYTES = 4
-"""dK and dV are reduced in float32, whatever the run computes in."""
+"""The head's gradient is float32, and so are dK and dV unless `cp.gradient_dtype` is bfloat16."""
 
 Passes = tuple[float, float]
 """Forward and backward."""
@@ -66,6 +61,7 @@ class LinearCost:
     """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`.
 
     tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
+    kv_gradient_bytes: of a value of dK and dV on its way between CP ranks.
     """
 
     model: ModelSpec
@@ -75,6 +71,7 @@ class LinearCost:
     keep_gathered_kv: bool
     recompute: Recompute
     tp_overlap: float = 0.0
+    kv_gradient_bytes: int = GRADIENT_BYTES
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_overlap <= 1:
@@ -90,19 +87,22 @@ class LinearCost:
         return RECOMPUTED_WORK[self.recompute]
 
     @property
+    def kv_gathers_again(self) -> bool:
+        """Whether backward gathers K and V; once, as attention that runs again keeps its gather."""
+        return not self.keep_gathered_kv or self.again.attention
+
+    @property
     def ns_per_token(self) -> dict[str, float]:
         """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
         parallel, exposed = self.parallel, 1 - self.tp_overlap
-        size = DTYPE_BYTES[self.profile.dtype]
         terms = {
             "gemm": self._in_layer(self._gemm_ns()),
             "elementwise": self._in_layer(self._elementwise_ns()),
-            "tp_comm": (
-                self.tp_wire_ns(*TP_FORWARD) * exposed,
-                self.tp_wire_ns(*TP_BACKWARD) * exposed,
-                self.tp_wire_ns(*self.again.tp) * exposed,
+            "tp_comm": tuple(
+                self.tp_wire_ns(*calls) * exposed
+                for calls in (TP_FORWARD, TP_BACKWARD, self.again.tp)
             ),
-            "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp, size),
+            "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
         out: dict[str, float] = {}
         for name, (forward, backward, again) in terms.items():
@@ -143,9 +143,12 @@ class LinearCost:
             backward += calls * cost.backward_call_ns
             backward += again.calls.get(op, 0) * cost.forward_call_ns
         tp_backward = [now + more for now, more in zip(TP_BACKWARD, again.tp, strict=True)]
-        kv_gathers = (not self.keep_gathered_kv) + again.attention
         for op, tp_calls, cp_calls in (
-            (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, kv_gathers)),
+            (
+                Collective.ALL_GATHER,
+                (TP_FORWARD[0], tp_backward[0]),
+                (1, int(self.kv_gathers_again)),
+            ),
             (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
         ):
             tp_alpha = profile.collective(op, span_ranks=tp).alpha_ns * (tp > 1)
@@ -192,19 +195,14 @@ class LinearCost:
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
-        float32 reduce-scatter and, unless gathered K and V are kept, the gather again."""
+        reduce-scatter of gradients and, unless gathered K and V are kept, the gather again. What
+        hides behind matrix products counts as well."""
         tp = self.parallel.tp
         values = num_tokens * 2 * self.model.kv_dim / tp
-        gather, scatter = (
-            self.profile.collective(op, span_ranks=tp * cp, num_ranks=cp).time_ns(
-                values * b, num_ranks=cp
-            )
-            for op, b in (
-                (Collective.ALL_GATHER, DTYPE_BYTES[self.profile.dtype]),
-                (Collective.REDUCE_SCATTER, GRADIENT_BYTES),
-            )
-        )
-        backward = scatter + gather * ((not self.keep_gathered_kv) + self.again.attention)
+        of_gather, of_scatter = self._gather_and_scatter(tp * cp, cp)
+        gather = of_gather.time_ns(values * DTYPE_BYTES[self.profile.dtype], num_ranks=cp)
+        scatter = of_scatter.time_ns(values * self.kv_gradient_bytes, num_ranks=cp)
+        backward = scatter + gather * self.kv_gathers_again
         return round(gather * self.num_layers), round(backward * self.num_layers)
 
     def _gemm_ns(self) -> Work:
@@ -234,32 +232,64 @@ class LinearCost:
                 again += once * self.again.calls.get(op, 0) / ELEMENTWISE_CALLS[op]
         return forward, backward, again
 
-    def _kv_wire_ns(self, values: float, size: int) -> Work:
+    def _kv_wire_ns(self, values: float) -> Work:
         """Bandwidth terms of a token's keys and values and of their gradients."""
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
-        gather = self._wire_ns(values * size, cp, span, 1, 0)
-        scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
-        backward = scatter + gather * (not self.keep_gathered_kv)
-        return gather, backward, gather * self.again.attention
+        gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
+        scatter = self._wire_ns(values * self.kv_gradient_bytes, cp, span, 0, 1)
+        again = gather * self.kv_gathers_again
+        return (gather, scatter, again) if self.again.attention else (gather, scatter + again, 0.0)
 
     def _in_layer(self, work: Work) -> Work:
         """Times of single operators scaled to their times inside a layer."""
-        layer = self.profile.layer
-        forward, backward, again = work
-        return (
-            forward * layer.forward_factor,
-            backward * layer.backward_factor,
-            again * layer.forward_factor,
-        )
+        (forward, backward, again), layer = work, self.profile.layer
+        in_forward = layer.forward_factor
+        return forward * in_forward, backward * layer.backward_factor, again * in_forward
 
     def _wire_ns(
         self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
     ) -> float:
         """Bandwidth terms of all-gathers and reduce-scatters."""
-        gather, scatter = (
-            self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks).wire_ns(
-                size_bytes, num_ranks=num_ranks
-            )
-            for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        )
+        costs = self._gather_and_scatter(span_ranks, num_ranks)
+        gather, scatter = (cost.wire_ns(size_bytes, num_ranks=num_ranks) for cost in costs)
         return gathers * gather + scatters * scatter
+
+    def _gather_and_scatter(self, span_ranks: int, num_ranks: int) -> list[CollectiveCost]:
+        return [
+            self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks)
+            for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        ]
+
+
+WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
+"""Under TP the weights' pass gathers all four [tokens, hidden] tensors of a layer again
+(`wlb.parallel.deferred`), and the inputs' pass keeps the gathers of gradients: two more in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBackward:
+    """Weights' gradients computed apart from inputs' gradients (zero-bubble): times of a pipeline
+    rank's layers. weight_*: of the weights' pass, which has one of the two products of each
+    linear layer's backward. saved_*: what backward saves. product_ns_per_token: of those products,
+    part of both. *_call_ns: a micro-batch."""
+
+    product_ns_per_token: float
+    weight_ns_per_token: float
+    weight_call_ns: float
+    saved_ns_per_token: float
+    saved_call_ns: float
+
+
+def split_backward(linear: LinearCost) -> SplitBackward:
+    """Divides the linear part of backward: inputs' pass = backward - saved, and weights' pass."""
+    tp, layers = linear.parallel.tp, linear.num_layers
+    alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
+    product = linear.weight_products_ns_per_token
+    exposed = 1 - linear.tp_overlap
+    return SplitBackward(
+        product_ns_per_token=product,
+        weight_ns_per_token=product + linear.tp_wire_ns(WEIGHT_GATHERS, 0) * layers * exposed,
+        weight_call_ns=WEIGHT_GATHERS * alpha * layers,
+        saved_ns_per_token=product + linear.tp_wire_ns(SAVED_GATHERS, 0) * layers * exposed,
+        saved_call_ns=SAVED_GATHERS * alpha * layers,
+    )

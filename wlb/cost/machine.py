@@ -9,8 +9,10 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from wlb import __version__
+from wlb.spec import Dtype, RunSpec
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -31,13 +33,8 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str:
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return ""
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
+    nvml, _ = start_nvml()
+    if nvml is None:
         return ""
     try:
         name = nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0))
@@ -46,6 +43,19 @@ def gpu_name() -> str:
     finally:
         nvml.nvmlShutdown()
     return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def start_nvml() -> tuple[Any, str]:
+    """Started NVML, which the caller shuts down, or None and the reason."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "package nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return None, f"NVML does not start: {error}"
+    return nvml, ""
 
 
 def short_name(device: str) -> str:
@@ -65,9 +75,46 @@ def program_version() -> str:
     folder = Path(__file__).resolve().parents[2]
     if (folder / ".git").exists():
         command = ["git", "describe", "--always", "--dirty"]
-        try:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return f"wlb-llm {__version__}"
-        return done.stdout.strip()
+            return done.stdout.strip()
     return f"wlb-llm {__version__}"
+
+
+PEAK_TFLOPS = {
+    "GB300": 2500.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 PCIE": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800 PCIE": 756.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+}
+"""Words in a name -> TFLOP/s without sparsity (NVIDIA's data sheets mostly give twice that, with
+sparsity). The first match counts."""
+
+
+def known_peak_tflops(device: str) -> float | None:
+    """bfloat16 TFLOP/s of a GPU of this name; None for unknown ones and for slices (MIG)."""
+    words = set(re.split(r"[^A-Z0-9]+", device.upper()))
+    if "MIG" in words:
+        return None
+    found = (peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split()))
+    return next(found, None)
+
+
+def rank_peak_tflops(spec: RunSpec, device: str) -> float:
+    """Peak TFLOP/s of a rank for MFU: telemetry.peak_tflops, else the bfloat16 table's, else 0."""
+    if spec.telemetry.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
+        return spec.telemetry.peak_tflops
+    return known_peak_tflops(device) or 0.0

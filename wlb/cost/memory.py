@@ -1,21 +1,25 @@
 """Bytes that must be resident on one rank, with the longest micro-batch packing may make.
 
-An upper bound on tensors, not what an allocator holds: fragmentation, NCCL buffers and the CUDA
-context (a few GB) come on top. Activations follow Korthikanti et al. (2022), Eq. 4, for flash
-attention and SwiGLU; wlb/cost/README.md has the formulas.
+An upper bound on tensors and on what attention kernels allocate beside them. The allocator's gaps,
+NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations follow Korthikanti
+et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/README.md has the formulas.
 """
 
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
+from wlb.cost.budget import GIB as GIB
+from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
 from wlb.plan import UserError
-from wlb.spec import Dtype, Policy, Recompute, RunSpec, Schedule
+from wlb.spec import Dtype, Policy, Recompute, Remainder, RunSpec, Schedule, Strategy
 
-GIB = 2**30
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
 """Share of T that is planned with where several pipelines get unequal tokens."""
+ROWS_OF_SEGMENT = 128
+"""Mean rows of a segment on a rank, at least, of an attention call: kernels pad each segment by up
+to 128 rows. In steps of Table 1's lengths the mean was 106 (`paper`) to 400 (`wlb`) at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class MemoryEstimate:
     copied. activations: of all micro-batches in flight, and what waits for the weights' pass.
     boundaries: stage outputs kept for backward. logits: a chunk of the loss, last pipeline rank
     only. workspace: what the layer at work needs in addition, recomputed activations included.
+    kernel: what attention's backward kernel allocates and is not beside a larger workspace.
     """
 
     pp_rank: int
@@ -41,6 +46,7 @@ class MemoryEstimate:
     boundaries_bytes: int
     logits_bytes: int
     workspace_bytes: int
+    kernel_bytes: int
 
     @property
     def terms(self) -> dict[str, int]:
@@ -106,11 +112,21 @@ def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int]]:
     return out
 
 
+def held_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> tuple[int, int]:
+    """(activations, stage outputs) of a rank when it holds most; micro-batches of one length."""
+    kept, waiting, output = (
+        bytes_of(spec, micro_batch_tokens=micro_batch_tokens)
+        for bytes_of in (layer_activation_bytes, layer_waiting_bytes, stage_output_bytes)
+    )
+    states = _held_at_once(spec, pp_rank)
+    return max(((k * kept + w * waiting, n * output) for k, n, w in states), key=sum)
+
+
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
-    local = -(-micro_batch_tokens // cp)
+    local = _local(spec, micro_batch_tokens)
     if spec.training.recompute == Recompute.FULL:
         return local * model.hidden_size * size // tp
     values = 3 * model.hidden_size + 2 * model.q_dim
@@ -124,47 +140,101 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Bytes that a layer's inputs' pass leaves for its weights' pass: linear layers' inputs and
     output gradients, as many as forward keeps without recompute."""
-    plain = replace(
-        _with_recompute(spec, Recompute.NONE), cp=replace(spec.cp, keep_gathered_kv=False)
-    )
+    cp = replace(spec.cp, keep_gathered_kv=False)
+    plain = replace(_with_recompute(spec, Recompute.NONE), cp=cp)
     return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
 
 
 def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """A stage's output of one micro-batch on one rank, sequence-sharded."""
-    local = -(-micro_batch_tokens // spec.parallel.cp)
-    return local * spec.model.hidden_size * _compute_bytes(spec) // spec.parallel.tp
+    values = _local(spec, micro_batch_tokens) * spec.model.hidden_size
+    return values * _compute_bytes(spec) // spec.parallel.tp
 
 
-def workspace_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """What one layer needs in backward in addition to its activations (README.md)."""
-    model, tp = spec.model, spec.parallel.tp
-    local = -(-micro_batch_tokens // spec.parallel.cp)
-    values = 2 * model.hidden_size + 3 * model.ffn_hidden_size // tp
+def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, int]:
+    """Bytes of tensors that one layer needs in backward besides its activations (README.md), and by
+    how much what attention's kernel allocates raises them."""
+    mlp, attention, summing, again = _workspaces(spec, micro_batch_tokens)
+    tensors = max(mlp, max(attention, summing) + again)
+    allocated = _allocated_by_kernel(spec, micro_batch_tokens)
+    return tensors, max(0, attention + allocated + again - tensors)
+
+
+def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
+    """Bytes of the MLP's backward; of attention's while its kernel runs and while gradients of K
+    and V are added up; and of activations recomputed for attention's."""
+    local = _local(spec, tokens)
+    values = 2 * spec.model.hidden_size + 3 * spec.model.ffn_hidden_size // spec.parallel.tp
     mlp = local * _compute_bytes(spec) * values
-    attention = _attention_workspace_bytes(spec, local=local)
     kept, half, whole = (
-        layer_activation_bytes(_with_recompute(spec, how), micro_batch_tokens=micro_batch_tokens)
+        layer_activation_bytes(_with_recompute(spec, how), micro_batch_tokens=tokens)
         for how in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
+    if spec.parallel.cp > 1 and not spec.cp.keep_gathered_kv:
+        # Gathered keys and values are there while the MLP's backward runs: gathered again, or by
+        # the second forward pass of a layer that is recomputed as a whole.
+        kv_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
+        mlp += spec.parallel.cp * local * kv_bytes
     # The MLP's backward runs first and frees its workspace before attention's begins.
-    return max(mlp + whole - kept, attention + max(0, half - kept))
+    return mlp + whole - kept, *_attention_workspaces(spec, local=local), max(0, half - kept)
 
 
-def _attention_workspace_bytes(spec: RunSpec, *, local: int) -> int:
-    """Attention's workspace in backward with `local` tokens a CP rank."""
-    model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
+def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
+    """Attention's tensors in backward with `local` tokens a CP rank: (in the kernel, summing)."""
+    model, tp = spec.model, spec.parallel.tp
     size = _compute_bytes(spec)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
     gradients = local * 2 * q_bytes  # of the output and of Q
-    if cp == 1:
-        return gradients + local * kv_bytes
-    rows = cp * local
-    copied = rows + -(-rows // (2 * cp))
+    if spec.parallel.cp == 1:
+        return gradients + local * kv_bytes, 0
+    rows, copied = spec.parallel.cp * local, _copied_keys(spec, local)
     in_kernel = (rows + 2 * copied) * kv_bytes
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
-    summing = copied * kv_bytes + in_float32 + (copied + rows) * kv_bytes // 2
-    return gradients + max(in_kernel, summing)
+    # Autograd holds backward's gather until attention's backward has returned.
+    held = 0 if spec.cp.keep_gathered_kv else rows * kv_bytes
+    summing = held + copied * kv_bytes + in_float32 + (copied + rows) * kv_bytes // 2
+    return gradients + in_kernel, gradients + summing
+
+
+def _copied_keys(spec: RunSpec, local: int) -> int:
+    """Rows of keys that the segments of a rank read, with a prefix for each of them.
+
+    A document's head and tail chunk read at most 1 + 1 / (2 cp) documents. Tokens that are left
+    over and dealt one by one are segments of their own: at most two a rank, with whole prefixes.
+    """
+    cp, sharding = spec.parallel.cp, spec.sharding
+    if cp == 1:
+        return local
+    rows = cp * local
+    deals = sharding.remainder == Remainder.ONE_BY_ONE and sharding.strategy in (
+        Strategy.PER_DOCUMENT,
+        Strategy.ADAPTIVE,
+        Strategy.HYBRID,
+    )
+    return rows + -(-rows // (2 * cp)) + 2 * rows * deals
+
+
+def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
+    """Bytes that the backward kernel of a rank's longest attention call allocates; float32 is
+    computed by torch's own attention, which is not counted."""
+    if spec.training.dtype == Dtype.FLOAT32:
+        return 0
+    model, tp, local = spec.model, spec.parallel.tp, _local(spec, tokens)
+    keys = _copied_keys(spec, local)
+    call = AttentionCall(
+        num_segments=max(1, local // ROWS_OF_SEGMENT),
+        num_queries=local,
+        num_keys=keys,
+        max_q=local,
+        max_k=min(keys, spec.data.context_window),
+        num_heads=model.num_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
+        head_size=model.head_size,
+        value_bytes=_compute_bytes(spec),
+    )
+    return most_attention_workspace_bytes(
+        spec.kernels.attention, call, deterministic=spec.kernels.deterministic
+    )
 
 
 def _with_recompute(spec: RunSpec, how: Recompute) -> RunSpec:
@@ -182,40 +252,31 @@ def memory_of_rank(
 
     step_tokens: T, tokens of a step over all pipelines; None: unbounded.
     """
-    model, parallel = spec.model, spec.parallel
+    parallel, size = spec.parallel, _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
-    size, tp = _compute_bytes(spec), parallel.tp
-    local = -(-tokens // parallel.cp)
-    passes = in_flight(spec, pp_rank=pp_rank)
     parameters = _parameters(spec, pp_rank=pp_rank)
     shard = -(-parameters // spec.shard_size)
     has_fsdp = parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
-    last = pp_rank == parallel.pp - 1
-    rows = min(spec.training.loss_chunk, local)
-    kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
-    waiting = layer_waiting_bytes(spec, micro_batch_tokens=tokens)
-    output = stage_output_bytes(spec, micro_batch_tokens=tokens)
-    activations, boundaries = max(
-        (
-            (k * kept + w * waiting, outputs * output)
-            for k, outputs, w in _held_at_once(spec, pp_rank)
-        ),
-        key=sum,
-    )
+    # Logits, as the loss has them: in compute dtype, in float32, and their gradient.
+    logits = min(spec.training.loss_chunk, _local(spec, tokens)) * (size + 2 * FLOAT32_BYTES)
+    logits *= spec.model.padded_vocab_size // parallel.tp
+    activations, boundaries = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
     if step_tokens is not None:
         in_step = _kept_bytes_of_step(spec, pp_rank, step_tokens)
         activations, boundaries = min(activations, in_step[0]), min(boundaries, in_step[1])
+    workspace, kernel = workspaces_bytes(spec, micro_batch_tokens=tokens)
     return MemoryEstimate(
         pp_rank=pp_rank,
-        num_in_flight=passes,
+        num_in_flight=in_flight(spec, pp_rank=pp_rank),
         micro_batch_tokens=tokens,
         parameters_bytes=(_gathered(spec, pp_rank) if has_fsdp else parameters) * size,
         optimizer_bytes=(2 + has_fsdp) * FLOAT32_BYTES * shard,
         gradients_bytes=FLOAT32_BYTES * (parameters + has_fsdp * shard),
         activations_bytes=activations,
         boundaries_bytes=boundaries,
-        logits_bytes=last * rows * (model.padded_vocab_size // tp) * (size + 2 * FLOAT32_BYTES),
-        workspace_bytes=workspace_bytes(spec, micro_batch_tokens=tokens),
+        logits_bytes=logits if pp_rank == parallel.pp - 1 else 0,
+        workspace_bytes=workspace,
+        kernel_bytes=kernel,
     )
 
 
@@ -236,10 +297,8 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
     layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
     in_layer = _most_in_layer(spec, window)
     output = stage_output_bytes(spec, micro_batch_tokens=window)
-    return (
-        math.ceil(own * sum(layers) * in_layer / window),
-        math.ceil(own * len(layers) * output / window),
-    )
+    kept = (sum(layers) * in_layer, len(layers) * output)
+    return math.ceil(own * kept[0] / window), math.ceil(own * kept[1] / window)
 
 
 def _most_in_layer(spec: RunSpec, tokens: int) -> int:
@@ -254,12 +313,8 @@ def memory_estimate(
     spec: RunSpec, *, micro_batch_tokens: int | None = None, step_tokens: int | None = None
 ) -> MemoryEstimate:
     """The pipeline rank that needs most, mostly rank 0, which has most micro-batches in flight."""
-    ranks = (
-        memory_of_rank(
-            spec, pp_rank=r, micro_batch_tokens=micro_batch_tokens, step_tokens=step_tokens
-        )
-        for r in range(spec.parallel.pp)
-    )
+    tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
+    ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
     return max(ranks, key=lambda estimate: estimate.total_bytes)
 
 
@@ -280,16 +335,11 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
     micro-batches are held (1F1B) and T would be too small, S_max fits that many and there is no T.
     Raises UserError if the weights alone do not fit.
     """
-    s_max, step_tokens = spec.s_max, None
-    for pp_rank in range(spec.parallel.pp):
-        rank_s_max, rank_tokens = _caps_of_rank(spec, pp_rank, memory_bytes)
-        s_max = min(s_max, rank_s_max)
-        if rank_tokens is not None:
-            step_tokens = min(rank_tokens, step_tokens or rank_tokens)
-    if step_tokens is not None:
-        dp = max(1, spec.parallel.dp)
-        step_tokens = step_tokens if dp == 1 else int(step_tokens * dp * DEALT_MARGIN)
-    return TokenCaps(s_max=s_max, step_tokens=step_tokens)
+    caps = [_caps_of_rank(spec, pp_rank, memory_bytes) for pp_rank in range(spec.parallel.pp)]
+    step_tokens = min((tokens for _, tokens in caps if tokens is not None), default=None)
+    if step_tokens is not None and spec.parallel.dp > 1:
+        step_tokens = int(step_tokens * spec.parallel.dp * DEALT_MARGIN)
+    return TokenCaps(s_max=min(s_max for s_max, _ in caps), step_tokens=step_tokens)
 
 
 def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
@@ -302,8 +352,9 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     one = estimate(window)
     flowing = one.activations_bytes + one.boundaries_bytes
     # Logits grow with the micro-batch up to one chunk of the loss; the largest are counted.
-    fixed = one.total_bytes - flowing - one.workspace_bytes - one.logits_bytes
-    fixed += estimate(spec.s_max).logits_bytes
+    fixed = one.total_bytes - flowing - one.workspace_bytes - one.kernel_bytes - one.logits_bytes
+    longest_one = estimate(spec.s_max)
+    fixed += longest_one.logits_bytes
     room = memory_bytes - fixed
     if room <= 0:
         raise UserError(
@@ -321,7 +372,10 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         (sum(layers[:stages]) * in_layer + stages * of_stage) / window
         for stages in (resident, len(layers))
     )
-    under_way, at_work = (flowing + passes) / window, (one.workspace_bytes + window) / window
+    under_way = (flowing + passes) / window
+    # Kernels pad each segment, so bytes a token vary a little; the longest is taken, the rest is
+    # within the tolerance that runs are held against the estimate with.
+    at_work = (longest_one.workspace_bytes + longest_one.kernel_bytes) / spec.s_max + 1
     s_max = min(spec.s_max, int(room / (longest + at_work)))
     if (under_way + at_work) * s_max <= room:
         return s_max, None
@@ -338,15 +392,15 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
 def longest_micro_batch(spec: RunSpec) -> int:
     """Tokens of the longest micro-batch that packing may make."""
     window, packing = spec.data.context_window, spec.packing
-    match packing.policy:
-        case Policy.VAR_LEN | Policy.BOUNDED:
-            return spec.s_max
-        case Policy.CAPACITY:
-            return window * packing.bin_windows
-        case Policy.EXAMPLES:
-            return window * packing.examples
-        case _:
-            return window
+    if packing.varies_lengths:
+        return spec.s_max
+    windows = {Policy.CAPACITY: packing.bin_windows, Policy.EXAMPLES: packing.examples}
+    return window * windows.get(packing.policy, 1)
+
+
+def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
+    """Tokens of a micro-batch on a CP rank."""
+    return -(-micro_batch_tokens // spec.parallel.cp)
 
 
 def _compute_bytes(spec: RunSpec) -> int:

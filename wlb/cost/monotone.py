@@ -41,11 +41,7 @@ class MonotoneTable:
     @classmethod
     def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
         rising = np.maximum.accumulate(prices)
-        if not rising[num_dense - 1] < 2.0**63:  # also NaN
-            raise UserError(
-                f"the cost model gives {rising[num_dense - 1]} ns for a piece of {num_dense - 1} "
-                f"tokens; check the kernel profile's numbers"
-            )
+        _check_range(rising[num_dense - 1], num_dense - 1)
         tabled = rising[:num_dense].astype(np.int64)
         tabled.flags.writeable = False
         return cls(tabled, knots, rising[num_dense - 1 :])
@@ -60,13 +56,17 @@ class MonotoneTable:
         low, high = self.knot_prices[left], self.knot_prices[left + 1]
         weight = (lengths - self.knots[left]) / (self.knots[left + 1] - self.knots[left])
         prices = np.rint(low + weight * (high - low))
-        if not prices.max() < 2.0**63:
-            raise UserError(
-                f"the cost model gives {prices.max()} ns for a piece of {lengths.max():.0f} "
-                f"tokens; check the kernel profile's numbers"
-            )
+        _check_range(prices.max(), lengths.max())
         beyond = prices.astype(np.int64)
         return np.where(lengths < self.dense.size, dense, beyond)
+
+
+def _check_range(price: float, length: float) -> None:
+    if not price < 2.0**63:  # also NaN
+        raise UserError(
+            f"the cost model gives {price} ns for a piece of {length:.0f} tokens; check the "
+            f"kernel profile's numbers"
+        )
 
 
 def _knots(last_dense: int, longest: int) -> FloatArray:

@@ -7,19 +7,14 @@ achieved TFLOP/s of tile-quantised FLOPs over (query rows, keys), Section 5.3. F
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
-from wlb.cost.flops import (
-    BACKWARD_FLOPS_PER_PAIR,
-    FORWARD_FLOPS_PER_PAIR,
-    FloatArray,
-    tile_pairs,
-)
+from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray, tile_pairs
 from wlb.cost.surface import BoolArray, Curve, Surface
 from wlb.plan import IntArray, UserError
 
@@ -123,13 +118,12 @@ class AttentionTable:
                 f"heads {self.heads.tolist()} must rise and match heads_efficiency "
                 f"{self.heads_efficiency.tolist()}"
             )
-        if not self.heads.size or not np.all((self.heads_efficiency > 0) & (self.heads > 0)):
+        entries = np.concatenate([self.heads, self.heads_efficiency])
+        if not entries.size or not np.all((entries > 0) & (entries < np.inf)):
             raise UserError(
                 f"heads {self.heads.tolist()} and heads_efficiency "
-                f"{self.heads_efficiency.tolist()} must have entries, all above 0"
+                f"{self.heads_efficiency.tolist()} must have entries, all above 0 and finite"
             )
-        if not np.all(np.isfinite(self.heads_efficiency)):
-            raise UserError(f"heads_efficiency {self.heads_efficiency.tolist()} must be finite")
         if not self.backends:
             raise UserError("backends is empty; name the kernel")
         self._check_surfaces()
@@ -212,7 +206,7 @@ class AttentionTable:
         return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
-        """Which segments lie outside the surface, so that their throughput is clamped."""
+        """Mask of segments outside the surface, whose throughput is clamped."""
         rows, keys = self._tiled(self.padded(q)), self.padded(kv)
         is_outside = self.forward.outside(rows, keys)
         if self.reach is not None:
@@ -247,6 +241,15 @@ class GemmCost:
     provenance: Provenance
 
 
+def _check_numbers(what: str, cost: "ElementwiseCost | HeadCost | LayerCost") -> None:
+    """UserError for a number that is infinite or not above 0; a time (*_ns) may be 0."""
+    for name in (f.name for f in fields(cost) if f.name not in ("op", "provenance")):
+        value, is_time = getattr(cost, name), name.endswith("_ns")
+        if not (0 < value < np.inf or (is_time and value == 0)):
+            least = "at least" if is_time else "above"
+            raise UserError(f"{what}: {name} = {value} must be {least} 0 and finite")
+
+
 class Elementwise(StrEnum):
     NORM = "norm"
     ROTARY = "rotary"
@@ -269,10 +272,7 @@ class ElementwiseCost:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Elementwise(self.op))
-        for name in ("forward", "backward"):
-            rate, call = (getattr(self, f"{name}_{n}") for n in ("bytes_per_s", "call_ns"))
-            if not (0 < rate < np.inf and 0 <= call < np.inf):
-                raise UserError(f"{self.op}: {name}_bytes_per_s = {rate}, {name}_call_ns = {call}")
+        _check_numbers(self.op, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +285,7 @@ class HeadCost:
     provenance: Provenance
 
     def __post_init__(self) -> None:
-        if not (0 < self.tflops < np.inf and 0 < self.backward_bytes_per_s < np.inf):
-            raise UserError(
-                f"head: tflops = {self.tflops}, backward_bytes_per_s = {self.backward_bytes_per_s}"
-            )
+        _check_numbers("head", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,10 +300,7 @@ class LayerCost:
     provenance: Provenance
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            factor, call = (getattr(self, f"{name}_{n}") for n in ("factor", "call_ns"))
-            if not (0 < factor < np.inf and 0 <= call < np.inf):
-                raise UserError(f"layer: {name}_factor = {factor}, {name}_call_ns = {call}")
+        _check_numbers("layer", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,9 +364,8 @@ class KernelProfile:
                 f"({', '.join(Elementwise)}), not {', '.join(found)}"
             )
         have = {(c.op, c.scope) for c in self.collectives}
-        missing = [
-            f"{op} {scope}" for op in Collective for scope in Scope if (op, scope) not in have
-        ]
+        pairs = product(Collective, Scope)
+        missing = [f"{op} {scope}" for op, scope in pairs if (op, scope) not in have]
         if missing:
             raise UserError(f"profile {self.name!r} lacks collectives: {', '.join(missing)}")
 

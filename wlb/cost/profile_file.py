@@ -38,27 +38,21 @@ def matching_profile(device: str, machine: str, backend: str | None = None) -> K
     device type's default. Without a profile of the device the default is returned.
     """
     default = default_profile_name(device)
-    if machine:
-        same = [
-            load_profile(name) for name in profile_names() if is_same(_device_of(name), machine)
-        ]
-        same.sort(
-            key=lambda p: (
-                p.provenance.kind != ProvenanceKind.MEASURED,
-                backend not in p.backends,
-                p.name == default,
-            )
-        )
-        if same:
-            return same[0]
-    return load_profile(default)
+    names = [name for name in profile_names() if machine and is_same(_device_of(name), machine)]
+    return min(
+        map(load_profile, names or [default]),
+        key=lambda p: (
+            p.provenance.kind != ProvenanceKind.MEASURED,
+            backend not in p.backends,
+            p.name == default,
+        ),
+    )
 
 
 def _device_of(name: str) -> str:
     """The device of a shipped profile of any schema version."""
-    path = next(p for folder in _folders() if (p := folder / f"{name}.json").is_file())
     try:
-        return str(json.loads(path.read_text("utf-8"))["device"])
+        return str(json.loads(_path_of(name).read_text("utf-8"))["device"])
     except (ValueError, KeyError, TypeError):
         return ""
 
@@ -80,8 +74,7 @@ def profile_names() -> tuple[str, ...]:
 def load_profile(name_or_path: str) -> KernelProfile:
     """A shipped profile by name, or any profile by the path of its JSON file."""
     path = Path(name_or_path)
-    if path.suffix != ".json":
-        path = next((p for f in _folders() if (p := f / f"{name_or_path}.json").is_file()), Path())
+    path = path if path.suffix == ".json" else _path_of(name_or_path)
     if not path.is_file():
         raise UserError(
             f"no kernel profile {name_or_path!r}; shipped: {', '.join(profile_names()) or 'none'}; "
@@ -93,6 +86,11 @@ def load_profile(name_or_path: str) -> KernelProfile:
         raise UserError(f"kernel profile {name_or_path!r} lacks the key {error}") from None
     except (ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"kernel profile {name_or_path!r}: {error}") from None
+
+
+def _path_of(name: str) -> Path:
+    """The file of a shipped profile; no file if there is none."""
+    return next((p for f in _folders() if (p := f / f"{name}.json").is_file()), Path())
 
 
 def _folders() -> list[Path]:
@@ -119,22 +117,14 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
             f"schema_version is {version!r}, this program reads {SCHEMA_VERSION}; measure the "
             f"profile again or use a matching release"
         )
+    values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     gemm = data["gemm"]
     return KernelProfile(
-        name=data["name"],
-        device=data["device"],
-        dtype=data["dtype"],
-        ranks_per_node=data["ranks_per_node"],
-        provenance=_provenance(data["provenance"]),
+        **values,
+        provenance=_provenance(data),
         attention=tuple(_attention(t) for t in data["attention"]),
         gemm=GemmCost(
-            **{
-                name: Surface(
-                    axis0=gemm["tokens"], axis1=gemm["weights"], values=gemm[f"{name}_tflops"]
-                )
-                for name in _PASSES
-            },
-            provenance=_provenance(gemm["provenance"]),
+            **_surfaces(gemm, gemm["tokens"], gemm["weights"]), provenance=_provenance(gemm)
         ),
         elementwise=tuple(ElementwiseCost(**_with_provenance(c)) for c in data["elementwise"]),
         layer=LayerCost(**_with_provenance(data["layer"])),
@@ -144,21 +134,17 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
 
 
 def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
-    gemm = profile.gemm.forward
+    gemm = profile.gemm
     return {
         "schema_version": SCHEMA_VERSION,
-        "name": profile.name,
-        "device": profile.device,
-        "dtype": profile.dtype,
-        "ranks_per_node": profile.ranks_per_node,
-        "provenance": _provenance_json(profile.provenance),
+        **{name: getattr(profile, name) for name in _PROFILE_FIELDS},
+        **_provenance_json(profile),
         "attention": [_attention_json(t) for t in profile.attention],
         "gemm": {
-            "tokens": gemm.axis0.tolist(),
-            "weights": gemm.axis1.tolist(),
-            "forward_tflops": _rounded(gemm.values),
-            "backward_tflops": _rounded(profile.gemm.backward.values),
-            "provenance": _provenance_json(profile.gemm.provenance),
+            "tokens": gemm.forward.axis0.tolist(),
+            "weights": gemm.forward.axis1.tolist(),
+            **_tflops(gemm.forward, gemm.backward),
+            **_provenance_json(gemm),
         },
         "elementwise": [_cost_json(c) for c in profile.elementwise],
         "layer": _cost_json(profile.layer),
@@ -167,31 +153,8 @@ def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
     }
 
 
-def _provenance(data: Mapping[str, Any]) -> Provenance:
-    values: dict[str, Any] = {**data, "residuals": tuple(data.get("residuals", {}).items())}
-    return Provenance(**values)
-
-
-def _with_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {**data, "provenance": _provenance(data["provenance"])}
-
-
-def _provenance_json(provenance: Provenance) -> dict[str, Any]:
-    data = asdict(provenance) | {"residuals": dict(provenance.residuals)}
-    return {key: value for key, value in data.items() if value}
-
-
-def _cost_json(cost: ElementwiseCost | LayerCost | HeadCost | CollectiveCost) -> dict[str, Any]:
-    return asdict(cost) | {"provenance": _provenance_json(cost.provenance)}
-
-
-def _rounded(values: FloatArray) -> list[Any]:
-    if values.ndim > 1:
-        return [_rounded(row) for row in values]
-    return [float(f"{v:.4g}") for v in values]
-
-
-_PLAIN_FIELDS = (
+_PROFILE_FIELDS = ("name", "device", "dtype", "ranks_per_node")
+_TABLE_FIELDS = (
     "backends",
     "num_heads",
     "num_kv_heads",
@@ -205,33 +168,67 @@ _PLAIN_FIELDS = (
 _PASSES = ("forward", "backward")
 
 
+def _provenance(block: Mapping[str, Any]) -> Provenance:
+    data = block["provenance"]
+    values: dict[str, Any] = {**data, "residuals": tuple(data.get("residuals", {}).items())}
+    return Provenance(**values)
+
+
+def _with_provenance(block: Mapping[str, Any]) -> dict[str, Any]:
+    return {**block, "provenance": _provenance(block)}
+
+
+def _provenance_json(block: Any) -> dict[str, Any]:
+    provenance: Provenance = block.provenance
+    data = asdict(provenance) | {"residuals": dict(provenance.residuals)}
+    return {"provenance": {key: value for key, value in data.items() if value}}
+
+
+def _cost_json(cost: ElementwiseCost | LayerCost | HeadCost | CollectiveCost) -> dict[str, Any]:
+    return asdict(cost) | _provenance_json(cost)
+
+
+def _surfaces(data: Mapping[str, Any], axis0: Any, axis1: Any) -> dict[str, Any]:
+    return {
+        name: Surface(axis0=axis0, axis1=axis1, values=data[f"{name}_tflops"]) for name in _PASSES
+    }
+
+
+def _tflops(forward: Surface | Curve, backward: Surface | Curve) -> dict[str, list[Any]]:
+    return {
+        "forward_tflops": _rounded(forward.values),
+        "backward_tflops": _rounded(backward.values),
+    }
+
+
+def _rounded(values: FloatArray) -> list[Any]:
+    if values.ndim > 1:
+        return [_rounded(row) for row in values]
+    return [float(f"{v:.4g}") for v in values]
+
+
 def _attention(data: Mapping[str, Any]) -> AttentionTable:
-    q, kv, square = data["q"], data["kv"], data.get("square")
-    values: dict[str, Any] = {name: data[name] for name in _PLAIN_FIELDS}
-    if square is not None:
+    values: dict[str, Any] = {name: data[name] for name in _TABLE_FIELDS}
+    if (square := data.get("square")) is not None:
         for name in _PASSES:
             curve = Curve(axis=square["lengths"], values=square[f"{name}_tflops"])
             values[f"square_{name}"] = curve
     return AttentionTable(
         **values,
+        **_surfaces(data, data["q"], data["kv"]),
         padded_lengths=tuple(data["padded_lengths"]),
         reach=data.get("reach"),
-        forward=Surface(axis0=q, axis1=kv, values=data["forward_tflops"]),
-        backward=Surface(axis0=q, axis1=kv, values=data["backward_tflops"]),
         heads=data["heads"],
         heads_efficiency=data["heads_efficiency"],
-        provenance=_provenance(data["provenance"]),
+        provenance=_provenance(data),
     )
 
 
 def _attention_json(table: AttentionTable) -> dict[str, Any]:
-    data: dict[str, Any] = {name: getattr(table, name) for name in _PLAIN_FIELDS}
+    data: dict[str, Any] = {name: getattr(table, name) for name in _TABLE_FIELDS}
     if table.square_forward is not None and table.square_backward is not None:
-        data["square"] = {
-            "lengths": table.square_forward.axis.tolist(),
-            "forward_tflops": _rounded(table.square_forward.values),
-            "backward_tflops": _rounded(table.square_backward.values),
-        }
+        lengths = table.square_forward.axis.tolist()
+        data["square"] = {"lengths": lengths} | _tflops(table.square_forward, table.square_backward)
     if table.reach is not None:
         data["reach"] = table.reach.tolist()
     return data | {
@@ -239,9 +236,8 @@ def _attention_json(table: AttentionTable) -> dict[str, Any]:
         "padded_lengths": list(table.padded_lengths),
         "q": table.forward.axis0.tolist(),
         "kv": table.forward.axis1.tolist(),
-        "forward_tflops": _rounded(table.forward.values),
-        "backward_tflops": _rounded(table.backward.values),
+        **_tflops(table.forward, table.backward),
         "heads": table.heads.tolist(),
         "heads_efficiency": _rounded(table.heads_efficiency),
-        "provenance": _provenance_json(table.provenance),
+        **_provenance_json(table),
     }

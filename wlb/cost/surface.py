@@ -19,16 +19,6 @@ BoolArray = npt.NDArray[np.bool_]
 _TOLERANCE = 1e-3
 
 
-def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
-    array = np.array(values, np.float64)
-    if array.ndim != ndim or array.size == 0:
-        raise UserError(f"{name} must have {ndim} axes and entries, got shape {array.shape}")
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise UserError(f"{name} must be finite and above 0, got {array.tolist()}")
-    array.flags.writeable = False
-    return array
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
     """`values[i]` at axis[i]: a `Surface` of one axis, with the same guarantees."""
@@ -38,21 +28,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis", _rising("axis", self.axis))
-        object.__setattr__(self, "values", _frozen("values", self.values, 1))
-        if self.values.shape != self.axis.shape:
-            raise UserError(
-                f"values have shape {self.values.shape}, the axis asks for {self.axis.shape}"
-            )
-        limit = limit_curve_growth(self.axis, self.values)
-        bad = np.flatnonzero(self.values > limit * (1 + _TOLERANCE))
-        if bad.size:
-            i = int(bad[0])
-            raise UserError(
-                f"throughput {self.values[i]:g} at {self.axis[i]:g} grew faster than its axis (at "
-                f"most {limit[i]:g}), so predicted time would fall where work grows; pass values "
-                f"through limit_curve_growth"
-            )
-        object.__setattr__(self, "values", _frozen("values", limit, 1))
+        object.__setattr__(self, "values", _checked_growth((self.axis,), self.values))
 
     def at(self, x: FloatArray) -> FloatArray:
         left, weight = _position(self.axis, x)
@@ -60,30 +36,8 @@ class Curve:
         return low + weight * (self.values[left + 1] - low)
 
     def outside(self, x: FloatArray) -> BoolArray:
-        """Which points lie outside the curve, so that their throughput is clamped."""
+        """Mask of points outside the curve, whose throughput is clamped."""
         return (x < self.axis[0]) | (x > self.axis[-1])
-
-
-def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
-    """`values` (shape [n]) lowered until no step grows more than its axis."""
-    return limit_growth(axis, np.ones(1), np.array(values, np.float64)[:, None])[:, 0]
-
-
-def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
-    """`values` (shape [len(axis0), len(axis1)]) lowered until no step grows more than its axis."""
-    out = np.array(values, np.float64)
-    for axis, x in enumerate((axis0[:, None], axis1[None, :])):
-        lowest = np.minimum.accumulate(out / x, axis=axis) * x
-        # Differences by rounding are kept, so that limiting twice changes nothing.
-        out = np.where(lowest < out * (1 - 1e-12), lowest, out)
-    return out
-
-
-def _rising(name: str, values: Any) -> FloatArray:
-    axis = _frozen(name, values, 1)
-    if axis.size < 2 or not (np.diff(axis) > 0).all():
-        raise UserError(f"{name} must rise over two points or more, got {axis.tolist()}")
-    return axis
 
 
 class Cells(NamedTuple):
@@ -92,13 +46,6 @@ class Cells(NamedTuple):
     corner: IntArray
     weight0: FloatArray
     weight1: FloatArray
-
-
-def _position(axis: FloatArray, x: FloatArray) -> tuple[IntArray, FloatArray]:
-    x = np.minimum(np.maximum(x, axis[0]), axis[-1])
-    left = np.minimum(np.searchsorted(axis, x, side="right") - 1, axis.size - 2)
-    low = axis[left]
-    return left, (x - low) / (axis[left + 1] - low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,22 +59,8 @@ class Surface:
     def __post_init__(self) -> None:
         for name in ("axis0", "axis1"):
             object.__setattr__(self, name, _rising(name, getattr(self, name)))
-        object.__setattr__(self, "values", _frozen("values", self.values, 2))
-        if self.values.shape != (self.axis0.size, self.axis1.size):
-            raise UserError(
-                f"values have shape {self.values.shape}, axes ask for "
-                f"{(self.axis0.size, self.axis1.size)}"
-            )
-        limit = limit_growth(self.axis0, self.axis1, self.values)
-        bad = np.argwhere(self.values > limit * (1 + _TOLERANCE))
-        if bad.size:
-            i, j = (int(k) for k in bad[0])
-            raise UserError(
-                f"throughput {self.values[i, j]:g} at ({self.axis0[i]:g}, {self.axis1[j]:g}) grew "
-                f"faster than its axes (at most {limit[i, j]:g}), so predicted time would fall "
-                f"where work grows; pass values through limit_growth"
-            )
-        object.__setattr__(self, "values", _frozen("values", limit, 2))
+        values = _checked_growth((self.axis0, self.axis1), self.values)
+        object.__setattr__(self, "values", values)
 
     def cells(self, x: FloatArray, y: FloatArray) -> Cells:
         """The cells of points (x, y), clamped to the grid; surfaces of equal axes share them."""
@@ -152,7 +85,69 @@ class Surface:
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
-        """Which points lie outside the grid, so that their throughput is clamped."""
+        """Mask of points outside the grid, whose throughput is clamped."""
         return (
             (x < self.axis0[0]) | (x > self.axis0[-1]) | (y < self.axis1[0]) | (y > self.axis1[-1])
         )
+
+
+def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
+    """`values` (shape [n]) lowered until no step grows more than its axis."""
+    return _limited((axis,), values)
+
+
+def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
+    """`values` (shape [len(axis0), len(axis1)]) lowered until no step grows more than its axis."""
+    return _limited((axis0, axis1), values)
+
+
+def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
+    out = np.array(values, np.float64)
+    for i, axis in enumerate(axes):
+        x = axis.reshape([-1 if k == i else 1 for k in range(out.ndim)])
+        lowest = np.minimum.accumulate(out / x, axis=i) * x
+        # Differences by rounding are kept, so that limiting twice changes nothing.
+        out = np.where(lowest < out * (1 - 1e-12), lowest, out)
+    return out
+
+
+def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray:
+    """Read-only values on these axes, of which growth is limited; UserError for more than noise."""
+    values, shape = _frozen("values", throughput, len(axes)), tuple(axis.size for axis in axes)
+    if values.shape != shape:
+        raise UserError(f"values have shape {values.shape}, axes ask for {shape}")
+    limit = _limited(axes, values)
+    bad = np.argwhere(values > limit * (1 + _TOLERANCE))
+    if bad.size:
+        at = tuple(bad[0].tolist())
+        point = ", ".join(f"{axis[i]:g}" for axis, i in zip(axes, at, strict=True))
+        raise UserError(
+            f"throughput {values[at]:g} at ({point}) grew faster than its axes (at most "
+            f"{limit[at]:g}), so predicted time would fall where work grows; pass values through "
+            f"limit_growth, or limit_curve_growth for one axis"
+        )
+    return _frozen("values", limit, len(axes))
+
+
+def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
+    array = np.array(values, np.float64)
+    if array.ndim != ndim or array.size == 0:
+        raise UserError(f"{name} must have {ndim} axes and entries, got shape {array.shape}")
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise UserError(f"{name} must be finite and above 0, got {array.tolist()}")
+    array.flags.writeable = False
+    return array
+
+
+def _rising(name: str, values: Any) -> FloatArray:
+    axis = _frozen(name, values, 1)
+    if axis.size < 2 or not (np.diff(axis) > 0).all():
+        raise UserError(f"{name} must rise over two points or more, got {axis.tolist()}")
+    return axis
+
+
+def _position(axis: FloatArray, x: FloatArray) -> tuple[IntArray, FloatArray]:
+    x = np.minimum(np.maximum(x, axis[0]), axis[-1])
+    left = np.minimum(np.searchsorted(axis, x, side="right") - 1, axis.size - 2)
+    low = axis[left]
+    return left, (x - low) / (axis[left + 1] - low)

@@ -7,23 +7,20 @@ the cheaper of two shardings (Section 5.3): per-document chunks, or the whole pi
 and gradient communication are left out: they do not depend on which documents share a micro-batch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
 
-from wlb.cost.flops import (
-    BACKWARD_FLOPS_PER_PAIR,
-    FORWARD_FLOPS_PER_PAIR,
-    FloatArray,
-)
-from wlb.cost.linear import LinearCost
+from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
+from wlb.cost.linear import GRADIENT_BYTES, LinearCost
 from wlb.cost.machine import is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
-from wlb.cost.profile import AttentionTable, KernelProfile
+from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
 from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike, UserError
+from wlb.plan.arrays import first_true
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
 
 _MOST_TABLED = 1 << 18
@@ -69,11 +66,9 @@ class WorkloadModel(Protocol):
 
 def _ns(values: FloatArray) -> IntArray:
     """Whole ns; raises UserError for NaN, infinity and over 292 years."""
-    bad = np.flatnonzero(~(values < 2.0**63))
+    bad = values[~(values < 2.0**63)]
     if bad.size:
-        raise UserError(
-            f"the cost model gives {values[bad[0]]} ns; check the kernel profile's numbers"
-        )
+        raise UserError(f"the cost model gives {bad[0]} ns; check the kernel profile's numbers")
     return np.rint(values).astype(np.int64)
 
 
@@ -89,9 +84,7 @@ def _lengths(name: str, values: IntLike) -> FloatArray:
 
 def _segments(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
     rows, keys = _lengths("q", q), _lengths("kv", kv)
-    bad = np.flatnonzero(rows > keys)
-    if bad.size:
-        i = int(bad[0])
+    if (i := first_true(rows > keys)) is not None:
         raise UserError(
             f"segment {i} has {rows[i]:.0f} query rows over {keys[i]:.0f} keys; kv is the end of "
             f"the span, at least q"
@@ -155,10 +148,11 @@ class ProfiledWorkload:
     model, parallel, profile: what is priced. backend: attention kernel; the profile's first where
     None or without a table.
     micro_batch_tokens: tokens at which GEMM throughput is read. keep_gathered_kv, recompute: as in
-    [cp] and [training]. tp_overlap: share of TP collectives hidden behind matrix products. machine,
-    dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
-    (attention), linear (all else), ns_per_token by linear term, forward_ns and backward_ns:
-    attention by length, tabled at construction (about 2 ms) so that pricing is a look-up.
+    [cp] and [training]. tp_overlap: share of TP collectives hidden behind matrix products.
+    kv_gradient_bytes: of a value of dK and dV between CP ranks. machine, dtype, longest (most
+    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear
+    (all else), ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled
+    at construction (about 2 ms) so that pricing is a look-up.
     """
 
     model: ModelSpec
@@ -169,6 +163,7 @@ class ProfiledWorkload:
     keep_gathered_kv: bool = False
     recompute: Recompute = Recompute.NONE
     tp_overlap: float = 0.0
+    kv_gradient_bytes: int = GRADIENT_BYTES
     machine: str = ""
     dtype: str = ""
     longest: int = 0
@@ -192,15 +187,8 @@ class ProfiledWorkload:
             num_kv_heads=max(1, self.model.num_kv_heads // self.parallel.tp),
         )
         object.__setattr__(self, "table", table)
-        linear = LinearCost(
-            model=self.model,
-            parallel=self.parallel,
-            profile=self.profile,
-            micro_batch_tokens=self.micro_batch_tokens,
-            keep_gathered_kv=self.keep_gathered_kv,
-            recompute=self.recompute,
-            tp_overlap=self.tp_overlap,
-        )
+        # The arguments of `LinearCost` have the names and meanings of this class's.
+        linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
         longest = max(128, min(self.micro_batch_tokens, _MOST_TABLED))
@@ -260,7 +248,7 @@ class ProfiledWorkload:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
-        """Which pieces are priced with throughput at the edge of the profile's surface."""
+        """Mask of pieces that are priced with throughput at the edge of the profile's surface."""
         d = _lengths("lengths", lengths)
         rows, keys = self._chunks(d)
         return self.table.extrapolated(rows, keys) | self.table.extrapolated(d, d)
@@ -279,8 +267,7 @@ class ProfiledWorkload:
             notes.append(f"{self.dtype} is priced with times of {profile.dtype}")
         if self.backend is not None and self.backend not in table.backends:
             notes.append(f"attention by {self.backend} is priced as {table.backends[0]}")
-        lengths = np.array([float(self.longest)])
-        if self.longest and bool(self.extrapolated(lengths.astype(np.int64))[0]):
+        if self.longest and self.extrapolated([self.longest])[0]:
             measured = table.forward
             notes.append(
                 f"pieces of up to {self.longest} tokens are extrapolated: measured were "
@@ -291,8 +278,8 @@ class ProfiledWorkload:
         notes += self.linear.notes
         if table.head_dim != model.head_size:
             notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
-        group, table_group = model.num_heads // model.num_kv_heads, table.num_heads
-        table_group //= table.num_kv_heads
+        group = model.num_heads // model.num_kv_heads
+        table_group = table.num_heads // table.num_kv_heads
         if group != table_group:
             notes.append(
                 f"{group} query heads a KV head are priced with a table of {table_group} a KV head"
@@ -314,10 +301,8 @@ class ProfiledWorkload:
         if cp == 1:
             return forward, backward
         chunk_forward, chunk_backward = self._times(*self._chunks(d))
-        return (
-            np.minimum(forward / cp, 2 * chunk_forward),
-            np.minimum(backward / cp, 2 * chunk_backward),
-        )
+        forward = np.minimum(forward / cp, 2 * chunk_forward)
+        return forward, np.minimum(backward / cp, 2 * chunk_backward)
 
     def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
         forward, backward = self.table.times_ns(
@@ -352,6 +337,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         micro_batch_tokens=spec.data.context_window,
         keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
+        kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
         recompute=spec.training.recompute,
         machine=machine,
         dtype=str(spec.training.dtype),

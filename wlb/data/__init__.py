@@ -1,41 +1,20 @@
 """What training reads: token stores, blends, document lengths, global batches."""
 
-from wlb.data.batches import (
-    GlobalBatches,
-    ListedBatches,
-    Source,
-    SourceBatches,
-)
-from wlb.data.blend import BlendedBatches, BlendedStore, StoreName, open_batches, open_store
-from wlb.data.lengths import (
-    FAMILIES,
-    LengthFamily,
-    LengthSource,
-    lengths_of_family,
-    lengths_of_file,
-)
-from wlb.data.reader import StoreReader
-from wlb.data.store import TokenArray, TokenStore, TokenStoreWriter
-from wlb.data.verify import verify_store
-
-__all__ = [
-    "FAMILIES",
-    "BlendedBatches",
-    "BlendedStore",
-    "GlobalBatches",
-    "LengthFamily",
-    "LengthSource",
-    "ListedBatches",
-    "Source",
-    "SourceBatches",
-    "StoreName",
-    "StoreReader",
-    "TokenArray",
-    "TokenStore",
-    "TokenStoreWriter",
-    "lengths_of_family",
-    "lengths_of_file",
-    "open_batches",
-    "open_store",
-    "verify_store",
-]
+from wlb.data.batches import GlobalBatches as GlobalBatches
+from wlb.data.batches import ListedBatches as ListedBatches
+from wlb.data.batches import Source as Source
+from wlb.data.batches import SourceBatches as SourceBatches
+from wlb.data.blend import BlendedBatches as BlendedBatches
+from wlb.data.blend import BlendedStore as BlendedStore
+from wlb.data.blend import StoreName as StoreName
+from wlb.data.blend import open_batches as open_batches
+from wlb.data.blend import open_store as open_store
+from wlb.data.lengths import FAMILIES as FAMILIES
+from wlb.data.lengths import LengthFamily as LengthFamily
+from wlb.data.lengths import LengthSource as LengthSource
+from wlb.data.lengths import lengths_of_family as lengths_of_family
+from wlb.data.lengths import lengths_of_file as lengths_of_file
+from wlb.data.reader import StoreReader as StoreReader
+from wlb.data.store import TokenStore as TokenStore
+from wlb.data.store import TokenStoreWriter as TokenStoreWriter
+from wlb.data.store import verify_store as verify_store

@@ -24,9 +24,11 @@ from wlb.plan import (
     IntLike,
     Pieces,
     UserError,
+    check_at_least,
     digest,
     int_array,
 )
+from wlb.plan.arrays import first_true
 
 State = dict[str, Any]
 
@@ -89,7 +91,7 @@ class BatchStream(ABC):
 
 
 class SourceBatches(BatchStream):
-    """Of one source; `ids` tells a document's epoch and its row in the source."""
+    """Global batches of one source; `ids` tells a document's epoch and its row in the source."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -127,10 +129,7 @@ class GlobalBatches(SourceBatches):
         epochs: int = 0,
         shuffle: bool = True,
     ) -> None:
-        if tokens_per_batch < 1:
-            raise UserError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
-        if epochs < 0:
-            raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+        check_settings(tokens_per_batch, epochs)
         self._lengths = np.asarray(source.lengths)
         if self._lengths.dtype != np.int64:
             self._lengths = int_array("lengths", self._lengths)
@@ -159,8 +158,16 @@ class GlobalBatches(SourceBatches):
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         """The batch after `state` and the state after the batch; None after the last epoch."""
-        self._check(state)
+        check_state(state, {*_COUNTS}, self._identity, what="a corpus", keys="corpus")
         num_documents = self._lengths.size
+        for name in _COUNTS:
+            if not isinstance(state[name], int) or state[name] < 0:
+                raise UserError(f"corpus state: {name} = {state[name]!r} must be at least 0")
+        if state["position"] >= num_documents:
+            raise UserError(
+                f"corpus state: position = {state['position']} is past the corpus's "
+                f"{num_documents} documents"
+            )
         first = state["epoch"] * num_documents + state["position"]
         missing = self.tokens_per_batch - state["surplus"]
         ids, lengths = self._take(first, missing)
@@ -174,13 +181,8 @@ class GlobalBatches(SourceBatches):
             source=np.full(ids.size, self.source.source_id, np.int64),
         )
         epoch, position = divmod(first + ids.size, num_documents)
-        after = {
-            "epoch": epoch,
-            "position": position,
-            "batch": state["batch"] + 1,
-            "surplus": max(0, int(lengths.sum()) - missing),
-        }
-        return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
+        read = {"epoch": epoch, "position": position}
+        return batch_after(state, documents, read, missing)
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of the documents from stream position `first` until `missing` tokens."""
@@ -201,9 +203,8 @@ class GlobalBatches(SourceBatches):
             lengths.append(block[:used])
             missing -= int(running[used - 1])
             first += used
-        if not ids:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        return np.concatenate(ids), np.concatenate(lengths)
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *ids]), np.concatenate([none, *lengths])
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of `size` documents of the stream, shape [size] each."""
@@ -212,28 +213,6 @@ class GlobalBatches(SourceBatches):
             first, size, self._lengths.size, seed=identity["seed"], shuffle=identity["shuffle"]
         )
         return self.ids.of(epoch, rows), self._lengths[rows]
-
-    def _check(self, state: State) -> None:
-        expected = {*_COUNTS, *self._identity}
-        if state.keys() != expected:
-            raise UserError(
-                f"a corpus state has {sorted(expected)}, this one {sorted(state)}; it is not one "
-                f"of this program's"
-            )
-        for name, value in self._identity.items():
-            if state[name] != value:
-                raise UserError(
-                    f"the state to resume from has {name} = {state[name]}, this run has {value}; "
-                    f"resume with the corpus and seed of the checkpoint, or start a new run"
-                )
-        for name in _COUNTS:
-            if not isinstance(state[name], int) or state[name] < 0:
-                raise UserError(f"corpus state: {name} = {state[name]!r} must be at least 0")
-        if state["position"] >= self._lengths.size:
-            raise UserError(
-                f"corpus state: position = {state['position']} is past the corpus's "
-                f"{self._lengths.size} documents"
-            )
 
 
 def stream_rows(
@@ -248,6 +227,44 @@ def stream_rows(
     return epoch, permute(position, num_documents, seed, epoch[:1] if is_one_epoch else epoch)
 
 
+def check_settings(tokens_per_batch: int, epochs: int) -> None:
+    """UserError for a batch without tokens, and for negative epochs."""
+    check_at_least("tokens_per_batch", tokens_per_batch, 1)
+    if epochs < 0:
+        raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+
+
+def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:
+    """UserError unless `state` has these counts and this identity.
+
+    what, keys: whose state it is, and the keys that say what is read, for the message.
+    """
+    expected = counts | identity.keys()
+    if state.keys() != expected:
+        raise UserError(
+            f"the state of {what} has {sorted(expected)}, this one {sorted(state)}; resume with "
+            f"the {keys} of the checkpoint, or start a new run"
+        )
+    for name, value in identity.items():
+        if state[name] != value:
+            raise UserError(
+                f"the state to resume from has {name} = {state[name]}, this run has {value}; "
+                f"resume with the {keys} and seed of the checkpoint, or start a new run"
+            )
+
+
+def batch_after(
+    state: State, documents: Documents, read: State, missing: int
+) -> tuple[GlobalBatch, State]:
+    """The batch of these documents and the state after it.
+
+    read: what its sources have given. missing: tokens that the batch needed to be complete.
+    """
+    surplus = max(0, documents.num_tokens - missing)
+    after = {**read, "batch": state["batch"] + 1, "surplus": surplus}
+    return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
+
+
 def check_lengths(lengths: IntArray) -> None:
     """UserError unless there is a document and each has a token."""
     if not lengths.size:
@@ -255,9 +272,7 @@ def check_lengths(lengths: IntArray) -> None:
             "the corpus has no document; check data.store or data.corpus, and for held-out data "
             "raise data.heldout_fraction"
         )
-    bad = np.flatnonzero(lengths < 1)
-    if bad.size:
-        i = int(bad[0])
+    if (i := first_true(lengths < 1)) is not None:
         raise UserError(
             f"document {i} of the corpus has {lengths[i]} tokens; every document needs at least 1"
         )

@@ -21,7 +21,10 @@ from wlb.data.batches import (
     Source,
     State,
     TargetSource,
+    batch_after,
     check_lengths,
+    check_settings,
+    check_state,
     stream_rows,
 )
 from wlb.data.store import TokenArray, TokenStore
@@ -35,6 +38,7 @@ from wlb.plan import (
     UserError,
     digest,
     int_array,
+    offsets_of,
 )
 from wlb.spec.blend import parse_blend
 
@@ -57,7 +61,7 @@ class BlendedStore:
         _check_tokenizers(stores)
         self.stores = tuple(stores)
         self.weights = tuple(weights)
-        self._first = _offsets([store.lengths for store in stores])
+        self._first = offsets_of([store.num_documents for store in stores])
 
     @property
     def prefix(self) -> str:
@@ -97,7 +101,7 @@ class BlendedStore:
     def trained(
         self, document: int, start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Which of these tokens are trained, as `TokenStore.trained`."""
+        """Return which of these tokens are trained, as `TokenStore.trained` does."""
         store, row = self._find(document)
         return store.trained(row, start, stop)
 
@@ -126,10 +130,7 @@ class BlendedBatches(BatchStream):
         epochs: int = 0,
     ) -> None:
         _check_weights(len(sources), weights)
-        if tokens_per_batch < 1:
-            raise UserError(f"tokens_per_batch = {tokens_per_batch} must be at least 1")
-        if epochs < 0:
-            raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+        check_settings(tokens_per_batch, epochs)
         self.sources = tuple(sources)
         self.tokens_per_batch = tokens_per_batch
         self.epochs = epochs
@@ -138,7 +139,7 @@ class BlendedBatches(BatchStream):
         for lengths in self._lengths:
             check_lengths(lengths)
         self._tokens = [int(lengths.sum()) for lengths in self._lengths]
-        self._first = _offsets(self._lengths)
+        self._first = offsets_of([lengths.size for lengths in self._lengths])
         self.ids = DocumentIds(num_documents=int(self._first[-1]))
         self._seed = seed
         self._targets = [
@@ -174,18 +175,17 @@ class BlendedBatches(BatchStream):
 
     def start(self) -> State:
         """The state before the first document."""
-        counts: State = dict.fromkeys(_COUNTS, 0)
         columns = {name: [0] * len(self.sources) for name in _COLUMNS}
-        return {**counts, **columns, **self._identity}
-
-    def epochs_read(self, state: State) -> list[float]:
-        """Epochs of each source read until `state`."""
-        read = zip(state["documents_read"], self._lengths, strict=True)
-        return [count / lengths.size for count, lengths in read]
+        return {**dict.fromkeys(_COUNTS, 0), **columns, **self._identity}
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         """The batch after `state` and the state after the batch; None after the last epoch."""
-        self._check(state)
+        names = {*_COUNTS, *_COLUMNS}
+        check_state(state, names, self._identity, what="a blend", keys="data.blend")
+        counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
+        sizes = {len(state[name]) for name in _COLUMNS}
+        if sizes != {len(self.sources)} or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise UserError(f"the state of a blend has counts {counts}; it is damaged")
         read = [np.array(state[name], np.int64) for name in _COLUMNS]
         missing = self.tokens_per_batch - state["surplus"]
         has_ended = not self._has_next(read[1])
@@ -198,12 +198,8 @@ class BlendedBatches(BatchStream):
             num_targets=np.where(self._is_masked[source], UNCOUNTED, lengths - 1),
             source=source,
         )
-        after = {
-            "batch": state["batch"] + 1,
-            "surplus": max(0, int(lengths.sum()) - missing),
-            **{name: counts.tolist() for name, counts in zip(_COLUMNS, read, strict=True)},
-        }
-        return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
+        columns = {name: column.tolist() for name, column in zip(_COLUMNS, read, strict=True)}
+        return batch_after(state, documents, columns, missing)
 
     @property
     def _end(self) -> float:
@@ -228,10 +224,9 @@ class BlendedBatches(BatchStream):
             np.add.at(tokens_read, source, lengths)
             missing -= int(lengths.sum())
             out.append((source, ids, lengths))
-        if not out:
-            nothing = np.zeros(0, np.int64)
-            return nothing, nothing, nothing
-        source, ids, lengths = (np.concatenate(column) for column in zip(*out, strict=True))
+        none = np.zeros(0, np.int64)
+        columns = zip((none, none, none), *out, strict=True)
+        source, ids, lengths = (np.concatenate(column) for column in columns)
         return source, ids, lengths
 
     def _ordered(
@@ -268,24 +263,6 @@ class BlendedBatches(BatchStream):
         epoch, rows = stream_rows(first, size, lengths.size, seed=seed)
         return self.ids.of(epoch, int(self._first[number]) + rows), lengths[rows]
 
-    def _check(self, state: State) -> None:
-        expected = {*_COUNTS, *_COLUMNS, *self._identity}
-        if state.keys() != expected:
-            raise UserError(
-                f"the state of a blend has {sorted(expected)}, this one {sorted(state)}; resume "
-                f"with the data.blend of the checkpoint, or start a new run"
-            )
-        for name, value in self._identity.items():
-            if state[name] != value:
-                raise UserError(
-                    f"the state to resume from has {name} = {state[name]}, this run has {value}; "
-                    f"resume with the data.blend and seed of the checkpoint, or start a new run"
-                )
-        counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
-        sizes = {len(state[name]) for name in _COLUMNS}
-        if sizes != {len(self.sources)} or not all(isinstance(n, int) and n >= 0 for n in counts):
-            raise UserError(f"the state of a blend has counts {counts}; it is damaged")
-
 
 def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedStore:
     """The store at a prefix, or the stores of a blend as one."""
@@ -310,11 +287,6 @@ def open_batches(
     return BlendedBatches(
         store.stores, store.weights, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs
     )
-
-
-def _offsets(lengths: Sequence[IntArray]) -> IntArray:
-    """First row of each source in the blend, and the number of rows; shape [sources + 1]."""
-    return np.concatenate([[0], np.cumsum([x.size for x in lengths])]).astype(np.int64)
 
 
 def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
@@ -343,16 +315,13 @@ def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
                 continue
             other, ours = first.setdefault(what, (store, theirs))
             if ours != theirs:
+                name = (other.info and other.info.tokenizer) or "tokenizer.json"
+                path = Path(other.prefix).parent / name
                 raise UserError(
                     f"the stores {other.prefix} and {store.prefix} of data.blend have "
                     f"different tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare "
-                    f"both with the same one: wlb prepare --tokenizer {_tokenizer_of(other)}"
+                    f"both with the same one: wlb prepare --tokenizer {path}"
                 )
-
-
-def _tokenizer_of(store: TokenStore) -> Path:
-    named = store.info.tokenizer if store.info else None
-    return Path(store.prefix).parent / (named or "tokenizer.json")
 
 
 def _short(value: object) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from wlb.plan import IntArray, UserError
+from wlb.plan.arrays import first_true
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -54,7 +55,7 @@ def write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
 
 def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
     """Reads the index at `path` for a `.bin` of `num_bytes`; UserError if they do not fit."""
-    dtype, num_sequences, num_indices = _read_header(path)
+    dtype, num_sequences, num_indices = _read_layout(path)
     # Copied, not mapped: a store that is replaced while it is open keeps its documents.
     raw = np.fromfile(path, np.uint8, offset=_HEADER.size)
     lengths = raw[: 4 * num_sequences].view("<i4").astype(np.int64)
@@ -65,7 +66,7 @@ def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
     boundary = np.append(offsets // dtype.itemsize, num_bytes // dtype.itemsize)[firsts]
     start, length = boundary[:-1], np.diff(boundary)
     keep = length > 0
-    if not keep.all():
+    if not keep.all():  # a copy of two whole columns, which few stores need
         start, length = start[keep], length[keep]
     length.flags.writeable = False
     return StoreIndex(
@@ -77,17 +78,30 @@ def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
     )
 
 
-def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+def read_header(
+    path: Path, header: struct.Struct, magic: bytes, version: int, *, what: str, remedy: str
+) -> tuple[Any, ...]:
+    """The header of a store's file after its magic and version; UserError for another file.
+
+    what, remedy: what the file should be and what to do if it is not, for the message.
+    """
     with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        data = file.read(header.size)
+    if len(data) < header.size or not data.startswith(magic):
         raise UserError(
-            f"{path} is not the index of a token store: it starts with {header[:9]!r}, not "
-            f"{_MAGIC!r}; stores of other formats have to be prepared again"
+            f"{path} {what}: it starts with {data[: len(magic)]!r}, not {magic!r}; {remedy}"
         )
-    _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise UserError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
+    _, found, *values = header.unpack(data)
+    if found != version:
+        raise UserError(f"{path} has version {found}, only {version} is known; rewrite it")
+    return tuple(values)
+
+
+def _read_layout(path: Path) -> tuple[np.dtype[Any], int, int]:
+    what = "is not the index of a token store"
+    remedy = "stores of other formats have to be prepared again"
+    header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
+    code, num_sequences, num_indices = header
     if code not in _DTYPES:
         raise UserError(f"{path} has dtype code {code}, known are {sorted(_DTYPES)}; rewrite it")
     size, expected = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_indices
@@ -108,9 +122,7 @@ def _check_sequences(
         i = int(np.argmin(lengths))
         raise UserError(f"{path}: sequence {i} has length {lengths[i]}; copy the store again")
     ends = np.cumsum(lengths) * itemsize
-    wrong = np.flatnonzero(offsets != ends - lengths * itemsize)
-    if wrong.size:
-        i = int(wrong[0])
+    if (i := first_true(offsets != ends - lengths * itemsize)) is not None:
         raise UserError(
             f"{path}: sequence {i} is at byte {offsets[i]}, {ends[i] - lengths[i] * itemsize} is "
             f"expected (no gap or overlap after sequence {i - 1}); prepare the store again"
@@ -131,9 +143,7 @@ def _check_documents(path: Path, firsts: IntArray, num_sequences: int, num_indic
             f"{path}: document indices ({shown}) must go from 0 to the {num_sequences} sequences; "
             f"write the index with a trailing count, as Megatron does"
         )
-    back = np.flatnonzero(np.diff(firsts) < 0)
-    if back.size:
-        i = int(back[0])
+    if (i := first_true(np.diff(firsts) < 0)) is not None:
         raise UserError(
             f"{path}: document {i} starts at sequence {firsts[i]}, the next one at "
             f"{firsts[i + 1]}; document indices must not go back, so prepare the store again"

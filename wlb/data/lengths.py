@@ -18,7 +18,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IntArray, IntLike, UserError
+from wlb.plan import IntArray, IntLike, UserError, check_at_least
+from wlb.plan.arrays import first_true
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,8 +92,7 @@ class LengthFamily:
 
     def sample(self, num_documents: int, *, window: int, seed: int) -> IntArray:
         """`num_documents` lengths in [1, window], in random order."""
-        if num_documents < 1:
-            raise UserError(f"num_documents = {num_documents} must be at least 1")
+        check_at_least("num_documents", num_documents, 1)
         if window < 2:
             raise UserError(f"window = {window} must be at least 2 tokens")
         rng = np.random.Generator(np.random.PCG64(seed))
@@ -196,22 +196,20 @@ def _number(word: str) -> int | float | str:
 
 def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
     """A read-only int64 copy; UserError for the first entry that is no length."""
-    if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and values.ndim == 1:
-        array = values
-    elif isinstance(values, np.ndarray) and (values.ndim != 1 or values.dtype.kind not in "iuf"):
+    array = values
+    if isinstance(array, np.ndarray) and (array.ndim != 1 or array.dtype.kind not in "iuf"):
         raise UserError(
-            f"{name}: lengths are one axis of integers, not {values.dtype} of shape {values.shape}"
+            f"{name}: lengths are one axis of integers, not {array.dtype} of shape {array.shape}"
         )
-    else:
-        entries = values.tolist() if isinstance(values, np.ndarray) else values
+    if not isinstance(array, np.ndarray) or array.dtype.kind == "f":
+        entries = array.tolist() if isinstance(array, np.ndarray) else array
         array = np.array([_whole(name, i, v) for i, v in enumerate(entries)], np.int64)
     if not array.size:
         raise UserError(f"{name} has no lengths; the corpus has no document")
-    bad = np.flatnonzero((array < 1) | (array > 2**62))
-    if bad.size:
+    if (i := first_true((array < 1) | (array > 2**62))) is not None:
         raise UserError(
-            f"{name}: length {int(bad[0])} is {array[bad[0]]}; a length is at least 1 token, so "
-            f"leave empty documents out"
+            f"{name}: length {i} is {array[i]}; a length is at least 1 token, so leave empty "
+            f"documents out"
         )
     out = array.astype(np.int64)
     out.flags.writeable = False

@@ -14,6 +14,7 @@ import os
 import secrets
 from array import array
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,10 +25,12 @@ import numpy.typing as npt
 from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
 from wlb.plan import BoolArray, IntArray, IntLike, UserError
+from wlb.plan.arrays import first_true
 
 TokenArray = npt.NDArray[Any]
 
 _LONGEST = 2**31 - 1
+_BLOCK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,19 +117,11 @@ class TokenStoreWriter:
             raise UserError(f"vocab_size = {vocab_size} must be in [1, 2**31]")
         self.prefix = str(prefix)
         self.preparation = dict(preparation or {})
-        self._info = StoreInfo(
-            vocab_size=vocab_size,
-            num_documents=0,
-            num_tokens=0,
-            checksum="",
-            eos_id=eos_id,
-            tokenizer=tokenizer,
-            source=source,
-        )
         self._vocab_size = vocab_size
+        self._origin: dict[str, Any] = {"eos_id": eos_id, "tokenizer": tokenizer, "source": source}
         self._dtype = token_dtype(vocab_size)
         self._lengths = array("q")
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._targets: TargetSpans | None = None
         self._hash = hashlib.blake2b(digest_size=32)
         self._done = False
@@ -139,10 +134,6 @@ class TokenStoreWriter:
     def num_documents(self) -> int:
         return len(self._lengths)
 
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
     def add(self, tokens: IntLike, trained: IntLike | None = None) -> None:
         """Appends one document (shape [num_tokens]); UserError if it cannot be one.
 
@@ -150,34 +141,29 @@ class TokenStoreWriter:
         for none (then all but the first are). The first token of a document is never a label.
         """
         ids = np.asarray(tokens)
-        number = len(self._lengths)
+        name = f"document {len(self._lengths)} of {self.prefix}"
         if ids.ndim != 1 or not 1 <= ids.size <= _LONGEST:
             raise UserError(
-                f"document {number} of {self.prefix} has shape {ids.shape}; a document is one axis "
-                f"of 1 to {_LONGEST} tokens, so leave empty ones out"
+                f"{name} has shape {ids.shape}; a document is one axis of 1 to {_LONGEST} tokens, "
+                f"so leave empty ones out"
             )
         if ids.dtype.kind not in "iu":
-            raise UserError(
-                f"document {number} of {self.prefix} has dtype {ids.dtype}; tokens are integers"
-            )
+            raise UserError(f"{name} has dtype {ids.dtype}; tokens are integers")
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
             raise UserError(
-                f"document {number} of {self.prefix}: token {at} is {ids[at]}, outside the "
-                f"vocabulary [0, {self._vocab_size}); use the tokenizer's whole vocab_size, with "
-                f"added tokens"
+                f"{name}: token {at} is {ids[at]}, outside the vocabulary [0, {self._vocab_size}); "
+                f"use the tokenizer's whole vocab_size, with added tokens"
             )
-        self._add_targets(trained, ids.size)
+        self._add_targets(trained, ids.size, name)
         data = ids.astype(self._dtype).tobytes()
         self._hash.update(data)
         self._file.write(data)
         self._lengths.append(ids.size)
-        self._num_tokens += ids.size
+        self.num_tokens += ids.size
 
-    def _add_targets(self, trained: IntLike | None, length: int) -> None:
-        number = len(self._lengths)
-        name = f"document {number} of {self.prefix}"
-        if trained is not None and number == 0:
+    def _add_targets(self, trained: IntLike | None, length: int, name: str) -> None:
+        if trained is not None and not self._lengths:
             self._targets = TargetSpans()
         if (trained is None) != (self._targets is None):
             raise UserError(
@@ -186,7 +172,7 @@ class TokenStoreWriter:
                 f"trained) or for none"
             )
         if self._targets is not None and trained is not None:
-            self._targets.add(trained, first=self._num_tokens, length=length, name=name)
+            self._targets.add(trained, first=self.num_tokens, length=length, name=name)
 
     def __enter__(self) -> Self:
         return self
@@ -209,12 +195,13 @@ class TokenStoreWriter:
 
     def finish(self) -> StoreInfo:
         """Makes the store visible: removes the old index and renames the files, the index last."""
-        info = replace(
-            self._info,
+        info = StoreInfo(
+            vocab_size=self._vocab_size,
             num_documents=self.num_documents,
-            num_tokens=self._num_tokens,
+            num_tokens=self.num_tokens,
             checksum=self._hash.hexdigest(),
             preparation=self.preparation,
+            **self._origin,
         )
         _sync_and_close(self._file)
         index_path, targets_path = (store_path(self.prefix, end) for end in (".idx", ".targets"))
@@ -224,13 +211,9 @@ class TokenStoreWriter:
                 write_index(file, self._lengths, self._dtype)
                 _sync_and_close(file)
             if self._targets is not None:
+                sizes = {"num_documents": info.num_documents, "num_tokens": info.num_tokens}
                 with open(targets, "wb") as file:
-                    self._targets.write(
-                        file,
-                        num_documents=info.num_documents,
-                        num_tokens=info.num_tokens,
-                        checksum=info.checksum,
-                    )
+                    self._targets.write(file, **sizes, checksum=info.checksum)
                     _sync_and_close(file)
                 info = replace(info, targets=file_checksum(targets))
             index_path.unlink(missing_ok=True)
@@ -292,13 +275,13 @@ class TokenStore:
                 f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
             )
         self._targets = self._open_targets()
-        self.num_targets = _all_but_first(index.length)
+        self.num_targets = index.length - 1
         if self._targets is not None:
             self.num_targets = self._targets.num_targets
-        tokens: TokenArray = np.zeros(0, index.dtype)
+        self.num_targets.flags.writeable = False
+        self._tokens: TokenArray = np.zeros(0, index.dtype)
         if index.num_tokens:  # an empty file cannot be mapped
-            tokens = np.asarray(np.memmap(bin_path, index.dtype, mode="r"))
-        self._tokens = tokens
+            self._tokens = np.asarray(np.memmap(bin_path, index.dtype, mode="r"))
 
     def _open_targets(self) -> Targets | None:
         path = store_path(self.prefix, ".targets")
@@ -329,7 +312,7 @@ class TokenStore:
 
     @property
     def vocab_size(self) -> int | None:
-        """From the sidecar; None without one, and then model.vocab_size must be set."""
+        """Vocabulary size from the sidecar; None without one: then set model.vocab_size."""
         return self.info.vocab_size if self.info else None
 
     @property
@@ -339,10 +322,9 @@ class TokenStore:
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
         """Tokens [start, stop) of a document as a read-only view of the mapped file."""
-        if not 0 <= document < self.lengths.size:
-            raise UserError(
-                f"document {document} is not in {self.prefix}, which has {self.lengths.size}"
-            )
+        num = self.lengths.size
+        if not 0 <= document < num:
+            raise UserError(f"document {document} is not in {self.prefix}, which has {num}")
         length = int(self.lengths[document])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
@@ -358,9 +340,8 @@ class TokenStore:
 
         As labels: each from the token before it, so token 0 never is.
         """
-        size = self.read(
-            document, start, stop
-        ).size  # raises UserError for tokens that do not exist
+        # `read` raises UserError for tokens that do not exist.
+        size = self.read(document, start, stop).size
         if self._targets is not None:
             return self._targets.trained(document, start, start + size)
         out = np.ones(size, bool)
@@ -396,7 +377,7 @@ class TokenStore:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.prefix, self.source_id)
+        return partial(TokenStore, source_id=self.source_id), (self.prefix,)
 
     def __repr__(self) -> str:
         return (
@@ -405,17 +386,28 @@ class TokenStore:
         )
 
 
-def _all_but_first(lengths: IntArray) -> IntArray:
-    out = lengths - 1
-    out.flags.writeable = False
-    return out
-
-
-def _reopen(prefix: str, source_id: int) -> TokenStore:
-    return TokenStore(prefix, source_id=source_id)
-
-
 def file_checksum(path: Path) -> str:
     """blake2b of a file, 32 bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def verify_store(prefix: str) -> None:
+    """UserError unless the store has its checksum and only tokens of its vocabulary.
+
+    It reads the tokens twice, a block at a time.
+    """
+    store = TokenStore(prefix)
+    store.verify()
+    size = store.vocab_size
+    if size is None or not store.num_tokens:
+        return
+    path = store_path(prefix, ".bin")
+    tokens = np.memmap(path, store.dtype, mode="r")
+    for start in range(0, tokens.size, _BLOCK_TOKENS):
+        block = tokens[start : start + _BLOCK_TOKENS]
+        if (at := first_true((block < 0) | (block >= size))) is not None:
+            raise UserError(
+                f"{path}: token {start + at} is {block[at]}, outside the vocabulary [0, {size}) of "
+                f"{prefix}.json; prepare the store again"
+            )

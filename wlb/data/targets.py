@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from wlb.data.index import read_header
 from wlb.plan import BoolArray, IntArray, IntLike, UserError, offsets_of
+from wlb.plan.arrays import first_true
 
 _MAGIC = b"WLBTGTS\x00"
 _VERSION = 1
@@ -50,9 +52,7 @@ class TargetSpans:
             )
         start, stop = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
         before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
-        bad = np.flatnonzero((start < before) | (stop < start) | (stop > length))
-        if bad.size:
-            i = int(bad[0])
+        if (i := first_true((start < before) | (stop < start) | (stop > length))) is not None:
             raise UserError(
                 f"{name}: span {i} of trained is [{start[i]}, {stop[i]}); spans lie in [0, "
                 f"{length}), in order, and do not overlap (the one before ends at {before[i]})"
@@ -126,16 +126,9 @@ class Targets:
 
 def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArray]:
     """Start and stop of every span, mapped; UserError for a file of another store."""
-    with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise UserError(
-            f"{path} does not hold trained tokens: it starts with {header[:8]!r}, not {_MAGIC!r}; "
-            f"prepare the store again"
-        )
-    _, version, num_documents, num_tokens, num, mark = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise UserError(f"{path} has version {version}, only {_VERSION} is known; rewrite it")
+    what, remedy = "does not hold trained tokens", "prepare the store again"
+    header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
+    num_documents, num_tokens, num, mark = header
     size, expected = path.stat().st_size, _HEADER.size + 16 * num
     if size != expected:
         raise UserError(
@@ -164,9 +157,7 @@ def _check_spans(
     row = np.minimum(np.searchsorted(ends, start, side="right"), ends.size - 1)
     before = np.concatenate([np.full(1, -1), stop[:-1]])
     wrong = (stop <= start) | (start <= before) | (start <= first[row]) | (stop > ends[row])
-    bad = np.flatnonzero(wrong)
-    if bad.size:
-        i = int(bad[0])
+    if (i := first_true(wrong)) is not None:
         raise UserError(
             f"{path}: span {i} is [{start[i]}, {stop[i]}), which overlaps the one before or lies "
             f"in no single document; copy or prepare the store again"

@@ -1,20 +1,9 @@
 """Attention of packed documents: one call for all segments of a micro-batch."""
 
-from wlb.kernels.attend import attend
-from wlb.kernels.backend import Backend, empty_lse
-from wlb.kernels.observe import AttentionObserver, observing
-from wlb.kernels.op import BACKENDS
-from wlb.kernels.segments import Segments
-from wlb.kernels.select import explain_backend, select_backend
-
-__all__ = [
-    "BACKENDS",
-    "AttentionObserver",
-    "Backend",
-    "Segments",
-    "attend",
-    "empty_lse",
-    "explain_backend",
-    "observing",
-    "select_backend",
-]
+from wlb.kernels.attend import attend as attend
+from wlb.kernels.backend import Backend as Backend
+from wlb.kernels.observe import AttentionObserver as AttentionObserver
+from wlb.kernels.observe import observing as observing
+from wlb.kernels.op import BACKENDS as BACKENDS
+from wlb.kernels.segments import Segments as Segments
+from wlb.kernels.select import select_backend as select_backend

@@ -1,9 +1,7 @@
 """attend: causal attention of many packed segments in one call, on any backend.
 
 Query i of a segment with Lq queries and Lk keys attends to keys [0, Lk - Lq + i], with scores
-scaled by 1 / sqrt(D). Query head h uses key/value head h // (H / G).
-
-Shapes: T query rows, S key rows, H query heads, G key/value heads, D head size.
+scaled by 1 / sqrt(D). Query head h uses key/value head h // (H / G). Shapes: `wlb.kernels.backend`.
 """
 
 import torch
@@ -25,16 +23,7 @@ def attend(
     if backend not in BACKENDS:
         raise UserError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     _check(q_THD, k_SGD, v_SGD, segments)
-    out_THD, _ = attend_op(
-        q_THD,
-        k_SGD,
-        v_SGD,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_q,
-        segments.max_k,
-        backend,
-    )
+    out_THD, _ = attend_op(q_THD, k_SGD, v_SGD, *segments.arguments, backend)
     return out_THD
 
 

@@ -12,33 +12,47 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata, util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from wlb.kernels.backend import Gradients, SavedTensors, kernel_name
 from wlb.kernels.segments import Segments
 from wlb.plan import UserError
+from wlb.spec import AttentionBackend
 
 Kernels = dict[str, Callable[..., Any]]
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZE_STEP = 8
+_EVERY_CALL = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    "softmax_scale",
+)
+
+
+class FlashFunction(NamedTuple):
+    """A function of a package, and what we pass it besides `_EVERY_CALL`, by name or constant."""
+
+    name: str
+    by_name: tuple[str, ...]
+    constants: Mapping[str, Any]
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        return (*_EVERY_CALL, *self.constants, *self.by_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashPackage:
-    """A package and how it is called.
-
-    passed: names of all arguments that we pass, by function. supported: the version whose source
-    they were read in. install: how to get it.
-    """
+    """A package with its functions of forward and backward, as read in the version `supported`."""
 
     distribution: str
     module: str
     supported: str
     install: str
-    passed: Mapping[str, Collection[str]]
+    functions: tuple[FlashFunction, FlashFunction]
 
     @property
     def installed(self) -> str:
@@ -74,15 +88,15 @@ class FlashPackage:
         except (ImportError, OSError, AttributeError, RuntimeError, TypeError) as error:
             raise UserError(self._broken(error)) from error
         kernels: Kernels = {}
-        for name, passed in self.passed.items():
-            function = getattr(module, name, None)
-            difference = "is missing" if function is None else _difference(function, passed)
-            if function is None or difference:
+        for called in self.functions:
+            function = getattr(module, called.name, None)
+            problem = "is missing" if function is None else _difference(function, called.passed)
+            if function is None or problem:
                 raise UserError(
-                    f"{self.installed} is not supported: {self.module}.{name} {difference}; "
+                    f"{self.installed} is not supported: {self.module}.{called.name} {problem}; "
                     f"supported is {self.supported}"
                 )
-            kernels[name] = function
+            kernels[called.name] = function
         return kernels
 
     def _not_installed(self) -> str:
@@ -94,18 +108,17 @@ class FlashPackage:
 
 
 class FlashBackend:
-    """Base of the three packages' backends; a subclass adds forward and backward.
+    """Base of the three backends. deterministic: backward adds in a fixed order, which takes
+    time and memory."""
 
-    deterministic: backward adds in a fixed order, so that a step can be repeated bit by bit, at the
-    cost of time and memory.
-    """
-
-    name: str
+    backend: AttentionBackend
     package: FlashPackage
     takes_key_rows: bool = False
+    least_max_q: int = 0
 
-    def __init__(self, *, deterministic: bool = True) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
+        self.name = kernel_name(self.backend, deterministic=deterministic)
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         """Why this backend cannot compute, in words; None if it can. Cheap checks come first."""
@@ -116,6 +129,15 @@ class FlashBackend:
             return "torch sees no GPU here to ask for its compute capability"
         return self.wrong_device(*capability, head_size) or self.package.problem()
 
+    def lacks_package_only(
+        self, *, device: torch.device, dtype: torch.dtype, head_size: int
+    ) -> bool:
+        """Whether this backend could compute here if its package were installed as it should be."""
+        capability = None if wrong_tensors(device, dtype) else compute_capability(device)
+        if capability is None or self.wrong_device(*capability, head_size):
+            return False
+        return (self.package.missing() or self.package.problem()) is not None
+
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
         raise NotImplementedError
 
@@ -124,34 +146,42 @@ class FlashBackend:
         """The package's functions, loaded and checked once; UserError says what is wrong."""
         return self.package.load()
 
-    def backward_into(
-        self,
-        function: str,
-        saved: Mapping[str, Tensor],
-        inputs: tuple[Tensor, Tensor, Tensor],
-        **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v by a function that writes them into given tensors.
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        function, _ = self.package.functions
+        out_THD, lse_HT, *_ = self._call(function, (q_THD, k_SGD, v_SGD), segments, {})
+        return out_THD, lse_HT
 
-        They need no zeros: kernels also write rows of a segment without queries.
-        """
-        dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in inputs)
-        named = dict(zip("qkv", inputs, strict=True))
-        gradients = {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
-        self.kernels[function](
-            **saved, **named, **gradients, **options, deterministic=self.deterministic
-        )
+    def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
+        q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
+        _, function = self.package.functions
+        values: dict[str, Any] = {"dout": grad_THD, "out": out_THD, "softmax_lse": lse_HT}
+        values |= {"lse": lse_HT, "deterministic": self.deterministic}
+        if "dq" not in function.by_name:
+            return self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
+        # The function writes into given tensors. They need no zeros: kernels also write the rows of
+        # a segment without queries.
+        dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
+        values |= {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
+        self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
         return dq_THD, dk_SGD, dv_SGD
 
-
-def common_arguments(q_THD: Tensor, segments: Segments) -> dict[str, Any]:
-    return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        "max_seqlen_q": segments.max_q,
-        "max_seqlen_k": segments.max_k,
-        "softmax_scale": q_THD.shape[-1] ** -0.5,
-    }
+    def _call(
+        self,
+        function: FlashFunction,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        segments: Segments,
+        values: dict[str, Any],
+    ) -> Any:
+        cu_q, cu_k, max_q, max_k = segments.arguments
+        scale = qkv[0].shape[-1] ** -0.5
+        every_call = (*qkv, cu_q, cu_k, max(self.least_max_q, max_q), max_k, scale)
+        return self.kernels[function.name](
+            **dict(zip(_EVERY_CALL, every_call, strict=True)),
+            **{name: values[name] for name in function.by_name},
+            **function.constants,
+        )
 
 
 def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,27 +1,29 @@
 """The custom ops wlb::attend and wlb::attend_backward, and the registry of backends.
 
 torch.compile sees tensors and integers only and never looks into a backend, so one compiled graph
-serves all lengths. `Segments.of` finds the offsets on the host again. Shapes: T query rows, S key
-rows, H query heads, G key/value heads, D head size.
+serves all lengths. `Segments.of` finds the offsets on the host again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import Backend, empty_lse
-from wlb.kernels.flash2 import FLASH2
-from wlb.kernels.flash3 import FLASH3
-from wlb.kernels.flash4 import FLASH4
+from wlb.kernels.backend import Backend, Gradients, SavedTensors, empty_lse
+from wlb.kernels.flash import DETERMINISTIC_FLASH_BACKENDS, FLASH_BACKENDS
 from wlb.kernels.observe import observed
 from wlb.kernels.reference import REFERENCE
-from wlb.kernels.sdpa import SDPA
+from wlb.kernels.sdpa import SDPA, SDPA_DETERMINISTIC
 from wlb.kernels.segments import Segments
-from wlb.kernels.torch_varlen import TORCH_VARLEN
+from wlb.kernels.torch_varlen import TORCH_VARLEN, TORCH_VARLEN_DETERMINISTIC
 from wlb.plan import UserError
 
-_ALL: tuple[Backend, ...] = (SDPA, TORCH_VARLEN, FLASH2, FLASH3, FLASH4, REFERENCE)
+_ALL: tuple[Backend, ...] = (
+    *(SDPA, TORCH_VARLEN, *FLASH_BACKENDS),
+    *(SDPA_DETERMINISTIC, TORCH_VARLEN_DETERMINISTIC, *DETERMINISTIC_FLASH_BACKENDS),
+    REFERENCE,
+)
 BACKENDS = {backend.name: backend for backend in _ALL}
 
 
@@ -30,32 +32,44 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Backend.forward, for any number of queries."""
     if q_THD.shape[0] == 0:
-        return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
+        return attention_like(q_THD)
     with observed(is_backward=False):
         return BACKENDS[backend].forward(q_THD, k_SGD, v_SGD, segments)
 
 
-def backward(
-    backend: str,
-    grad_THD: Tensor,
-    q_THD: Tensor,
-    k_SGD: Tensor,
-    v_SGD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    segments: Segments,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(backend: str, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
     """Backend.backward, for any number of queries; without queries gradients are zero."""
-    if q_THD.shape[0] == 0:
-        dq, dk, dv = (x.new_zeros(x.shape) for x in (q_THD, k_SGD, v_SGD))
+    if grad_THD.shape[0] == 0:
+        dq, dk, dv, *_ = (x.new_zeros(x.shape) for x in saved)
         return dq, dk, dv
     # Kernels need strides, but e.g. the gradient of a sum is one expanded number.
     grad_THD = grad_THD.contiguous()
     with observed(is_backward=True):
-        return BACKENDS[backend].backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
+        return BACKENDS[backend].backward(grad_THD, saved, segments)
 
 
-@torch.library.custom_op("wlb::attend", mutates_args=())
+def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function the custom op wlb::<name>. fake: makes its results, without values."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        op = torch.library.custom_op(f"wlb::{name}", function, mutates_args=())
+        op.register_fake(fake)
+        return op
+
+    return register
+
+
+def contiguous_like(*tensors: Tensor) -> list[Tensor]:
+    """Contiguous tensors of the same shapes, without values."""
+    return [x.new_empty(x.shape) for x in tensors]
+
+
+def attention_like(q_THD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, without values."""
+    return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
+
+
+@custom_op("attend", fake=attention_like)
 def attend_op(
     q_THD: Tensor,
     k_SGD: Tensor,
@@ -73,7 +87,7 @@ def attend_op(
     return out_THD.contiguous(), lse_HT.contiguous()
 
 
-@torch.library.custom_op("wlb::attend_backward", mutates_args=())
+@custom_op("attend_backward", fake=lambda grad, q, k, v, *_: tuple(contiguous_like(q, k, v)))
 def attend_backward_op(
     grad_THD: Tensor,
     q_THD: Tensor,
@@ -86,23 +100,11 @@ def attend_backward_op(
     max_q: int,
     max_k: int,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
-    dq, dk, dv = backward(backend, grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, segments)
+    saved = SavedTensors(q_THD, k_SGD, v_SGD, out_THD, lse_HT)
+    dq, dk, dv = backward(backend, grad_THD, saved, segments)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-@attend_op.register_fake
-def _(q_THD: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
-
-
-@attend_backward_op.register_fake
-def _(
-    grad_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
-    return dq, dk, dv
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

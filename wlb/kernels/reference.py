@@ -1,8 +1,7 @@
 """Reference attention: the definition, in the dtype of its inputs. Tests run it in float64.
 
-Materialises each segment's scores, num_heads * Lq * Lk numbers, in forward and again in backward.
-Shapes: T query rows, S key rows, H query heads, G key/value heads, R = H / G query heads per
-key/value head, D head size; q and k index the queries and keys of one segment.
+Forward and backward each materialise a segment's scores, num_heads * Lq * Lk numbers. Shapes: R = H
+/ G query heads per key/value head; q and k index the queries and keys of one segment.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import empty_lse
+from wlb.kernels.backend import Gradients, SavedTensors, empty_lse
 from wlb.kernels.segments import Segments
 
 
@@ -31,18 +30,9 @@ class ReferenceBackend:
             lse_HT[:, rows] = scores_GRqk.to(lse_HT.dtype).logsumexp(-1).flatten(0, 1)
         return out_THD, lse_HT
 
-    def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_SGD: Tensor,
-        v_SGD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        segments: Segments,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
         """The chain rule through the definition; needs neither the output nor the lse."""
-        del out_THD, lse_HT
+        q_THD, k_SGD, v_SGD, _, _ = saved
         scale, num_kv_heads = q_THD.shape[-1] ** -0.5, k_SGD.shape[1]
         dq_THD, dk_SGD, dv_SGD = (torch.zeros_like(x) for x in (q_THD, k_SGD, v_SGD))
         for rows, keys in _slices(segments):

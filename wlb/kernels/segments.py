@@ -1,9 +1,8 @@
 """Segments: where the attention segments of one variable-length call begin and end.
 
-A segment has Lq queries and Lk >= Lq keys; query i attends to keys [0, Lk - Lq + i] (bottom-right
-causal). Offsets are on the device for kernels and on the host for backends that loop, so no backend
-waits for the device. A custom op takes tensors and integers only, so inside one the host's part is
-found by the identity of the tensors (`Segments.of`); it lives as long as cu_seqlens_q does.
+Offsets are on the device for kernels and on the host for backends that loop, so no backend waits
+for the device. A custom op takes tensors and integers only, so inside one the host's part is found
+by the identity of the tensors (`Segments.of`); it lives as long as cu_seqlens_q does.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +20,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
-    """The host's part of segments.
-
-    offsets: None until a backend has to read the device. versions: in-place version counters of
-    both tensors at creation. derived: see `Segments.derive`.
-    """
+    """The host's part of segments. offsets: None until a backend has to read the device. versions:
+    in-place version counters of both tensors at creation. derived: see `Segments.derive`."""
 
     cu_seqlens_k: TensorWeakRef
     versions: tuple[int, int]
@@ -39,12 +35,9 @@ class HostPart:
 _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Boundaries of the segments of one call, made by `Segments.from_offsets`.
-
-    cu_seqlens_q, cu_seqlens_k: int32 on the device, shape [num_segments + 1].
-    """
+    """Boundaries of one call's segments, made by `from_offsets`: int32 [num_segments + 1] each."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -61,11 +54,8 @@ class Segments:
         device: torch.device | str,
         key_rows: np.ndarray | None = None,
     ) -> "Segments":
-        """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments.
-
-        key_rows: the segments' i-th key is row key_rows[i] of a larger buffer, whose rows may be
-        used several times; for backends with `takes_key_rows`.
-        """
+        """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments. key_rows:
+        for backends with `takes_key_rows`; the i-th key is row key_rows[i] of a larger buffer."""
         q, k = np.asarray(cu_q), np.asarray(cu_k)
         _check("cu_q", q)
         _check("cu_k", k)
@@ -81,7 +71,7 @@ class Segments:
             )
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
-        on_device = _to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
+        on_device = copy_to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
         # Clones, not views: compiled code would save other view objects for backward, which `of`
         # does not know.
         cu_seqlens_q, cu_seqlens_k = on_device[0].clone(), on_device[1].clone()
@@ -92,13 +82,8 @@ class Segments:
             key_rows=key_rows,
         )
         _HOST_PARTS[cu_seqlens_q] = host
-        return cls(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_q=int(num_q.max(initial=0)),
-            max_k=int(num_k.max(initial=0)),
-            host=host,
-        )
+        max_q, max_k = int(num_q.max(initial=0)), int(num_k.max(initial=0))
+        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host)
 
     @classmethod
     def of(
@@ -106,8 +91,8 @@ class Segments:
     ) -> "Segments":
         """The segments that these two tensors were made for.
 
-        For other tensors, e.g. copies or modified ones, the offsets are read when a backend asks
-        for them, which waits for a CUDA device, and key_rows is None.
+        For others, e.g. copies or modified ones, key_rows is None, and a backend that asks for
+        offsets waits for the device.
         """
         host = _HOST_PARTS.get(cu_seqlens_q)
         versions = _versions(cu_seqlens_q, cu_seqlens_k)
@@ -119,13 +104,7 @@ class Segments:
             )
             if is_new:  # otherwise the entry belongs to the segments that cu_seqlens_q was made for
                 _HOST_PARTS[cu_seqlens_q] = host
-        return cls(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_q=max_q,
-            max_k=max_k,
-            host=host,
-        )
+        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
         """Returns itself: `of` would not recognise copies of the tensors."""
@@ -144,11 +123,14 @@ class Segments:
     @property
     def _offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self.host.offsets is None:
-            self.host.offsets = (
-                tuple(self.cu_seqlens_q.tolist()),
-                tuple(self.cu_seqlens_k.tolist()),
-            )
+            q, k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+            self.host.offsets = tuple(q), tuple(k)
         return self.host.offsets
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Arguments of a custom op, from which `of` makes these segments again."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k
 
     @property
     def key_rows(self) -> np.ndarray | None:
@@ -206,8 +188,8 @@ def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
         raise UserError(f"key_rows has a negative row: {key_rows.min()}")
 
 
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to the device; to a GPU from pinned memory, asynchronously."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)

@@ -1,27 +1,19 @@
-"""Which attention backend a run uses, and why: kernels.attention = auto takes the first that can.
+"""Which attention backend a run uses, and why; `auto` takes the first of AUTO_ORDER that can.
 
-1. flash_attention_3, the fastest published on Hopper (`kernels_profile/h100.json`) and only there.
-2. flash_attention_4, made for Blackwell; on Hopper a pre-release. 3. torch_varlen, in every CUDA
-build of torch, from Ampere on; also assumed when preparing a run without GPUs. 4.
-flash_attention_2, the same kernels in their own build. 5. sdpa, everywhere, alone in float32 and on
-CPU. The rule looks at dtype, head size, device and installed packages only.
+flash_attention_3 is the fastest published on Hopper (`kernels_profile/h100.json`) and only there;
+flash_attention_4 is made for Blackwell, on Hopper a pre-release; torch_varlen is in every CUDA
+build of torch, from Ampere on, and assumed when preparing a run without GPUs; flash_attention_2 has
+the same kernels in their own build; sdpa computes everything, alone in float32 and on CPU.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from wlb.kernels.flash2 import FLASH2
-from wlb.kernels.flash3 import FLASH3
-from wlb.kernels.flash4 import FLASH4
-from wlb.kernels.flash_package import (
-    FlashBackend,
-    before_ampere,
-    compute_capability,
-    wrong_head_size,
-    wrong_tensors,
-)
-from wlb.kernels.torch_varlen import MAX_HEAD_DIM
+from wlb.kernels.backend import kernel_name
+from wlb.kernels.flash import DETERMINISTIC_FLASH_BACKENDS, FLASH_BACKENDS
+from wlb.kernels.flash_package import FlashBackend, wrong_tensors
+from wlb.kernels.torch_varlen import TORCH_VARLEN, TORCH_VARLEN_DETERMINISTIC, TorchVarlenBackend
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
@@ -34,80 +26,126 @@ AUTO_ORDER = (
 )
 
 
+_CHECKED: dict[str, TorchVarlenBackend | FlashBackend] = {
+    backend.name: backend
+    for backend in (
+        *(TORCH_VARLEN, *FLASH_BACKENDS),
+        *(TORCH_VARLEN_DETERMINISTIC, *DETERMINISTIC_FLASH_BACKENDS),
+    )
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A backend, and one line saying why it and none before it was chosen."""
+    """A backend, and why it and none before it was chosen.
+
+    better: a sentence on the backend made for this GPU, with how to install it; empty if it is
+    chosen or none is missing.
+    """
 
     backend: AttentionBackend
     reason: str
+    deterministic: bool = False
+    better: str = ""
+
+    @property
+    def kernel(self) -> str:
+        """The name of `BACKENDS` that computes."""
+        return kernel_name(self.backend, deterministic=self.deterministic)
+
+    @property
+    def line(self) -> str:
+        """The line that a run's log shows, and a second one where a better kernel is missing."""
+        order = ", deterministic" if self.deterministic else ""
+        line = f"attention kernel {self.backend}{order} ({self.reason})"
+        return f"{line}\nWARNING: {self.better}" if self.better else line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """What an attention kernel must compute."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_size: int
+    deterministic: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.device.type} with heads of {self.head_size}"
+
+    def why_not(self, backend: AttentionBackend) -> str | None:
+        """Why a backend cannot compute this, in words; None if it can."""
+        checked = _CHECKED.get(kernel_name(backend, deterministic=self.deterministic))
+        if checked is None:  # sdpa
+            return None
+        return checked.why_not(device=self.device, dtype=self.dtype, head_size=self.head_size)
+
+    def chosen(self, backend: AttentionBackend, reason: str) -> Choice:
+        better = self._better_than(backend)
+        return Choice(
+            backend=backend, reason=reason, deterministic=self.deterministic, better=better
+        )
+
+    def _better_than(self, backend: AttentionBackend) -> str:
+        """The first in AUTO_ORDER that this GPU could run if its package were installed."""
+        for other in AUTO_ORDER[: AUTO_ORDER.index(backend)]:
+            checked = _CHECKED[kernel_name(other, deterministic=self.deterministic)]
+            if isinstance(checked, FlashBackend) and checked.lacks_package_only(
+                device=self.device, dtype=self.dtype, head_size=self.head_size
+            ):
+                return (
+                    f"{other} is made for this GPU and not used: {checked.package.problem()}; "
+                    f"install it: {checked.package.install}"
+                )
+        return ""
 
 
 def select_backend(
-    requested: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_size: int
-) -> AttentionBackend:
-    """The backend that will compute; UserError if an explicit choice cannot."""
-    return choose_backend(requested, device=device, dtype=dtype, head_size=head_size).backend
-
-
-def explain_backend(
-    requested: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_size: int
+    requested: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    deterministic: bool = False,
 ) -> str:
-    """The line that a run's log shows."""
-    choice = choose_backend(requested, device=device, dtype=dtype, head_size=head_size)
-    return f"attention kernel {choice.backend} ({choice.reason})"
+    """The kernel of `BACKENDS` that will compute; UserError if an explicit choice cannot."""
+    return choose_backend(
+        requested, device=device, dtype=dtype, head_size=head_size, deterministic=deterministic
+    ).kernel
 
 
 def choose_backend(
-    requested: AttentionBackend, *, device: torch.device, dtype: torch.dtype, head_size: int
+    requested: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    deterministic: bool = False,
 ) -> Choice:
-    run = f"{dtype} on {device.type} with heads of {head_size}"
+    run = _Computed(device=device, dtype=dtype, head_size=head_size, deterministic=deterministic)
     if requested != AttentionBackend.AUTO:
-        if why := _why_not(requested, device, dtype, head_size):
+        if why := run.why_not(requested):
             raise UserError(
                 f"kernels.attention = {requested} can't compute this run: {why}, but the run is "
-                f"{run}; set kernels.attention = auto or sdpa{_remedy(requested, device, dtype)}"
+                f"{run}; set kernels.attention = auto or sdpa{_remedy(requested, run)}"
             )
-        return Choice(backend=requested, reason=f"asked for; {run}")
+        return run.chosen(requested, f"asked for; {run}")
     reason = f"auto; {run}"
     passed_over: dict[str, list[str]] = {}
     for backend in AUTO_ORDER:
-        why = _why_not(backend, device, dtype, head_size)
+        why = run.why_not(backend)
         if why is None:
             for why_not, names in passed_over.items():
                 reason += f"; not {', '.join(names)}: {why_not}"
-            return Choice(backend=backend, reason=reason)
+            return run.chosen(backend, reason)
         passed_over.setdefault(why, []).append(backend)
     raise AssertionError("sdpa computes everything")
 
 
-def _remedy(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> str:
-    if wrong_tensors(device, dtype):
+def _remedy(backend: AttentionBackend, run: _Computed) -> str:
+    if wrong_tensors(run.device, run.dtype):
         return ", or training.dtype = bfloat16 on a GPU"
-    flash = _flash(backend)
-    if flash is not None and flash.package.problem():
-        return f", or install {flash.package.supported} ({flash.package.install})"
+    for flash in FLASH_BACKENDS:
+        if flash.name == backend and flash.package.problem():
+            return f", or install {flash.package.supported} ({flash.package.install})"
     return ""
-
-
-def _why_not(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_size: int
-) -> str | None:
-    flash = _flash(backend)
-    if flash is not None:
-        return flash.why_not(device=device, dtype=dtype, head_size=head_size)
-    if backend == AttentionBackend.TORCH_VARLEN:
-        return (
-            wrong_tensors(device, dtype)
-            or wrong_head_size(head_size, MAX_HEAD_DIM)
-            or _before_ampere(device)
-        )
-    return None
-
-
-def _before_ampere(device: torch.device) -> str | None:
-    capability = compute_capability(device)
-    return None if capability is None else before_ampere(*capability)
-
-
-def _flash(backend: AttentionBackend) -> FlashBackend | None:
-    return next((flash for flash in (FLASH2, FLASH3, FLASH4) if flash.name == backend), None)

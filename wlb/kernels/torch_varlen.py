@@ -1,80 +1,66 @@
 """Attention by torch's own variable-length kernel (FlashAttention-2 inside torch), CUDA only.
 
-One kernel for all segments, without padding; float16 and bfloat16, deterministic backward. We call
-the two operators below torch.nn.attention.varlen.varlen_attn, which has no backward without
-autograd; their first ten arguments are the same in torch 2.11 to 2.13. Shapes: T query rows, S key
-rows, H query heads, G key/value heads, D head size.
+float16 and bfloat16, without padding. We call the two operators
+below torch.nn.attention.varlen.varlen_attn, which has no backward without autograd; their first ten
+arguments are the same in torch 2.11 to 2.13.
 """
 
 import torch
 import torch.nn.attention.varlen  # registers the operators
 from torch import Tensor
 
-from wlb.kernels.deterministic import deterministic
+from wlb.kernels.backend import Gradients, SavedTensors, fixed_order, kernel_name
+from wlb.kernels.flash_package import (
+    DTYPES,
+    before_ampere,
+    compute_capability,
+    wrong_head_size,
+    wrong_tensors,
+)
 from wlb.kernels.segments import Segments
 from wlb.plan import UserError
 
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 8
+MAX_HEAD_SIZE = 256
 _CAUSAL = [-1, 0]
 
 
 class TorchVarlenBackend:
-    name = "torch_varlen"
+    """deterministic: backward adds dQ in a fixed order, in several float32 copies of it."""
+
     takes_key_rows = False
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+        self.name = kernel_name("torch_varlen", deterministic=deterministic)
+
+    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        """Why this backend cannot compute, in words; None if it can or if no GPU can be asked."""
+        if why := wrong_tensors(device, dtype) or wrong_head_size(head_size, MAX_HEAD_SIZE):
+            return why
+        capability = compute_capability(device)
+        return None if capability is None else before_ampere(*capability)
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         _check(q_THD)
         out_THD, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
-            q_THD,
-            k_SGD,
-            v_SGD,
-            segments.cu_seqlens_q,
-            segments.cu_seqlens_k,
-            segments.max_q,
-            segments.max_k,
-            True,
-            None,
-            _CAUSAL,
+            q_THD, k_SGD, v_SGD, *segments.arguments, True, None, _CAUSAL
         )
         return out_THD, lse_HT
 
-    def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_SGD: Tensor,
-        v_SGD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        segments: Segments,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
         # The RNG state of dropout: zeros, as forward returns them without dropout.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
-        with deterministic():
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
+        with fixed_order(self.deterministic):
             dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(
-                grad_THD,
-                q_THD,
-                k_SGD,
-                v_SGD,
-                out_THD,
-                lse_HT,
-                segments.cu_seqlens_q,
-                segments.cu_seqlens_k,
-                segments.max_q,
-                segments.max_k,
-                True,
-                rng_state,
-                None,
-                _CAUSAL,
+                grad_THD, *saved, *segments.arguments, True, rng_state, None, _CAUSAL
             )
         return dq_THD, dk_SGD, dv_SGD
 
 
 TORCH_VARLEN = TorchVarlenBackend()
+TORCH_VARLEN_DETERMINISTIC = TorchVarlenBackend(deterministic=True)
 
 
 def _check(q_THD: Tensor) -> None:
@@ -83,9 +69,5 @@ def _check(q_THD: Tensor) -> None:
             f"torch_varlen computes bfloat16 and float16 on CUDA, not {q_THD.dtype} on "
             f"{q_THD.device}; use sdpa there"
         )
-    head_dim = q_THD.shape[-1]
-    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
-        raise UserError(
-            f"torch_varlen takes head sizes up to {MAX_HEAD_DIM} that are multiples of "
-            f"{HEAD_DIM_STEP}, not {head_dim}; use sdpa"
-        )
+    if why := wrong_head_size(q_THD.shape[-1], MAX_HEAD_SIZE):
+        raise UserError(f"torch_varlen takes {why}; use sdpa")

@@ -1,10 +1,12 @@
-"""Compose the report of a failed run from the states of all ranks that rank 0 knows."""
+"""Compose the report of a failed run from the states of all ranks that the root knows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
-from wlb.launch.position import describe
+from wlb.launch.position import Snapshot
 
+LAST_LINES = 20
 _OUT_OF_TIME = ("timed out", "timeout", "Timed out", "Timeout")
 _MOST_OTHERS = 16
 _WAITS = (
@@ -13,7 +15,7 @@ _WAITS = (
     "wlb/parallel/context_op.py",
     "wlb/train/reduce.py",
     "wlb/train/evaluate.py",
-    "wlb/train/telemetry/meter.py",
+    "wlb/parallel/warm.py",
 )
 """Path parts in the innermost stack frames of a rank that waits for other ranks. On CUDA
 collectives are asynchronous: a rank waits where it reads their result."""
@@ -22,15 +24,13 @@ _INNERMOST = 8
 
 @dataclass(slots=True, kw_only=True)
 class RankStatus:
-    """State of a rank as rank 0 knows it.
-
-    at: `Position.to_json`. order: its place among the failed ranks, from 1. lines: last lines of
-    its traceback or log. is_gone: it said goodbye. is_told: it was told to end.
-    """
+    """State of a rank as the root knows it. order: its place among the failed ranks, from 1. lines:
+    last lines of its traceback or log. is_gone: it said goodbye. has_report, has_written: it was
+    given the report, and wrote it."""
 
     rank: int
     place: str
-    at: dict[str, Any] = field(default_factory=dict[str, Any])
+    at: Snapshot | None = None
     failure: str = ""
     order: int = 0
     lines: list[str] = field(default_factory=list[str])
@@ -38,7 +38,8 @@ class RankStatus:
     is_dead: bool = False
     is_silent: bool = False
     is_gone: bool = False
-    is_told: bool = False
+    has_report: bool = False
+    has_written: bool = False
 
     @property
     def waits(self) -> bool:
@@ -47,7 +48,26 @@ class RankStatus:
 
     @property
     def where(self) -> str:
-        return describe(self.at) if self.at else "before its first message"
+        return self.at.describe() if self.at else "a place of which no message came"
+
+    @property
+    def is_lost(self) -> bool:
+        return self.is_dead or self.is_silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorLoss:
+    """A node's aggregator that died, or fell silent. name: its process, in words. ranks: those that
+    reported to it."""
+
+    ranks: tuple[int, ...]
+    name: str
+    is_silent: bool
+
+    def describe(self, silence_s: float) -> str:
+        """For example "the watch of rank 8, 9 (process 77 on gpu2) died"."""
+        what = f"gave no sign of life for {silence_s:g} s" if self.is_silent else "died"
+        return f"the watch of rank {_listed(self.ranks)} ({self.name}) {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,43 +80,55 @@ class FailureReport:
 
 
 def compose_report(
-    ranks: list[RankStatus], world_size: int, *, silence_s: float, stuck_s: float
+    ranks: list[RankStatus],
+    world_size: int,
+    *,
+    silence_s: float,
+    stuck_s: float,
+    losses: Sequence[AggregatorLoss] = (),
+    logs: Path | None = None,
 ) -> FailureReport:
-    """Name the ranks that caused the failure before those that failed as a consequence."""
-    first, what = _cause(ranks, silence_s, stuck_s)
-    cause = first[0]
-    lines = [f"rank {cause.rank} of {world_size} {what}", *_about(cause)]
-    for other in first[1:]:
-        lines += [f"rank {other.rank} as well", *_about(other)]
-    alike = [s for s in ranks if s not in first and s.failure and s.failure == cause.failure]
+    """Name the ranks that caused the failure before those that failed as a consequence.
+
+    losses: aggregators that were lost; they are the cause if no rank is. logs: folder of the ranks'
+    logs, read for ranks without a traceback that the report is about.
+    """
+    lost = [loss.describe(silence_s) for loss in losses]
+    first, what = _cause(ranks, silence_s, stuck_s, is_watch_lost=bool(lost))
+    lines = [*lost]
+    if first:
+        cause = first[0]
+        lines = [f"rank {cause.rank} of {world_size} {what}", *_about(cause, logs)]
+        for other in first[1:_MOST_OTHERS]:
+            lines += [f"rank {other.rank} as well", *_about(other, logs)]
+        lines += [*_more(first), *lost]
+    error = first[0].failure or what if first else lost[0]
+    alike = [s for s in ranks if s not in first and s.failure and s.failure == error]
     if alike:
-        lines.append(f"the same on rank {', '.join(str(s.rank) for s in alike)}")
+        lines.append(f"the same on rank {_listed([s.rank for s in alike])}")
     rest = sorted(
         (s for s in ranks if s not in first and s not in alike),
         key=lambda s: (not s.failure, s.order, s.rank),
     )
-    lines += [_line(seen) for seen in rest[:_MOST_OTHERS]]
-    if len(rest) > _MOST_OTHERS:
-        lines.append(f"and {len(rest) - _MOST_OTHERS} more ranks")
+    lines += [*(_line(seen) for seen in rest[:_MOST_OTHERS]), *_more(rest)]
     missing = sorted(set(range(world_size)) - {seen.rank for seen in ranks})
     if missing:
-        lines.append(f"no message ever from rank {', '.join(map(str, missing))}")
-    return FailureReport(rank=cause.rank, error=cause.failure or what, text="\n".join(lines))
+        lines.append(f"no message ever from rank {_listed(missing)}")
+    rank = first[0].rank if first else losses[0].ranks[0]
+    return FailureReport(rank=rank, error=error, text="\n".join(lines))
 
 
-def rank_zero_gone(
-    world_size: int, *, silence_s: float, reporter: RankStatus, lines: list[str]
-) -> FailureReport:
-    """Report the loss of rank 0, which knew the other ranks' states. silence_s: 0 if it died."""
-    what = f"gave no sign of life for {silence_s:g} s" if silence_s else "died"
-    text = [f"rank 0 of {world_size} {what}; the other ranks reported to it", *_tail(lines, "log")]
-    return FailureReport(rank=0, error=what, text="\n".join([*text, _line(reporter)]))
+def report_alone(loss: AggregatorLoss, reporter: RankStatus, *, silence_s: float) -> FailureReport:
+    """Report the loss of an aggregator by a rank that reaches no other one."""
+    what = loss.describe(silence_s)
+    text = [f"{what}; rank {reporter.rank} reports it and knows no other rank", _line(reporter)]
+    return FailureReport(rank=loss.ranks[0], error=what, text="\n".join(text))
 
 
 def _cause(
-    ranks: list[RankStatus], silence_s: float, stuck_s: float
+    ranks: list[RankStatus], silence_s: float, stuck_s: float, *, is_watch_lost: bool
 ) -> tuple[list[RankStatus], str]:
-    """Return the ranks that caused the failure, and what they did."""
+    """The ranks that caused the failure, and what they did; no rank if a watch was lost instead."""
     if dead := [s for s in ranks if s.is_dead and not s.failure]:
         return dead, "died"
     if silent := [s for s in ranks if s.is_silent]:
@@ -104,6 +136,8 @@ def _cause(
     failed = sorted((s for s in ranks if s.failure), key=lambda s: s.order)
     if failed and not any(word in failed[0].failure for word in _OUT_OF_TIME):
         return failed[:1], f"failed: {failed[0].failure}"
+    if is_watch_lost:
+        return [], ""
     idle = [s for s in ranks if not (s.failure or s.is_gone or s.is_dead)]
     if apart := [s for s in idle if not s.waits]:
         return apart, f"has not joined the collective that others have waited for ({stuck_s:g} s)"
@@ -112,12 +146,31 @@ def _cause(
     return idle, f"waits for other ranks, as all ranks have for {stuck_s:g} s"
 
 
-def _about(seen: RankStatus) -> list[str]:
-    preposition = "last message from" if seen.is_dead or seen.is_silent else "in"
+def _about(seen: RankStatus, logs: Path | None) -> list[str]:
+    preposition = "last message from" if seen.is_lost else "in"
     lines = [f"  {preposition} {seen.where}", f"  {seen.place}"]
     if seen.stack and not seen.failure:
         lines += _tail(seen.stack, "stack")
-    return lines + _tail(seen.lines, "traceback" if seen.failure else "log")
+    if seen.failure:
+        return lines + _tail(seen.lines, "traceback")
+    return lines + _tail(last_lines(logs, seen.rank) if logs is not None else [], "log")
+
+
+def last_lines(logs: Path, rank: int) -> list[str]:
+    try:
+        text = (logs / f"rank-{rank}.log").read_text("utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-LAST_LINES:]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _MOST_OTHERS
+    return ", ".join(map(str, ranks[:_MOST_OTHERS])) + f" and {more} more" * (more > 0)
+
+
+def _more(ranks: Sequence[RankStatus]) -> list[str]:
+    return [f"and {len(ranks) - _MOST_OTHERS} more ranks"] * (len(ranks) > _MOST_OTHERS)
 
 
 def _tail(lines: list[str], of: str) -> list[str]:

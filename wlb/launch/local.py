@@ -1,10 +1,9 @@
 """Run a function on local ranks and return their results, or raise the first failure.
 
 A forkserver that has imported torch forks one process per rank (8 ranks start in about 0.3 s
-instead of 10 s). The first failing rank ends all others; a rank that dies is reported with its exit
-code; after `timeout_s` every rank's stack is reported. No process outlives the call or the
-launching process: every rank leads a process group, which is killed with it. Ranks rendezvous
-through a file, inherit stdout, stderr and the current environment, and import `fn` by name.
+instead of 10 s). No process outlives the call or the launching process: every rank leads a process
+group, which is killed with it. Ranks rendezvous through a file, inherit stdout, stderr and the
+current environment, and import `fn` by name.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -73,7 +72,6 @@ class _RankJob:
     device: str
     start_group: bool
     group_timeout_s: float
-    num_threads: int
     environment: dict[str, str]
     stack_file: str
 
@@ -102,35 +100,39 @@ def run_local(
 ) -> list[Any]:
     """Return the results of fn(world, *args) on `world_size` local ranks, in rank order.
 
-    device: "cpu" or "cuda", already chosen. start_group: start the process group before `fn` and
-    end it afterwards; otherwise `fn` calls `worlds.init`. preload: more modules that the forkserver
-    imports; only the first call of a process can add some. awaits_report: ranks watch each other
-    (`wlb.launch.watch`), so a failure is followed by a report of all ranks. SIGTERM and SIGHUP end
-    this process and the ranks, unless the caller handles them. Raises RankFailure.
+    device: "cpu" or "cuda", already chosen. start_group: start and end the process group around
+    `fn`. preload: more modules that the forkserver imports, in the first call of a process.
+    awaits_report: ranks watch each other, so a failure is followed by a report of all ranks.
+    SIGTERM and SIGHUP end this process and the ranks, unless the caller handles them. Raises
+    RankFailure.
     """
     if world_size < 1:
         raise UserError(f"world_size = {world_size} must be at least 1")
     task = _pickled_task(fn, args)
-    ranks = _LocalRanks()
+    environment = worlds.environment(OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size)))
     with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
-        jobs = [
+        ranks = _LocalRanks(
             _RankJob(
-                world=_world_of(rank, world_size, folder),
+                world=worlds.World(
+                    rank=rank,
+                    world_size=world_size,
+                    local_rank=rank,
+                    local_world_size=world_size,
+                    origin=worlds.Origin.SPAWNED,
+                    rendezvous_file=str(Path(folder, "rendezvous")),
+                ),
                 task=task,
                 device=device,
                 start_group=start_group,
                 # Longer than the launcher's own limit, whose report says more.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
-                num_threads=worlds.threads_per_rank(world_size),
-                environment=worlds.environment(
-                    OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size))
-                ),
+                environment=environment,
                 stack_file=str(Path(folder, f"stack-{rank}")),
             )
             for rank in range(world_size)
-        ]
+        )
         try:
-            ranks.start(jobs, preload)
+            ranks.start(preload)
             return ranks.collect(timeout_s, awaits_report=awaits_report)
         except BaseException:
             ranks.kill()
@@ -150,21 +152,9 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _world_of(rank: int, world_size: int, folder: str) -> worlds.World:
-    return worlds.World(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        origin=worlds.Origin.SPAWNED,
-        rendezvous_file=str(Path(folder, "rendezvous")),
-    )
-
-
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP unwind this process, so that ranks and temporary files are
-    removed."""
+    """SIGTERM and SIGHUP unwind this process, so that ranks and temporary files are removed."""
     is_main = threading.current_thread() is threading.main_thread()
     kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
 
@@ -180,23 +170,22 @@ def _signals_exit() -> Iterator[None]:
             signal.signal(kind, signal.SIG_DFL)
 
 
-@dataclass(slots=True)
 class _LocalRanks:
     """Processes of a run in rank order, and the pipes that carry their results."""
 
-    jobs: list[_RankJob] = field(default_factory=list)
-    processes: list[ForkServerProcess] = field(default_factory=list)
-    pending: dict[Connection, int] = field(default_factory=dict)
-    results: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, jobs: Iterable[_RankJob]) -> None:
+        self.jobs = list(jobs)
+        self.processes: list[ForkServerProcess] = []
+        self.pending: dict[Connection, int] = {}
+        self.results: dict[int, Any] = {}
 
-    def start(self, jobs: list[_RankJob], preload: Sequence[str]) -> None:
-        self.jobs = jobs
+    def start(self, preload: Sequence[str]) -> None:
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
         context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
         with worlds.temporary_environment(OMP_NUM_THREADS="1"):
             forkserver.ensure_running()
-        for job in jobs:
+        for job in self.jobs:
             receiver, sender = context.Pipe(duplex=False)
             self.pending[receiver] = job.world.rank
             # Not a daemon, because a rank may start processes.
@@ -218,8 +207,7 @@ class _LocalRanks:
         return [self.results[rank] for rank in range(len(self.jobs))]
 
     def _peers(self, first: list[_Failure], awaits_report: bool) -> list[_Failure]:
-        """Collect failures that follow the first one seen, which may be a consequence of them,
-        until the report of all ranks arrives."""
+        """Collect failures that may have caused the first one, until the ranks' report comes."""
         failures: list[_Failure] = []
         end = time.monotonic() + (_REPORT_WAIT_S if awaits_report else _PEER_WAIT_S)
         while self.pending and (left := end - time.monotonic()) > 0:
@@ -257,8 +245,7 @@ class _LocalRanks:
         return _Failure(rank=rank, error=error, details=self._stack(rank))
 
     def _failed(self, failures: list[_Failure]) -> RankFailure:
-        """Compose the error from the report of all ranks if there is one, else from the first
-        failure; a rank that died comes before ranks that raised."""
+        """Return the failure that all ranks report, else the first one; deaths come first."""
         for report in failures:
             if report.is_report:
                 died = [
@@ -291,8 +278,7 @@ class _LocalRanks:
         return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
 
     def _stack(self, rank: int) -> str:
-        """Return the stack that faulthandler wrote, without the thread that watches the
-        launcher."""
+        """The stack that faulthandler wrote, without the thread that watches the launcher."""
         path = Path(self.jobs[rank].stack_file)
         text = path.read_text(errors="replace") if path.exists() else ""
         threads = text.strip().split("\n\n")
@@ -340,12 +326,8 @@ _result_pipe: _ResultPipe | None = None
 
 
 def report_failure(rank: int, error: str, text: str) -> bool:
-    """Make `run_local` fail because of `rank`, with a report of all ranks; the launcher then ends
-    them.
-
-    Any thread may call it. Returns False, without effect, in a process that `run_local` did not
-    start.
-    """
+    """Make `run_local` fail because of `rank`, with a report of all ranks, from any thread. Returns
+    False, without effect, in a process that `run_local` did not start."""
     if _result_pipe is None:
         return False
     _result_pipe.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
@@ -370,9 +352,15 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            message = pickle.dumps(_failure_of(job.world.rank, error))
-            _result_pipe.send(message)
-            _await_end()
+            summary = traceback.format_exception_only(error)[0].strip()  # without notes
+            details = "".join(traceback.format_exception(error))
+            failure = _Failure(
+                rank=job.world.rank, error=summary, details=details, at_s=time.monotonic()
+            )
+            _result_pipe.send(pickle.dumps(failure))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(_JOIN_S)  # until it is killed: leaving first would make peers fail
         else:
             _result_pipe.send(message)
         finally:
@@ -385,7 +373,7 @@ def _run_task(job: _RankJob) -> Any:
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    torch.set_num_threads(job.num_threads)
+    torch.set_num_threads(int(job.environment["OMP_NUM_THREADS"]))
     fn, args = pickle.loads(job.task)
     if job.start_group:
         device = worlds.rank_device(job.world, job.device)
@@ -396,20 +384,6 @@ def _run_task(job: _RankJob) -> Any:
         torch.distributed.all_reduce(torch.zeros(1))
     worlds.shutdown()
     return result
-
-
-def _failure_of(rank: int, error: BaseException) -> _Failure:
-    summary = traceback.format_exception_only(error)[0].strip()  # without notes
-    details = "".join(traceback.format_exception(error))
-    return _Failure(rank=rank, error=summary, details=details, at_s=time.monotonic())
-
-
-def _await_end() -> None:
-    """Wait (for at most _JOIN_S) to be killed: leaving first would make peers fail in
-    collectives."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(_JOIN_S)
 
 
 def _end_with_parent() -> None:

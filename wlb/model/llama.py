@@ -7,12 +7,13 @@ object; `Ops` itself just calls the modules.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
+from wlb.model.norm import normalise
 from wlb.model.rope import rotate
 from wlb.model.swiglu import swiglu
 from wlb.plan import digest
@@ -20,18 +21,19 @@ from wlb.spec import ModelSpec
 
 
 class Attend(Protocol):
-    """Attention over a micro-batch's rows; keys and values may come from other ranks.
+    """Attention over a micro-batch's rows. A layer calls `begin` with k and v, computes q while
+    those of other ranks are gathered, and passes the result to `attend`. The second result of
+    `attend` goes to the layer's last addition, where backward begins, so that backward can exchange
+    k and v early."""
 
-    A layer calls `begin` once it has k and v, computes q while they are gathered, and passes the
-    result of `begin` to the call.
-    """
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any: ...
 
-    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None: ...
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Any) -> tuple[Tensor, Any]:
+        """Output, [T, H, D], and the argument of `add`."""
+        ...
 
-    def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None
-    ) -> Tensor:
-        """Shape [T, H, D]."""
+    def add(self, x_TC: Tensor, y_TC: Tensor, attended: Any, /) -> Tensor:
+        """x_TC + y_TC, the layer's output."""
         ...
 
 
@@ -44,19 +46,19 @@ class LocalAttend:
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         return None
 
-    def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None = None
-    ) -> Tensor:
-        return self.call(q_THD, k_TGD, v_TGD)
+    def attend(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: None
+    ) -> tuple[Tensor, None]:
+        return self.call(q_THD, k_TGD, v_TGD), None
+
+    def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
+        return x_TC + y_TC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The inputs of a forward pass besides tokens or hidden states.
-
-    cos, sin: [T, 1, D / 2]. labels: [T], only on the last stage. loss_scale: factor of the summed
-    loss that the last stage returns.
-    """
+    """Inputs of a forward pass besides tokens or hidden states. cos, sin: [T, 1, D / 2]. labels:
+    [T], on the last stage alone. loss_scale: factor of the summed loss that it returns."""
 
     cos: Tensor
     sin: Tensor
@@ -66,21 +68,22 @@ class Rows:
 
 
 class Ops:
-    """How layers with weights are applied; tensor parallelism has its own (`wlb.parallel`)."""
+    """How layers with weights are applied; tensor parallelism has its own (`wlb.parallel`).
+
+    fused: norms, RoPE and SwiGLU run as one Triton kernel each (`wlb.kernels.fused`)."""
 
     vocabulary: VocabularyShard = WHOLE
+    fused: bool = False
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
         return embedding(tokens_T)
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
-        return norm(x_TC)
+        # The module itself where it can, as it may have hooks (of torch's parallelize_module).
+        return normalise(norm, x_TC, norm.weight, fused=True) if self.fused else norm(x_TC)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Apply several linear layers to the same rows (column-parallel under TP), lazily.
-
-        Each output is computed when requested, so that callers can start other work in between.
-        """
+        """Apply linear layers to the same rows (column-parallel under TP), each when asked for."""
         return (linear(x_TC) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
@@ -101,19 +104,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=False)
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
 
-    def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
+        """The residual branch, and the last argument of `Attend.add`."""
         # Passed directly, the projections are freed when the call returns.
-        out_THD = rows.attend(*self._project(x_TC, rows))
-        return self.ops.fan_in(out_THD.flatten(1), self.o_proj)
+        out_THD, attended = rows.attend.attend(*self._project(x_TC, rows))
+        return self.ops.fan_in(out_THD.flatten(1), self.o_proj), attended
 
-    def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and the gather of k and v, which runs while q is computed."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
-        k_TGD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
+        k_TGD = self._rotated(next(projected), rows)
         v_TGD = self._heads(next(projected))
-        kv_gather = rows.attend.begin(k_TGD, v_TGD)
-        q_THD = rotate(self._heads(next(projected)), rows.cos, rows.sin)
-        return q_THD, k_TGD, v_TGD, kv_gather
+        begun = rows.attend.begin(k_TGD, v_TGD)
+        q_THD = self._rotated(next(projected), rows)
+        return q_THD, k_TGD, v_TGD, begun
+
+    def _rotated(self, x_TF: Tensor, rows: Rows) -> Tensor:
+        return rotate(self._heads(x_TF), rows.cos, rows.sin, fused=self.ops.fused)
 
     def _heads(self, x_TF: Tensor) -> Tensor:
         return x_TF.unflatten(-1, (-1, self.head_size))
@@ -129,7 +136,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_TC: Tensor) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
-        return self.ops.fan_in(swiglu(gate, up), self.down_proj)
+        return self.ops.fan_in(swiglu(gate, up, fused=self.ops.fused), self.down_proj)
 
 
 class DecoderLayer(nn.Module):
@@ -142,8 +149,9 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
-        x_TC = x_TC + self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
-        return x_TC + self.second_half(x_TC)
+        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
+        x_TC = x_TC + branch_TC
+        return rows.attend.add(x_TC, self.second_half(x_TC), attended)
 
     def second_half(self, x_TC: Tensor) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
@@ -174,9 +182,9 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """A whole model, or one pipeline stage of it with the same parameter names.
 
-    layers: the stage's layers, possibly none; None = all. is_first: it has the embedding. is_last:
-    it has norm, head and loss. forward takes tokens [T] on the first stage, else rows [T, C], and
-    returns rows [T, C], or on the last stage the summed loss times rows.loss_scale, a scalar.
+    layers: the stage's, possibly none; None = all. is_first: it has the embedding. is_last: it has
+    norm, head and loss. forward takes tokens [T] on the first stage, else rows [T, C], and returns
+    rows, or on the last stage the summed loss times rows.loss_scale.
     """
 
     def __init__(
@@ -217,9 +225,9 @@ class Llama(nn.Module):
 def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) -> Tensor:
     """The whole initial value of a parameter, float32, on the CPU.
 
-    Depends on name and seed only, so that every layout and device starts from the same model (a
-    GPU's generator gives other numbers). Matrices are normal with spec.init_std, scaled by
-    1 / sqrt(2 * num_layers) if they end a residual branch (GPT-2); norms are one.
+    Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
+    from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
+    if they end a residual branch (GPT-2); norms are one.
     """
     if len(shape) == 1:
         return torch.ones(shape)

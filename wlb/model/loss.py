@@ -6,6 +6,8 @@ sum; backward multiplies by that factor. Costs one float32 copy of the head's gr
 Shapes: T rows, C width, V vocabulary entries of this shard.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,26 +16,23 @@ from torch import Tensor
 from wlb.plan import IGNORE
 
 
-class VocabularyShard:
-    """The vocabulary entries of this process: all of them, unless tensor parallelism overrides it.
+def _same(x: Tensor) -> Tensor:
+    return x
 
-    offset: first entry. gather: this process's rows -> the rows that the head computes. scatter:
-    its adjoint for gradients, which sums over the processes that share the vocabulary.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShard:
+    """The vocabulary entries of this process: all, unless tensor parallelism divides them.
+
+    offset: first entry. gather: [T / n, C] -> [T, C], rows of all n processes that share the
+    vocabulary. scatter: its adjoint, a sum over them. all_max ([T]), all_sum ([2, T]): over them.
     """
 
-    offset = 0
-
-    def gather(self, x_TC: Tensor) -> Tensor:
-        return x_TC
-
-    def scatter(self, dx_TC: Tensor) -> Tensor:
-        return dx_TC
-
-    def all_max(self, x_T: Tensor) -> Tensor:
-        return x_T
-
-    def all_sum(self, x_2T: Tensor) -> Tensor:
-        return x_2T
+    offset: int = 0
+    gather: Callable[[Tensor], Tensor] = _same
+    scatter: Callable[[Tensor], Tensor] = _same
+    all_max: Callable[[Tensor], Tensor] = _same
+    all_sum: Callable[[Tensor], Tensor] = _same
 
 
 WHOLE = VocabularyShard()

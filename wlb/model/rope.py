@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from wlb.kernels.fused import fused_rotate
 from wlb.spec import ModelSpec, RopeScaling
 
 
@@ -35,8 +36,10 @@ def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32."""
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
+    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32. fused: in one kernel."""
+    if fused:
+        return fused_rotate(x_THD, cos, sin, False)
     first, second = x_THD.float().chunk(2, -1)
     out = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return out.to(x_THD.dtype)

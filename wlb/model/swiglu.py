@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from wlb.kernels.fused import fused_swiglu
 
-def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up, shape [T, F] like both. torch.compile chooses itself what it saves."""
+
+def swiglu(gate_TF: Tensor, up_TF: Tensor, *, fused: bool = False) -> Tensor:
+    """silu(gate) * up, shape [T, F] like both. fused: in one kernel, which also saves gate and up
+    alone. Without it torch.compile chooses itself what it saves."""
+    if fused:
+        return fused_swiglu(gate_TF, up_TF)
     if torch.compiler.is_compiling():
         return silu(gate_TF) * up_TF
     return _SwiGlu.apply(gate_TF, up_TF)

@@ -28,10 +28,16 @@ from wlb.plan import (
     segment_lengths,
     split_long,
 )
+from wlb.plan.arrays import first_true
 
 MOST_WORK = 2.0**62
 STEP_ORDER = 1 << 19
 """Index of `permuted` for the order of steps; micro-batches have lower ones."""
+LEFTOVER = 0
+"""Slot of a carry for what an earlier packing left over, where a policy has several slots."""
+
+Pushed = tuple[tuple[PackingPlan, ...], Carry]
+"""The steps that can be made, none or several, and what waits after them."""
 
 
 class Packer(Protocol):
@@ -48,9 +54,7 @@ class Packer(Protocol):
         """The carry of a run that has trained nothing."""
         ...
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         """The steps that can be made once `batch` has come, none or several, and what waits after.
 
         batch: None at the end of data, when all that is carried is placed. Pure: the same batch and
@@ -62,7 +66,7 @@ class Packer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackerOptions:
-    """What all policies are told.
+    """Options of every policy.
 
     num_micro_batches: of a step, over all pipelines. context_window: C, the longest piece, in
     tokens. num_windows: N, windows that a global batch brings on average; 0 = as many as
@@ -79,8 +83,8 @@ class PackerOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_micro_batches", "context_window"):
-            check_at_least(name, getattr(self, name), 1)
+        check_at_least("num_micro_batches", self.num_micro_batches, 1)
+        check_at_least("context_window", self.context_window, 1)
         check_at_least("num_windows", self.num_windows, 0)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
@@ -129,18 +133,17 @@ def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
     raw = np.asarray(cost_ns)
     if raw.shape != (len(pieces),):
         raise UserError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
-    bad = np.flatnonzero(~(raw >= 0) | ~(raw < 2.0**62))
-    if bad.size:
-        piece = pieces[int(bad[0])]
-        raise UserError(
-            f"the cost of {piece} is {raw[bad[0]]} ns; it must be at least 0 and finite"
-        )
+    if (i := first_true(~(raw >= 0) | ~(raw < MOST_WORK))) is not None:
+        raise UserError(f"the cost of {pieces[i]} is {raw[i]} ns; it must be at least 0 and finite")
     return int_array("cost_ns", raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPacker:
-    """What policies have in common; a policy sets `policy` and writes `push`."""
+    """Base of policies; a policy sets `policy` and implements `push`.
+
+    options: what all policies are told.
+    """
 
     options: PackerOptions
     policy: ClassVar[str]
@@ -152,6 +155,73 @@ class PolicyPacker:
     def start(self) -> Carry:
         """The carry of a run that has trained nothing."""
         return Carry.empty(self.policy)
+
+    def _carry(self, pieces: Pieces, next_step: int, slot: IntArray | None = None) -> Carry:
+        """Carry of the waiting pieces; slot: of each piece, 0 if None."""
+        slot = np.zeros(len(pieces), np.int64) if slot is None else slot
+        return Carry(policy=self.policy, pieces=pieces, slot=slot, next_step=next_step)
+
+    def _plan(
+        self,
+        step: int,
+        pieces: Pieces,
+        rows: Sequence[IntLike],
+        *,
+        work_ns: IntArray,
+        num_held_tokens: int,
+        max_delay: int | None = None,
+        shuffle: bool = True,
+    ) -> PackingPlan:
+        """A plan with `rows[i]` of `pieces` in micro-batch i.
+
+        work_ns: of `pieces`, shape [num_pieces]. max_delay: pieces delayed by more steps than that
+        are counted as overdue. shuffle: order the pieces of a micro-batch at random, by
+        (options.seed, step, i). Policies push documents in descending order; left so, per-sequence
+        sharding would give the long documents to the same ranks every time.
+        """
+        options = self.options
+        order = [np.array(members, np.int64) for members in rows]
+        if shuffle:
+            order = [permuted(x, options, step=step, index=i) for i, x in enumerate(order)]
+        index = np.concatenate(order)
+        placed = pieces.take(index)
+        offsets = offsets_of([len(members) for members in rows])
+        overdue = 0 if max_delay is None else int((step - placed.arrival_step > max_delay).sum())
+        is_joined = options.layout == Layout.JOINED
+        return PackingPlan(
+            step=step,
+            policy=self.policy,
+            pieces=placed,
+            offsets=offsets,
+            workload_ns=_micro_batch_ns(options, placed, work_ns[index], offsets),
+            num_held_tokens=num_held_tokens,
+            num_overdue=overdue,
+            layout=options.layout,
+            num_joined_targets=_num_joined(placed, offsets) if is_joined else 0,
+        )
+
+    def _plans(
+        self,
+        first_step: int,
+        pieces: Pieces,
+        steps: Sequence[Sequence[list[int]]],
+        *,
+        num_waiting_tokens: int,
+        shuffle: bool = True,
+    ) -> tuple[PackingPlan, ...]:
+        """Plans of consecutive steps out of the same pieces; `steps[s][i]`: rows of micro-batch i.
+
+        num_waiting_tokens: what still waits after the last step. Tokens of later steps wait too.
+        """
+        work, length = self.options.workloads(pieces), pieces.length
+        tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
+        held = num_waiting_tokens + sum(tokens) - np.cumsum(tokens, dtype=np.int64)
+        return tuple(
+            self._plan(
+                step, pieces, rows, work_ns=work, num_held_tokens=int(waiting), shuffle=shuffle
+            )
+            for step, (rows, waiting) in enumerate(zip(steps, held, strict=True), first_step)
+        )
 
 
 def check_s_max(s_max: int, options: PackerOptions) -> None:
@@ -168,9 +238,8 @@ def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
 
     It was cut for a larger window; no step could ever take it, and the flush would never end.
     """
-    over = np.flatnonzero(pieces.length > limit)
-    if over.size:
-        piece = pieces[int(over[0])]
+    if (i := first_true(pieces.length > limit)) is not None:
+        piece = pieces[i]
         raise UserError(
             f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
             f"cut for a larger context window than this packer's: it is longer than {name} = "
@@ -182,44 +251,6 @@ def permuted(values: IntLike, options: PackerOptions, *, step: int, index: int) 
     """`values` (shape [n]) in an order that (options.seed, step, index) decides on every host."""
     key = np.array([options.seed % 2**64, (step << 20) + index], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(np.asarray(values, np.int64))
-
-
-def build_plan(
-    options: PackerOptions,
-    *,
-    policy: str,
-    step: int,
-    pieces: Pieces,
-    work_ns: IntArray,
-    rows: Sequence[IntLike],
-    num_held_tokens: int,
-    max_delay: int | None = None,
-    shuffle: bool = True,
-) -> PackingPlan:
-    """A plan with `rows[i]` of `pieces` in micro-batch i.
-
-    work_ns: of `pieces`, shape [num_pieces]. max_delay: pieces delayed by more steps than that are
-    counted as overdue. shuffle: order the pieces of a micro-batch at random, by (options.seed,
-    step, i). Policies push documents in descending order; left so, per-sequence sharding would give
-    the long documents to the same ranks every time.
-    """
-    order = [np.array(members, np.int64) for members in rows]
-    if shuffle:
-        order = [permuted(members, options, step=step, index=i) for i, members in enumerate(order)]
-    index = np.concatenate(order)
-    placed = pieces.take(index)
-    offsets = offsets_of([len(members) for members in rows])
-    return PackingPlan(
-        step=step,
-        policy=policy,
-        pieces=placed,
-        offsets=offsets,
-        workload_ns=_micro_batch_ns(options, placed, work_ns[index], offsets),
-        num_held_tokens=num_held_tokens,
-        num_overdue=0 if max_delay is None else int((step - placed.arrival_step > max_delay).sum()),
-        layout=options.layout,
-        num_joined_targets=_num_joined(placed, offsets) if options.layout == Layout.JOINED else 0,
-    )
 
 
 def _micro_batch_ns(
@@ -242,38 +273,3 @@ def _num_joined(placed: Pieces, offsets: IntArray) -> int:
     is_followed = np.append(placed.start[1:] == 0, False)
     is_followed[offsets[1:][np.diff(offsets) > 0] - 1] = False
     return int((is_followed & (placed.num_targets < placed.length)).sum())
-
-
-def build_plans(
-    options: PackerOptions,
-    *,
-    policy: str,
-    first_step: int,
-    pieces: Pieces,
-    steps: Sequence[Sequence[list[int]]],
-    num_waiting_tokens: int,
-    shuffle: bool = True,
-) -> tuple[PackingPlan, ...]:
-    """Plans of consecutive steps out of the same pieces: `steps[s][i]` = rows of micro-batch i.
-
-    num_waiting_tokens: what still waits after the last of them; what later ones train is held too.
-    """
-    work, length = options.workloads(pieces), pieces.length
-    tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
-    held = num_waiting_tokens + sum(tokens)
-    plans: list[PackingPlan] = []
-    for i, rows in enumerate(steps):
-        held -= tokens[i]
-        plans.append(
-            build_plan(
-                options,
-                policy=policy,
-                step=first_step + i,
-                pieces=pieces,
-                work_ns=work,
-                rows=rows,
-                num_held_tokens=held,
-                shuffle=shuffle,
-            )
-        )
-    return tuple(plans)

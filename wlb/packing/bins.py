@@ -1,9 +1,9 @@
 """Bin packing: documents to bins of at most `capacity` tokens, by five methods.
 
 Every document is in exactly one bin, whole; one that is longer than a bin is an error. Ties go to
-the lowest row and lowest bin. The decreasing methods place runs of equal lengths into groups of
-equal bins at once, exactly as if one by one: after best fit, the least room for the next document
-is room - length if that is enough; first fit fills a bin before it goes on to the next.
+the lowest row and lowest bin. The decreasing methods place a run of documents of equal length into
+a group of bins of equal content at once, and get what placing them one by one gives: best fit puts
+the next one into the same bin while it fits, first fit fills a bin before it goes to the next.
 Cost: O(n) in NumPy and about 2 us for each time that a run meets a group; a loop over documents
 for the streaming methods (0.1 to 0.5 us each). README.md has measurements.
 """
@@ -25,6 +25,7 @@ from wlb.plan import (
     int_array,
     offsets_of,
 )
+from wlb.plan.arrays import first_true
 from wlb.spec import BinMethod
 
 Group = tuple[int, int, int]
@@ -53,9 +54,7 @@ class Bins:
                 f"offsets from {self.offsets[0]} to {self.offsets[-1]} do not divide "
                 f"{self.order.size} documents into {self.tokens.size} bins"
             )
-        over = np.flatnonzero(self.tokens > self.capacity)
-        if over.size:
-            b = int(over[0])
+        if (b := first_true(self.tokens > self.capacity)) is not None:
             raise ValueError(f"bin {b} has {self.tokens[b]} tokens, more than {self.capacity}")
 
     @property
@@ -109,9 +108,7 @@ def _checked(lengths: IntLike, capacity: int) -> IntArray:
     checked = int_array("lengths", lengths)
     check_at_least("capacity", capacity, 1)
     check_minimum("lengths", checked, 1)
-    over = np.flatnonzero(checked > capacity)
-    if over.size:
-        row = int(over[0])
+    if (row := first_true(checked > capacity)) is not None:
         raise UserError(
             f"document {row} has {checked[row]} tokens, more than a bin of {capacity}; "
             f"split it first (split_long) or raise the capacity"
@@ -182,9 +179,10 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     runs = zip(in_turn[begins].tolist(), np.diff(begins, append=rows.size).tolist(), strict=True)
     # 2. Runs into groups of bins.
     is_first_fit = method == BinMethod.FIRST_FIT_DECREASING
-    fills = _place(runs, room, _FirstFit() if is_first_fit else _BestFit(room))
+    fills = _place(runs, room, _FirstFitGroups() if is_first_fit else _BestFitGroups(room))
     start, num_documents, each, filled = fills.T
-    # 3. Visits: a fill, bin by bin. A visit takes `each` consecutive rows to consecutive places.
+    # 3. Fills into visits of single bins: a visit takes `each` consecutive rows to consecutive
+    #    places of its bin.
     num_visits = num_documents // each
     each = np.repeat(each, num_visits)
     nth = np.arange(each.size) - np.repeat(offsets_of(num_visits)[:-1], num_visits)
@@ -213,13 +211,17 @@ def _stable_order(keys: IntArray, largest: int) -> IntArray:
     return order
 
 
-class _BestFit:
-    """Groups by room: the smallest that is enough, and there the lowest bin."""
+class _BestFitGroups:
+    """Groups of bins for best fit: gives the one with the least room that is enough.
+
+    Of groups with equal room it gives the lowest bins. has_room: 1 at each room that some group has
+    (`bytearray.find` searches it as fast as memchr). most: no group has more room than this.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.of_room: dict[int, list[Group]] = {}
-        self.has_room = bytearray(capacity + 1)  # 1 where of_room has groups; find() is memchr
-        self.most = 0  # no group has more room than this
+        self.has_room = bytearray(capacity + 1)
+        self.most = 0
 
     def take(self, length: int) -> tuple[int, Group] | None:
         """Remove and return the group (room, group) that a document of `length` goes to."""
@@ -238,12 +240,16 @@ class _BestFit:
         self.most = max(self.most, room)
 
 
-class _FirstFit:
-    """Groups with room for the current length by bin; the others by room until it is their turn."""
+class _FirstFitGroups:
+    """Groups of bins for first fit: gives the lowest bins that have room.
+
+    ready: heap of (start, stop, filled, room) of groups with room for the current `length`.
+    waiting: heap of (-room, group) of all others, until lengths are short enough for them.
+    """
 
     def __init__(self) -> None:
-        self.ready: list[tuple[int, int, int, int]] = []  # start, stop, filled, room
-        self.waiting: list[tuple[int, Group]] = []  # -room, group
+        self.ready: list[tuple[int, int, int, int]] = []
+        self.waiting: list[tuple[int, Group]] = []
         self.length = 0
 
     def take(self, length: int) -> tuple[int, Group] | None:
@@ -269,12 +275,12 @@ class _FirstFit:
 
 
 def _place(
-    runs: Iterable[tuple[int, int]], capacity: int, groups: _BestFit | _FirstFit
+    runs: Iterable[tuple[int, int]], capacity: int, groups: _BestFitGroups | _FirstFitGroups
 ) -> IntArray:
-    """Runs (length, number of documents) in turn into groups of bins.
+    """Places runs, each (length, number of documents), one after the other into groups of bins.
 
-    Returns fills (first bin, documents, documents a bin, documents a bin before), shape
-    [num_fills, 4], which take the documents in the order of the runs.
+    Returns fills, shape [num_fills, 4]: (first bin, documents, documents for each bin, documents
+    that each bin had before). Fills take the documents in the order of the runs.
     """
     fills = array("q")
     num_bins = 0

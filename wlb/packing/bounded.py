@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan, check_fits, check_s_max
+from wlb.packing.base import PolicyPacker, Pushed, check_fits, check_s_max
 from wlb.packing.refine import refine
 from wlb.packing.release import StepLimits, choose
 from wlb.packing.var_len import place
@@ -28,9 +28,8 @@ from wlb.plan import (
     check_at_least,
 )
 
-POLICY = "bounded"
 DELAY_PRICE = 0.15
-"""Price of a global batch held for a step, in micro-batch times, times sqrt(N): see LOG.md."""
+"""Price of a global batch held for a step: micro-batch times, times sqrt(N) (experiments/LOG.md)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +43,21 @@ class BoundedPacker(PolicyPacker):
     micro-batches some imbalance is always on offer, and a constant price would take it.
     """
 
-    policy: ClassVar[str] = POLICY
+    policy: ClassVar[str] = "bounded"
     s_max: int
     step_tokens: int | None = None
     max_delay: int = 10
     delay_price: float | None = None
 
     def __post_init__(self) -> None:
-        options = self.options
-        windows = options.tokens_per_step // options.context_window
+        options, step_tokens = self.options, self.limits.step_tokens
+        window, brought = options.context_window, options.tokens_per_step
         check_s_max(self.s_max, options)
-        if self.limits.step_tokens <= options.tokens_per_step:
+        if step_tokens <= brought:
             raise UserError(
-                f"step_tokens = {self.limits.step_tokens} is not more than the "
-                f"{options.tokens_per_step} tokens that a global batch brings "
-                f"({windows} x {options.context_window}), so what is held back could never be "
-                f"caught up; raise step_tokens, or s_max above the window"
+                f"step_tokens = {step_tokens} is not more than the {brought} tokens that a global "
+                f"batch brings ({brought // window} x {window}), so what is held back could never "
+                f"be caught up; raise step_tokens, or s_max above the window"
             )
         check_at_least("max_delay", self.max_delay, 1)
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
@@ -67,7 +65,7 @@ class BoundedPacker(PolicyPacker):
 
     @property
     def limits(self) -> StepLimits:
-        """What a step may take, in tokens and steps."""
+        """Limits of a step, in tokens and steps."""
         num = self.num_micro_batches
         most = num * self.s_max
         return StepLimits(
@@ -79,25 +77,18 @@ class BoundedPacker(PolicyPacker):
             price=DELAY_PRICE / num**0.5 if self.delay_price is None else self.delay_price,
         )
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         limit = min(self.s_max, self.limits.step_tokens)
         check_fits(carry.pieces, limit, name="s_max or step_tokens")
-        step = carry.next_step
+        step, flush = carry.next_step, batch is None
         waiting = Pieces.concat(carry.pieces, self.options.arrived(batch, step))
         plans: list[PackingPlan] = []
-        if batch is None:
-            while len(waiting):
-                plan, waiting = self._step(waiting, step, flush=True)
-                plans.append(plan)
-                step += 1
-        elif len(batch.documents):
-            plan, waiting = self._step(waiting, step, flush=False)
+        makes_step = len(waiting) > 0 if batch is None else len(batch.documents) > 0
+        while makes_step:
+            plan, waiting = self._step(waiting, step + len(plans), flush=flush)
             plans.append(plan)
-            step += 1
-        slot = np.zeros(len(waiting), np.int64)
-        return tuple(plans), Carry(policy=POLICY, pieces=waiting, slot=slot, next_step=step)
+            makes_step = flush and len(waiting) > 0
+        return tuple(plans), self._carry(waiting, step + len(plans))
 
     def _step(self, waiting: Pieces, step: int, *, flush: bool) -> tuple[PackingPlan, Pieces]:
         work = self.options.workloads(waiting)
@@ -112,18 +103,17 @@ class BoundedPacker(PolicyPacker):
         order = order[np.argsort(-work[order], kind="stable")]
         rows, rest = self._place(waiting.length[order], work[order])
         if is_due[order[rest]].any():
-            # S_max left out one that must leave: those come first then, at some cost in balance.
+            # S_max left out a document that must leave: such documents come first, which costs
+            # some balance.
             order = order[np.argsort(~is_due[order], kind="stable")]
             rows, rest = self._place(waiting.length[order], work[order])
         taken[order[rest]] = False
         held = waiting.take(np.flatnonzero(~taken))
-        plan = build_plan(
-            self.options,
-            policy=POLICY,
-            step=step,
-            pieces=waiting,
+        plan = self._plan(
+            step,
+            waiting,
+            [order[members] for members in rows],
             work_ns=work,
-            rows=[order[members] for members in rows],
             num_held_tokens=held.num_tokens,
             max_delay=self.max_delay,
         )

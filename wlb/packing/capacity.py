@@ -13,12 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import STEP_ORDER, PolicyPacker, build_plans, check_fits, permuted
+from wlb.packing.base import LEFTOVER, STEP_ORDER, PolicyPacker, Pushed, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
-from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
-
-POLICY = "capacity"
-LEFTOVER = 0
+from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, check_at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +23,20 @@ class CapacityPacker(PolicyPacker):
     """Bin packing behind the packer protocol.
 
     Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
-    options: what all policies are told. method: of bin packing, `packing.bin_method`. capacity:
-    tokens of a bin, at least the context window, which is the default. pack_batches: packing waits
-    until so many batches with documents are there. open_bins: of best_fit.
+    method: of bin packing, `packing.bin_method`. capacity: tokens of a bin, at least the context
+    window, which is the default. pack_batches: packing waits until so many batches with documents
+    are there. open_bins: of best_fit.
     """
 
-    policy: ClassVar[str] = POLICY
+    policy: ClassVar[str] = "capacity"
     method: BinMethod = BinMethod.BEST_FIT_DECREASING
     capacity: int | None = None
     pack_batches: int = 1
     open_bins: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("pack_batches", "open_bins"):
-            check_at_least(name, getattr(self, name), 1)
+        check_at_least("pack_batches", self.pack_batches, 1)
+        check_at_least("open_bins", self.open_bins, 1)
         if self.method not in tuple(BinMethod):
             raise UserError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
         object.__setattr__(self, "method", BinMethod(self.method))
@@ -55,9 +52,7 @@ class CapacityPacker(PolicyPacker):
         """Most tokens of a bin."""
         return self.options.context_window if self.capacity is None else self.capacity
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
         # Batches that wait for their window would have been trained one a step by the loader.
         waiting = int(carry.slot.max(initial=LEFTOVER))
@@ -66,60 +61,50 @@ class CapacityPacker(PolicyPacker):
         num_batches = waiting + (len(arrived) > 0)
         pieces = Pieces.concat(carry.pieces, arrived)
         slot = np.concatenate([carry.slot, np.full(len(arrived), num_batches, np.int64)])
-        lengths = pieces.length
         steps: list[list[list[int]]] = []
         if batch is None or num_batches >= self.pack_batches:
-            steps = self._steps(
-                lengths,
-                num_leftover=int((slot == LEFTOVER).sum()),
-                step=carry.next_step,
-                flush=batch is None,
+            num_leftover = int((slot == LEFTOVER).sum())
+            bins = pack_bins(
+                pieces.length,
+                self.bin_tokens,
+                method=self.method,
+                window=self.open_bins,
+                num_first=num_leftover,
             )
+            leaving = self._in_order(bins, num_leftover)
+            steps = self._steps(bins, leaving, step=carry.next_step, flush=batch is None)
         used = [row for rows in steps for members in rows for row in members]
         left = np.setdiff1d(np.arange(len(pieces)), used)
-        plans = build_plans(
-            self.options,
-            policy=POLICY,
-            first_step=carry.next_step,
-            pieces=pieces,
-            steps=steps,
-            num_waiting_tokens=int(lengths[left].sum()),
+        held = pieces.take(left)
+        plans = self._plans(
+            carry.next_step,
+            pieces,
+            steps,
+            num_waiting_tokens=held.num_tokens,
             shuffle=not self.method.keeps_order,
         )
-        # A packing without steps is as if it had not been: what was new is still new next time.
-        slot = np.full(left.size, LEFTOVER) if plans else slot[left]
-        next_step = carry.next_step + len(plans)
-        rest = Carry(policy=POLICY, pieces=pieces.take(left), slot=slot, next_step=next_step)
-        return plans, rest
+        # After a packing that made no step, what was new is still new at the next packing.
+        slot = None if plans else slot[left]
+        return plans, self._carry(held, carry.next_step + len(plans), slot)
+
+    def _in_order(self, bins: Bins, num_leftover: int) -> IntArray:
+        """Bins in the order they may leave, shape [num_bins]."""
+        if self.method.keeps_order:
+            return np.arange(bins.num_bins)
+        is_new = bins.order[bins.offsets[:-1]] >= num_leftover
+        return np.lexsort((-bins.tokens, is_new))
 
     def _steps(
-        self, lengths: IntArray, *, num_leftover: int, step: int, flush: bool
+        self, bins: Bins, leaving: IntArray, *, step: int, flush: bool
     ) -> list[list[list[int]]]:
-        """The rows of each micro-batch of each step that can be made."""
+        """The rows of each micro-batch of each step that the bins `leaving` make."""
         num = self.num_micro_batches
-        bins = pack_bins(
-            lengths,
-            self.bin_tokens,
-            method=self.method,
-            window=self.open_bins,
-            num_first=num_leftover,
-        )
-        leaving = self._leaving(bins, num_leftover)
         if not flush:
             # A last bin with room stays for the documents to come.
             stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
             leaving = leaving[: (leaving.size - stays) // num * num]
         if not self.method.keeps_order and leaving.size > num:
             leaving = permuted(leaving, self.options, step=step, index=STEP_ORDER)
-        steps = [
-            [bins.rows(b).tolist() for b in leaving[at : at + num].tolist()]
-            for at in range(0, leaving.size, num)
-        ]
-        return [rows + [[]] * (num - len(rows)) for rows in steps]
-
-    def _leaving(self, bins: Bins, num_leftover: int) -> IntArray:
-        """Bins in the order they may leave, shape [num_bins]."""
-        if self.method.keeps_order:
-            return np.arange(bins.num_bins)
-        is_new = bins.order[bins.offsets[:-1]] >= num_leftover
-        return np.lexsort((-bins.tokens, is_new))
+        rows = [bins.rows(b).tolist() for b in leaving.tolist()]
+        rows += [[]] * (-len(rows) % num)
+        return [rows[at : at + num] for at in range(0, len(rows), num)]

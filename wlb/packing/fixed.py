@@ -9,13 +9,13 @@ Cost: O(n log n + n log(W * N)).
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import STEP_ORDER, PolicyPacker, build_plans, permuted
+from wlb.packing.base import STEP_ORDER, PolicyPacker, Pushed, permuted
 from wlb.plan import (
     Carry,
     GlobalBatch,
@@ -28,7 +28,8 @@ from wlb.plan import (
 )
 from wlb.spec import StepGrouping
 
-POLICY = "fixed"
+Part = tuple[int, int, int]
+"""A document or a part of one: (its row, first token of the part in it, micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +39,34 @@ class Window:
     pieces: Pieces
     rows: list[list[int]]
 
+    def loads(self, cost_ns: IntArray) -> list[int]:
+        """Cost of each micro-batch; cost_ns: of each of `pieces`."""
+        return [int(cost_ns[members].sum()) for members in self.rows]
+
+    def by_load(self, cost_ns: IntArray) -> "Window":
+        """The same window with the costliest micro-batch first."""
+        load = self.loads(cost_ns)
+        order = sorted(range(len(load)), key=lambda j: -load[j])
+        return Window(pieces=self.pieces, rows=[self.rows[j] for j in order])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPacker(PolicyPacker):
     """Fixed-length packing behind the packer protocol.
 
     Carry: the stream not yet packed; slot 1 = held back by a window that was packed.
-
-    options: what all policies are told. window_batches: W, global batches packed together.
-    grouping: which of the packed micro-batches make a step, `packing.grouping`.
+    window_batches: W, global batches packed together. grouping: which of the packed micro-batches
+    make a step, `packing.grouping`.
     """
 
-    policy: ClassVar[str] = POLICY
+    policy: ClassVar[str] = "fixed"
     window_batches: int = 1
     grouping: StepGrouping = StepGrouping.BY_LOAD
 
     def __post_init__(self) -> None:
         check_at_least("window_batches", self.window_batches, 1)
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
@@ -66,17 +74,15 @@ class FixedPacker(PolicyPacker):
         plans: list[PackingPlan] = []
         step = carry.next_step
         while len(stream) and (batch is None or stream.num_tokens >= size):
+            longest_cut = self.options.context_window // 8
             window, stream, num_held = take_tokens(
-                stream,
-                size,
-                longest_cut=self.options.context_window // 8,
-                num_held=num_held,
+                stream, size, longest_cut=longest_cut, num_held=num_held
             )
             made = self._steps(window, step, stream.num_tokens)
             plans += made
             step += len(made)
         slot = (np.arange(len(stream)) < num_held).astype(np.int64)
-        return tuple(plans), Carry(policy=self.policy, pieces=stream, slot=slot, next_step=step)
+        return tuple(plans), self._carry(stream, step, slot)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
         """`pieces` in windows of C tokens; a policy with another method overrides this."""
@@ -92,23 +98,12 @@ class FixedPacker(PolicyPacker):
         num = self.num_micro_batches
         num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
         window = self.pack(pieces, num_steps * num)
-        order = list(range(len(window.rows)))
+        order = list(range(num_steps))
         if self.grouping == StepGrouping.BY_LOAD:
-            work = self.options.workloads(window.pieces)
-            load = [int(work[members].sum()) for members in window.rows]
-            order.sort(key=lambda j: (-load[j], j))
-        steps = [[window.rows[j] for j in order[i : i + num]] for i in range(0, len(order), num)]
-        if self.grouping == StepGrouping.BY_LOAD:
-            mixed = permuted(range(num_steps), self.options, step=step, index=STEP_ORDER)
-            steps = [steps[int(i)] for i in mixed]
-        return build_plans(
-            self.options,
-            policy=self.policy,
-            first_step=step,
-            pieces=window.pieces,
-            steps=steps,
-            num_waiting_tokens=waiting,
-        )
+            window = window.by_load(self.options.workloads(window.pieces))
+            order = permuted(order, self.options, step=step, index=STEP_ORDER).tolist()
+        steps = [window.rows[i * num : (i + 1) * num] for i in order]
+        return self._plans(step, window.pieces, steps, num_waiting_tokens=waiting)
 
 
 def take_tokens(
@@ -165,17 +160,15 @@ def greedy(
             f"{capacity} tokens; use more micro-batches or a larger window"
         )
     lengths, work = pieces.length.tolist(), attention_ns.tolist()
-    bins = _Bins(num_micro_batches, capacity)
-    parts: list[tuple[int, int, int]] = []  # row, first token in the row, micro-batch
+    micro_batches = _LeastWorkFirst(num_micro_batches, capacity)
+    parts: list[Part] = []
     for row in np.argsort(-pieces.length, kind="stable").tolist():
-        parts += [(row, begin, j) for begin, j in bins.add(lengths[row], work[row])]
+        parts += [(row, begin, j) for begin, j in micro_batches.add(lengths[row], work[row])]
     return cut_into(pieces, parts, num_micro_batches=num_micro_batches)
 
 
-def cut_into(
-    pieces: Pieces, parts: list[tuple[int, int, int]], *, num_micro_batches: int
-) -> Window:
-    """Pieces cut where `parts` (row, first token of the part in its row, micro-batch) say."""
+def cut_into(pieces: Pieces, parts: list[Part], *, num_micro_batches: int) -> Window:
+    """The window that has `pieces` cut into `parts`."""
     begins = np.cumsum(pieces.length) - pieces.length
     parts = sorted(parts)
     cuts = [int(begins[row]) + begin for row, begin, _ in parts if begin]
@@ -185,11 +178,28 @@ def cut_into(
     return Window(pieces=cut_at(pieces, cuts) if cuts else pieces, rows=rows)
 
 
-class _Bins:
-    """Micro-batches by least work with room; documents must come in descending length.
+def parts_that_fill(
+    length: int, room: Sequence[int], order: Iterable[int]
+) -> list[tuple[int, int, int]]:
+    """A document of `length` tokens cut to fill micro-batches, which have `room`, in `order`.
 
-    A full one is parked and comes back when documents are short enough for it, so that each is
-    looked at O(1) times per placement.
+    Returns (first token, micro-batch, tokens) of each part; all but the last fill their room.
+    """
+    parts: list[tuple[int, int, int]] = []
+    begin = 0
+    for j in order:
+        tokens = min(room[j], length - begin)
+        if tokens:
+            parts.append((begin, j, tokens))
+            begin += tokens
+    return parts
+
+
+class _LeastWorkFirst:
+    """Gives the micro-batch of least work that has room; documents come in descending length.
+
+    A micro-batch without room is parked until documents are short enough for it, so that each
+    placement looks at O(1) of them.
     """
 
     def __init__(self, num: int, capacity: int) -> None:
@@ -210,18 +220,10 @@ class _Bins:
                 yield 0, j
                 return
             heapq.heappush(self.parked, (-self.room[j], j))
-        yield from self._fill_gaps(length, work)
-
-    def _fill_gaps(self, length: int, work: int) -> Iterator[tuple[int, int]]:
-        begin = 0
-        with_room = [j for _, j in self.parked if self.room[j]]
-        for j in sorted(with_room, key=lambda j: (self.work[j], j)):
-            part = min(self.room[j], length - begin)
-            self._put(j, part, -(-work * part // length))
+        order = sorted((j for _, j in self.parked), key=lambda j: (self.work[j], j))
+        for begin, j, tokens in parts_that_fill(length, self.room, order):
+            self._put(j, tokens, -(-work * tokens // length))
             yield begin, j
-            begin += part
-            if begin == length:
-                break
         self.parked = [(-self.room[j], j) for _, j in self.parked]
         heapq.heapify(self.parked)
 

@@ -15,14 +15,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plans, check_fits
-from wlb.packing.fixed import cut_into
-from wlb.plan import Carry, GlobalBatch, PackingPlan, Pieces, cut_at, offsets_of
+from wlb.packing.base import PolicyPacker, Pushed, check_fits
+from wlb.packing.fixed import Part, cut_into, parts_that_fill
+from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
-POLICY = "original"
 MOST_OPEN = 4
-"""Windows that the second loader keeps open, times N."""
+"""Windows that the loader of `WindowCut.SHORT` keeps open, times N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +29,19 @@ class OriginalPacker(PolicyPacker):
     """Plain-4D behind the packer protocol.
 
     Carry: what follows the last full step; slot 0, or with SHORT the (i-th) open window it is in.
-    options: what all policies are told. cut: where windows end, `packing.window_cut`.
+    cut: where windows end, `packing.window_cut`.
     """
 
-    policy: ClassVar[str] = POLICY
+    policy: ClassVar[str] = "original"
     cut: WindowCut = WindowCut.ANYWHERE
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         if self.cut == WindowCut.SHORT:
             return self._push_whole(batch, carry)
-        window, num = self.options.context_window, self.options.num_micro_batches
+        window, num = self.options.context_window, self.num_micro_batches
         # 1. The stream, cut at every window's end.
-        stream = Pieces.concat(
-            carry.pieces, self.options.arrived(batch, carry.next_step, split=False)
-        )
+        arrived = self.options.arrived(batch, carry.next_step, split=False)
+        stream = Pieces.concat(carry.pieces, arrived)
         stream = cut_at(stream, np.arange(0, stream.num_tokens + window, window))
         # 2. Full steps; at the end of data the rest is one more step, short or with empty windows.
         steps = stream.num_tokens // (window * num)
@@ -55,23 +51,20 @@ class OriginalPacker(PolicyPacker):
         window_of = (offsets_of(stream.length)[:-1]) // window
         edges = np.searchsorted(window_of, np.arange(steps * num + 1)).tolist()
         rows = [list(range(a, b)) for a, b in pairwise(edges)]
-        held = stream.slice(edges[-1], len(stream))
-        plans = self._plans(stream, rows, carry.next_step, held.num_tokens)
-        slot = np.zeros(len(held), np.int64)
-        return plans, self._carry(held, slot, carry.next_step + steps)
+        return self._pushed(carry, stream, rows, stream.slice(edges[-1], len(stream)), None)
 
-    def _push_whole(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
-        num = self.options.num_micro_batches
+    def _push_whole(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        num = self.num_micro_batches
         check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         stream = Pieces.concat(carry.pieces, arrived)
-        filling = _Windows(self.options.context_window, MOST_OPEN * num)
+        filling = _OpenWindows(self.options.context_window, MOST_OPEN * num)
         lengths = stream.length.tolist()
-        parts: list[tuple[int, int, int]] = []
+        parts: list[Part] = []
         first = 0
-        if self._is_in_windows(carry):
+        # Slots are open windows unless the other loader, or one of another C, held the carry.
+        held_tokens = np.bincount(carry.slot, carry.pieces.length)
+        if (held_tokens <= self.options.context_window).all():
             for row, window in enumerate(carry.slot.tolist()):
                 filling.put_into(window, lengths[row])
                 parts.append((row, 0, window))
@@ -86,36 +79,25 @@ class OriginalPacker(PolicyPacker):
         left = rows[steps * num :]
         index = np.array([row for members in left for row in members], np.int64)
         slot = np.repeat(np.arange(len(left)), [len(members) for members in left])
-        held = cut.pieces.take(index)
-        plans = self._plans(cut.pieces, rows[: steps * num], carry.next_step, held.num_tokens)
-        return plans, self._carry(held, slot, carry.next_step + steps)
+        return self._pushed(carry, cut.pieces, rows[: steps * num], cut.pieces.take(index), slot)
 
-    def _is_in_windows(self, carry: Carry) -> bool:
-        """Whether slots are open windows: not if the other loader, or one of another C, held it."""
-        tokens = np.bincount(carry.slot, carry.pieces.length)
-        return bool((tokens <= self.options.context_window).all())
-
-    def _plans(
-        self, pieces: Pieces, rows: list[list[int]], first_step: int, waiting: int
-    ) -> tuple[PackingPlan, ...]:
-        """Plans of N windows each; `rows` are the pieces of each window."""
-        num = self.options.num_micro_batches
-        return build_plans(
-            self.options,
-            policy=POLICY,
-            first_step=first_step,
-            pieces=pieces,
-            steps=[rows[i : i + num] for i in range(0, len(rows), num)],
-            num_waiting_tokens=waiting,
-            shuffle=False,
-        )
-
-    def _carry(self, pieces: Pieces, slot: np.ndarray, next_step: int) -> Carry:
-        return Carry(policy=POLICY, pieces=pieces, slot=slot, next_step=next_step)
+    def _pushed(
+        self,
+        carry: Carry,
+        pieces: Pieces,
+        rows: list[list[int]],
+        held: Pieces,
+        slot: IntArray | None,
+    ) -> Pushed:
+        """Plans of N windows each, and what waits; `rows` are the pieces of each window."""
+        num, step = self.num_micro_batches, carry.next_step
+        steps = [rows[i : i + num] for i in range(0, len(rows), num)]
+        plans = self._plans(step, pieces, steps, num_waiting_tokens=held.num_tokens, shuffle=False)
+        return plans, self._carry(held, step + len(plans), slot)
 
 
 @dataclass(slots=True)
-class _Windows:
+class _OpenWindows:
     """Windows in the order they were opened; `num_full` of them, from the first on, are full."""
 
     size: int
@@ -127,7 +109,8 @@ class _Windows:
         """A part that is known to be in that window (its number may be new)."""
         self.room += [self.size] * (window + 1 - len(self.room))
         self.room[window] -= length
-        self._close()
+        while self.num_full < len(self.room) and not self.room[self.num_full]:
+            self.num_full += 1
 
     def add(self, length: int) -> Iterator[tuple[int, int]]:
         """(first token, window) of each part of a document: one part unless it is cut."""
@@ -137,18 +120,12 @@ class _Windows:
                 self.put_into(window, length)
                 yield 0, window
                 return
-        begin = 0
+        placed = 0
         if length <= self.size // 8 or len(still_open) >= self.most_open:
-            for window in still_open:
-                part = min(self.room[window], length - begin)
-                if part:
-                    self.put_into(window, part)
-                    yield begin, window
-                    begin += part
-        if begin < length:
-            self.put_into(len(self.room), length - begin)
-            yield begin, len(self.room) - 1
-
-    def _close(self) -> None:
-        while self.num_full < len(self.room) and not self.room[self.num_full]:
-            self.num_full += 1
+            for begin, window, tokens in parts_that_fill(length, self.room, still_open):
+                self.put_into(window, tokens)
+                yield begin, window
+                placed += tokens
+        if placed < length:
+            self.put_into(len(self.room), length - placed)
+            yield placed, len(self.room) - 1

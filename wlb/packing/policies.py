@@ -1,5 +1,7 @@
 """The packer that a run's [packing] section names."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from wlb.cost import WorkloadModel, token_caps
@@ -11,7 +13,7 @@ from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout, UserError
-from wlb.spec import PLANNED_MEMORY, PackingSection, Policy, RunSpec, check
+from wlb.spec import PackingSection, Policy, RunSpec, check
 
 GIB = 1 << 30
 MOST_AUTOMATIC_WINDOWS = 2
@@ -21,7 +23,7 @@ ROOM_OF_A_STEP = 1.1
 
 
 def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
-    """What all policies of a run are told."""
+    """Return the options of a run's policies."""
     return PackerOptions(
         num_micro_batches=spec.num_micro_batches,
         num_windows=spec.num_windows,
@@ -46,9 +48,8 @@ def has_room(spec: RunSpec, section: PackingSection) -> bool:
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
     """Plain-4D as the run's loader would fill its windows."""
-    options = replace(
-        options_for(spec, cost), num_micro_batches=spec.num_windows, layout=Layout.SEPARATE
-    )
+    options = options_for(spec, cost)
+    options = replace(options, num_micro_batches=spec.num_windows, layout=Layout.SEPARATE)
     return OriginalPacker(options=options, cut=spec.packing.window_cut)
 
 
@@ -60,9 +61,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
             return OriginalPacker(options=options, cut=packing.window_cut)
         case Policy.FIXED:
             return FixedPacker(
-                options=options,
-                window_batches=packing.window_batches,
-                grouping=packing.grouping,
+                options=options, window_batches=packing.window_batches, grouping=packing.grouping
             )
         case Policy.CAPACITY:
             return CapacityPacker(
@@ -97,25 +96,26 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
             )
 
 
-def with_s_max(spec: RunSpec, *, memory_gib: float | None) -> RunSpec:
+def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
     """`spec` with packing.s_max filled in from the memory of a device, where it is 0.
 
     The longest of at most 2 windows (tried in twentieths) beside which a step of 1.1 global batches
-    fits, or else of any more than one: packing.memory_gib, or 95% of memory_gib where that is 0,
-    also lowers T (`caps_of`). UserError where memory_gib is None (not known) or nothing fits.
+    fits, or else of any more than one: packing.memory_gib, or planned_gib where that is 0, also
+    lowers T (`caps_of`). planned_gib: what plans may use of a device (`wlb.cost.Budget`). UserError
+    where it is None (not known) or nothing fits.
     """
     packing, window = spec.packing, spec.data.context_window
     if not packing.takes_s_max_from_memory:
         return spec
     if not packing.varies_lengths:
         return check(replace(spec, packing=replace(packing, s_max=1.0)))  # not used
-    planned = packing.memory_gib or (memory_gib or 0.0) * PLANNED_MEMORY
+    planned = packing.memory_gib or planned_gib
     if not planned:
         raise UserError(
             "packing.s_max = 0 takes S_max from the memory of a device, which is not known on the "
             "CPU; set run.memory_gib or packing.memory_gib, or packing.s_max in context windows"
         )
-    refusal: UserError | None = None
+    refused: list[UserError] = []
     fallback: RunSpec | None = None
     for twentieths in range(20 * MOST_AUTOMATIC_WINDOWS, 19, -1):
         made = replace(packing, s_max=twentieths / 20, memory_gib=planned)
@@ -123,15 +123,41 @@ def with_s_max(spec: RunSpec, *, memory_gib: float | None) -> RunSpec:
             s_max, step_tokens = caps_of(replace(spec, packing=made))
             filled = check(replace(spec, packing=replace(made, s_max=s_max / window)))
         except UserError as error:
-            refusal = error
+            refused.append(error)
             continue
         if step_tokens is None or step_tokens >= ROOM_OF_A_STEP * spec.tokens_per_step:
             return filled
         fallback = fallback or filled
     if fallback is None:
-        assert refusal is not None
-        raise refusal
+        raise refused[-1]
     return fallback
+
+
+def first_with_room(alternatives: Sequence[RunSpec]) -> int:
+    """Index of the first whose memory leaves steps room for 1.1 global batches, or else of the
+    first that fits at all; UserError of the first if none does."""
+    fitting: list[int] = []
+    refused: list[UserError] = []
+    for i, spec in enumerate(alternatives):
+        try:
+            room = _room(spec)
+        except UserError as error:
+            refused.append(error)
+            continue
+        if room is None or room >= ROOM_OF_A_STEP * spec.tokens_per_step:
+            return i
+        fitting.append(i)
+    if not fitting:
+        raise refused[0]
+    return fitting[0]
+
+
+def _room(spec: RunSpec) -> int | None:
+    """Most tokens of a step; None for policies that pack to windows."""
+    if not spec.packing.varies_lengths:
+        return None
+    s_max, step_tokens = caps_of(spec)
+    return min(spec.num_micro_batches * s_max, step_tokens or sys.maxsize)
 
 
 def caps_of(spec: RunSpec) -> tuple[int, int | None]:

@@ -1,9 +1,9 @@
 """Which waiting documents a step of the `bounded` policy takes.
 
-Documents of at least `OUTLIER` of a typical micro-batch's work are decided about one by one, others
-by tokens. A choice releases, of the outliers by height, k from position i and all from j on. All
-choices are scored with a lower bound on the slowest micro-batch (`_total` has the terms), then the
-best few are packed and scored again.
+Documents of at least `OUTLIER` of a typical micro-batch's work (outliers) are decided about one by
+one, all others (ordinary documents) by their tokens. A choice releases outliers by height: [first,
+end) and all from `tail` on. All choices are scored with a lower bound on the slowest micro-batch
+(`_total` has the terms), then the best few are packed and scored again.
 Guarantees: documents at the maximum delay leave, oldest first, as far as the caps allow; equal on
 all hosts (single IEEE operations). Cost: O(n log n) and some thousand choices, whatever n is.
 """
@@ -14,13 +14,12 @@ import numpy as np
 
 from wlb.cost.flops import FloatArray
 from wlb.packing.var_len import place
-from wlb.plan import BoolArray, IntArray, offsets_of
+from wlb.plan import BoolArray, IntArray, IntLike, offsets_of
 
 OUTLIER = 0.2
 """Work of the smallest outlier, in typical micro-batches."""
 CLASS = 0.97
-"""Outliers whose work is at least this part of the tallest one of a class are taken for equal: the
-oldest of them goes first."""
+"""Outliers down to this part of the tallest one's work form a class; its oldest one goes first."""
 LEAST = 0.35
 """Global batches that a step takes at least, if that much waits and fits: holding nearly everything
 back costs nothing by itself, and steps would alternate between nearly empty and full ones."""
@@ -31,7 +30,7 @@ NUM_PACKED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What a step may take. Tokens; max_delay in steps; price: of a global batch held for a step,
+    """Limits of a step. Tokens; max_delay in steps; price: of a global batch held for a step,
     in typical micro-batch times."""
 
     num_micro_batches: int
@@ -44,17 +43,30 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseChoices:
-    """Outliers [i, i + k) and [j, no) are released; arrays of shape [num_choices]."""
+    """Outliers [first, end) and those from `tail` on are released; arrays of [num_choices].
 
-    i: IntArray
+    Of the running sums of a value over the outliers (shape [..., num_outliers + 1]) `released` and
+    `held` make each choice's sums, shape [..., num_choices].
+    """
+
+    first: IntArray
     end: IntArray
-    j: IntArray
+    tail: IntArray
 
-    def released(self, c: int, num: int) -> BoolArray:
-        rows = np.zeros(num, bool)
-        rows[int(self.i[c]) : int(self.end[c])] = True
-        rows[int(self.j[c]) :] = True
-        return rows
+    @property
+    def tallest(self) -> IntArray:
+        """Position of the first outlier that is released; num_outliers if none is."""
+        return np.where(self.end > self.first, self.first, self.tail)
+
+    def released(self, running: IntArray) -> IntArray:
+        before_tail = running[..., self.end] - running[..., self.first]
+        return before_tail + running[..., -1:] - running[..., self.tail]
+
+    def held(self, running: IntArray) -> IntArray:
+        return running[..., self.first] + running[..., self.tail] - running[..., self.end]
+
+    def at(self, index: IntLike | BoolArray) -> "ReleaseChoices":
+        return ReleaseChoices(first=self.first[index], end=self.end[index], tail=self.tail[index])
 
 
 class WaitingDocuments:
@@ -62,6 +74,8 @@ class WaitingDocuments:
 
     Arrays are indexed by position: outliers (by class, oldest first), then ordinary documents by
     descending work. forced: those that must leave now. `order[position]` is the row of the input.
+    sums, forced_sums: running sums over outliers (over those that must leave) of tokens, work, and
+    tokens times their delay if they miss this step too; shape [3, num_outliers + 1].
     """
 
     def __init__(self, length: IntArray, work: IntArray, age: IntArray, limits: StepLimits) -> None:
@@ -70,24 +84,19 @@ class WaitingDocuments:
         per_micro_batch = limits.tokens_per_step / limits.num_micro_batches
         self.typical = max(1.0, int(work.sum()) / total * per_micro_batch)
         order = np.argsort(-work, kind="stable")
-        self.num_outliers = int(np.searchsorted(-work[order], -OUTLIER * self.typical, "right"))
-        self.starts = _classes(work[order][: self.num_outliers])
-        cls = np.zeros(len(order), np.int64)
-        cls[self.starts[1:]] = 1
-        cls = np.cumsum(cls)
-        cls[self.num_outliers :] = len(order) + np.arange(len(order) - self.num_outliers)
-        order = order[np.lexsort((-age[order], cls))]
+        num = int(np.searchsorted(-work[order], -OUTLIER * self.typical, "right"))
+        self.class_starts = _class_starts(work[order][:num])
+        rank = np.arange(len(order))
+        rank[:num] = np.searchsorted(self.class_starts, rank[:num], "right") - 1
+        order = order[np.lexsort((-age[order], rank))]
         self.order, self.length, self.work, self.age = order, length[order], work[order], age[order]
         self.forced = self._forced()
-        no = self.num_outliers
-        self.sum_work = offsets_of(self.work[:no])
-        self.sum_length = offsets_of(self.length[:no])
-        self.sum_price = offsets_of(self.length[:no] * (self.age[:no] + 1))
-        hold = np.where(self.forced[:no], 1, 0)
-        self.sum_forced_work = offsets_of(self.work[:no] * hold)
-        self.sum_forced_length = offsets_of(self.length[:no] * hold)
-        self.sum_forced_price = offsets_of(self.length[:no] * (self.age[:no] + 1) * hold)
-        self.fluid = Fluid(self)
+        self.num_outliers = num
+        tokens = self.length[:num]
+        summed = np.stack([tokens, self.work[:num], tokens * (self.age[:num] + 1)])
+        self.sums = np.stack([offsets_of(x) for x in summed])
+        self.forced_sums = np.stack([offsets_of(x) for x in summed * self.forced[:num]])
+        self.ordinary = OrdinaryDocuments(self)
 
     def _forced(self) -> BoolArray:
         """Documents at the maximum delay, oldest first, as many as both caps allow: one that finds
@@ -95,36 +104,40 @@ class WaitingDocuments:
         rows = np.flatnonzero(self.age >= self.limits.max_delay)
         rows = rows[np.argsort(-self.age[rows], kind="stable")]
         rows = rows[np.cumsum(self.length[rows]) <= self.limits.step_tokens]
-        if self._left_over(rows[np.argsort(-self.length[rows], kind="stable")]):
-            rows = np.delete(rows, self._left_over(rows))
+        if self.place(rows[np.argsort(-self.length[rows], kind="stable")])[1]:
+            rows = np.delete(rows, self.place(rows)[1])
         forced = np.zeros(len(self.age), bool)
         forced[rows] = True
         return forced
 
-    def _left_over(self, rows: IntArray) -> list[int]:
-        """Which of these, by their places, find no micro-batch in this order."""
+    def place(self, rows: IntArray) -> tuple[list[list[int]], list[int]]:
+        """Algorithm 1's placement of these, in this order: indices of `rows`, as `place`."""
         lengths, work = self.length[rows].tolist(), self.work[rows].tolist()
         num, s_max = self.limits.num_micro_batches, self.limits.s_max
-        return place(lengths, work, num_micro_batches=num, s_max=s_max)[1]
+        return place(lengths, work, num_micro_batches=num, s_max=s_max)
 
 
-class Fluid:
-    """Ordinary documents that need not leave, by descending work; shapes [num + 1] for the sums."""
+class OrdinaryDocuments:
+    """Ordinary documents, by descending work; rows: those that need not leave now.
+
+    sum_length, sum_work: running sums over `rows`, whose totals are tokens and work. price: mean
+    delay of a token if all miss this step too. forced_rows, forced_tokens, forced_work: those that
+    must leave. density: ns a token.
+    """
 
     def __init__(self, waiting: WaitingDocuments) -> None:
-        no = waiting.num_outliers
-        self.rows = no + np.flatnonzero(~waiting.forced[no:])
+        num, limits = waiting.num_outliers, waiting.limits
+        self.rows = num + np.flatnonzero(~waiting.forced[num:])
         length, work = waiting.length[self.rows], waiting.work[self.rows]
         self.sum_length, self.sum_work = offsets_of(length), offsets_of(work)
         self.tokens, self.work = int(self.sum_length[-1]), int(self.sum_work[-1])
         price = int((length * (waiting.age[self.rows] + 1)).sum())
         self.price = price / self.tokens if self.tokens else 0.0
-        must = no + np.flatnonzero(waiting.forced[no:])
-        self.forced_tokens = int(waiting.length[must].sum())
-        self.forced_work = int(waiting.work[must].sum())
-        density = waiting.typical / waiting.limits.tokens_per_step
-        density *= waiting.limits.num_micro_batches
-        self.density = self.work / self.tokens if self.tokens else density
+        self.forced_rows = num + np.flatnonzero(waiting.forced[num:])
+        self.forced_tokens = int(waiting.length[self.forced_rows].sum())
+        self.forced_work = int(waiting.work[self.forced_rows].sum())
+        typical = waiting.typical / limits.tokens_per_step * limits.num_micro_batches
+        self.density = self.work / self.tokens if self.tokens else typical
 
     def lightest(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """(tokens, work) of the documents of least work, at most `tokens` (shape [n]): [n] each."""
@@ -140,9 +153,9 @@ class Fluid:
         """[first, last) of at most `tokens` tokens: the lightest with at least `work` of work."""
         last = np.searchsorted(self.sum_length, self.sum_length + tokens, "right") - 1
         first = int(np.searchsorted(self.sum_length, self.tokens - tokens, "left"))
-        enough = np.flatnonzero(self.sum_work[last[:first]] - self.sum_work[:first] >= work)
-        if int(self.sum_work[-1] - self.sum_work[first]) >= work:
+        if self.work - int(self.sum_work[first]) >= work:
             return first, len(self.rows)
+        enough = np.flatnonzero(self.sum_work[last[:first]] - self.sum_work[:first] >= work)
         first = int(enough[-1]) if enough.size else 0
         return first, int(last[first])
 
@@ -156,7 +169,7 @@ def choose(length: IntArray, work: IntArray, age: IntArray, limits: StepLimits) 
     for c in np.argsort(score, kind="stable")[:NUM_PACKED].tolist():
         if not score[c] < best_score:
             break
-        packed, rows = _packed_score(waiting, choices, c)
+        packed, rows = _packed_score(waiting, choices.at([c]))
         if packed < best_score or best_rows is None:
             best_score, best_rows = packed, rows
     assert best_rows is not None
@@ -165,7 +178,7 @@ def choose(length: IntArray, work: IntArray, age: IntArray, limits: StepLimits) 
     return out
 
 
-def _classes(work: IntArray) -> IntArray:
+def _class_starts(work: IntArray) -> IntArray:
     """First position of each class of nearly equal outliers; `work` descends."""
     starts: list[int] = []
     at = 0
@@ -176,48 +189,42 @@ def _classes(work: IntArray) -> IntArray:
 
 
 def _choices(waiting: WaitingDocuments) -> ReleaseChoices:
-    """All choices of the form that fit the token cap."""
-    no, num = waiting.num_outliers, waiting.limits.num_micro_batches
-    starts = np.append(waiting.starts, no)
-    most = int(waiting.limits.step_tokens / max(1, int(waiting.length[:no].min(initial=1 << 62))))
-    counts = np.arange(min(no, most, 8) + 1)
-    if no > 8:
+    """All choices that fit the token cap; `first` and `tail` are at the start of a class."""
+    limits, num_outliers = waiting.limits, waiting.num_outliers
+    num = limits.num_micro_batches
+    starts = np.append(waiting.class_starts, num_outliers)
+    shortest = int(waiting.length[:num_outliers].min(initial=1 << 62))
+    most = int(limits.step_tokens / max(1, shortest))
+    counts = np.arange(min(num_outliers, most, 8) + 1)
+    if num_outliers > 8:
         steps = np.arange(1, 8 * max(1, most // num + 1)) * num // 8
-        counts = np.unique(np.concatenate([counts, 2 ** np.arange(4, no.bit_length()), steps]))
-    i, k, j = (a.ravel() for a in np.meshgrid(starts, counts, starts, indexing="ij"))
-    end = i + k
-    # k = 0 is "all from i on" and has j = i; with k > 0 something is held between the two parts.
-    keep = np.where(k > 0, (end < j) & (i < no), j == i)
-    i, end, j = i[keep], end[keep], j[keep]
-    tokens = waiting.sum_length[end] - waiting.sum_length[i] + waiting.sum_length[no]
-    tokens -= waiting.sum_length[j]
-    extra = waiting.sum_forced_length[i] + waiting.sum_forced_length[j]
-    extra -= waiting.sum_forced_length[end]
-    taken = tokens + extra + waiting.fluid.forced_tokens
+        powers = 2 ** np.arange(4, num_outliers.bit_length())
+        counts = np.unique(np.concatenate([counts, powers, steps]))
+    first, count, tail = (a.ravel() for a in np.meshgrid(starts, counts, starts, indexing="ij"))
+    end = first + count
+    # A count of 0 means all from `first` on, with tail = first. Otherwise the choice holds
+    # something back between its two parts.
+    is_one = np.where(count > 0, (end < tail) & (first < num_outliers), tail == first)
+    choices = ReleaseChoices(first=first, end=end, tail=tail).at(is_one)
+    taken = choices.released(waiting.sums[0]) + choices.held(waiting.forced_sums[0])
+    taken += waiting.ordinary.forced_tokens
     # With the ordinary documents that may come along; what a step must take, if any choice can.
-    fits = taken <= waiting.limits.step_tokens
-    possible = np.minimum(taken + waiting.fluid.tokens, waiting.limits.step_tokens)
-    least = min(LEAST * waiting.limits.tokens_per_step, int(possible[fits].max()))
-    keep = fits & (possible >= max(1.0, least))
-    return ReleaseChoices(i=i[keep], end=end[keep], j=j[keep])
+    fits = taken <= limits.step_tokens
+    possible = np.minimum(taken + waiting.ordinary.tokens, limits.step_tokens)
+    least = min(LEAST * limits.tokens_per_step, int(possible[fits].max()))
+    return choices.at(fits & (possible >= max(1.0, least)))
 
 
 def _score(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     """Scores with a lower bound on the slowest micro-batch, shape [num_choices]."""
-    limits, fluid, no = waiting.limits, waiting.fluid, waiting.num_outliers
-    i, end, j = choices.i, choices.end, choices.j
-
-    def released(total: IntArray, forced: IntArray) -> IntArray:
-        always = forced[i] + forced[j] - forced[end]
-        return total[end] - total[i] + total[no] - total[j] + always
-
-    tokens = released(waiting.sum_length, waiting.sum_forced_length) + fluid.forced_tokens
-    work = released(waiting.sum_work, waiting.sum_forced_work) + fluid.forced_work
-    price = waiting.sum_price[no] - released(waiting.sum_price, waiting.sum_forced_price)
+    limits, ordinary = waiting.limits, waiting.ordinary
+    released = choices.released(waiting.sums) + choices.held(waiting.forced_sums)
+    held, _, price = waiting.sums[:, -1:] - released
+    tokens, work = released[0] + ordinary.forced_tokens, released[1] + ordinary.forced_work
     tallest = _tallest(waiting, choices)
-    room = np.minimum(limits.step_tokens - tokens, fluid.tokens)
-    light_tokens, light_work = fluid.lightest(room)
-    heavy_tokens, heavy_work = fluid.heaviest(room)
+    room = np.minimum(limits.step_tokens - tokens, ordinary.tokens)
+    light_tokens, light_work = ordinary.lightest(room)
+    heavy_tokens, heavy_work = ordinary.heaviest(room)
     # Ordinary documents as heavy as it takes to make the mean as high as the tallest document.
     missing = tallest * limits.num_micro_batches - work
     is_light = light_work >= missing
@@ -226,9 +233,9 @@ def _score(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     mean = (work + taken_work) / limits.num_micro_batches
     level = np.maximum(np.maximum(tallest, mean), _pigeonhole(waiting, choices))
     level = np.maximum(level, _crowded(waiting, choices, tokens + taken, work + taken_work))
-    held = waiting.sum_length[no] - (tokens - fluid.forced_tokens) + fluid.tokens - taken
-    price_held = price + (fluid.tokens - taken) * fluid.price
-    return _total(waiting, choices, level - mean, price_held, held)
+    left = ordinary.tokens - taken
+    price_held = price + left * ordinary.price
+    return _total(waiting, choices, level - mean, price_held, held + left)
 
 
 def _total(
@@ -255,32 +262,24 @@ def _total(
 
 
 def _tallest(waiting: WaitingDocuments, choices: ReleaseChoices) -> IntArray:
-    """Work of the tallest released outlier, shape [num_choices]."""
-    no = waiting.num_outliers
-    if not no:
-        return np.zeros(len(choices.i), np.int64)
-    height = np.append(_running_max_from(waiting), 0)
-    first = np.where(choices.end > choices.i, choices.i, choices.j)
-    forced = np.flatnonzero(waiting.forced[:no])
-    forced_height = int(waiting.work[forced].max()) if forced.size else 0
-    return np.maximum(height[first], forced_height)
-
-
-def _running_max_from(waiting: WaitingDocuments) -> IntArray:
-    """Most work from a position on: classes descend, but inside a class age decides the order."""
+    """Work of the tallest released outlier, shape [num_choices]; 0 if none is released."""
     work = waiting.work[: waiting.num_outliers]
-    return np.maximum.accumulate(work[::-1])[::-1]
+    # Classes descend, but inside a class age decides the order: the most from a position on.
+    highest = np.append(np.maximum.accumulate(work[::-1])[::-1], 0)
+    forced = int(work[waiting.forced[: work.size]].max(initial=0))
+    return np.maximum(highest[choices.tallest], forced)
 
 
 def _pigeonhole(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     """Of N + 1 outliers two share a micro-batch, of 2N + 1 three do: at least the least of them."""
-    num, no = waiting.limits.num_micro_batches, waiting.num_outliers
-    work = np.append(waiting.work[:no], 0)
-    k = choices.end - choices.i
+    num, num_outliers = waiting.limits.num_micro_batches, waiting.num_outliers
+    work = np.append(waiting.work[:num_outliers], 0)
+    count = choices.end - choices.first
 
-    def at(position: int) -> IntArray:
-        row = np.where(position < k, choices.i + position, choices.j + position - k)
-        return work[np.minimum(row, no)]
+    def at(n: int) -> IntArray:
+        """Work of the n-th outlier that each choice releases; 0 if it releases fewer."""
+        row = np.where(n < count, choices.first + n, choices.tail + n - count)
+        return work[np.minimum(row, num_outliers)]
 
     two = np.where(at(num) > 0, at(num) + at(num - 1), 0)
     three = np.where(at(2 * num) > 0, at(2 * num) + at(2 * num - 1) + at(2 * num - 2), 0)
@@ -294,16 +293,16 @@ def _crowded(
     """The first k documents have a micro-batch each; what does not fit the other N - k under S_max
     comes on top of them. With k once the tallest class, once as many as there are micro-batches."""
     num, s_max = waiting.limits.num_micro_batches, waiting.limits.s_max
-    no = waiting.num_outliers
-    class_end = np.append(np.append(waiting.starts[1:], no), no)
-    first = np.where(choices.end > choices.i, choices.i, choices.j)
-    stop = np.where(choices.end > choices.i, choices.end, no)
-    cls = np.searchsorted(waiting.starts, first, "right") - 1
+    num_outliers, starts = waiting.num_outliers, waiting.class_starts
+    class_end = np.append(starts[1:], [num_outliers, num_outliers])
+    first = choices.tallest
+    stop = np.where(choices.end > choices.first, choices.end, num_outliers)
+    height_class = np.searchsorted(starts, first, "right") - 1
     out = np.zeros(len(tokens))
-    for end in (np.minimum(stop, first + num), np.minimum(stop, class_end[cls])):
+    for end in (np.minimum(stop, first + num), np.minimum(stop, class_end[height_class])):
         k = end - first
-        top_work = waiting.sum_work[end] - waiting.sum_work[first]
-        rest = tokens - (waiting.sum_length[end] - waiting.sum_length[first])
+        top_tokens, top_work = waiting.sums[:2, end] - waiting.sums[:2, first]
+        rest = tokens - top_tokens
         over = np.maximum(0, rest - (num - k) * s_max)
         # Divided first: tokens times ns would not fit 64 bits.
         on_top = over / np.maximum(1, rest) * (work - top_work)
@@ -313,63 +312,55 @@ def _crowded(
 
 
 def _shortfall(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
-    """What a held document that is taller than the mean lacks in company, times its urgency."""
-    limits, no = waiting.limits, waiting.num_outliers
-    if not no:
-        return np.zeros(len(choices.i))
-    i, end, j = choices.i, choices.end, choices.j
-    first = np.where(i > 0, 0, end)
-    is_held = (i > 0) | (j > end)
-    height = np.where(is_held, np.append(waiting.work[:no], 0)[first], 0)
+    """Work that a held document above the mean still lacks as company, times its urgency."""
+    limits, num_outliers = waiting.limits, waiting.num_outliers
+    first, end, tail = choices.first, choices.end, choices.tail
+    tallest_held = np.where(first > 0, 0, end)
+    is_held = (first > 0) | (tail > end)
+    work = np.append(waiting.work[:num_outliers], 0)
+    height = np.where(is_held, work[tallest_held], 0)
     # The company: held outliers, tallest first, up to the token cap; then ordinary documents.
-    sums = waiting.sum_length
-    held = sums[i] + sums[j] - sums[end]
-    cap = np.minimum(held, limits.step_tokens)
-    rest = np.maximum(0, cap - sums[i])
-    stop = np.searchsorted(sums, sums[end] + rest, "right") - 1
-    stop_below = np.searchsorted(sums, np.minimum(cap, sums[i]), "right") - 1
-    company = waiting.sum_work[stop_below] + np.maximum(
-        0, waiting.sum_work[stop] - waiting.sum_work[end]
-    )
-    ordinary = np.minimum(limits.step_tokens - cap, limits.tokens_per_step * 6 // 5)
-    reached = (company + ordinary * waiting.fluid.density) / limits.num_micro_batches
+    tokens: IntArray = waiting.sums[0]
+    sum_work: IntArray = waiting.sums[1]
+    cap = np.minimum(choices.held(tokens), limits.step_tokens)
+    rest = np.maximum(0, cap - tokens[first])
+    stop = np.searchsorted(tokens, tokens[end] + rest, "right") - 1
+    stop_below = np.searchsorted(tokens, np.minimum(cap, tokens[first]), "right") - 1
+    company = sum_work[stop_below] + np.maximum(0, sum_work[stop] - sum_work[end])
+    fill = np.minimum(limits.step_tokens - cap, limits.tokens_per_step * 6 // 5)
+    reached = (company + fill * waiting.ordinary.density) / limits.num_micro_batches
     lacking = np.maximum(0.0, height - reached) / waiting.typical
     # A class is sorted by age: its first held document is its oldest.
-    age = np.append(waiting.age[:no], 0)[first]
+    age = np.append(waiting.age[:num_outliers], 0)[tallest_held]
     urgency = np.minimum(1.0, (age + 1) / limits.max_delay)
     is_tall = is_held & (height > 1.02 * waiting.typical)
     return np.where(is_tall, URGENCY * urgency * urgency * urgency * lacking, 0.0)
 
 
-def _packed_score(
-    waiting: WaitingDocuments, choices: ReleaseChoices, c: int
-) -> tuple[float, IntArray]:
-    """(score, positions released) of choice c with its outliers really packed."""
-    limits, fluid, no = waiting.limits, waiting.fluid, waiting.num_outliers
-    rows = np.flatnonzero(choices.released(c, no) | waiting.forced[:no])
+def _packed_score(waiting: WaitingDocuments, choice: ReleaseChoices) -> tuple[float, IntArray]:
+    """(score, positions released) of a single choice with its outliers really packed."""
+    limits, ordinary, num_outliers = waiting.limits, waiting.ordinary, waiting.num_outliers
+    released = waiting.forced[:num_outliers].copy()
+    released[int(choice.first[0]) : int(choice.end[0])] = True
+    released[int(choice.tail[0]) :] = True
+    rows = np.flatnonzero(released)
     lengths, work = waiting.length[rows], waiting.work[rows]
-    num, s_max = limits.num_micro_batches, limits.s_max
-    placed, rest = place(lengths.tolist(), work.tolist(), num_micro_batches=num, s_max=s_max)
+    placed, rest = waiting.place(rows)
     loads = [int(work[members].sum()) for members in placed]
     sizes = [int(lengths[members].sum()) for members in placed]
-    room = limits.step_tokens - int(lengths.sum()) - fluid.forced_tokens
-    missing = max(loads) * num - sum(loads) - fluid.forced_work
-    first, last = fluid.window(min(room, fluid.tokens), missing)
-    tokens = int(fluid.sum_length[last] - fluid.sum_length[first])
-    ordinary = int(fluid.sum_work[last] - fluid.sum_work[first])
-    level = _poured(loads, sizes, tokens + fluid.forced_tokens, ordinary + fluid.forced_work, s_max)
-    taken = np.concatenate([rows, no + np.flatnonzero(waiting.forced[no:]), fluid.rows[first:last]])
+    room = limits.step_tokens - int(lengths.sum()) - ordinary.forced_tokens
+    missing = max(loads) * limits.num_micro_batches - sum(loads) - ordinary.forced_work
+    first, last = ordinary.window(min(room, ordinary.tokens), missing)
+    tokens = int(ordinary.sum_length[last] - ordinary.sum_length[first]) + ordinary.forced_tokens
+    fluid = int(ordinary.sum_work[last] - ordinary.sum_work[first]) + ordinary.forced_work
+    level = _poured(loads, sizes, tokens, fluid, limits.s_max)
+    taken = np.concatenate([rows, ordinary.forced_rows, ordinary.rows[first:last]])
     if rest or level is None:
         return np.inf, taken
-    left = np.ones(len(waiting.length), bool)
-    left[taken] = False
-    held = waiting.length[left]
-    price = int((held * (waiting.age[left] + 1)).sum())
-    wait = level - (sum(loads) + ordinary + fluid.forced_work) / num
-    one = ReleaseChoices(i=choices.i[[c]], end=choices.end[[c]], j=choices.j[[c]])
-    score = _total(
-        waiting, one, np.array([wait]), np.array([float(price)]), held.sum(keepdims=True)
-    )
+    held = np.delete(waiting.length, taken)
+    price = (held * (np.delete(waiting.age, taken) + 1)).sum(keepdims=True)
+    wait = np.array([level - (sum(loads) + fluid) / limits.num_micro_batches])
+    score = _total(waiting, choice, wait, price.astype(float), held.sum(keepdims=True))
     return float(score[0]), taken
 
 

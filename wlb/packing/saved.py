@@ -7,7 +7,7 @@ can be packed offline, because cuts at windows depend on the stream before them.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from wlb.data import Source, SourceBatches
-from wlb.packing.base import PackerOptions, PolicyPacker, build_plan
+from wlb.packing.base import PackerOptions, PolicyPacker, Pushed
 from wlb.plan import (
     Carry,
     Documents,
@@ -30,7 +30,6 @@ from wlb.plan import (
     offsets_of,
 )
 
-POLICY = "saved"
 _FORMAT = 1
 
 
@@ -56,12 +55,11 @@ class Packs:
     def of(cls, plans: Iterable[PackingPlan], source: Source, *, window: int) -> "Packs":
         """Packs of one epoch's plans; UserError where a document was cut or is missing."""
         made = list(plans)
-        rows = np.concatenate([np.zeros(0, np.int64), *(p.pieces.document for p in made)])
-        length = np.concatenate([np.zeros(0, np.int64), *(p.pieces.length for p in made)])
-        if not np.array_equal(np.unique(rows), np.arange(source.num_documents)):
-            raise UserError(
-                f"{np.unique(rows).size} documents of {source.num_documents} were packed"
-            )
+        pieces = Pieces.concat(*(plan.pieces for plan in made))
+        rows, length = pieces.document, pieces.length
+        packed = np.unique(rows)
+        if not np.array_equal(packed, np.arange(source.num_documents)):
+            raise UserError(f"{packed.size} documents of {source.num_documents} were packed")
         cut = np.flatnonzero(length != source.lengths[rows])
         if cut.size:
             row = int(rows[cut[0]])
@@ -83,17 +81,9 @@ class Packs:
 
     def save(self, path: str | Path) -> None:
         """An .npz file of plain arrays."""
-        np.savez_compressed(
-            path,
-            format=_FORMAT,
-            rows=self.rows,
-            offsets=self.offsets,
-            num_micro_batches=self.num_micro_batches,
-            context_window=self.context_window,
-            layout=str(self.layout),
-            made_by=self.made_by,
-            lengths=np.array(self.lengths, np.uint64),
-        )
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {"layout": str(self.layout), "lengths": np.array(self.lengths, np.uint64)}
+        np.savez_compressed(path, format=_FORMAT, **values)
 
     @classmethod
     def load(cls, path: str | Path) -> "Packs":
@@ -174,39 +164,22 @@ class PackedBatches(SourceBatches):
 class SavedPacker(PolicyPacker):
     """Divides the documents of `PackedBatches` as they were divided. Nothing ever waits."""
 
-    policy: ClassVar[str] = POLICY
+    policy: ClassVar[str] = "saved"
     packs: Packs
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         if len(carry.pieces):
             raise UserError(
                 f"{len(carry.pieces)} documents wait from a run with packing.policy = "
                 f"{carry.policy}; packs made offline have no place for them: start a new run"
             )
         if batch is None:
-            return (), Carry(policy=POLICY, pieces=Pieces.empty(), slot=carry.slot,
-                             next_step=carry.next_step)  # fmt: skip
+            return (), self._carry(Pieces.empty(), carry.next_step)
         n = self.num_micro_batches
         first = batch.index % self.packs.num_steps * n
         offsets = self.packs.offsets[first : first + n + 1]
         edges: list[int] = (offsets - offsets[0]).tolist()
+        rows = [list(range(a, b)) for a, b in pairwise(edges)]
         pieces = self.options.arrived(batch, carry.next_step)
-        plan = build_plan(
-            self.options,
-            policy=POLICY,
-            step=carry.next_step,
-            pieces=pieces,
-            work_ns=self.options.workloads(pieces),
-            rows=[np.arange(a, b) for a, b in pairwise(edges)],
-            num_held_tokens=0,
-            shuffle=False,
-        )
-        rest = Carry(
-            policy=POLICY,
-            pieces=Pieces.empty(),
-            slot=np.zeros(0, np.int64),
-            next_step=carry.next_step + 1,
-        )
-        return (plan,), rest
+        plans = self._plans(carry.next_step, pieces, [rows], num_waiting_tokens=0, shuffle=False)
+        return plans, self._carry(Pieces.empty(), carry.next_step + 1)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import PolicyPacker, build_plan, check_fits, check_s_max
+from wlb.packing.base import LEFTOVER, PolicyPacker, Pushed, check_fits, check_s_max
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -23,12 +23,10 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
+    check_at_least,
     check_minimum,
     int_array,
 )
-
-POLICY = "var_len"
-LEFTOVER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class VarLenPacker(PolicyPacker):
     0 = until N are there. Where nothing else could be trained, the oldest leave earlier.
     """
 
-    policy: ClassVar[str] = POLICY
+    policy: ClassVar[str] = "var_len"
     s_max: int
     queue_thresholds: tuple[int, ...]
     step_tokens: int | None = None
@@ -67,23 +65,23 @@ class VarLenPacker(PolicyPacker):
         check_minimum("queue_thresholds", thresholds, 1)
         if bool(np.any(np.diff(thresholds) <= 0)):
             raise UserError(f"queue_thresholds {thresholds.tolist()} must increase")
-        if self.hold < 0:
-            raise UserError(f"hold = {self.hold} must be at least 0")
+        check_at_least("hold", self.hold, 0)
         if self.hold and self.literal:
             raise UserError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
         if self.hold and not self.queue_thresholds:
             raise UserError(f"hold = {self.hold} holds nothing without queue_thresholds; give one")
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         longest = min(self.s_max - self.literal, self.step_tokens or self.s_max)
         name = "s_max or step_tokens" if self.step_tokens else "s_max"
         check_fits(carry.pieces, longest, name=name)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         pieces = Pieces.concat(carry.pieces, arrived)
-        queue = self._queue_of(pieces)
+        # Queues are read off the lengths, so that a carry stays valid when thresholds change: 0 for
+        # an ordinary piece, i where L_i <= length < L_{i+1}.
+        thresholds = np.array(self.queue_thresholds, np.int64)
+        queue = np.searchsorted(thresholds, pieces.length, side="right").astype(np.int64)
         is_leftover = np.zeros(len(pieces), bool)
         is_leftover[: len(carry.pieces)] = carry.slot == LEFTOVER
         queue[is_leftover] = LEFTOVER
@@ -99,18 +97,8 @@ class VarLenPacker(PolicyPacker):
             if batch is not None:
                 break
         waiting = np.concatenate([now, queued])
-        slot = np.concatenate([np.zeros(len(now), np.int64), queue[queued]])
-        return tuple(plans), Carry(
-            policy=POLICY, pieces=pieces.take(waiting), slot=slot, next_step=step
-        )
-
-    def _queue_of(self, pieces: Pieces) -> IntArray:
-        """0 for an ordinary piece, i where L_i <= length < L_{i+1}; shape [num_pieces].
-
-        Queues are read off the lengths, so that a carry stays valid when thresholds change.
-        """
-        thresholds = np.array(self.queue_thresholds, np.int64)
-        return np.searchsorted(thresholds, pieces.length, side="right").astype(np.int64)
+        slot = np.concatenate([np.full(len(now), LEFTOVER), queue[queued]])
+        return tuple(plans), self._carry(pieces.take(waiting), step, slot)
 
     def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
         """Outliers that have waited for `hold` steps, shape [num_pieces]; has_come: any document.
@@ -135,29 +123,22 @@ class VarLenPacker(PolicyPacker):
 
         is_due: outliers that leave whatever their number, if `hold` says so.
         """
-        num = self.options.num_micro_batches
-        # Ordinary ones in stream order: a carry's (thresholds have changed), then the batch's.
+        num = self.num_micro_batches
+        # Ordinary pieces in stream order: the carry may hold some from before thresholds changed.
         new = [np.flatnonzero((queue == 0) & ~is_leftover)]
-        still_queued: list[IntArray] = []
+        still_queued = [np.zeros(0, np.int64)]
         for i in range(1, len(self.queue_thresholds) + 1):
             waiting = np.flatnonzero(queue == i)
             released = len(waiting) // num * num
             if self.literal:
                 released = min(released, num)
-            leaves = np.arange(len(waiting)) < released
-            if self.hold:
-                leaves = is_due[waiting]
-            if flush:
-                leaves[:] = True
+            leaves = is_due[waiting] if self.hold else np.arange(len(waiting)) < released
+            leaves |= flush
             new.append(waiting[leaves])
             still_queued.append(waiting[~leaves])
         rows = np.concatenate(new)
         rows = rows[np.argsort(-pieces.length[rows], kind="stable")]
-        none = np.zeros(0, np.int64)
-        return (
-            np.concatenate([np.flatnonzero(is_leftover), rows]),
-            np.concatenate([none, *still_queued]),
-        )
+        return np.concatenate([np.flatnonzero(is_leftover), rows]), np.concatenate(still_queued)
 
     def _step(
         self, pieces: Pieces, work: IntArray, now: IntArray, queued_tokens: int, step: int
@@ -167,17 +148,15 @@ class VarLenPacker(PolicyPacker):
         rows, rest = place(
             length.tolist(),
             work[now].tolist(),
-            num_micro_batches=self.options.num_micro_batches,
-            s_max=self.s_max - 1 if self.literal else self.s_max,
+            num_micro_batches=self.num_micro_batches,
+            s_max=self.s_max - self.literal,
             step_tokens=self.step_tokens,
         )
-        plan = build_plan(
-            self.options,
-            policy=POLICY,
-            step=step,
-            pieces=pieces,
+        plan = self._plan(
+            step,
+            pieces,
+            [now[members] for members in rows],
             work_ns=work,
-            rows=[now[members] for members in rows],
             num_held_tokens=queued_tokens + int(length[rest].sum()),
             shuffle=not self.literal,
         )

@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
+from wlb.kernels.fused.select import FusedChoice, choose_fused
+from wlb.kernels.select import Choice, choose_backend
 from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.compiled import compile_layers
-from wlb.parallel.data import local_tensor, needs_fsdp, shard_stage, shard_start
+from wlb.parallel.data import needs_fsdp, shard_stage, shard_start, share_streams
 from wlb.parallel.deferred import DeferringOps, WeightQueue
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.tensor import TensorParallelOps, placement
+from wlb.parallel.tensor import TensorParallelOps, local_tensor, placement
 from wlb.parallel.tensor_op import TracedTensorParallelOps
 from wlb.plan import UserError
 from wlb.spec import Recompute, RunSpec
@@ -32,13 +34,30 @@ def compute_dtype(spec: RunSpec) -> torch.dtype:
     return torch.bfloat16 if spec.training.dtype == "bfloat16" else torch.float32
 
 
+def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
+    """The attention kernel of a run on `device`, and why; UserError for one that cannot compute."""
+    dtype, head_size = compute_dtype(spec), spec.model.head_size
+    return choose_backend(
+        spec.kernels.attention,
+        device=device,
+        dtype=dtype,
+        head_size=head_size,
+        deterministic=spec.kernels.deterministic,
+    )
+
+
+def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
+    """Whether fused kernels compute a run on `device`, and why; UserError where they cannot."""
+    return choose_fused(spec.kernels.fused, device=device, dtype=compute_dtype(spec))
+
+
 def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
     """This rank's stages by stage index, initialised and sharded, on the mesh's device."""
     if not spec.model.vocab_size:
         raise UserError("model.vocab_size is 0; take the token store's before building a model")
     assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
     stages: dict[int, Llama] = {}
-    for index in spec.stages_of(mesh.pp_rank):
+    for index in spec.stages_of(mesh.at.pp):
         with torch.device("meta"):
             stage = Llama(
                 spec.model,
@@ -48,25 +67,27 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
                 ops=_ops(spec, mesh),  # not shared: each stage needs its own weight queue
                 loss_chunk=spec.training.loss_chunk,
             )
-        if mesh.tp_size > 1:
+        if mesh.parallel.tp > 1:
             _distribute(stage, mesh)
         recompute_layers(stage, spec.training.recompute)
         if spec.training.compile:
             compile_layers(stage, spec.training.compile_backend)
         shard_stage(stage, mesh, compute_dtype(spec), spec.fsdp)
-        _initialise(stage, spec, mesh)
+        stage.to_empty(device=mesh.device)  # this rank's shards alone
+        for name, parameter in stage.named_parameters():
+            _fill(parameter, name, spec, mesh)
         stages[index] = stage
+    share_streams(stages.values())
     return stages
 
 
 def recompute_layers(stage: Llama, how: Recompute) -> None:
     """Make backward recompute activations of each decoder layer, in place.
 
-    FULL keeps a layer's input and recomputes the whole layer, attention and its collectives
-    included. SELECTIVE recomputes the second norm and the MLP, and keeps attention's tensors. In
-    both, the down projection and its reduce-scatter do not run again: torch's checkpoint stops once
-    backward has what it needs, and linear layers save their input before they compute
-    (`wlb.parallel.deferred.Product`).
+    FULL keeps a layer's input alone. SELECTIVE recomputes the second norm and the MLP, and keeps
+    attention's tensors. In both, the down projection and its reduce-scatter do not run again:
+    torch's checkpoint stops once backward has what it needs, and linear layers save their input
+    before they compute (`wlb.parallel.deferred.Product`).
     """
     if how == Recompute.NONE:
         return
@@ -77,11 +98,17 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
 
 
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
-    if mesh.tp_size > 1:
+    ops = _plain_ops(spec, mesh)
+    ops.fused = fused_of(spec, mesh.device).fused
+    return ops
+
+
+def _plain_ops(spec: RunSpec, mesh: Mesh) -> Ops:
+    if mesh.parallel.tp > 1:
         queue = WeightQueue() if spec.splits_backward else None
         made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
         overlaps = spec.tp.overlap
-        return made(mesh.tp_group, spec.model.padded_vocab_size, queue, overlaps=overlaps)
+        return made(mesh.group("tp"), spec.model.padded_vocab_size, queue, overlaps=overlaps)
     return DeferringOps() if spec.splits_backward else Ops()
 
 
@@ -90,23 +117,16 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
     for name, parameter in list(stage.named_parameters()):
         how = placement(name)
         local = _tp_shard(parameter.detach(), how, mesh).contiguous()
-        value = DTensor.from_local(local, mesh.tp, [how], run_check=False)
+        value = DTensor.from_local(local, mesh.device_mesh["tp"], [how], run_check=False)
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(value))
 
 
 @torch.no_grad()
-def _initialise(stage: Llama, spec: RunSpec, mesh: Mesh) -> None:
-    """Allocate this rank's shards and fill them in, one whole parameter after the other."""
-    stage.to_empty(device=mesh.device)
-    for name, parameter in stage.named_parameters():
-        _fill(parameter, name, spec, mesh)
-
-
 def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
     """A function of its own, so that the whole value is freed before the next one is made."""
     value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
-    if mesh.tp_size > 1:
+    if mesh.parallel.tp > 1:
         value = _tp_shard(value, placement(name), mesh)
     local = local_tensor(parameter)
     is_sharded = needs_fsdp(mesh, compute_dtype(spec))
@@ -116,5 +136,5 @@ def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None
 
 def _tp_shard(value: torch.Tensor, how: Placement, mesh: Mesh) -> torch.Tensor:
     if isinstance(how, Shard):
-        return value.chunk(mesh.tp_size, how.dim)[mesh.tp_rank]
+        return value.chunk(mesh.parallel.tp, how.dim)[mesh.at.tp]
     return value

@@ -1,11 +1,10 @@
 """torch.compile of decoder layers: one graph serves all layers and micro-batch lengths.
 
-Each layer's forward is compiled without graph breaks: attention and tensor-parallel products are
-custom ops with their collectives inside (`wlb.kernels.op`, `context_op`, `tensor_op`). Lengths are
-the only symbolic sizes. A run has one graph for training and one for evaluation; one more of each
-if a rank can hold a single row, since torch specialises on size 1; one more for training if FSDP's
-hooks pass views between layers. No CUDA graphs, which would be recorded per length. Not for
-zero-bubble schedules: their weight queue outlives the pass, but compiled code frees its memory.
+Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
+kernels are custom ops. Lengths are the only symbolic sizes. A run has one graph for training and
+one for evaluation; one more of each if a rank can hold a single row (torch specialises on size 1),
+and one if FSDP's hooks pass views between layers. No CUDA graphs, which would be recorded per
+length. Not for zero-bubble schedules: their weight queue outlives the memory of compiled code.
 """
 
 from typing import Any
@@ -19,11 +18,9 @@ from torch._dynamo.utils import counters
 from wlb.model import Llama, Rows
 from wlb.plan import UserError
 
-_REMEDY = (
-    "install what it needs (for training.compile_backend = inductor: on CPU a C++ compiler and "
-    "Python's headers, Debian's g++ and python3-dev; on CUDA Triton) or set training.compile = "
-    "false"
-)
+_OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"reorder_for_peak_memory": False}}
+"""Otherwise inductor may move the start of a gather to its wait, as that takes less memory, and
+collectives past each other."""
 
 
 def compile_layers(stage: Llama, backend: str) -> None:
@@ -40,7 +37,9 @@ def _compile(layer: Any, backend: str) -> None:
         comptime.force_static(layer.self_attn.head_size)
         return forward(x_TC, rows)
 
-    compiled = torch.compile(traced, backend=backend, dynamic=True, fullgraph=True)
+    compiled = torch.compile(
+        traced, backend=backend, dynamic=True, fullgraph=True, options=_OPTIONS.get(backend)
+    )
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         # Otherwise torch specialises on a number of rows that happens to equal the model's width.
@@ -58,10 +57,7 @@ def _compile(layer: Any, backend: str) -> None:
 
 
 def mark_lengths(rows: Rows, indices: list[Tensor]) -> None:
-    """Mark the lengths of a micro-batch's tensors as symbolic sizes, independent of each other.
-
-    indices: tensors that only custom ops read.
-    """
+    """Mark lengths as independent symbolic sizes. indices: tensors that only custom ops read."""
     for tensor in indices:
         for dim in range(tensor.dim()):
             mark_unbacked(tensor, dim)
@@ -75,10 +71,7 @@ def num_graphs() -> int:
 
 
 def refuse_uncompilable(backend: str, device: torch.device) -> None:
-    """UserError if torch.compile cannot compile for `device` here.
-
-    Compiles a tiny function to find out: about a second for inductor on CPU.
-    """
+    """UserError if torch.compile cannot compile a tiny function for `device` (takes a second)."""
     known = torch.compiler.list_backends(exclude_tags=None)
     if backend not in known:
         raise UserError(
@@ -97,5 +90,7 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"training.compile = true, but torch's backend {backend!r} cannot compile for "
-            f"{device.type} here: {reason}; {_REMEDY}"
+            f"{device.type} here: {reason}; install what it needs (for training.compile_backend = "
+            f"inductor: on CPU a C++ compiler and Python's headers, Debian's g++ and python3-dev; "
+            f"on CUDA Triton) or set training.compile = false"
         ) from error

@@ -1,16 +1,15 @@
 """Context parallelism by all-gather of K and V (Section 2.1; as in Llama 3), for any spans.
 
-Forward: one all-gather of K and V, one gather that lays out the keys of each local span (skipped
-for backends that read a buffer's rows), one varlen attention call. Backward gathers K and V again
-unless `keep_gathered_kv`; inverse gathers without atomics and one reduce-scatter bring the keys'
-gradients back, in float32. The forward all-gather starts in `begin` and hides behind the query
-projection. No layer loops over documents or waits for the device. Memory: `context_op`. Shapes: T
-local rows, S packed tokens, G key/value and H query heads of this tp rank, D head size.
+Forward gathers K and V, lays out the keys of each local span (unless the backend reads a buffer's
+rows) and makes one varlen call. The gather starts in `begin` and hides behind the query projection,
+backward's starts at the layer's end (`add`) and hides behind the MLP; no layer loops over documents
+or waits for the device. Shapes: T local rows, S packed tokens, G
+key/value and H query heads of this tp rank, D head size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.kernels import BACKENDS, Segments, attend, select_backend
+from wlb.kernels.fused import choose_fused
+from wlb.kernels.segments import copy_to_device
 from wlb.parallel.collectives import agree, wait
-from wlb.parallel.context_op import context_attend, gather_kv
+from wlb.parallel.context_op import AddAndGatherAgain, context_attend, gather_kv
 from wlb.parallel.rows import AttentionRows, attention_rows
 from wlb.plan import ShardingPlan, UserError, local_tokens
-from wlb.spec import AttentionBackend
+from wlb.spec import AttentionBackend, FusedKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +52,28 @@ class HeadShape:
             raise UserError(f"dtype = {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
 
 
+class KvGather(NamedTuple):
+    """A gather of K and V that has started, and the slot for their gradients (`context_op`)."""
+
+    rows_R2GD: Tensor
+    slot_T2GD: Tensor
+
+
+class GatherAgain(NamedTuple):
+    """What backward gathers again, and the slot that takes it to attention's backward."""
+
+    slot_R2GD: Tensor
+    k_TGD: Tensor
+    v_TGD: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextAttention:
     """Attention over one rank's rows of one micro-batch; call it with q, k, v of every layer.
 
-    index [K] and inverse [U, cp * T]: see `AttentionRows`; None with one CP rank. Users make it by
-    `from_plan`, which compares the ranks' arguments; the executor by `from_rows`, because its
-    plans' digests have been compared already.
+    index [K] and inverse [U, cp * T]: see `AttentionRows`; None with one CP rank. `from_plan`
+    compares the ranks' arguments; the executor, whose plans' digests are compared, uses
+    `from_rows`.
     """
 
     segments: Segments
@@ -68,56 +85,73 @@ class ContextAttention:
     index: Tensor | None
     inverse: Tensor | None
     keep_gathered_kv: bool
+    fused: bool = False
+    gradient_dtype: torch.dtype = torch.float32
 
-    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Tensor | None:
-        """Start the all-gather; pass the result to the call with the same k and v.
-
-        Every result must reach a call: torch never frees a collective that nobody waits for.
-        """
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
+        """Start the all-gather. Its result must reach a call with the same k and v, to be freed."""
         self._check_keys(k_TGD, v_TGD)
         if self.cp == 1:
             return None
-        return gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
+        rows, slot = gather_kv(k_TGD, v_TGD, self.cp, self.group_name, self.wire_dtype)
+        return KvGather(rows.detach(), slot)
 
     def __call__(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor | None = None
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None = None
     ) -> Tensor:
-        """Output, [T, H, D]. UserError for tensors of another shape, dtype or device, raised before
-        this call starts a collective."""
+        """Output, [T, H, D]. UserError for other tensors than agreed, before a collective."""
+        return self.attend(q_THD, k_TGD, v_TGD, begun)[0]
+
+    def attend(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None
+    ) -> tuple[Tensor, GatherAgain | None]:
+        """`__call__`, and the argument of `add` if backward is to gather K and V again."""
         try:
             self._check("q", q_THD, self.heads.num_heads)
             self._check_keys(k_TGD, v_TGD)
         except UserError:
-            if kv_gather is not None:
-                wait(kv_gather)
+            if begun is not None:
+                wait(begun.rows_R2GD)
             raise
         if self.index is None or self.inverse is None:
-            return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend)
-        if kv_gather is None:
-            kv_gather = gather_kv(k_TGD.detach(), v_TGD.detach(), self.cp, self.group_name)
-        out_THD, _ = context_attend(
+            return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend), None
+        begun = self.begin(k_TGD, v_TGD) if begun is None else begun
+        assert begun is not None
+        local = k_TGD.detach(), v_TGD.detach()
+        out_THD, _, slot_R2GD = context_attend(
             q_THD,
-            k_TGD,
-            v_TGD,
-            kv_gather,
+            *local,
+            *begun,
             self.index,
             self.inverse,
-            self.segments.cu_seqlens_q,
-            self.segments.cu_seqlens_k,
-            self.segments.max_q,
-            self.segments.max_k,
+            *self.segments.arguments,
             self.backend,
             self.cp,
             self.group_name,
             self.keep_gathered_kv,
+            self.fused,
         )
-        return out_THD
+        return out_THD, None if self.keep_gathered_kv else GatherAgain(slot_R2GD, *local)
+
+    def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
+        """x + y, where backward starts gathering K and V again; else attention's backward does."""
+        if attended is None:
+            return x_SC + y_SC
+        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *attended, self.cp, self.group_name)  # pyright: ignore[reportAssignmentType]
+        return out
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype in which gradients of K and V are added over ranks."""
+        if self.gradient_dtype == torch.float32:
+            return torch.promote_types(self.heads.dtype, torch.float32)
+        return self.gradient_dtype
 
     @property
     def indices(self) -> list[Tensor]:
         """Tensors that the custom ops take besides q, k and v."""
-        found = (self.index, self.inverse, self.segments.cu_seqlens_q, self.segments.cu_seqlens_k)
-        return [tensor for tensor in found if tensor is not None]
+        found = (self.index, self.inverse, *self.segments.arguments)
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self._check("k", k_TGD, self.heads.num_kv_heads)
@@ -142,9 +176,12 @@ class ContextAttention:
         backend: str,
         device: torch.device,
         keep_gathered_kv: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
+        fused: bool = False,
         on_device: Mapping[str, Tensor] | None = None,
     ) -> "ContextAttention":
-        """Compares nothing across ranks. on_device: `index_arrays` if they are there already."""
+        """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
+        `index_arrays` if they are there already."""
         arrays = index_arrays(rows)
         if on_device is None:
             on_device = to_device(arrays, device)
@@ -164,6 +201,8 @@ class ContextAttention:
             index=on_device.get("kv_index"),
             inverse=on_device.get("inverse"),
             keep_gathered_kv=keep_gathered_kv,
+            gradient_dtype=gradient_dtype,
+            fused=fused,
         )
 
     @classmethod
@@ -178,92 +217,92 @@ class ContextAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         backend: str = "auto",
+        deterministic: bool = False,
         row_multiple: int = 1,
         keep_gathered_kv: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
+        fused: FusedKernels = FusedKernels.AUTO,
     ) -> "ContextAttention":
         """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
 
-        A collective call: ranks compare their arguments in one small all-gather, so that bad or
-        different arguments raise a UserError on every rank instead of hanging. It waits for the
-        device; make one per micro-batch, not per layer.
-
-        row_multiple: T is padded to a multiple of it.
+        A collective call: bad or different arguments raise a UserError on every rank instead of
+        hanging. It waits for the device; make one per micro-batch, not per layer. deterministic:
+        as `kernels.deterministic`, for backends of the configuration. row_multiple: T is padded to
+        a multiple of it.
         """
-        made: dict[str, Any] = {}
-        problem: Exception | None = None
-        try:
-            made = _checked(
-                sharding_plan,
-                num_ranks=1 if group is None else group.size(),
-                row_multiple=row_multiple,
-                backend=backend,
-                device=torch.device(device),
-                heads=dict(
-                    num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
-                ),
-            )
-        except Exception as error:
-            # Catch everything: the other ranks are about to wait for this one in `agree`.
-            problem = error
-        declared = {
-            "plan digest": made.get("plan digest"),
-            "rows": made.get("rows"),
+        declared: dict[str, Any] = {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "dtype": dtype,
-            "device": made.get("device"),
-            "backend": made.get("backend", backend),
-            "keep_gathered_kv": keep_gathered_kv,
         }
-        agree(declared, problem, group=group)
-        rank = 0 if group is None else dist.get_rank(group)
+        exchange: dict[str, Any] = {
+            "keep_gathered_kv": keep_gathered_kv,
+            "gradient_dtype": gradient_dtype,
+        }
+        heads: HeadShape | None = None
+        num_rows, adds_fused, problem = 0, False, None
+        num_ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
+        try:
+            device = torch.device(device)
+            num_rows = _num_rows(sharding_plan, num_ranks, row_multiple)
+            heads = HeadShape(**declared)
+            _check_gradient_dtype(gradient_dtype)
+            backend = _resolved(backend, device, heads, deterministic)
+            adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
+            declared |= {"plan digest": sharding_plan.digest(), "rows": num_rows}
+            declared |= {"device": device.type, "backend": backend}
+        except Exception as error:
+            # Catch everything: the other ranks are about to wait for this one in `agree`.
+            problem = error
+        agree(declared | exchange, problem, group=group)
+        assert heads is not None
         return cls.from_rows(
-            attention_rows(sharding_plan, rank, made["rows"]),
+            attention_rows(sharding_plan, rank, num_rows),
             group=group,
-            heads=made["heads"],
-            backend=made["backend"],
+            heads=heads,
+            backend=backend,
             device=torch.device(device),
-            keep_gathered_kv=keep_gathered_kv,
+            **exchange,
+            fused=adds_fused,
         )
 
 
-def _checked(
-    plan: ShardingPlan,
-    *,
-    num_ranks: int,
-    row_multiple: int,
-    backend: str,
-    device: torch.device,
-    heads: dict[str, Any],
-) -> dict[str, Any]:
-    """The values that from_plan's arguments resolve to."""
+def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
+    """T of each rank; UserError for a plan that the group's ranks cannot execute."""
     if plan.cp != num_ranks:
         raise UserError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
     if plan.num_tokens < plan.cp:
         raise UserError(f"cp = {plan.cp} ranks are more than the {plan.num_tokens} tokens")
     plan.validate()
-    shape = HeadShape(**heads)
-    if backend in {str(b) for b in AttentionBackend}:
-        backend = select_backend(
-            AttentionBackend(backend), device=device, dtype=shape.dtype, head_size=shape.head_dim
+    return local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
+
+
+def _check_gradient_dtype(dtype: torch.dtype) -> None:
+    if dtype not in GRADIENT_DTYPES:
+        known = ", ".join(map(str, GRADIENT_DTYPES))
+        raise UserError(f"gradient_dtype = {dtype!r} is not one of {known}")
+
+
+def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministic: bool) -> str:
+    """The kernel that computes; UserError for one that cannot."""
+    if backend in set(AttentionBackend):
+        return select_backend(
+            AttentionBackend(backend),
+            device=device,
+            dtype=heads.dtype,
+            head_size=heads.head_dim,
+            deterministic=deterministic,
         )
-    elif backend not in BACKENDS:
+    if backend not in BACKENDS:
         raise UserError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
-    return {
-        "plan digest": plan.digest(),
-        "rows": local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple),
-        "heads": shape,
-        "device": device.type,
-        "backend": str(backend),
-    }
+    return backend
 
 
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     """Arrays that attention needs on the device; empty with one CP rank."""
-    if rows.kv_index is None or rows.inverse is None:
-        return {}
-    return {"kv_index": rows.kv_index, "inverse": rows.inverse}
+    found = {"kv_index": rows.kv_index, "inverse": rows.inverse}
+    return {name: array for name, array in found.items() if array is not None}
 
 
 def to_device(
@@ -272,10 +311,8 @@ def to_device(
     """int64 arrays as tensors on `device`, in one pinned, asynchronous transfer."""
     if not arrays:
         return {}
-    flat = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays.values()]))
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([a.size for a in arrays.values()])
+    flat = copy_to_device(np.concatenate([a.reshape(-1) for a in arrays.values()]), device)
+    parts = flat.split([a.size for a in arrays.values()])
     return {name: part.view(a.shape) for part, (name, a) in zip(parts, arrays.items(), strict=True)}
 
 
@@ -284,12 +321,3 @@ def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -
     index = torch.from_numpy(plan.for_rank(rank).token_index).to(packed.device)
     out = packed.new_zeros((num_rows, *packed.shape[1:]))
     return out.index_copy(0, torch.arange(index.numel(), device=packed.device), packed[index])
-
-
-def put_rows(parts: Sequence[Tensor], plan: ShardingPlan) -> Tensor:
-    """The packed [S, ...] tensor, without padding, from the rows of all ranks."""
-    out = parts[0].new_empty((plan.num_tokens, *parts[0].shape[1:]))
-    for rank, part in enumerate(parts):
-        index = torch.from_numpy(plan.for_rank(rank).token_index).to(part.device)
-        out[index] = part[: index.numel()]
-    return out

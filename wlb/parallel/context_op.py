@@ -1,10 +1,11 @@
-"""The custom ops wlb::gather_kv, wlb::context_attend and wlb::context_attend_backward.
+"""The custom ops of context attention: wlb::gather_kv, wlb::context_attend and their backward.
 
-They contain their collectives, so that torch.compile sees tensors and integers only: one graph
-serves all lengths, and the compiler cannot merge the gathers of forward and backward, which would
-keep their result. Memory and the choice of float32 gradients: README.md of this room. Shapes: T
-local rows, R = cp * T gathered rows, K keys of all segments, G key/value and H query heads of this
-tp rank, D head size, U most uses of a row.
+They contain their collectives, so that one compiled graph serves all lengths and the compiler
+cannot merge the gathers of forward and backward, which would keep their result. Backward gathers
+K and V under the MLP's products and reduces their gradients under those of Q's projection. Both
+results travel as gradients of `slot`s: tensors of the right shape without memory. Memory and the
+gradients' dtype: README.md of this room. Shapes, besides those of `context`: R = cp * T gathered
+rows, K keys of all segments, U most uses of a row.
 """
 
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Segments
-from wlb.kernels.backend import empty_lse, sum_dtype
-from wlb.kernels.op import BACKENDS, backward, forward
+from wlb.kernels.backend import SavedTensors, sum_dtype
+from wlb.kernels.fused import fused_sum_uses
+from wlb.kernels.op import BACKENDS, attention_like, backward, custom_op, forward
 
 _collectives = torch.ops._c10d_functional
 
@@ -37,11 +39,13 @@ def _reads_buffer(segments: Segments, backend: str) -> bool:
     return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
 
 
-def gradients_by_row(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
-    """Gradients of the gathered rows, [R, 2, G, D], from those of the segments' keys.
-
-    One gather per use of a row, added in float32. Without atomics the sum is deterministic.
-    """
+def gradients_by_row(
+    dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
+) -> Tensor:
+    """Gradients of the gathered rows, [R, 2, G, D]: a gather per use, added in float32. fused: in
+    one kernel, without copies, bit-equal."""
+    if fused:
+        return fused_sum_uses(dk_KGD, dv_KGD, inverse_UR)
     shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
     total = dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
     for i, grad_KGD in enumerate((dk_KGD, dv_KGD)):
@@ -53,24 +57,109 @@ def gradients_by_row(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tens
     return total
 
 
-@torch.library.custom_op("wlb::gather_kv", mutates_args=())
-def gather_kv(k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str) -> Tensor:
-    """Start gathering K and V of all ranks, [R, 2, G, D]; only context_attend may read it."""
+def _gathered(x_TGD: Tensor, num_rows: int) -> Tensor:
+    return x_TGD.new_empty((num_rows, 2, *x_TGD.shape[-2:]))
+
+
+def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory, [num_rows, 2, G, D], whose gradient is what counts."""
+    return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
+
+
+def _fake_gather(
+    k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _gathered(k_TGD, cp * k_TGD.shape[0]), _slot(k_TGD, k_TGD.shape[0], wire)
+
+
+@custom_op("gather_kv", fake=_fake_gather)
+def gather_kv(
+    k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Start gathering K and V of all ranks, [R, 2, G, D]; only context_attend may read it.
+
+    The second result is the slot for the gradients of the local K and V, [T, 2, G, D], which travel
+    in dtype `wire`. Backward waits for them: autograd runs it after the nodes of q, which are made
+    later.
+    """
+    return _start_gather(k_TGD, v_TGD, cp, group_name), _slot(k_TGD, k_TGD.shape[0], wire)
+
+
+@custom_op("receive_kv_gradient", fake=lambda x, dtype: x.new_empty(x.shape, dtype=dtype))
+def receive_kv_gradient(scattering_T2GD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Wait for a reduce-scatter that context_attend_backward started; its result in `dtype`."""
+    return _collectives.wait_tensor(scattering_T2GD).to(dtype, copy=True)
+
+
+def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.dtype = inputs[0].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _receive(ctx: Any, _: None, scattering: Tensor | None) -> tuple[Tensor | None, ...]:
+    if scattering is None:
+        return (None,) * 5
+    dkv_T2GD = receive_kv_gradient(scattering, ctx.dtype)
+    return dkv_T2GD[:, 0], dkv_T2GD[:, 1], None, None, None
+
+
+gather_kv.register_autograd(_receive, setup_context=_keep_dtype)
+
+
+@custom_op("gather_kv_again", fake=lambda _, k, v, cp, __: _gathered(k, cp * k.shape[0]))
+def gather_kv_again(
+    grad_SC: Tensor, k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str
+) -> Tensor:
+    """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
+    or the compiler would run it in forward and keep its result."""
     return _start_gather(k_TGD, v_TGD, cp, group_name)
 
 
-@gather_kv.register_fake
-def _(k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str) -> Tensor:
-    num_rows, *heads = k_TGD.shape
-    return k_TGD.new_empty((cp * num_rows, 2, *heads))
+class AddAndGatherAgain(torch.autograd.Function):
+    """x + y, the end of a layer; backward first starts gathering the layer's K and V again.
+
+    slot: context_attend's third result; its gradient brings the gather to context_attend's
+    backward, so that the MLP's and o_proj's products lie between its start and its wait.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SC: Tensor,
+        y_SC: Tensor,
+        slot_R2GD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        cp: int,
+        group_name: str,
+    ) -> Tensor:
+        ctx.cp, ctx.group_name = cp, group_name
+        ctx.save_for_backward(k_TGD, v_TGD)
+        return x_SC + y_SC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_SC,) = grads
+        k_TGD, v_TGD = ctx.saved_tensors
+        gathering = None
+        if ctx.needs_input_grad[2]:
+            gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, ctx.cp, ctx.group_name)
+        return grad_SC, grad_SC, gathering, None, None, None, None
 
 
-@torch.library.custom_op("wlb::context_attend", mutates_args=())
+def _fake_attend(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *attention_like(q_THD), _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
+
+
+@custom_op("context_attend", fake=_fake_attend)
 def context_attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
     kv_gather: Tensor,
+    slot_T2GD: Tensor,
     index_K: Tensor,
     inverse_UR: Tensor,
     cu_seqlens_q: Tensor,
@@ -81,23 +170,35 @@ def context_attend(
     cp: int,
     group_name: str,
     keep_gathered: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp. kv_gather: gather_kv(k_TGD, v_TGD).
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [T, H, D], log-sum-exp, and a slot for the gather of backward, [R, 2, G, D].
 
-    Only the output is differentiable, with respect to q, k and v.
+    kv_gather, slot_T2GD: `gather_kv`'s. The output is differentiable in q and in the slot, whose
+    gradient is that of k and v, still travelling. fused: of `gradients_by_row`.
     """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
-    return out_THD.contiguous(), lse.contiguous()
+    slot = _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
+    return out_THD.contiguous(), lse.contiguous(), slot
 
 
-@context_attend.register_fake
-def _(q_THD: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
+def _fake_backward(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor | None,
+    v_TGD: Tensor | None,
+    kv_gather: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    like = k_TGD if kv_gather is None else kv_gather
+    assert like is not None
+    *_, wire, _ = arguments
+    return q_THD.new_empty(q_THD.shape), _gathered(like, q_THD.shape[0]).to(wire)
 
 
-@torch.library.custom_op("wlb::context_attend_backward", mutates_args=())
+@custom_op("context_attend_backward", fake=_fake_backward)
 def context_attend_backward(
     grad_THD: Tensor,
     q_THD: Tensor,
@@ -115,52 +216,52 @@ def context_attend_backward(
     backend: str,
     cp: int,
     group_name: str,
+    wire: torch.dtype,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of q and of the local K and V, [T, 2, G, D]. Give either k and v or kv_gather."""
+    """Gradients of q and of the local K and V: [T, 2, G, D] in dtype `wire`, which only
+    `receive_kv_gradient` may read. Give either k and v or kv_gather."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
         kv_gather = _start_gather(k_TGD, v_TGD, cp, group_name)
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
-    dq, dk, dv = backward(backend, grad_THD, q_THD, k, v, out_THD, lse, segments)
-    del k, v, kv_gather  # free their memory for the gradients below
+    saved = SavedTensors(q_THD, k, v, out_THD, lse)
+    dq, dk, dv = backward(backend, grad_THD, saved, segments)
+    del k, v, saved  # free the copies; autograd holds a gather that began in AddAndGatherAgain
+    del kv_gather  # frees one that began here
     if _reads_buffer(segments, backend):
-        dkv_R2GD = torch.stack([dk, dv], 1).to(sum_dtype(dk))
+        dkv_R2GD = torch.stack([dk, dv], 1)
     else:
-        dkv_R2GD = gradients_by_row(dk, dv, inverse_UR)
-    scattering = _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", cp, group_name)
-    return dq.contiguous(), _collectives.wait_tensor(scattering).to(dq.dtype)
+        dkv_R2GD = gradients_by_row(dk, dv, inverse_UR, fused=fused)
+    scattering = _collectives.reduce_scatter_tensor(dkv_R2GD.to(wire), "sum", cp, group_name)
+    return dq.contiguous(), scattering
 
 
-@context_attend_backward.register_fake
-def _(
-    grad_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor | None,
-    v_TGD: Tensor | None,
-    kv_gather: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, Tensor]:
-    like = k_TGD if kv_gather is None else kv_gather
-    assert like is not None
-    return q_THD.new_empty(q_THD.shape), like.new_empty((q_THD.shape[0], 2, *like.shape[-2:]))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THD, k_TGD, v_TGD, kv_gather, *indices = inputs[:8]
-    *ctx.static, keep_gathered = inputs[8:]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q_THD, k_TGD, v_TGD, kv_gather, slot_T2GD, *indices = inputs[:9]
+    *static, keep_gathered, fused = inputs[9:]
+    ctx.static = (*static, slot_T2GD.dtype, fused)
+    ctx.num_inputs, ctx.keeps_gathered = len(inputs), keep_gathered
     kept = (None, None, kv_gather) if keep_gathered else (k_TGD, v_TGD, None)
-    ctx.save_for_backward(q_THD, *kept, *output, *indices)
+    out_THD, lse, _ = output
+    ctx.save_for_backward(q_THD, *kept, out_THD, lse, *indices)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_THD, _ = grads
+    grad_THD, _, gathering = grads
+    none: list[None] = [None] * ctx.num_inputs
     if grad_THD is None:  # only the log-sum-exp was differentiated
-        return (None,) * 14
-    dq_THD, dkv_T2GD = context_attend_backward(grad_THD, *ctx.saved_tensors, *ctx.static)
-    return dq_THD, dkv_T2GD[:, 0], dkv_T2GD[:, 1], *([None] * 11)
+        return tuple(none)
+    q_THD, k_TGD, v_TGD, kv_gather, *others = ctx.saved_tensors
+    if gathering is not None and not ctx.keeps_gathered:
+        k_TGD, v_TGD, kv_gather = None, None, gathering
+    dq_THD, scattering = context_attend_backward(
+        grad_THD, q_THD, k_TGD, v_TGD, kv_gather, *others, *ctx.static
+    )
+    return dq_THD, None, None, None, scattering, *none[5:]
 
 
 context_attend.register_autograd(_differentiate, setup_context=_keep)

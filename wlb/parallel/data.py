@@ -1,23 +1,26 @@
 """Data parallelism: FSDP2 over dp x cp, with gradients summed instead of averaged.
 
 The loss is already divided by the valid tokens of the step on all ranks, so gradients only add up.
-They are reduced once a step, after the last micro-batch; until then parameters stay gathered unless
-`fsdp.reshard_after_forward` trades traffic for memory. With HSDP (`fsdp.shard_size`) gradients are
-reduce-scattered within a group and then summed with the other groups' shards.
+They are reduced once a step, after the last micro-batch; until then parameters stay gathered (see
+`gathered_once` in `pipeline`) unless `fsdp.reshard_after_forward` trades traffic for memory. With
+HSDP (`fsdp.shard_size`) gradients are reduce-scattered within a group and then summed with the
+other groups' shards.
 """
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from wlb.model import Llama
+from wlb.parallel.collectives import all_reduce
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.tensor import placement
+from wlb.parallel.tensor import local_tensor, placement
 from wlb.spec import FsdpSection
 
 
@@ -49,6 +52,35 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         _drop_after_each_pass(whole, layers)
 
 
+def share_streams(stages: Iterable[nn.Module]) -> None:
+    """Have FSDP communicate on the same streams for all stages of a rank; before their first pass.
+
+    A stage is a root of FSDP's with four streams of its own, and torch's caching allocator gives no
+    stream what another one freed. torch's `share_comm_ctx` would also share the order of forward
+    passes, which one stage's last backward pass clears while others still prefetch by it, and makes
+    new streams whenever another root begins.
+    """
+    streams: dict[str, Any] = {}
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            state: Any = stage._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+            state._comm_ctx = _SharedStreams(streams)
+
+
+class _SharedStreams(FSDPCommContext):
+    """A root's communication state, with the streams of the root that began first."""
+
+    def __init__(self, streams: dict[str, Any]) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def lazy_init(self, device: torch.device) -> None:
+        super().lazy_init(device)
+        for name, stream in list(vars(self).items()):
+            if name.endswith("_stream"):
+                setattr(self, name, self._streams.setdefault(name, stream))
+
+
 def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
     return mesh.fsdp_size > 1 or dtype != torch.float32
 
@@ -57,10 +89,9 @@ def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
     """Make each module prefetch the next `ahead` ones: forward in order, backward in reverse.
 
     modules: the stage, which begins both passes, then its layers. By default torch posts a gather
-    when its module begins, after the host has launched the kernels before it. That is too late if
-    the host lags, as at a step's first micro-batch, usually the only one that gathers. In backward
-    torch prefetches what ran before in forward, which is not always the next layer if several
-    micro-batches are in flight.
+    when its module begins, which is too late if the host lags, as at a step's first micro-batch. In
+    backward torch prefetches what ran before in forward, which is not always the next layer if
+    several micro-batches are in flight.
     """
     if not ahead:
         return
@@ -72,23 +103,14 @@ def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
     stage.set_modules_to_backward_prefetch(layers[-ahead:][::-1])
 
 
-class _NoHandle:
-    """An unshard handle of nothing."""
-
-    def wait(self) -> None:
-        pass
-
-
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
-    """Keep layers gathered only while they compute, in pipelines too.
-
-    torch's pipeline runtime gathers whole stages before their passes and lets only a step's last
-    backward pass drop parameters. Exclude the layers from both.
-    """
+    """Keep layers gathered only while they compute: exclude them from torch's pipeline runtime,
+    which gathers whole stages before their passes and drops parameters after a step's last one."""
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
+    nothing = SimpleNamespace(wait=lambda: None)  # an unshard handle of nothing
     for layer in layers:
-        setattr(layer, "unshard", lambda **_: _NoHandle())  # noqa: B010
+        setattr(layer, "unshard", lambda **_: nothing)  # noqa: B010
 
 
 def shard_start(num_rows: int, mesh: Mesh) -> int:
@@ -107,9 +129,8 @@ def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
 def widen_gradients(stage: nn.Module) -> None:
     """Accumulate gradients of a separate weight pass in the dtype that they are reduced in.
 
-    FSDP accumulates after a module's backward pass, but weight passes of zero-bubble schedules come
-    later, several in a row. Without this, bfloat16 gradients of a step's micro-batches would be
-    added up in bfloat16. No effect if gradients have the reduce dtype already.
+    FSDP does so after a module's backward pass, but weight passes of zero-bubble schedules come
+    later, several in a row, and would add up bfloat16 gradients in bfloat16.
     """
     for module in stage.modules():
         if not isinstance(module, FSDPModule):
@@ -122,27 +143,37 @@ def widen_gradients(stage: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """All-reduce gradients that are still partial over tp (norm weights without FSDP)."""
-    for parameter in parameters:
-        grad = parameter.grad
-        if not (isinstance(parameter, DTensor) and isinstance(grad, DTensor)):
-            continue
-        if grad.placements != parameter.placements:
-            parameter.grad = grad.redistribute(placements=parameter.placements)
+def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    """Add up gradients of norm weights over tp, in one all-reduce; once after a step's last
+    backward pass. parameters: of this rank, by name.
+
+    A rank's norms see its own rows only. FSDP takes their gradients for equal on all tp ranks
+    (`TensorParallelOps.norm`), or it would make an all-reduce of its own for each.
+    """
+    if mesh.parallel.tp == 1:
+        return
+    grads = [
+        local_tensor(p.grad)
+        for name, p in parameters.items()
+        if p.grad is not None and placement(name).is_replicate()
+    ]
+    if not grads:  # as on all tp ranks of this stage
+        return
+    flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.group("tp"))
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's share of the squared gradient norm, float64 scalar; sum it over ALL ranks.
 
-    Each element counts once: shards are disjoint over all four axes, and what is replicated (over
-    tp, or in HSDP copies) counts on its first rank only. A single sum over the world, unlike
-    DTensor's sum per mesh axis, can share an all-reduce with other values.
+    Each element counts once: what is replicated (over tp, or in HSDP copies) counts on its first
+    rank only. A single sum over the world can share an all-reduce with other values.
     """
     counted = [
         local_tensor(p.grad)
         for name, p in ({} if mesh.replica else parameters).items()
-        if p.grad is not None and not (mesh.tp_rank and placement(name).is_replicate())
+        if p.grad is not None and not (mesh.at.tp and placement(name).is_replicate())
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -155,7 +186,3 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
         for parameter in parameters:
             if parameter.grad is not None:
                 local_tensor(parameter.grad).mul_(max_norm / (norm + 1e-6))
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

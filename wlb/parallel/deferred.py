@@ -1,10 +1,9 @@
 """Weight gradients computed later than the backward pass, as zero-bubble schedules need.
 
-Such a schedule first computes the gradients of a micro-batch's inputs, which the previous stage
-waits for, and fills bubbles with the weight gradients. Linear layers here queue (input, output
-gradient) for torch's schedule, which takes them through `dw_builder`. torch's own split handles
-autograd functions wrongly (https://github.com/pytorch/pytorch/issues/166577, 170277, 174017).
-Norms, embedding and head compute their weight gradients in the first pass.
+Linear layers queue (input, output gradient) for torch's schedule, which takes them through
+`dw_builder` and fills bubbles with them. torch's own split handles autograd functions wrongly
+(https://github.com/pytorch/pytorch/issues/166577, 170277, 174017). Norms, embedding and head
+compute their weight gradients in the first pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,21 +17,23 @@ from wlb.model import Ops
 
 Begin = Callable[[], Tensor]
 Compute = Callable[[Tensor | None], Sequence[Tensor]]
+Multiply = Callable[[Tensor, Tensor], Tensor]
+Differentiate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class WeightQueue:
     """Weight gradients of the current backward pass that are not computed yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence[nn.Parameter], Begin | None, Compute]] = []
+        self._waiting: list[tuple[Sequence[Tensor], Begin | None, Compute]] = []
 
     def push(
-        self, parameters: Sequence[nn.Parameter], compute: Compute, *, begin: Begin | None = None
+        self, parameters: Sequence[Tensor], compute: Compute, *, begin: Begin | None = None
     ) -> None:
         """Queue compute(begun), which returns the local gradient of each of `parameters`.
 
-        begin() starts a collective whose result is `begun` (None without a collective). It is
-        called one entry ahead, so that it hides behind the gradients computed before.
+        begin() starts a collective whose result is `begun` (else None), one entry ahead, so that it
+        hides behind the gradients computed before.
         """
         if any(parameter.requires_grad for parameter in parameters):
             self._waiting.append((parameters, begin, compute))
@@ -58,7 +59,7 @@ class WeightQueue:
         return run
 
 
-def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+def _accumulate(parameter: Tensor, grad: Tensor) -> None:
     if isinstance(parameter, DTensor):
         grad = DTensor.from_local(
             grad, parameter.device_mesh, parameter.placements, run_check=False
@@ -67,49 +68,55 @@ def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 class Product(torch.autograd.Function):
-    """x_TC times weight_FC; saves nothing, and backward only stores its gradient in grads[i].
+    """multiply(x, weight); saves nothing, and backward only stores its gradient in grads[i].
 
-    The node that produced x_TC saves it and runs the backward pass. Autograd functions save tensors
-    at the end of forward, so if this one saved x_TC, activation recompute would have to repeat a
-    layer's last product.
+    The node that produced x saves it and runs the backward pass. Autograd functions save tensors at
+    the end of forward, so if this one saved x, activation recompute would have to repeat a layer's
+    last product (and its collective).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, grads: dict[int, Tensor], i: int, x_TC: Tensor, weight_FC: Tensor
+        ctx: Any, multiply: Multiply, grads: dict[int, Tensor], i: int, x: Tensor, weight: Tensor
     ) -> Tensor:
         ctx.grads, ctx.i = grads, i
-        return x_TC @ weight_FC.t()
+        return multiply(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         ctx.grads[ctx.i] = grads[0]
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 class _Input(torch.autograd.Function):
-    """Save x_TC for the `Product` that follows; backward queues the weight's gradient."""
+    """Saves x and weight for the `Product` that follows, and runs its backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        queue: WeightQueue,
-        parameter: nn.Parameter,
-        grads: dict[int, Tensor],
-        x_TC: Tensor,
-        weight_FC: Tensor,
+        ctx: Any, differentiate: Differentiate, grads: dict[int, Tensor], x: Tensor, weight: Tensor
     ) -> Tensor:
-        ctx.queue, ctx.parameter, ctx.grads = queue, parameter, grads
+        ctx.differentiate, ctx.grads = differentiate, grads
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x_TC, weight_FC)
-        return x_TC.view_as(x_TC)
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
-        x_TC, weight_FC = ctx.saved_tensors
-        grad_TF = ctx.grads.pop(0)
-        ctx.queue.push([ctx.parameter], lambda _: [grad_TF.t() @ x_TC])
-        return None, None, None, grad_TF @ weight_FC, None
+        return None, None, *ctx.differentiate(ctx.grads.pop(0), *ctx.saved_tensors)
+
+
+def plain_product(x_TC: Tensor, weight_FC: Tensor) -> Tensor:
+    return x_TC @ weight_FC.t()
+
+
+def product(
+    x: Tensor, weight: Tensor, *, multiply: Multiply, differentiate: Differentiate
+) -> Tensor:
+    """multiply(x, weight), whose gradients of both are differentiate(gradient, x, weight)."""
+    grads: dict[int, Tensor] = {}
+    kept = _Input.apply(differentiate, grads, x, weight)
+    out: Tensor = Product.apply(multiply, grads, 0, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
+    return out
 
 
 class DeferringOps(Ops):
@@ -122,7 +129,10 @@ class DeferringOps(Ops):
         return (self.fan_in(x_TC, linear) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        weight, grads = linear.weight, dict[int, Tensor]()
-        kept = _Input.apply(self.queue, weight, grads, x_TC, weight)
-        out: Tensor = Product.apply(grads, 0, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
-        return out
+        parameter = linear.weight  # of the forward pass: FSDP exchanges a module's parameters
+
+        def differentiate(grad_TF: Tensor, x_TC: Tensor, weight_FC: Tensor) -> tuple[Tensor, None]:
+            self.queue.push([parameter], lambda _: [grad_TF.t() @ x_TC])
+            return grad_TF @ weight_FC, None
+
+        return product(x_TC, parameter, multiply=plain_product, differentiate=differentiate)

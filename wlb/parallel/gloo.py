@@ -1,10 +1,9 @@
-"""Gloo process groups with one worker thread each: torch's default of two corrupts the heap.
+"""Gloo process groups with one worker thread each, that connect ranks when these first talk.
 
-torch's two workers write the name of their last collective into one std::string without a lock
-(`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known). Names above 15 characters,
-such as ALLGATHER_COALESCED, live on the heap, so a rank dies (SIGSEGV or SIGABRT) after minutes of
-training. Reproduced by tests/parallel/gloo_race.py. torch ignores `pg_options` for Gloo, hence the
-wrapped constructor. This file imports nothing of wlb, so that it can be sent upstream.
+torch's two workers corrupt the heap: they write the name of their last collective into one string
+without a lock (`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known), so a rank dies
+(SIGSEGV or SIGABRT) after minutes. Reproduced by tests/parallel/gloo_race.py. torch ignores
+`pg_options` for Gloo, hence the wrapped constructor. This file imports nothing of wlb.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +17,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) -> None:
-    """Give every Gloo group that this process creates from now on a single worker thread.
+    """Give every Gloo group that this process creates from now on a single worker thread, and
+    connections that are made when they are used instead of between all ranks at once.
 
-    interfaces: network interfaces to bind, as in GLOO_SOCKET_IFNAME. Without any, groups bind the
-    loopback interface if `loopback`, else the host's own address. A second call replaces the first;
-    no effect if torch was built without Gloo.
+    interfaces: to bind, as in GLOO_SOCKET_IFNAME; without any, the loopback interface if
+    `loopback`, else the host's own address. A second call replaces the first.
     """
     if not dist.is_gloo_available():
         return
@@ -31,10 +30,10 @@ def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) ->
 
     def devices() -> list[Any]:
         if interfaces:
-            return [gloo.create_device(interface=name) for name in interfaces]
+            return [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
         if loopback:
-            return [gloo.create_device(hostname=LOOPBACK)]
-        return [gloo.create_default_device()]
+            return [gloo.create_device(hostname=LOOPBACK, lazy_init=True)]
+        return [gloo.create_default_device(lazy_init=True)]
 
     @wraps(construct)
     def with_one_worker(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from wlb.parallel.host import host_group
 from wlb.plan import UserError
 from wlb.spec.run import ParallelSpec
 
@@ -53,11 +54,9 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The 4-D mesh seen from one rank.
-
-    device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp flattened, dp major. sharding: the mesh that
-    FSDP2 shards parameters over, either `fsdp` or its ranks as (replicate, shard).
-    """
+    """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
+    flattened, dp major. sharding: what FSDP2 shards over, `fsdp` or its ranks as (replicate,
+    shard)."""
 
     parallel: ParallelSpec
     device: torch.device
@@ -67,7 +66,8 @@ class Mesh:
     sharding: DeviceMesh
 
     @property
-    def coordinates(self) -> Coordinates:
+    def at(self) -> Coordinates:
+        """This rank's place."""
         return coordinates(self.rank, self.parallel)
 
     @property
@@ -75,40 +75,8 @@ class Mesh:
         return self.parallel.world_size
 
     @property
-    def tp_rank(self) -> int:
-        return self.coordinates.tp
-
-    @property
-    def cp_rank(self) -> int:
-        return self.coordinates.cp
-
-    @property
-    def pp_rank(self) -> int:
-        return self.coordinates.pp
-
-    @property
-    def dp_rank(self) -> int:
-        return self.coordinates.dp
-
-    @property
     def fsdp_rank(self) -> int:
-        return self.dp_rank * self.cp_size + self.cp_rank
-
-    @property
-    def tp_size(self) -> int:
-        return self.parallel.tp
-
-    @property
-    def cp_size(self) -> int:
-        return self.parallel.cp
-
-    @property
-    def pp_size(self) -> int:
-        return self.parallel.pp
-
-    @property
-    def dp_size(self) -> int:
-        return self.parallel.dp
+        return self.at.dp * self.parallel.cp + self.at.cp
 
     @property
     def fsdp_size(self) -> int:
@@ -134,42 +102,30 @@ class Mesh:
         """Index of the copy of the parameters that this rank holds a shard of."""
         return self.fsdp_rank // self.shard_size
 
-    @property
-    def tp(self) -> DeviceMesh:
-        return self.device_mesh["tp"]
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The group of this rank's neighbours along "tp", "cp", "pp", "dp" or "fsdp"."""
+        return self.fsdp.get_group() if axis == FSDP else self.device_mesh.get_group(axis)
 
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        return self.device_mesh.get_group("tp")
 
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        return self.device_mesh.get_group("cp")
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self.device_mesh.get_group("pp")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        return self.device_mesh.get_group("dp")
-
-    @property
-    def fsdp_group(self) -> dist.ProcessGroup:
-        return self.fsdp.get_group()
-
-    @property
-    def world_group(self) -> dist.ProcessGroup:
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
+    """Name and group of each communicator of more than one rank that steps use, once each, in one
+    order on all ranks. torch also makes one of `dp`, and of `fsdp` beside HSDP's two, which nothing
+    uses. With pipeline ranks alone, "pp" names the world's."""
+    groups: list[tuple[str, dist.ProcessGroup | None]] = [("world", dist.group.WORLD)]
+    groups += [(axis, mesh.group(axis)) for axis in ("pp", "tp", "cp")]
+    if mesh.parallel.pp == mesh.world_size:
+        groups.pop(0)
+    groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
+    named: dict[str, tuple[str, dist.ProcessGroup]] = {}
+    for name, group in groups:
+        if group is not None and group.size() > 1:
+            named.setdefault(group.group_name, (name, group))
+    return list(named.values())
 
 
 def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0) -> Mesh:
-    """The mesh over all ranks; a collective call.
-
-    shard_size: ranks that share one copy of the parameters, a divisor of dp x cp; 0 = all of them.
-    """
+    """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
+    the weights, a divisor of dp * cp; 0 = all of them."""
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
@@ -200,9 +156,7 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
 
 
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
-    """Set the timeout of collectives of the default group, or of all groups of a mesh.
-
-    torch gives new groups half an hour, whatever the default group has.
-    """
-    for group in [None] if mesh is None else mesh.groups:
+    """Set the timeout of collectives of all ranks, or of all groups of a mesh: torch gives a new
+    group half an hour, whatever the default group has."""
+    for group in [dist.group.WORLD, host_group()] if mesh is None else mesh.groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -4,7 +4,8 @@ The executor reports each chunk of the schedule to a `Progress` and a `Timer`. I
 `wlb.launch.position` and `wlb.train.telemetry.clock`.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -22,12 +23,10 @@ class Pass(StrEnum):
 
 
 class Part(StrEnum):
-    """What a chunk's time is spent on.
-
-    attention: attention kernels. recompute: attention's forward kernels inside a backward pass;
-    other recomputed work counts as layers. layers: the rest of the decoder layers, with the final
-    norm. head: with the loss, whose gradients are computed in its forward pass.
-    """
+    """Parts of a chunk's time. attention: attention kernels. recompute: attention's forward
+    kernels inside a backward pass; other recomputed work counts as layers. layers: the rest of the
+    decoder layers, with the final norm. head: with the loss, whose gradients its forward pass
+    computes."""
 
     ATTENTION = "attention"
     LAYERS = "layers"
@@ -68,19 +67,30 @@ class Timer(Protocol):
         ...
 
 
-class NoProgress:
-    """A `Progress` that ignores everything."""
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Observers of a rank's chunks; either may be missing."""
 
-    def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None:
-        pass
+    progress: Progress | None = None
+    timer: Timer | None = None
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.timer is None else self.timer.step()
+
+    def chunk(
+        self, kind: Pass, stage: int, micro_batch: int, first: Part
+    ) -> AbstractContextManager[None]:
+        """The context that a chunk runs in."""
+        if self.progress is not None:
+            self.progress.chunk(kind, stage, micro_batch)
+        if self.timer is None:
+            return nullcontext()
+        return self.timer.chunk(kind, stage=stage, micro_batch=micro_batch, first=first)
 
 
 def watch_ends(stage: Llama, clock: Timer) -> None:
-    """Time a stage's embedding and head separately from its layers, by hooks.
-
-    The hooks are on the first layer's input (the decoder's output if there are no layers), on the
-    decoder's output, and on the gradients of both. A chunk's `first` part is where its pass begins.
-    """
+    """Time a stage's embedding and head separately from its layers, by hooks on the first layer's
+    input (or the embedding), on the decoder's output, and on the gradients of both."""
     decoder = stage.model
     if decoder.embed_tokens is not None:
 
@@ -88,14 +98,11 @@ def watch_ends(stage: Llama, clock: Timer) -> None:
             clock.switch(Part.LAYERS)
             _when_differentiated(inputs[0], clock, Part.EMBEDDING)
 
-        def embedded(module: nn.Module, _: Any, out_TC: Tensor) -> None:
-            enter(module, (out_TC,))
-
         layers = list(decoder.layers.values())
         if layers:
             layers[0].register_forward_pre_hook(enter)
         else:
-            decoder.register_forward_hook(embedded)
+            decoder.register_forward_hook(lambda module, _, out_TC: enter(module, (out_TC,)))
     if stage.lm_head is not None:
 
         def leave(_: nn.Module, __: tuple[Any, ...], out_TC: Tensor) -> None:

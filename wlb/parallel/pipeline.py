@@ -3,12 +3,12 @@
 torch sizes receive buffers from micro-batch 0 and has no variable shapes
 (https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
 receive is posted, from lengths that every rank knows from the plan, and drops it after the
-backward: no shape is exchanged, and memory is bounded by the micro-batches in flight. All that it
-overrides is private to torch; tests/parity holds it on each supported version.
+backward. All that it overrides is private to torch; tests/parity holds it on each supported
+version.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    RESHARD,
+    UNSHARD,
     Schedule1F1B,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -27,15 +29,16 @@ from torch.distributed.pipelining.schedules import (
 
 from wlb.parallel.data import widen_gradients
 from wlb.parallel.deferred import WeightQueue
-from wlb.parallel.observe import Part, Pass, Progress, Timer
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.observe import Part, Pass, Watchers
 from wlb.spec import Schedule
 
 
 class VarLenStage(PipelineStage):
     """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 
-    module: called like `wlb.model.Llama`, with tokens or rows, and the micro-batch's `Rows`.
-    queue: where its layers put weight gradients, for schedules that split the backward pass.
+    module: called with tokens or rows, and the micro-batch's `Rows`. queue: where its layers put
+    weight gradients, if the schedule splits the backward pass.
     """
 
     rows: list[int]
@@ -46,16 +49,14 @@ class VarLenStage(PipelineStage):
         index: int,
         num_stages: int,
         *,
+        mesh: Mesh,
         width: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
         dtype: torch.dtype,
         queue: WeightQueue | None,
-        timer: Timer | None,
-        progress: Progress,
+        watchers: Watchers | None = None,
     ) -> None:
         self.width, self.dtype = width, dtype
-        self._queue, self._timer, self._progress = queue, timer, progress
+        self._queue, self._watchers = queue, watchers or Watchers()
         self._rows_record: dict[str, Any] = {}
         # With static metadata torch makes no inference run; only its rank and dtype are used.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
@@ -64,10 +65,10 @@ class VarLenStage(PipelineStage):
             module,
             index,
             num_stages,
-            device,
+            mesh.device,
             input_args=tokens if index == 0 else activation,
             output_args=activation,
-            group=group,
+            group=mesh.group("pp"),
             dw_builder=None if queue is None else self._take_weights,
         )
 
@@ -100,7 +101,7 @@ class VarLenStage(PipelineStage):
         # fails on arguments that are not tensors.
         self._rows_record = kwargs or {}
         first = Part.EMBEDDING if self.is_first else Part.LAYERS
-        with self._timed(Pass.FORWARD, fwd_chunk_id, first):
+        with self._chunk(Pass.FORWARD, fwd_chunk_id, first):
             out = super().forward_one_chunk(fwd_chunk_id, args, {}, **options)
         if not self.has_backward and not self.is_first:
             self._drop(self.args_recv_info[fwd_chunk_id])
@@ -110,7 +111,7 @@ class VarLenStage(PipelineStage):
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        with self._timed(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
+        with self._chunk(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.has_backward:
             # torch would keep an evaluation's outputs until the next step.
@@ -121,21 +122,18 @@ class VarLenStage(PipelineStage):
             self._drop(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        with self._timed(Pass.WEIGHT, bwd_chunk_id, Part.LAYERS):
+        with self._chunk(Pass.WEIGHT, bwd_chunk_id, Part.LAYERS):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
             widen_gradients(self.submod)
 
-    def _timed(self, kind: Pass, micro_batch: int, first: Part) -> AbstractContextManager[None]:
-        self._progress.chunk(kind, self.stage_index, micro_batch)
-        if self._timer is None:
-            return nullcontext()
-        return self._timer.chunk(kind, stage=self.stage_index, micro_batch=micro_batch, first=first)
+    def _chunk(self, kind: Pass, micro_batch: int, first: Part) -> AbstractContextManager[None]:
+        return self._watchers.chunk(kind, self.stage_index, micro_batch, first)
 
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
-        if self._timer is not None:
+        if self._watchers.timer is not None:
             # On the first stage the timer still counts the embedding, where backward ended.
-            self._timer.switch(Part.LAYERS)
+            self._watchers.timer.switch(Part.LAYERS)
         return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -143,17 +141,16 @@ class VarLenStage(PipelineStage):
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Disabled: torch 2.11 checks inputs against one static shape; ours vary."""
+        """Disabled, as for outputs: torch 2.11 checks them against one static shape; ours vary."""
 
-    def _validate_fwd_outputs(self, *_: Any) -> None:
-        """Disabled: torch 2.11 checks outputs against one static shape; ours vary."""
+    _validate_fwd_outputs = _validate_fwd_input
 
 
 class LateWeights(ScheduleInterleavedZeroBubble):
     """Interleaved zero-bubble whose weight passes run `rank * weight_delay` input passes later.
 
-    weight_delay = 1 is torch's schedule. If attention is most of a backward pass, weight passes are
-    short, so that more of them are needed to fill rank r's wait at the end of a step.
+    1 is torch's schedule. If attention is most of a backward pass, weight passes are short, so that
+    more are needed to fill rank r's wait at the end of a step.
     """
 
     def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:
@@ -177,8 +174,22 @@ class LateWeights(ScheduleInterleavedZeroBubble):
         return out + weights[num_weights:]
 
 
-def _loss_itself(output: Tensor, _target: Any) -> Tensor:
-    return output
+def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
+    """A rank's actions with a stage's parameters gathered before its first pass and dropped after
+    its last one. torch keeps those of three stages and gathers the rest of a rank's again."""
+    gathers: dict[int, int] = {}
+    drops: dict[int, int] = {}
+    for i, action in enumerate(actions):
+        if action.computation_type == UNSHARD:
+            gathers.setdefault(action.stage_index, i)
+        elif action.computation_type == RESHARD:
+            drops[action.stage_index] = i
+    kept = {*gathers.values(), *drops.values()}
+    return [
+        action
+        for i, action in enumerate(actions)
+        if action.computation_type not in (UNSHARD, RESHARD) or i in kept
+    ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,10 +206,12 @@ class Pipeline:
     ) -> list[Tensor]:
         """Forward (and backward) of all micro-batches; returns losses on the last stage, else [].
 
-        tokens: [T_local] per micro-batch on the first stage, else None. rows: the modules' `rows`
-        argument per micro-batch. num_rows: rows that stages exchange per micro-batch, T_local / tp.
+        tokens: [T_local] each on the first stage, else None. rows: the modules' `rows`. num_rows:
+        rows that stages exchange, T_local / tp; all per micro-batch.
         """
-        schedule = self._schedule(len(rows))
+        if len(rows) not in self._schedules:
+            self._schedules[len(rows)] = self._new_schedule(len(rows))
+        schedule = self._schedules[len(rows)]
         schedule._has_backward = train  # as schedule.eval() does around step()
         for stage in self.stages:
             stage.has_backward = train
@@ -212,18 +225,17 @@ class Pipeline:
         )
         return losses
 
-    def _schedule(self, num_micro_batches: int) -> Any:
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = self._new_schedule(num_micro_batches)
-        return self._schedules[num_micro_batches]
-
     def _new_schedule(self, n: int) -> Any:
-        options: dict[str, Any] = {"loss_fn": _loss_itself, "scale_grads": False}
+        # The last stage's output is the loss itself.
+        options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         stages: Any = self.stages
         match self.schedule:
             case Schedule.ONE_F_ONE_B:
                 return Schedule1F1B(stages[0], n, **options)
             case Schedule.INTERLEAVED_1F1B:
-                return ScheduleInterleaved1F1B(stages, n, **options)
+                made = ScheduleInterleaved1F1B(stages, n, **options)
             case Schedule.INTERLEAVED_ZERO_BUBBLE:
-                return LateWeights(stages, n, weight_delay=self.weight_delay, **options)
+                made = LateWeights(stages, n, weight_delay=self.weight_delay, **options)
+        for rank, actions in made.pipeline_order_with_comms.items():
+            made.pipeline_order_with_comms[rank] = gathered_once(actions)
+        return made

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IGNORE, IntArray, Layout, MicroBatch, Piece, RankSpans, ShardingPlan, ranges
+from wlb.plan import IGNORE, IntArray, Layout, MicroBatch, RankSpans, ShardingPlan, ranges
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
 
@@ -35,7 +35,7 @@ class LabelReader(TokenReader, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttentionRows:
     """Index arrays of one rank's attention call: what a kernel needs besides q, k and v.
 
@@ -67,21 +67,14 @@ def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> Atte
         cu_q = np.append(cu_q, cu_q[-1] + padding)
         cu_k = np.append(cu_k, cu_k[-1] + padding)
     positions = np.concatenate([spans.positions, np.arange(padding)])
-    if sharding.cp == 1:
-        return AttentionRows(
-            positions=positions, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, kv_index=None, inverse=None
-        )
-    base = spans.piece_offsets[spans.piece]
-    prefix_tokens = ranges(base, base + spans.stop)
-    rows = _gathered_rows(sharding, local_tokens)
-    kv_index = np.concatenate([rows[prefix_tokens], rank * local_tokens + tail])
-    return AttentionRows(
-        positions=positions,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        kv_index=kv_index,
-        inverse=_inverse(spans, kv_index, num_rows=sharding.cp * local_tokens),
-    )
+    kv_index = inverse = None
+    if sharding.cp > 1:
+        base = spans.piece_offsets[spans.piece]
+        prefix_tokens = ranges(base, base + spans.stop)
+        rows = _gathered_rows(sharding, local_tokens)
+        kv_index = np.concatenate([rows[prefix_tokens], rank * local_tokens + tail])
+        inverse = _inverse(spans, kv_index, num_rows=sharding.cp * local_tokens)
+    return AttentionRows(positions, cu_q, cu_k, kv_index, inverse)
 
 
 def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
@@ -117,8 +110,7 @@ def rank_tokens(
 ) -> IntArray:
     """Input tokens of the rank's rows, shape [T_local]; padding holds token 0."""
     out = np.zeros(local_tokens, np.int64)
-    _read(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
-    return out
+    return _read_into(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
 
 
 def rank_labels(
@@ -131,20 +123,15 @@ def rank_labels(
     """Labels of the rank's rows, shape [T_local]: each token's next token in its document.
 
     This also holds if the piece ends before the document. IGNORE for padding, for a document's last
-    token (with Layout.JOINED, its label is the following document's first token), and for next
-    tokens that a `LabelReader` does not train.
+    token (with Layout.JOINED, the next document's first token) and for tokens that a `LabelReader`
+    does not train.
     """
     out = np.full(local_tokens, IGNORE, np.int64)
     read = reader.labels if isinstance(reader, LabelReader) else reader.read
-    _read(out, micro_batch, sharding.for_rank(rank), reader, read, shift=1)
-    return out
+    return _read_into(out, micro_batch, sharding.for_rank(rank), reader, read, shift=1)
 
 
-def _first_token(piece: Piece, read: Read) -> int:
-    return int(read(piece.document, piece.start, piece.start + 1)[0])
-
-
-def _read(
+def _read_into(
     out: IntArray,
     micro_batch: MicroBatch,
     spans: RankSpans,
@@ -152,7 +139,7 @@ def _read(
     read: Read,
     *,
     shift: int,
-) -> None:
+) -> IntArray:
     pieces, is_joined = micro_batch.pieces, micro_batch.layout == Layout.JOINED
     at = 0
     for span in spans.spans:
@@ -167,5 +154,7 @@ def _read(
             # A following piece that starts inside its document has no first token to predict.
             is_followed = index + 1 < len(pieces) and pieces[index + 1].start == 0
             if is_joined and end > length and is_followed:
-                out[put - 1] = _first_token(pieces[index + 1], read)
+                after = pieces[index + 1]
+                out[put - 1] = read(after.document, after.start, after.start + 1)[0]
         at += span.stop - span.start
+    return out

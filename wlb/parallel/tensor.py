@@ -1,24 +1,24 @@
 """Tensor parallelism with sequence parallelism (TP+SP), computed on local tensors.
 
 Between blocks a rank holds 1/tp of the rows. A block's first linear layers gather rows and compute
-1/tp of the columns; its last one reduce-scatters partial sums into rows. Parameters are DTensors on
-the tp axis, for FSDP2, checkpoints and clipping. Backward gathers a layer's input again, as in
-Megatron: keeping it would take 1.5-2.4x the activation memory at tp 8-16.
+1/tp of the columns; its last one reduce-scatters partial sums into rows. Backward gathers a layer's
+input again, as in Megatron: keeping it would take 1.5-2.4x the activation memory at tp 8-16.
 
 Shapes: T rows of the CP rank, S = T / tp rows of this rank, C width, F columns of this rank.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from wlb.model import Ops, VocabularyShard
+from wlb.model.norm import normalise
 from wlb.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -27,7 +27,7 @@ from wlb.parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from wlb.parallel.deferred import Product, WeightQueue
+from wlb.parallel.deferred import WeightQueue, plain_product, product
 from wlb.plan import UserError
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
@@ -42,17 +42,14 @@ def placement(name: str) -> Placement:
     return Shard(1) if module in ROW else Replicate()
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
+class Products(NamedTuple):
     """Matrix products with the collective before or after them, without autograd.
 
     overlaps: compute a product piece by piece while pieces travel ("async TP": torch's
-    `symm_mem::fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, which write into other
-    ranks' memory over NVLink). It has run with torch's CPU fallbacks only, **never on GPUs**
-    (tests/parity/test_tp_overlap.py). torch keeps a symmetric buffer of the largest message and
-    reallocates it, collectively, when a larger one comes.
-
-    Fields have types that custom ops take.
+    `symm_mem::fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, over NVLink). It has run
+    with torch's CPU fallbacks only, **never on GPUs** (tests/parity/test_tp_overlap.py). torch
+    keeps a symmetric buffer of the largest message and reallocates it, collectively, for a larger
+    one.
     """
 
     num_ranks: int
@@ -68,20 +65,35 @@ class Products:
         return self._gather_and_multiply(x_SC, [w.t() for w in weights_FC], keep=False)[1]
 
     def gathered_backward(
-        self, grads_TF: Sequence[Tensor], x_SC: Tensor, weights_FC: Sequence[Tensor]
+        self,
+        grads_TF: Sequence[Tensor],
+        x_SC: Tensor,
+        weights_FC: Sequence[Tensor],
+        begun: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of x_SC and of the weights; gathers x_SC again."""
-        gathering = start_all_gather(x_SC, self)
-        dx_SC = self.start_inputs(grads_TF, weights_FC)
+        """Gradients of x_SC and of the weights. begun: `begin_backward`'s results, if it ran."""
+        if begun:
+            dx_TC, gathering = begun
+            for i in reversed(range(len(weights_FC) - 1)):
+                dx_TC = torch.addmm(dx_TC, grads_TF[i], weights_FC[i])
+            dx_SC = start_reduce_scatter(dx_TC, self)
+        else:
+            gathering = start_all_gather(x_SC, self)
+            dx_SC = self.start_inputs(grads_TF, weights_FC)
         x_TC = wait(gathering)
         dweights = [grad.t() @ x_TC for grad in grads_TF]
         return wait(dx_SC), dweights
 
-    def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
-        """Start computing the gradient of x_SC; `wait` before use.
+    def begin_backward(
+        self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer's part of all rows' gradient, and the gather of x_SC, which has started;
+        for before the other layers' gradients are there."""
+        gathering = start_all_gather(x_SC, self)
+        return grad_TF @ weight_FC, gathering
 
-        What the caller computes next hides the reduce-scatter, unless it overlaps the product.
-        """
+    def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
+        """Start computing the gradient of x_SC; `wait` before use, as late as possible."""
         if self.overlaps:
             # Concatenating costs a copy of grads and weights, but needs one reduce-scatter only.
             one = len(grads_TF) == 1
@@ -121,34 +133,79 @@ class Products:
         )
 
 
-class _GatherRows(torch.autograd.Function):
-    """Gather x_SC once for several linear layers; backward gathers it again.
+class _FanOut:
+    """Gradients of several linear layers of the same rows, as backward brings one after another.
 
-    The layers (`Product`) run one after the other, with other work in between. In backward each
-    only leaves its output's gradient in `grads`. This node, which autograd runs after all of them,
-    then does one gather and one reduce-scatter, hidden behind the matrix products.
+    The first starts the gather of x_SC for the weights' gradients. Each adds its part of the rows'
+    gradient at once, so that Q's is computed while gradients of K and V travel between CP ranks
+    (`wlb.parallel.context_op`).
+    """
+
+    def __init__(self, ops: "TensorParallelOps", parameters: Sequence[Tensor]) -> None:
+        self.ops, self.parameters = ops, parameters
+        self._grads: dict[int, Tensor] = {}
+        self._x_SC: Tensor | None = None
+        self._dx_TC: Tensor | None = None
+        self._gathering: Tensor | None = None
+
+    def receive(self, i: int, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor) -> None:
+        self._grads[i] = grad_TF
+        if self._dx_TC is not None:
+            self._dx_TC.addmm_(grad_TF, weight_FC)
+            return
+        self._x_SC = x_SC
+        if self.ops.queue is None:
+            begun = self.ops.products.begin_backward(grad_TF, x_SC, weight_FC)
+            self._dx_TC, self._gathering = begun
+        else:
+            self._dx_TC = grad_TF @ weight_FC
+
+    def finish(self) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Gradients of x_SC and of the weights; the latter None if they are put into the queue."""
+        assert self._x_SC is not None
+        assert self._dx_TC is not None
+        dx_SC = start_reduce_scatter(self._dx_TC, self.ops.group)
+        grads_TF = [self._grads[i] for i in range(len(self.parameters))]
+        x_SC, gathering = self._x_SC, self._gathering
+        self._grads, self._x_SC, self._dx_TC, self._gathering = {}, None, None, None
+        return self.ops.weight_gradients(self.parameters, grads_TF, x_SC, dx_SC, gathering)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gather x_SC once for several linear layers (`_FanProduct`), which run one after the other.
+
+    Its backward, which autograd runs after theirs, reduce-scatters the gradient that they left in
+    `fan` once, hidden behind the products that give the weights' gradients.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        ops: "TensorParallelOps",
-        parameters: Sequence[nn.Parameter],
-        grads: dict[int, Tensor],
-        x_SC: Tensor,
-        *weights_FC: Tensor,
-    ) -> Tensor:
-        ctx.ops, ctx.parameters, ctx.grads = ops, parameters, grads
+    def forward(ctx: Any, fan: _FanOut, x_SC: Tensor, *weights_FC: Tensor) -> Tensor:
+        ctx.fan = fan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x_SC, *weights_FC)
-        return all_gather(x_SC, ops.group)
+        return all_gather(x_SC, fan.ops.group)
 
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
-        x_SC, *weights = ctx.saved_tensors
-        grads_TF = [ctx.grads.pop(i) for i in range(len(weights))]
-        dx_SC, dweights = _gathered_gradients(ctx.ops, ctx.parameters, x_SC, weights, grads_TF)
-        return None, None, None, dx_SC, *dweights
+        dx_SC, dweights = ctx.fan.finish()
+        return None, dx_SC, *dweights
+
+
+class _FanProduct(torch.autograd.Function):
+    """One of the linear layers; saves x_SC, of which `_GatherRows` and the others save nothing
+    more, and the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fan: _FanOut, i: int, x_TC: Tensor, x_SC: Tensor, weight_FC: Tensor
+    ) -> Tensor:
+        ctx.fan, ctx.i = fan, i
+        ctx.save_for_backward(x_SC, weight_FC)
+        return plain_product(x_TC, weight_FC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.fan.receive(ctx.i, grads[0], *ctx.saved_tensors)
+        return None, None, None, None, None
 
 
 class _GatherProducts(torch.autograd.Function):
@@ -169,83 +226,8 @@ class _GatherProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
         x_SC, *weights = ctx.saved_tensors
-        dx_SC, dweights = _gathered_gradients(ctx.ops, ctx.parameters, x_SC, weights, grads_TF)
+        dx_SC, dweights = ctx.ops.gathered_gradients(ctx.parameters, grads_TF, x_SC, weights)
         return None, None, dx_SC, *dweights
-
-
-def _gathered_gradients(
-    ops: "TensorParallelOps",
-    parameters: Sequence[nn.Parameter],
-    x_SC: Tensor,
-    weights: Sequence[Tensor],
-    grads_TF: Sequence[Tensor],
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Gradients of x_SC and of the weights, the latter None if they were put into the queue."""
-    if ops.queue is None:
-        return ops.products.gathered_backward(grads_TF, x_SC, weights)
-
-    def weight_gradients(gathering: Tensor | None) -> list[Tensor]:
-        assert gathering is not None
-        x_TC = wait(gathering)
-        return [grad.t() @ x_TC for grad in grads_TF]
-
-    dx_SC = ops.products.start_inputs(grads_TF, weights)
-    ops.queue.push(parameters, weight_gradients, begin=lambda: start_all_gather(x_SC, ops.group))
-    return wait(dx_SC), [None] * len(weights)
-
-
-class _RowInput(torch.autograd.Function):
-    """Save x_TF for the `_ProductScatter` that follows, and run its backward pass.
-
-    Two nodes, so that activation recompute need not repeat the last product and its reduce-scatter
-    (see `wlb.parallel.deferred.Product`).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: "TensorParallelOps",
-        parameter: nn.Parameter,
-        grads: list[Tensor],
-        x_TF: Tensor,
-        weight_CF: Tensor,
-    ) -> Tensor:
-        ctx.ops, ctx.parameter, ctx.grads = ops, parameter, grads
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x_TF, weight_CF)
-        return x_TF.view_as(x_TF)
-
-    @staticmethod
-    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
-        x_TF, weight = ctx.saved_tensors
-        grad_SC, group, queue = ctx.grads.pop(), ctx.ops.group, ctx.ops.queue
-        grad_TC, dx_TF = ctx.ops.products.scattered_backward(grad_SC, weight)
-        if queue is None:
-            return None, None, None, dx_TF, grad_TC.t() @ x_TF
-
-        def weight_gradient(gathering: Tensor | None) -> list[Tensor]:
-            assert gathering is not None
-            return [wait(gathering).t() @ x_TF]
-
-        # The queue holds the scattered gradient and gathers it again, which saves memory.
-        queue.push([ctx.parameter], weight_gradient, begin=lambda: start_all_gather(grad_SC, group))
-        return None, None, None, dx_TF, None
-
-
-class _ProductScatter(torch.autograd.Function):
-    """x_TF times weight_CF, reduce-scattered; backward only hands its gradient to `_RowInput`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, products: Products, grads: list[Tensor], x_TF: Tensor, weight_CF: Tensor
-    ) -> Tensor:
-        ctx.grads = grads
-        return products.scattered(x_TF, weight_CF)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.grads.append(grads[0])
-        return None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -261,37 +243,25 @@ class _Scatter(torch.autograd.Function):
         return None, all_gather(grads[0], ctx.group)
 
 
-class TensorParallelVocabulary(VocabularyShard):
+def vocabulary_shard(group: dist.ProcessGroup, padded_size: int) -> VocabularyShard:
     """This rank's contiguous 1/tp of the padded vocabulary."""
-
-    def __init__(self, group: dist.ProcessGroup, padded_size: int) -> None:
-        self.group = group
-        self.offset = dist.get_rank(group) * (padded_size // group.size())
-
-    def gather(self, x_TC: Tensor) -> Tensor:
-        return all_gather(x_TC, self.group)
-
-    def scatter(self, dx_TC: Tensor) -> Tensor:
-        return reduce_scatter(dx_TC, self.group)
-
-    def all_max(self, x_T: Tensor) -> Tensor:
-        return all_reduce(x_T, self.group, "max")
-
-    def all_sum(self, x_2T: Tensor) -> Tensor:
-        return all_reduce(x_2T, self.group)
+    return VocabularyShard(
+        offset=dist.get_rank(group) * (padded_size // group.size()),
+        gather=partial(all_gather, group=group),
+        scatter=partial(reduce_scatter, group=group),
+        all_max=partial(all_reduce, group=group, op="max"),
+        all_sum=partial(all_reduce, group=group),
+    )
 
 
-def tp_shard(parameter: Tensor) -> Tensor:
-    """This rank's plain tensor of a tensor-parallel parameter."""
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's plain tensor of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorParallelOps(Ops):
-    """The layers with weights of `wlb.model`, over a tp group of at least 2 ranks.
-
-    queue: receives the weight gradients of linear layers; None computes them in backward.
-    overlaps: see `Products`.
+    """The layers with weights of `wlb.model`, over a tp group of at least 2 ranks. queue: receives
+    the weight gradients of linear layers; None computes them in backward. overlaps: see `Products`.
     """
 
     def __init__(
@@ -304,10 +274,10 @@ class TensorParallelOps(Ops):
     ) -> None:
         self.group, self.queue = group, queue
         self.products = Products(group.size(), group.group_name, overlaps)
-        self.vocabulary = TensorParallelVocabulary(group, padded_vocab_size)
+        self.vocabulary = vocabulary_shard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
-        weight = tp_shard(embedding.weight)
+        weight = local_tensor(embedding.weight)
         index = tokens_T - self.vocabulary.offset
         here = (index >= 0) & (index < weight.shape[0])
         found = nn.functional.embedding(index.clamp(0, weight.shape[0] - 1), weight)
@@ -316,51 +286,103 @@ class TensorParallelOps(Ops):
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
         assert isinstance(norm.weight, DTensor)
-        # A rank sees its own rows only, so its gradient is one term of a sum over the tp axis.
-        weight = norm.weight.to_local(grad_placements=[Partial()])
-        return nn.functional.rms_norm(x_TC, norm.normalized_shape, weight, norm.eps)
+        # A rank sees its own rows only, so its gradient is one term of a sum over the tp axis,
+        # which `finish_gradients` computes for all norms at once. With grad_placements=[Partial()]
+        # FSDP would compute it for each.
+        weight = norm.weight.to_local()
+        return normalise(norm, x_TC, weight, fused=self.fused)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
         parameters = [linear.weight for linear in linears]
-        weights = [tp_shard(parameter) for parameter in parameters]
+        weights = [local_tensor(parameter) for parameter in parameters]
         if self.products.overlaps:
             yield from _GatherProducts.apply(self, parameters, x_TC, *weights)  # pyright: ignore[reportGeneralTypeIssues]
             return
-        grads: dict[int, Tensor] = {}
-        gathered = _GatherRows.apply(self, parameters, grads, x_TC, *weights)
+        fan = _FanOut(self, parameters)
+        gathered = _GatherRows.apply(fan, x_TC, *weights)
         for i, weight in enumerate(weights):
-            yield Product.apply(grads, i, gathered, weight.detach())  # pyright: ignore[reportReturnType]
+            yield _FanProduct.apply(fan, i, gathered, x_TC.detach(), weight.detach())  # pyright: ignore[reportReturnType]
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        weight, grads = tp_shard(linear.weight), list[Tensor]()
-        kept = _RowInput.apply(self, linear.weight, grads, x_TC, weight)
-        out: Tensor = _ProductScatter.apply(self.products, grads, kept, weight.detach())  # pyright: ignore[reportAssignmentType]
-        return out
+        return product(
+            x_TC,
+            local_tensor(linear.weight),
+            multiply=self.products.scattered,
+            differentiate=partial(self._scattered_gradients, linear.weight),
+        )
+
+    def gathered_gradients(
+        self,
+        parameters: Sequence[Tensor],
+        grads_TF: Sequence[Tensor],
+        x_SC: Tensor,
+        weights: Sequence[Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Gradients of x_SC and of the weights, the latter None if they are put into the queue."""
+        if self.queue is None:
+            return self.products.gathered_backward(grads_TF, x_SC, weights)
+        dx_SC = self.products.start_inputs(grads_TF, weights)
+        return self.weight_gradients(parameters, grads_TF, x_SC, dx_SC, None)
+
+    def weight_gradients(
+        self,
+        parameters: Sequence[Tensor],
+        grads_TF: Sequence[Tensor],
+        x_SC: Tensor,
+        dx_SC: Tensor,
+        gathering: Tensor | None,
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """`gathered_gradients`, where dx_SC travels, as does `gathering`, all ranks' rows of x_SC,
+        unless the weights' gradients are put into the queue."""
+        if self.queue is None:
+            assert gathering is not None
+            x_TC = wait(gathering)
+            dweights = [grad.t() @ x_TC for grad in grads_TF]
+            return wait(dx_SC), dweights
+        self._defer(parameters, x_SC, lambda x_TC: [grad.t() @ x_TC for grad in grads_TF])
+        return wait(dx_SC), [None] * len(grads_TF)
+
+    def _scattered_gradients(
+        self, parameter: Tensor, grad_SC: Tensor, x_TF: Tensor, weight_CF: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        grad_TC, dx_TF = self.products.scattered_backward(grad_SC, weight_CF)
+        if self.queue is None:
+            return dx_TF, grad_TC.t() @ x_TF
+        # The queue holds the scattered gradient and gathers it again, which saves memory.
+        self._defer([parameter], grad_SC, lambda grad_TC: [grad_TC.t() @ x_TF])
+        return dx_TF, None
+
+    def _defer(
+        self, parameters: Sequence[Tensor], rows: Tensor, compute: Callable[[Tensor], list[Tensor]]
+    ) -> None:
+        """Queue compute(all ranks' rows), which gives the gradients of `parameters`."""
+
+        def weight_gradients(gathering: Tensor | None) -> list[Tensor]:
+            assert gathering is not None
+            return compute(wait(gathering))
+
+        assert self.queue is not None
+        begin = partial(start_all_gather, rows, self.group)
+        self.queue.push(parameters, weight_gradients, begin=begin)
 
     def weight(self, module: nn.Linear) -> Tensor:
-        return tp_shard(module.weight)
+        return local_tensor(module.weight)
 
 
 def refuse_overlap(device: torch.device, num_ranks: int) -> None:
-    """UserError if products of `num_ranks` ranks cannot overlap on `device`.
-
-    Not checked: whether ranks of different hosts can reach each other's memory.
-    """
-    if why := _why_no_overlap(device, num_ranks):
+    """UserError if products of one host's `num_ranks` ranks cannot overlap; hosts: unchecked."""
+    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    missing = [name for name in names if not hasattr(torch.ops.symm_mem, name)]
+    gpus = range(min(num_ranks, torch.cuda.device_count()))  # empty in a dry run without GPUs
+    pairs = permutations(gpus, 2) if device.type == "cuda" and not missing else ()
+    apart = next((p for p in pairs if not torch.cuda.can_device_access_peer(*p)), None)
+    if device.type != "cuda":
+        why = f"ranks compute on {device.type}, which has none"
+    elif missing:
+        why = f"torch {torch.__version__} has no symm_mem::{missing[0]}"
+    else:
+        why = apart and f"GPU {apart[0]} cannot reach the memory of GPU {apart[1]}"
+    if why:
         raise UserError(
             f"tp.overlap = true needs torch's symmetric memory, but {why}; set tp.overlap = false"
         )
-
-
-def _why_no_overlap(device: torch.device, num_ranks: int) -> str:
-    if device.type != "cuda":
-        return f"ranks compute on {device.type}, which has none"
-    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-    missing = [name for name in names if not hasattr(torch.ops.symm_mem, name)]
-    if missing:
-        return f"torch {torch.__version__} has no symm_mem::{missing[0]}"
-    gpus = range(min(num_ranks, torch.cuda.device_count()))  # empty in a dry run without GPUs
-    for a, b in permutations(gpus, 2):
-        if not torch.cuda.can_device_access_peer(a, b):
-            return f"GPU {a} cannot reach the memory of GPU {b}"
-    return ""

@@ -1,55 +1,95 @@
 """The products of tensor parallelism as custom ops, for layers that torch.compile compiles.
 
-The ops contain their collectives. Otherwise the compiler would merge the gather of a layer's input
-in forward with the same gather in backward, and keep the result that TP+SP means to drop. It also
-cannot trace how the autograd functions of `wlb.parallel.tensor` hand gradients to each other, so
-here a product's gradient travels through a `slot`: an output of `gather_rows` that has the
-product's shape but no memory. Shapes: as in `wlb.parallel.tensor`.
+The ops contain their collectives, so that the compiler does not merge the gathers of forward and
+backward. It also cannot trace how the autograd functions of `wlb.parallel.tensor` hand gradients to
+each other, so here a product's gradient travels through a `slot`: an output of `gather_rows` that
+has the product's shape but no memory. Shapes: as in `wlb.parallel.tensor`.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from wlb.kernels.op import contiguous_like, custom_op
 from wlb.parallel.collectives import all_gather
-from wlb.parallel.tensor import Products, TensorParallelOps, tp_shard
+from wlb.parallel.tensor import Products, TensorParallelOps, local_tensor
 
 
-@torch.library.custom_op("wlb::gather_rows", mutates_args=())
+def _rows_like(x_SC: Tensor, num_ranks: int, width: int) -> Tensor:
+    """All ranks' rows of this width, without values."""
+    return x_SC.new_empty((num_ranks * x_SC.shape[0], width))
+
+
+def _begins_early(weights_FC: list[Tensor]) -> bool:
+    """Whether the last layer's backward is to begin before the others' gradients are there: Q's,
+    while those of K and V travel between CP ranks. It costs one more tensor of all rows."""
+    return len(weights_FC) > 2
+
+
+def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
+    """A slot for each layer's gradient, and two for `begin_backward`'s results if it is to run."""
+    num_rows, width = num_ranks * x_SC.shape[0], x_SC.shape[1]
+    widths = [w.shape[0] for w in weights_FC] + [width] * 2 * _begins_early(weights_FC)
+    return [x_SC.new_zeros(()).expand(num_rows, size) for size in widths]
+
+
+@custom_op(
+    "gather_rows",
+    fake=lambda x, weights, n, _: (_rows_like(x, n, x.shape[1]), _slots_like(x, weights, n)),
+)
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
     """All ranks' rows, not differentiable, and a slot for the product with each weight."""
     x_TC = all_gather(x_SC, Products(num_ranks, group_name))
-    return x_TC, [x_SC.new_zeros(()).expand(len(x_TC), len(w)) for w in weights_FC]
+    return x_TC, _slots_like(x_SC, weights_FC, num_ranks)
 
 
-@gather_rows.register_fake
-def _(
-    x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
-) -> tuple[Tensor, list[Tensor]]:
-    num_rows = num_ranks * x_SC.shape[0]
-    slots = [x_SC.new_empty(()).expand(num_rows, w.shape[0]) for w in weights_FC]
-    return x_SC.new_empty((num_rows, x_SC.shape[1])), slots
-
-
-@torch.library.custom_op("wlb::slotted_product", mutates_args=())
+@custom_op("slotted_product", fake=lambda x, weight, _: _rows_like(x, 1, weight.shape[0]))
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
     """The product, [T, F]; its gradient goes to the slot."""
     return x_TC @ weight_FC.t()
 
 
-@slotted_product.register_fake
-def _(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
-    return x_TC.new_empty((x_TC.shape[0], weight_FC.shape[0]))
-
-
 slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 
 
-@torch.library.custom_op("wlb::gather_products", mutates_args=())
+@custom_op(
+    "begin_backward",
+    fake=lambda _, x, __, n, ___: tuple(_rows_like(x, n, x.shape[1]) for _ in range(2)),
+)
+def begin_backward(
+    grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """`Products.begin_backward`; only gathered_backward may read the second result."""
+    return Products(num_ranks, group_name).begin_backward(grad_TF, x_SC, weight_FC)
+
+
+@custom_op("early_product", fake=lambda x, weight, *_: _rows_like(x, 1, weight.shape[0]))
+def early_product(
+    x_TC: Tensor, weight_FC: Tensor, slots: list[Tensor], x_SC: Tensor, n: int, group_name: str
+) -> Tensor:
+    """`slotted_product` of the last layer, whose backward begins early. slots: the last three."""
+    return x_TC @ weight_FC.t()
+
+
+def _keep_early(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight_FC, _, x_SC, *ctx.where = inputs
+    ctx.save_for_backward(x_SC, weight_FC)
+
+
+def _differentiate_early(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
+    begun = begin_backward(grad_TF, *ctx.saved_tensors, *ctx.where)
+    return None, None, [grad_TF, *begun], None, None, None
+
+
+early_product.register_autograd(_differentiate_early, setup_context=_keep_early)
+
+
+@custom_op(
+    "gather_products", fake=lambda x, weights, n, _: [_rows_like(x, n, w.shape[0]) for w in weights]
+)
 def gather_products(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> list[Tensor]:
@@ -57,13 +97,10 @@ def gather_products(
     return Products(num_ranks, group_name, True).gathered(x_SC, weights_FC)
 
 
-@gather_products.register_fake
-def _(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str) -> list[Tensor]:
-    num_rows = num_ranks * x_SC.shape[0]
-    return [x_SC.new_empty((num_rows, w.shape[0])) for w in weights_FC]
-
-
-@torch.library.custom_op("wlb::gathered_backward", mutates_args=())
+@custom_op(
+    "gathered_backward",
+    fake=lambda _, x, weights, *__: (x.new_empty(x.shape), contiguous_like(*weights)),
+)
 def gathered_backward(
     grads_TF: list[Tensor],
     x_SC: Tensor,
@@ -72,15 +109,9 @@ def gathered_backward(
     group_name: str,
     overlaps: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x_SC and of the weights."""
-    return Products(num_ranks, group_name, overlaps).gathered_backward(grads_TF, x_SC, weights_FC)
-
-
-@gathered_backward.register_fake
-def _(
-    grads_TF: list[Tensor], x_SC: Tensor, weights_FC: list[Tensor], *_: Any
-) -> tuple[Tensor, list[Tensor]]:
-    return x_SC.new_empty(x_SC.shape), [w.new_empty(w.shape) for w in weights_FC]
+    """Gradients of x_SC and of the weights. grads_TF: also `begin_backward`'s results, if any."""
+    products, num = Products(num_ranks, group_name, overlaps), len(weights_FC)
+    return products.gathered_backward(grads_TF[:num], x_SC, weights_FC, grads_TF[num:])
 
 
 def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -101,7 +132,11 @@ for op in (gather_rows, gather_products):
     op.register_autograd(_differentiate_gathered, setup_context=_keep_gathered)
 
 
-@torch.library.custom_op("wlb::product_scatter", mutates_args=())
+def _scattered_like(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) -> Tensor:
+    return x_TF.new_empty((x_TF.shape[0] // num_ranks, weight_CF.shape[0]))
+
+
+@custom_op("product_scatter", fake=_scattered_like)
 def product_scatter(
     x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str, overlaps: bool
 ) -> Tensor:
@@ -109,12 +144,7 @@ def product_scatter(
     return Products(num_ranks, group_name, overlaps).scattered(x_TF, weight_CF)
 
 
-@product_scatter.register_fake
-def _(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) -> Tensor:
-    return x_TF.new_empty((x_TF.shape[0] // num_ranks, weight_CF.shape[0]))
-
-
-@torch.library.custom_op("wlb::product_scatter_backward", mutates_args=())
+@custom_op("product_scatter_backward", fake=lambda _, x, w, *__: tuple(contiguous_like(x, w)))
 def product_scatter_backward(
     grad_SC: Tensor,
     x_TF: Tensor,
@@ -127,11 +157,6 @@ def product_scatter_backward(
     products = Products(num_ranks, group_name, overlaps)
     grad_TC, dx_TF = products.scattered_backward(grad_SC, weight_CF)
     return dx_TF, grad_TC.t() @ x_TF
-
-
-@product_scatter_backward.register_fake
-def _(grad_SC: Tensor, x_TF: Tensor, weight_CF: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x_TF.new_empty(x_TF.shape), weight_CF.new_empty(weight_CF.shape)
 
 
 def _keep_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -151,21 +176,17 @@ class TracedTensorParallelOps(TensorParallelOps):
     """`TensorParallelOps` that torch.compile can trace into one graph per layer."""
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        weights = [tp_shard(linear.weight) for linear in linears]
-        num_ranks, group_name = self.products.num_ranks, self.products.group_name
-        if self.products.overlaps:
-            yield from gather_products(x_TC, weights, num_ranks, group_name)
+        weights = [local_tensor(linear.weight) for linear in linears]
+        *where, overlaps = self.products
+        if overlaps:
+            yield from gather_products(x_TC, weights, *where)
             return
-        gathered, slots = gather_rows(x_TC, weights, num_ranks, group_name)
-        for weight, slot in zip(weights, slots, strict=True):
-            yield slotted_product(gathered.detach(), weight.detach(), slot)
+        gathered, slots = gather_rows(x_TC, weights, *where)
+        gathered, early = gathered.detach(), _begins_early(weights)
+        for weight, slot in zip(weights[: len(weights) - early], slots, strict=False):
+            yield slotted_product(gathered, weight.detach(), slot)
+        if early:
+            yield early_product(gathered, weights[-1].detach(), slots[-3:], x_TC.detach(), *where)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        products = self.products
-        return product_scatter(
-            x_TC,
-            tp_shard(linear.weight),
-            products.num_ranks,
-            products.group_name,
-            products.overlaps,
-        )
+        return product_scatter(x_TC, local_tensor(linear.weight), *self.products)

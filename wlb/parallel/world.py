@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from wlb.parallel.gloo import use_one_worker
+from wlb.parallel.host import allow_open_files, new_host_group
 from wlb.plan import UserError
 from wlb.spec.run import Device
 
@@ -28,7 +29,7 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
 class Origin(StrEnum):
-    """What started this process."""
+    """The launcher that started this process."""
 
     TORCHRUN = "torchrun"
     SLURM = "slurm"
@@ -38,11 +39,9 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among all ranks, and where they rendezvous.
-
-    Ranks meet at master_address:master_port or through rendezvous_file, which all of them can read;
-    a single rank needs neither. one_gpu_each: the launcher shows each rank only its own GPU.
-    """
+    """This process among all ranks, which meet at master_address:master_port or through
+    rendezvous_file; a single rank needs neither. one_gpu_each: the launcher shows each rank only
+    its own GPU."""
 
     rank: int = 0
     world_size: int = 1
@@ -171,10 +170,8 @@ class DeviceChoice(NamedTuple):
 def choose_device(
     requested: Device, *, local_ranks: int, one_gpu_each: bool = False
 ) -> DeviceChoice:
-    """CUDA if every rank of this machine gets a GPU of its own, else the CPU.
-
-    UserError if CUDA was requested and GPUs are missing. Does not initialise CUDA here.
-    """
+    """CUDA if every rank of this machine gets a GPU, else the CPU; CUDA is not initialised.
+    UserError if CUDA was requested and GPUs are missing."""
     if requested == Device.CPU:
         return DeviceChoice("cpu", "run.device = cpu was asked for")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -208,33 +205,66 @@ def rank_device(world: World, kind: str) -> torch.device:
 
 
 def init(world: World, device: torch.device, *, timeout_s: float) -> None:
-    """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with Gloo beside it for CPU tensors.
+    """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with a group of Gloo beside it for CPU
+    tensors and objects (`wlb.parallel.host`). UserError if too few files may be open.
 
-    Gloo groups get one worker thread each (`wlb.parallel.gloo`) and use the loopback interface if
-    all ranks are on this machine. CPU groups are destroyed when Python exits, because a Gloo worker
-    still alive then can abort the process (https://github.com/pytorch/pytorch/issues/65237).
+    With `device_id` torch makes the world's communicator at once and splits a mesh's groups off it,
+    one ncclCommSplit an axis (torch 2.11 and 2.13 alike; neither has run here on a GPU). Transfers
+    of a pipeline then use its group's communicator and stream, one after the other: torch 2.13
+    would otherwise give each pair of ranks its own, 2.11 does it in any case.
+
+    CPU groups are destroyed when Python exits, because a Gloo worker still alive then can abort the
+    process (https://github.com/pytorch/pytorch/issues/65237).
     """
+    is_cuda = device.type == "cuda"
+    allow_open_files(world.rank, world.world_size, device.type)
     one_gloo_worker(is_one_machine=world.local_world_size == world.world_size)
-    backend = "gloo"
-    if device.type == "cuda":
+    if is_cuda:
+        set_cuda_defaults()
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend,
+        "nccl" if is_cuda else "gloo",
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_s),
+        device_id=device if is_cuda else None,
         **_rendezvous(world),
     )
-    if device.type == "cpu":  # Destroying NCCL groups at exit could wait for ranks that are gone.
+    if is_cuda:
+        new_host_group(timeout_s)
+    else:  # Destroying NCCL groups at exit could wait for ranks that are gone.
         atexit.register(shutdown)
 
 
-def one_gloo_worker(*, is_one_machine: bool = False) -> None:
-    """Give Gloo groups of this process one worker each, on the interfaces of GLOO_SOCKET_IFNAME.
+CUDA_DEFAULTS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
+"""Variables for ranks on CUDA, unless the user set them; slurm/environment.sh has the same.
 
-    `init` calls this. Call it yourself if another library, such as accelerate, starts
-    torch.distributed.
+Steps differ in length, which fragments segments of fixed size. A device has 8 hardware queues by
+default and 32 at most; streams that share one wait for each other, and a rank has a stream for
+computing, for every communicator and for FSDP2's gathers and reductions. (Megatron's advice of 1 is
+for overlap that relies on the order of launches; FSDP2's gathers then wait behind the kernels that
+they should hide under.) The warning is about what `init` says of a pipeline's transfers.
+"""
+_OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def set_cuda_defaults() -> None:
+    """Set `CUDA_DEFAULTS` that are not set yet, before CUDA is initialised. Processes that this one
+    starts inherit them, and the allocator reads its own when it is first used."""
+    for name, value in CUDA_DEFAULTS.items():
+        if name not in os.environ and _OLD_NAMES.get(name) not in os.environ:
+            os.environ[name] = value
+
+
+def one_gloo_worker(*, is_one_machine: bool = False) -> None:
+    """Give Gloo groups of this process one worker each (`wlb.parallel.gloo`); `init` calls this.
+
+    They use the interfaces of GLOO_SOCKET_IFNAME. Call it yourself if another library, such as
+    accelerate, starts torch.distributed.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     use_one_worker(names, loopback=is_one_machine)

@@ -1,105 +1,55 @@
 """Records of the whole project: what a step trains, where, and how long it is predicted to take."""
 
-from wlb.plan.arrays import (
-    DIGEST_BITS,
-    BoolArray,
-    IntArray,
-    IntLike,
-    check_at_least,
-    check_minimum,
-    digest,
-    int_array,
-    offsets_of,
-)
-from wlb.plan.documents import (
-    IGNORE,
-    UNCOUNTED,
-    DocumentIds,
-    Documents,
-    GlobalBatch,
-    Piece,
-    Pieces,
-    cut_at,
-    split_long,
-)
-from wlb.plan.errors import UserError
-from wlb.plan.metrics import (
-    MeasuredStep,
-    StepCounts,
-    StepMetrics,
-    degrees_of,
-    imbalance,
-    merge,
-    predict,
-    token_delay,
-)
-from wlb.plan.packing import Carry, Layout, MicroBatch, PackingPlan, segment_lengths
-from wlb.plan.ranks import (
-    MeasuredTimeline,
-    Place,
-    RankTable,
-    Straggler,
-    TimedPass,
-    places_from_json,
-    places_to_json,
-)
-from wlb.plan.sharding import RankSpans, ShardingPlan, Span, local_tokens, ranges, row_multiple
-from wlb.plan.step import PipelinePlan, PlannerState, PlanProgress, StepPlan
-from wlb.plan.telemetry import TERMS, Moments, Spread, Telemetry, Work
-
-__all__ = [
-    "DIGEST_BITS",
-    "IGNORE",
-    "TERMS",
-    "UNCOUNTED",
-    "BoolArray",
-    "Carry",
-    "DocumentIds",
-    "Documents",
-    "GlobalBatch",
-    "IntArray",
-    "IntLike",
-    "Layout",
-    "MeasuredStep",
-    "MeasuredTimeline",
-    "MicroBatch",
-    "Moments",
-    "PackingPlan",
-    "Piece",
-    "Pieces",
-    "PipelinePlan",
-    "Place",
-    "PlanProgress",
-    "PlannerState",
-    "RankSpans",
-    "RankTable",
-    "ShardingPlan",
-    "Span",
-    "Spread",
-    "StepCounts",
-    "StepMetrics",
-    "StepPlan",
-    "Straggler",
-    "Telemetry",
-    "TimedPass",
-    "UserError",
-    "Work",
-    "check_at_least",
-    "check_minimum",
-    "cut_at",
-    "degrees_of",
-    "digest",
-    "imbalance",
-    "int_array",
-    "local_tokens",
-    "merge",
-    "offsets_of",
-    "places_from_json",
-    "places_to_json",
-    "predict",
-    "ranges",
-    "row_multiple",
-    "segment_lengths",
-    "split_long",
-    "token_delay",
-]
+from wlb.plan.arrays import DIGEST_BITS as DIGEST_BITS
+from wlb.plan.arrays import BoolArray as BoolArray
+from wlb.plan.arrays import FloatArray as FloatArray
+from wlb.plan.arrays import IntArray as IntArray
+from wlb.plan.arrays import IntLike as IntLike
+from wlb.plan.arrays import check_at_least as check_at_least
+from wlb.plan.arrays import check_minimum as check_minimum
+from wlb.plan.arrays import digest as digest
+from wlb.plan.arrays import int_array as int_array
+from wlb.plan.arrays import offsets_of as offsets_of
+from wlb.plan.documents import IGNORE as IGNORE
+from wlb.plan.documents import UNCOUNTED as UNCOUNTED
+from wlb.plan.documents import DocumentIds as DocumentIds
+from wlb.plan.documents import Documents as Documents
+from wlb.plan.documents import GlobalBatch as GlobalBatch
+from wlb.plan.documents import Piece as Piece
+from wlb.plan.documents import Pieces as Pieces
+from wlb.plan.documents import cut_at as cut_at
+from wlb.plan.documents import split_long as split_long
+from wlb.plan.errors import UserError as UserError
+from wlb.plan.metrics import MeasuredStep as MeasuredStep
+from wlb.plan.metrics import StepCounts as StepCounts
+from wlb.plan.metrics import StepMetrics as StepMetrics
+from wlb.plan.metrics import imbalance as imbalance
+from wlb.plan.metrics import merge as merge
+from wlb.plan.metrics import predict as predict
+from wlb.plan.packing import Carry as Carry
+from wlb.plan.packing import Layout as Layout
+from wlb.plan.packing import MicroBatch as MicroBatch
+from wlb.plan.packing import PackingPlan as PackingPlan
+from wlb.plan.packing import segment_lengths as segment_lengths
+from wlb.plan.ranks import MeasuredTimeline as MeasuredTimeline
+from wlb.plan.ranks import Place as Place
+from wlb.plan.ranks import RankTable as RankTable
+from wlb.plan.ranks import Straggler as Straggler
+from wlb.plan.ranks import TimedPass as TimedPass
+from wlb.plan.ranks import places_from_json as places_from_json
+from wlb.plan.ranks import places_to_json as places_to_json
+from wlb.plan.sharding import RankSpans as RankSpans
+from wlb.plan.sharding import ShardingPlan as ShardingPlan
+from wlb.plan.sharding import Span as Span
+from wlb.plan.sharding import local_tokens as local_tokens
+from wlb.plan.sharding import ranges as ranges
+from wlb.plan.sharding import row_multiple as row_multiple
+from wlb.plan.step import PipelinePlan as PipelinePlan
+from wlb.plan.step import PlannerState as PlannerState
+from wlb.plan.step import PlanProgress as PlanProgress
+from wlb.plan.step import StepPlan as StepPlan
+from wlb.plan.telemetry import TERMS as TERMS
+from wlb.plan.telemetry import Moments as Moments
+from wlb.plan.telemetry import Spread as Spread
+from wlb.plan.telemetry import Telemetry as Telemetry
+from wlb.plan.telemetry import Work as Work

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from wlb.plan.errors import UserError
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 IntLike = Sequence[int] | npt.NDArray[Any]
 
@@ -29,9 +30,8 @@ def int_array(name: str, values: IntLike) -> IntArray:
     if array.size == 0:
         array = np.zeros(0, np.int64)
     elif array.dtype.kind == "f":
-        bad = np.flatnonzero(~(np.isfinite(array) & (array == np.round(array))))
-        if bad.size:
-            i = int(bad[0])
+        is_whole = np.isfinite(array) & (array == np.round(array))
+        if (i := first_true(~is_whole)) is not None:
             raise UserError(f"{name}[{i}] = {array[i]} is not a whole number")
     elif array.dtype.kind not in "iu":
         raise UserError(f"{name} must hold integers, got dtype {array.dtype}")
@@ -51,10 +51,14 @@ def check_at_least(name: str, value: int, minimum: int) -> None:
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:
     """UserError naming the first entry of `array` (shape [n]) that is below `minimum`."""
-    bad = np.flatnonzero(array < minimum)
-    if bad.size:
-        i = int(bad[0])
+    if (i := first_true(array < minimum)) is not None:
         raise UserError(f"{name}[{i}] = {array[i]} must be at least {minimum}")
+
+
+def first_true(mask: BoolArray) -> int | None:
+    """The first index at which `mask` (shape [n]) holds, or None."""
+    found = np.flatnonzero(mask)
+    return int(found[0]) if found.size else None
 
 
 def offsets_of(counts: IntLike) -> IntArray:

@@ -227,7 +227,7 @@ class Pieces(_Columns):
 
     @classmethod
     def from_json(cls, data: dict[str, list[int]]) -> "Pieces":
-        """What `to_json` gave."""
+        """Read what `to_json` wrote."""
         return cls.from_file_columns({n: int_array(n, values) for n, values in data.items()})
 
     def file_columns(self) -> dict[str, IntArray]:
@@ -236,7 +236,7 @@ class Pieces(_Columns):
 
     @classmethod
     def from_file_columns(cls, columns: dict[str, Any]) -> "Pieces":
-        """What `file_columns` gave; TypeError for a column that is missing or unknown."""
+        """Read what `file_columns` wrote; TypeError for a missing or unknown column."""
         names = {in_files: name for name, in_files in _NAMES_IN_FILES.items()}
         return cls(**{names.get(name, name): column for name, column in columns.items()})
 

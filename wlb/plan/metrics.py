@@ -20,7 +20,7 @@ _PADDING_IN_FILES = "num_filler_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """What follows from a step's plan, whether or not it was executed.
+    """Counts that follow from a step's plan, whether or not it was executed.
 
     step: its number. num_documents: documents with a piece in it. num_tokens: real tokens only;
     num_padding_tokens are apart. num_targets: valid labels. num_held_tokens: tokens that wait after
@@ -54,7 +54,7 @@ class StepCounts:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """What `to_json` gave, of any version. UserError for the other record or unknown keys."""
+        """Read what any version's `to_json` wrote; UserError for the other record, unknown keys."""
         if data["origin"] != cls.origin:
             raise UserError(
                 f"these are {data['origin']} metrics of step {data['step']}, not {cls.origin} "
@@ -77,7 +77,7 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics(StepCounts):
-    """What the planner predicts of a step.
+    """The planner's prediction of a step.
 
     imbalance: slowest micro-batch x number of micro-batches / total workload (Section 7.4).
     max_workload_ns, mean_workload_ns: of the step's micro-batches.
@@ -95,7 +95,7 @@ class StepMetrics(StepCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep(StepCounts):
-    """What ranks measured of an executed step, with the counts of its plan.
+    """Measurements of an executed step, with the counts of its plan.
 
     loss: mean over valid labels, in nats; grad_norm: before clipping; both None where the step
     updated nothing. step_time_s: wall time on the rank that writes the record. telemetry: times of
@@ -186,26 +186,23 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
     )
 
 
+_COUNTS = ("num_documents", "num_tokens", "num_targets", "num_padding_tokens", "num_overdue")
+_SUMMED = (*_COUNTS, "max_workload_ns", "mean_workload_ns")
+
+
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
     """Two consecutive steps as one: sums of workload, tokens and time to wait for."""
     if first is None:
         return second
-    tokens = first.num_tokens + second.num_tokens
-    slowest = first.max_workload_ns + second.max_workload_ns
-    mean = first.mean_workload_ns + second.mean_workload_ns
+    sums = {name: getattr(first, name) + getattr(second, name) for name in _SUMMED}
+    slowest, mean = sums["max_workload_ns"], sums["mean_workload_ns"]
     delays = first.mean_delay * first.num_tokens + second.mean_delay * second.num_tokens
     return replace(
         second,
-        num_documents=first.num_documents + second.num_documents,
-        num_tokens=tokens,
-        num_targets=first.num_targets + second.num_targets,
-        num_padding_tokens=first.num_padding_tokens + second.num_padding_tokens,
-        num_overdue=first.num_overdue + second.num_overdue,
+        **sums,
         imbalance=slowest / mean if mean else second.imbalance,
         degrees=(*degrees_of(first), *degrees_of(second)),
-        max_workload_ns=slowest,
-        mean_workload_ns=mean,
-        mean_delay=delays / tokens if tokens else 0.0,
+        mean_delay=delays / sums["num_tokens"] if sums["num_tokens"] else 0.0,
         max_delay=max(first.max_delay, second.max_delay),
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_of
 from wlb.plan.documents import Pieces
 from wlb.plan.errors import UserError
-from wlb.plan.parsing import parsing
+from wlb.plan.plain import PlainRecord, parsing
 
 
 class Layout(StrEnum):
@@ -50,7 +50,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of documents, without padding."""
+        """Tokens of documents, without padding."""
         return self.pieces.num_tokens
 
     @property
@@ -95,7 +95,7 @@ def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackingPlan:
+class PackingPlan(PlainRecord):
     """Pieces of one step, grouped by micro-batch.
 
     pieces: rows in execution order. offsets: shape [num_micro_batches + 1]; micro-batch i is the
@@ -181,7 +181,7 @@ class PackingPlan:
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """All micro-batches in the plan's order, empty ones included."""
+        """Micro-batches in the plan's order, including empty ones."""
         return tuple(self.micro_batch(i) for i in range(self.num_micro_batches))
 
     def digest(self) -> int:
@@ -191,31 +191,17 @@ class PackingPlan:
             self.policy, self.step, *columns, self.offsets, self.workload_ns, str(self.layout)
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
-        return {
-            "step": self.step,
-            "policy": self.policy,
-            "pieces": self.pieces.to_json(),
-            "offsets": self.offsets.tolist(),
-            "workload_ns": self.workload_ns.tolist(),
-            "num_held_tokens": self.num_held_tokens,
-            "num_overdue": self.num_overdue,
-            "layout": str(self.layout),
-            "num_joined_targets": self.num_joined_targets,
-        }
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
-        """What `to_json` gave; UserError where it is no plan."""
+        """Read what `to_json` wrote; UserError if it is not a packing plan."""
         with parsing("packing plan"):
             values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Carry:
-    """What a packer holds between steps: immutable, attached to the plan it follows.
+class Carry(PlainRecord):
+    """State that a packer keeps between steps: immutable, attached to the plan it follows.
 
     pieces: waiting rows in their order. slot: shape [num_pieces], the waiting place of each; its
     meaning is the policy's (Algorithm 1: 0 = leftover, i = outlier queue i). next_step: index of
@@ -249,18 +235,9 @@ class Carry:
         """The pieces of one slot, in their order."""
         return self.pieces.take(np.flatnonzero(self.slot == slot))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
-        return {
-            "policy": self.policy,
-            "pieces": self.pieces.to_json(),
-            "slot": self.slot.tolist(),
-            "next_step": self.next_step,
-        }
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Carry":
-        """What `to_json` gave; UserError where it is no carry."""
+        """Read what `to_json` wrote; UserError if it is not a carry."""
         with parsing("carry"):
             values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
@@ -278,7 +255,7 @@ class Carry:
 
     @classmethod
     def load(cls, path: str | Path) -> "Carry":
-        """What `save` wrote; UserError naming the file for anything else."""
+        """Read what `save` wrote; UserError with the file's name for anything else."""
         try:
             with np.load(path, allow_pickle=False) as data:
                 arrays = {name: data[name] for name in data.files}

@@ -5,15 +5,13 @@ Times are integers of microseconds. The records are written rarely (`telemetry.r
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.plan.arrays import IntArray
-
-FloatArray = npt.NDArray[np.float64]
+from wlb.plan.arrays import FloatArray, IntArray
+from wlb.plan.plain import PlainRecord
 
 
 class Place(NamedTuple):
@@ -40,7 +38,7 @@ def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
+class Straggler(PlainRecord):
     """A rank that is slower than others for the same work. over: its ratio of measured to predicted
     time, divided by the median rank's ratio."""
 
@@ -63,7 +61,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankTable:
+class RankTable(PlainRecord):
     """Times of every rank in `num_steps` steps up to `step`, in us, each int64 [ranks].
 
     measured, predicted: of terms that hold no wait for other ranks. compute: in all passes. bubble:
@@ -91,14 +89,9 @@ class RankTable:
             return np.ones_like(ratio)
         return np.where(known, ratio / np.nanmedian(ratio), 1.0)
 
-    def to_json(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in ("step", "steps_done", "num_steps")}
-        data |= {name: getattr(self, name).tolist() for name in COLUMNS}
-        return {**data, "stragglers": [asdict(s) for s in self.stragglers]}
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankTable":
-        """From a line of metrics.jsonl; its other keys are ignored."""
+        """Read a line of metrics.jsonl; other keys are ignored."""
         values: dict[str, Any] = {n: data[n] for n in ("step", "steps_done", "num_steps")}
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
@@ -122,7 +115,7 @@ PASSES = ("forward", "backward", "weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTimeline:
+class MeasuredTimeline(PlainRecord):
     """When a few ranks ran which pass of a step. wall_us: when each rank had done all its passes,
     since the first rank began; passes: by rank."""
 
@@ -133,13 +126,8 @@ class MeasuredTimeline:
     passes: tuple[tuple[TimedPass, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "steps_done": self.steps_done,
-            "ranks": list(self.ranks),
-            "wall_us": list(self.wall_us),
-            "passes": [[[PASSES.index(p[0]), *p[1:]] for p in of_rank] for of_rank in self.passes],
-        }
+        kinds = [[[PASSES.index(p[0]), *p[1:]] for p in of_rank] for of_rank in self.passes]
+        return PlainRecord.to_json(self) | {"passes": kinds}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MeasuredTimeline":

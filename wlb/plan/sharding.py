@@ -13,7 +13,7 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
 from wlb.plan.errors import UserError
-from wlb.plan.parsing import parsing
+from wlb.plan.plain import parsing
 
 
 def row_multiple(tp: int, multiple: int) -> int:
@@ -45,8 +45,27 @@ class Span(NamedTuple):
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
+class RankTimes:
+    """Predicted times of CP ranks' kernels and launches, without collectives; ranks meet in each
+    pass. forward_ns, backward_ns: shape [cp]."""
+
+    __slots__ = ()
+    forward_ns: IntArray
+    backward_ns: IntArray
+
+    @property
+    def latency_ns(self) -> IntArray:
+        """Both passes of each rank, without collectives, shape [cp]."""
+        return self.forward_ns + self.backward_ns
+
+    @property
+    def slowest_kernels_ns(self) -> int:
+        """The slowest rank's forward plus the slowest rank's backward, without collectives."""
+        return int(self.forward_ns.max()) + int(self.backward_ns.max())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardingPlan:
+class ShardingPlan(RankTimes):
     """Spans of one micro-batch on `cp` ranks, rank-major.
 
     strategy: that made them (of `adaptive` the chosen one). lengths: tokens of each piece, shape
@@ -99,16 +118,6 @@ class ShardingPlan:
         return int(self.lengths.sum())
 
     @property
-    def latency_ns(self) -> IntArray:
-        """Predicted attention time of each rank, both passes, shape [cp]."""
-        return self.forward_ns + self.backward_ns
-
-    @property
-    def slowest_kernels_ns(self) -> int:
-        """The slowest rank's forward plus the slowest rank's backward: ranks meet in each pass."""
-        return int(self.forward_ns.max()) + int(self.backward_ns.max())
-
-    @property
     def tokens(self) -> IntArray:
         """Real tokens of each rank, shape [cp]."""
         running = offsets_of(self.stop - self.start)
@@ -159,7 +168,7 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
-        """What `to_json` gave; UserError where it is no sharding."""
+        """Read what `to_json` wrote; UserError if it is not a sharding plan."""
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
@@ -186,7 +195,7 @@ class RankSpans:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """As objects, in the order of the rank's rows."""
+        """Return the spans as objects, in the order of the rank's rows."""
         columns = zip(self.piece.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
         return tuple(Span(*row) for row in columns)
 

@@ -4,18 +4,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.plan.arrays import digest
+from wlb.plan.arrays import IntArray, digest
 from wlb.plan.metrics import StepMetrics
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
-from wlb.plan.parsing import parsing
+from wlb.plan.plain import PlainRecord, parsing, plain
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannerState:
-    """All that a planner needs to go on after a step: explicit, immutable, JSON in and out.
+class PlannerState(PlainRecord):
+    """State that a planner needs to continue after a step: explicit, immutable, JSON in and out.
 
     carry: what the packer holds. ready: plans the packer already made for later steps. baseline:
     what the baseline packer holds; baseline_made: metrics of its plans that no step reported yet.
@@ -38,25 +37,12 @@ class PlannerState:
         return self.ready[0].step if self.ready else self.carry.next_step
 
     def reopened(self) -> "PlannerState":
-        """To go on from: data that had ended is asked again, since epochs may be more now."""
+        """Return the state to resume from; ended data is asked again: epochs may be more now."""
         return replace(self, exhausted=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
-        return {
-            "carry": self.carry.to_json(),
-            "baseline": self.baseline.to_json(),
-            "corpus": self.corpus,
-            "ready": [plan.to_json() for plan in self.ready],
-            "baseline_made": [metrics.to_json() for metrics in self.baseline_made],
-            "num_batches": self.num_batches,
-            "exhausted": self.exhausted,
-            "num_tokens": self.num_tokens,
-        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
-        """What `to_json` gave; UserError where it is no state."""
+        """Read what `to_json` wrote; UserError if it is not a planner state."""
         with parsing("planner state"):
             return cls(
                 carry=Carry.from_json(data["carry"]),
@@ -84,7 +70,7 @@ class PlanProgress:
 
     @classmethod
     def of(cls, state: PlannerState) -> "PlanProgress":
-        """With the whole state."""
+        """Return a record that includes the whole state."""
         return cls(next_step=state.next_step, num_tokens=state.num_tokens, state=state)
 
 
@@ -101,7 +87,7 @@ class StepPlan:
     """
 
     packing: PackingPlan
-    pipelines: npt.NDArray[np.int64]
+    pipelines: IntArray
     cp: int
     row_multiple: int
     predicted: StepMetrics
@@ -110,7 +96,7 @@ class StepPlan:
 
     @property
     def state(self) -> PlannerState:
-        """What a checkpoint stores once this step has been executed."""
+        """State that a checkpoint stores once this step has been executed."""
         if self.progress.state is None:
             raise ValueError(f"the plan of step {self.step} was sent here without planner state")
         return self.progress.state
@@ -146,21 +132,22 @@ class StepPlan:
             "cp": self.cp,
             "quantum": self.row_multiple,
             "predicted": self.predicted.to_json(),
-            "baseline": _metrics_to_json(self.baseline),
+            "baseline": plain(self.baseline),
             "state": self.state.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
-        """What `to_json` gave; UserError where it is no plan."""
+        """Read what `to_json` wrote; UserError if it is not a step plan."""
         with parsing("step plan"):
+            baseline = data["baseline"]
             return cls(
                 packing=PackingPlan.from_json(data["packing"]),
                 pipelines=np.array(data["pipelines"], np.int64),
                 cp=data["cp"],
                 row_multiple=data["quantum"],
                 predicted=StepMetrics.from_json(data["predicted"]),
-                baseline=_metrics_from_json(data["baseline"]),
+                baseline=None if baseline is None else StepMetrics.from_json(baseline),
                 progress=PlanProgress.of(PlannerState.from_json(data["state"])),
             )
 
@@ -182,11 +169,3 @@ class PipelinePlan:
     def digest(self) -> int:
         """60 bits that tell two pipelines' spans apart, equal on every host."""
         return digest(self.step, self.pipeline, *(s.digest() for s in self.shardings))
-
-
-def _metrics_to_json(metrics: StepMetrics | None) -> dict[str, Any] | None:
-    return None if metrics is None else metrics.to_json()
-
-
-def _metrics_from_json(data: dict[str, Any] | None) -> StepMetrics | None:
-    return None if data is None else StepMetrics.from_json(data)

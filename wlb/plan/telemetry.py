@@ -58,36 +58,38 @@ class Moments:
         return self.errors / self.num_cells if self.num_cells else None
 
     @property
+    def _spread(self) -> tuple[float, float, float, float, float]:
+        """Means of predicted and measured time, their variances and covariance."""
+        n = self.num_cells
+        x, y = self.predicted_s / n, self.measured_s / n
+        variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y
+        return x, y, *variances, self.products / n - x * y
+
+    @property
     def line(self) -> tuple[float, float] | None:
         """Least-squares (slope, intercept in seconds) of measured over predicted time.
 
         None if predictions vary too little to separate the two, or the line is no price (slope or
         intercept below 0).
         """
-        n = self.num_cells
-        if n < 2:
+        if self.num_cells < 2:
             return None
-        x, y = self.predicted_s / n, self.measured_s / n
-        variance = self.predicted_squares / n - x * x
+        x, y, variance, _, covariance = self._spread
         if variance < _TELLS_A_LINE**2 * x * x:
             return None
-        slope = (self.products / n - x * y) / variance
+        slope = covariance / variance
         intercept = y - slope * x
         return (slope, intercept) if slope > 0 and intercept >= 0 else None
 
     @property
     def correlation(self) -> float | None:
         """Pearson's correlation over cells; None if either side does not vary."""
-        n = self.num_cells
-        if n < 2:
+        if self.num_cells < 2:
             return None
-        x, y = self.predicted_s / n, self.measured_s / n
-        variance_x = self.predicted_squares / n - x * x
-        variance_y = self.measured_squares / n - y * y
+        x, y, variance_x, variance_y, covariance = self._spread
         # A smaller difference of sums is rounding.
         if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
             return None
-        covariance = self.products / n - x * y
         return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))
 
 
@@ -214,10 +216,8 @@ class Telemetry:
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary, with derived values for readers of the file."""
         data = asdict(self)
-        data["imbalance"] = self.imbalance
-        data["predicted_imbalance"] = self.predicted_imbalance
-        data["whole_imbalance"] = self.whole_imbalance
-        data["overhead_s"] = self.overhead_s
+        derived = ("imbalance", "predicted_imbalance", "whole_imbalance", "overhead_s")
+        data |= {name: getattr(self, name) for name in derived}
         data["work"] = self.work and self.work.to_json()
         data["terms"] = {
             name: {"correlation": m.correlation, "mape": m.mape, "ratio": m.ratio, **asdict(m)}

@@ -3,12 +3,13 @@
 `start()` gives the state before the first step; `next(state)` the next StepPlan, which carries the
 state after it, or None when everything was flushed. Both are pure, so plans can be made ahead, in
 another process, and again from the state that a checkpoint stored. `shard(plan, pipeline)` adds the
-spans of one pipeline, lazily. Labels of a plan that leaves are counted (`targets`).
+spans of one pipeline, lazily. Labels of a plan that leaves are counted (`counted`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from wlb.packing import (
 from wlb.plan import (
     Carry,
     GlobalBatch,
+    IntArray,
     IntLike,
     Layout,
     PackingPlan,
@@ -40,13 +42,13 @@ from wlb.plan import (
     StepMetrics,
     StepPlan,
     UserError,
+    check_at_least,
     int_array,
     local_tokens,
     merge,
     predict,
 )
 from wlb.planner.deal import deal
-from wlb.planner.targets import counted
 from wlb.sharding import NAMES, shard
 from wlb.spec import BinMethod, Policy, Remainder, RunSpec, WindowCut
 
@@ -61,6 +63,16 @@ class BatchSource(Protocol):
     def start(self) -> dict[str, Any]: ...
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None: ...
+
+
+@runtime_checkable
+class TargetCounter(Protocol):
+    """A source of global batches that can count labels (`wlb.data.GlobalBatches`)."""
+
+    @property
+    def has_targets(self) -> bool: ...
+
+    def count_targets(self, pieces: Pieces) -> IntArray: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +98,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "row_multiple"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)} must be at least 1")
+            check_at_least(name, getattr(self, name), 1)
         if self.packer.num_micro_batches % self.dp:
             raise UserError(
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
@@ -137,7 +148,6 @@ class Planner:
         """A planner over documents of these lengths (tokens), in this order; see README.
 
         A piece's document is its place in `lengths`, plus their number for every epoch before.
-
         Steps take N x C tokens each, N micro-batches and C = context_window; the last ones flush.
         cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. Packing is
         `bounded`: s_max tokens of the longest micro-batch (1.5 windows by default), step_tokens of
@@ -153,18 +163,19 @@ class Planner:
             seed=seed,
         )
         longest = context_window * 3 // 2 if s_max is None else s_max
+        caps: dict[str, Any] = {"options": options, "s_max": longest, "step_tokens": step_tokens}
         packer: Packer
         if queue_thresholds is None:
-            packer = BoundedPacker(
-                options=options, s_max=longest, step_tokens=step_tokens, max_delay=max_delay
-            )
+            packer = BoundedPacker(**caps, max_delay=max_delay)
         else:
-            levels = tuple(queue_thresholds)
-            packer = VarLenPacker(
-                options=options, s_max=longest, step_tokens=step_tokens, queue_thresholds=levels
-            )
+            packer = VarLenPacker(**caps, queue_thresholds=tuple(queue_thresholds))
+        given = LengthSource(name="given", lengths=int_array("lengths", lengths))
+        size = options.tokens_per_step
+        source = GlobalBatches(
+            given, tokens_per_batch=size, seed=seed, epochs=epochs, shuffle=shuffle
+        )
         return cls(
-            source=_batches_of(lengths, options, epochs=epochs, shuffle=shuffle),
+            source=source,
             packer=packer,
             baseline=OriginalPacker(options=options),
             cost=cost,
@@ -196,6 +207,8 @@ class Planner:
         if not state.ready:
             return None
         plan = counted(state.ready[0], self.source)
+        rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
+        padded = sum(map(rows_of, plan.rows.tolist())) * self.cp
         baseline, rest = self._baseline(state, plan.step)
         after = replace(
             state,
@@ -208,7 +221,7 @@ class Planner:
             pipelines=deal(plan.workload_ns, plan.rows, self.dp),
             cp=self.cp,
             row_multiple=self.row_multiple,
-            predicted=predict(plan, num_padding_tokens=self._padding(plan)),
+            predicted=predict(plan, num_padding_tokens=padded - plan.num_tokens),
             baseline=baseline,
             progress=PlanProgress.of(after),
         )
@@ -223,15 +236,13 @@ class Planner:
         """
         is_last = state.exhausted and len(state.ready) == 1
         due = [m for m in state.baseline_made if is_last or m.step < state.num_batches]
-        merged: StepMetrics | None = None
-        for metrics in due:
-            merged = merge(merged, metrics)
-        if merged is not None:
-            merged = replace(merged, step=step)
-        return merged, state.baseline_made[len(due) :]
+        merged = reduce(merge, due, None)
+        rest = state.baseline_made[len(due) :]
+        return (None if merged is None else replace(merged, step=step)), rest
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
         """The spans of one pipeline's micro-batches."""
+        how: dict[str, Any] = {"strategy": self.strategy, "remainder": self.remainder}
         members = plan.pipelines[pipeline].tolist()
         micro_batches = tuple(plan.packing.micro_batch(i) for i in members)
         return PipelinePlan(
@@ -239,14 +250,7 @@ class Planner:
             pipeline=pipeline,
             micro_batches=micro_batches,
             shardings=tuple(
-                shard(
-                    m.lengths,
-                    cp=self.cp,
-                    strategy=self.strategy,
-                    cost=self.cost,
-                    remainder=self.remainder,
-                )
-                for m in micro_batches
+                shard(m.lengths, cp=self.cp, cost=self.cost, **how) for m in micro_batches
             ),
             local_tokens=plan.local_tokens(pipeline),
         )
@@ -286,23 +290,18 @@ class Planner:
             num_tokens=state.num_tokens,
         )
 
-    def _padding(self, plan: PackingPlan) -> int:
-        rows = (
-            local_tokens(n, cp=self.cp, row_multiple=self.row_multiple) for n in plan.rows.tolist()
-        )
-        return sum(rows) * self.cp - plan.num_tokens
 
+def counted(plan: PackingPlan, source: object) -> PackingPlan:
+    """The plan with its pieces' labels counted; as it is if `source` trains every token.
 
-def _batches_of(
-    lengths: IntLike, options: PackerOptions, *, epochs: int, shuffle: bool
-) -> GlobalBatches:
-    return GlobalBatches(
-        LengthSource(name="given", lengths=int_array("lengths", lengths)),
-        tokens_per_batch=options.tokens_per_step,
-        seed=options.seed,
-        epochs=epochs,
-        shuffle=shuffle,
-    )
+    The loss of a step is divided by its labels. Where only some tokens are trained, only the store
+    knows the labels of a part of a document, so pieces are UNCOUNTED until their plan leaves.
+    """
+    if not (isinstance(source, TargetCounter) and source.has_targets):
+        return plan
+    pieces = replace(plan.pieces, num_targets=source.count_targets(plan.pieces))
+    # A document's first token is trained nowhere, joined to another document or not.
+    return replace(plan, pieces=pieces, num_joined_targets=0)
 
 
 _PLAIN_PACKING: dict[str, Any] = {
@@ -317,10 +316,6 @@ _PLAIN_PACKING: dict[str, Any] = {
 }
 
 
-def _heldout_policy(spec: RunSpec) -> Policy:
-    return Policy.CAPACITY if spec.packing.method else Policy.ORIGINAL
-
-
 def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
 
@@ -330,10 +325,7 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     if spec.packing.packs:
         return _of_packs(spec, store, cost)
     source = open_batches(
-        store,
-        tokens_per_batch=spec.tokens_per_step,
-        seed=spec.run.seed,
-        epochs=spec.data.epochs,
+        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
     )
     return Planner.from_spec(spec, source, cost)
 
@@ -372,6 +364,7 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
         epochs=1,
         shuffle=False,
     )
-    packing = replace(spec.packing, policy=_heldout_policy(spec), **_PLAIN_PACKING)
+    policy = Policy.CAPACITY if spec.packing.method else Policy.ORIGINAL
+    packing = replace(spec.packing, policy=policy, **_PLAIN_PACKING)
     plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
     return Planner.from_spec(plain, source, workload_for(spec, device))

@@ -62,7 +62,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningJob:
-    """What a planner process is told. make(*args) builds the planner inside the process."""
+    """Job of a planner process: make(*args) builds the planner inside the process."""
 
     make: Callable[..., Planner]
     args: tuple[Any, ...]
@@ -77,7 +77,7 @@ class PlanningError(RuntimeError):
 
     @classmethod
     def of(cls, trace: str) -> "PlanningError":
-        """In a line for bad input, whose traceback becomes a note; with it for anything else."""
+        """Return one line for bad input, with its traceback as a note; else the traceback."""
         last = trace.rstrip().rpartition("\n")[2]
         if not last.startswith(_BAD_INPUT):
             return cls(f"planning failed:\n{trace}")
@@ -206,7 +206,8 @@ class PlanServer:
 
     def serve(self) -> None:
         while self.cursor:
-            idle = self._is_far_enough()
+            made = self.dropped + len(self.plans)
+            idle = self._has_ended() or made >= max(self.cursor.values()) + self.job.ahead
             ready = wait(list(self.cursor), timeout=None if idle else 0)
             if not ready:
                 self._plan_one()
@@ -247,10 +248,6 @@ class PlanServer:
 
     def _has_ended(self) -> bool:
         return bool(self.plans) and not isinstance(self.plans[-1], StepPlan)
-
-    def _is_far_enough(self) -> bool:
-        made = self.dropped + len(self.plans)
-        return self._has_ended() or made >= max(self.cursor.values()) + self.job.ahead
 
     def _forget(self) -> None:
         """Drop plans that every client has."""

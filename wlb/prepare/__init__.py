@@ -1,50 +1,29 @@
 """Text, records and conversations to token stores."""
 
-from wlb.prepare.chat import ChatEncoder, TooLong, add_chat_tokens
-from wlb.prepare.chat_encode import ChatChoice
-from wlb.prepare.chat_template import Turns
-from wlb.prepare.docstring_store import docstring_prefix, prepare_docstrings
-from wlb.prepare.docstrings import write_docstring_conversations
-from wlb.prepare.encode import (
-    DocumentPolicy,
-    Encoded,
-    EncoderChoice,
-    RecordEncoder,
-    load_tokenizer,
-)
-from wlb.prepare.jinja_template import load_template
-from wlb.prepare.pipeline import prepare_store
-from wlb.prepare.records import BadRecord, OnError, Record, TextUnit
-from wlb.prepare.request import PrepareOptions, Status, StoreReport
-from wlb.prepare.text import Skip, folder_documents, stdlib_documents, text_documents
-from wlb.prepare.text_store import prepare
-
-__all__ = [
-    "BadRecord",
-    "ChatChoice",
-    "ChatEncoder",
-    "DocumentPolicy",
-    "Encoded",
-    "EncoderChoice",
-    "OnError",
-    "PrepareOptions",
-    "Record",
-    "RecordEncoder",
-    "Skip",
-    "Status",
-    "StoreReport",
-    "TextUnit",
-    "TooLong",
-    "Turns",
-    "add_chat_tokens",
-    "docstring_prefix",
-    "folder_documents",
-    "load_template",
-    "load_tokenizer",
-    "prepare",
-    "prepare_docstrings",
-    "prepare_store",
-    "stdlib_documents",
-    "text_documents",
-    "write_docstring_conversations",
-]
+from wlb.prepare.chat import ChatEncoder as ChatEncoder
+from wlb.prepare.chat import TooLong as TooLong
+from wlb.prepare.chat import add_chat_tokens as add_chat_tokens
+from wlb.prepare.chat_encode import ChatChoice as ChatChoice
+from wlb.prepare.chat_template import Turns as Turns
+from wlb.prepare.docstrings import docstring_prefix as docstring_prefix
+from wlb.prepare.docstrings import prepare_docstrings as prepare_docstrings
+from wlb.prepare.docstrings import write_docstring_conversations as write_docstring_conversations
+from wlb.prepare.encode import DocumentPolicy as DocumentPolicy
+from wlb.prepare.encode import Encoded as Encoded
+from wlb.prepare.encode import EncoderChoice as EncoderChoice
+from wlb.prepare.encode import RecordEncoder as RecordEncoder
+from wlb.prepare.encode import load_tokenizer as load_tokenizer
+from wlb.prepare.jinja_template import load_template as load_template
+from wlb.prepare.pipeline import prepare_store as prepare_store
+from wlb.prepare.records import BadRecord as BadRecord
+from wlb.prepare.records import OnError as OnError
+from wlb.prepare.records import Record as Record
+from wlb.prepare.records import TextUnit as TextUnit
+from wlb.prepare.request import PrepareOptions as PrepareOptions
+from wlb.prepare.request import Status as Status
+from wlb.prepare.request import StoreReport as StoreReport
+from wlb.prepare.text import Skip as Skip
+from wlb.prepare.text import folder_documents as folder_documents
+from wlb.prepare.text import stdlib_documents as stdlib_documents
+from wlb.prepare.text import text_documents as text_documents
+from wlb.prepare.text_store import prepare as prepare

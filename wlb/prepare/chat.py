@@ -1,15 +1,13 @@
-"""Conversations to tokens, with the spans that are trained.
+"""Conversations to tokens, with the spans that are trained; README.md says what is trained.
 
-A template renders a conversation in parts (`chat_template.py`). Special tokens are matched only in
-the template's own text, so a user who writes "<|im_end|>" gets ordinary tokens. Trained are the
-contents of assistants and the token that ends their turn, or what generation blocks hold; text is
-cut where training begins and ends, so that no token is half trained.
-Guarantees: equal to encoding the rendered text at once wherever contents hold no special token and
-no token would cross the beginning of a trained text. Cost: 0.1 ms a message beside the tokenizer.
+Special tokens are matched only in the template's own text. Text is cut where training begins and
+ends, so that no token is half trained; wherever contents hold no special token and no token would
+cross such a cut, the result equals encoding the rendered text at once.
 """
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,7 @@ from wlb.prepare.chat_template import (
     Train,
     Turns,
 )
-from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
+from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class InjectedToken(UserError):
 
 
 class TooLong(StrEnum):
-    """What happens to a conversation of more than `limit` tokens.
+    """Treatment of a conversation of more than `limit` tokens.
 
     SPLIT: it becomes documents of as many whole turns as fit. A turn that does not fit is cut after
     `limit` tokens, and the next document repeats one token where its first one is trained, so no
@@ -63,20 +61,25 @@ class TooLong(StrEnum):
 class ChatTokens:
     """A document of a conversation.
 
-    tokens: int64 [num_tokens]. trained: int64 [k, 2], half-open spans of trained tokens. turns: the
-    tokens at which a turn after the first one begins, ascending. prefix: tokens before the first
-    turn (start of text, system message); None where the system message is inside it.
+    tokens: int64 [num_tokens]. is_trained: bool [num_tokens]. turns: the tokens at which a turn
+    after the first one begins, ascending. prefix: tokens before the first turn (start of text,
+    system message); None where the system message is inside it.
     """
 
     tokens: IntArray
-    trained: IntArray
+    is_trained: BoolArray
     turns: tuple[int, ...] = ()
     prefix: int | None = 0
 
     @property
+    def trained(self) -> IntArray:
+        """Half-open spans of trained tokens, int64 [k, 2]."""
+        return spans_of(self.is_trained)
+
+    @property
     def num_targets(self) -> int:
         """Tokens that are trained as labels: the first one never is."""
-        return int(np.maximum(self.trained[:, 1] - np.maximum(self.trained[:, 0], 1), 0).sum())
+        return int(self.is_trained[1:].sum())
 
 
 @dataclass(slots=True)
@@ -89,35 +92,30 @@ class _Run:
     part: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Special:
-    """Added tokens, and the pattern that finds them in a template's text."""
-
-    ids: dict[str, int]
-    pattern: re.Pattern[str] | None
-
-
 class ChatEncoder:
-    """Encodes conversations with one tokenizer and one template; call it with a JSON record."""
+    """Encodes conversations with one tokenizer and one template."""
 
     def __init__(
         self, tokenizer: "Tokenizer", template: ChatTemplate, *, turns: Turns = Turns.ALL
     ) -> None:
         self.template = template
         self.turns = turns
-        _check_built_in(tokenizer, template)
-        self._special = _special_of(tokenizer)
+        added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+        self._ids_by_name = {token.content: number for number, token in added.items()}
+        needed = template.special_tokens if isinstance(template, BuiltInTemplate) else ()
+        if missing := [name for name in needed if name not in self._ids_by_name]:
+            raise UserError(
+                f"the tokenizer has no token {', '.join(missing)}, which chat template "
+                f"{template.name} needs; use another template, or add them with "
+                f"wlb.prepare.add_chat_tokens"
+            )
+        self._pattern = _pattern_of(list(added.values()))
         self._tokenizer = self._protected(tokenizer)
         self._tokenizer.encode_special_tokens = True
-        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        added = self._tokenizer.get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special}
         self._forbidden = frozenset(special - {unknown_id(self._tokenizer)})
         _check_parts(self._tokenizer)
-
-    def __call__(self, record: object) -> tuple[IntArray, IntArray]:
-        """(tokens int64 [n], trained spans int64 [k, 2]) of one record, however long it is."""
-        made = self.encode(conversation_of(record))
-        return made.tokens, made.trained
 
     def encode(self, conversation: Conversation) -> ChatTokens:
         """UserError for a conversation that the template refuses or cannot render exactly."""
@@ -140,18 +138,13 @@ class ChatEncoder:
 
     def _runs(self, rendered: Rendered) -> list[_Run]:
         """Joins neighbouring parts of one kind into runs, except where a turn begins."""
-        edges = {*rendered.turns, rendered.prefix}
+        edges = [e for e in {*rendered.turns, rendered.prefix} if e is not None]
         runs: list[_Run] = []
         for number, part in enumerate(rendered.parts):
             for run in self._runs_of(part, number):
-                last = runs[-1] if runs else None
-                if (
-                    last is not None
-                    and last.token is None
-                    and run.token is None
-                    and last.is_trained == run.is_trained
-                    and not any(last.part < edge <= number for edge in edges if edge is not None)
-                ):
+                last = runs[-1] if runs else run
+                is_alike = last.token is run.token is None and last.is_trained == run.is_trained
+                if runs and is_alike and not any(last.part < e <= number for e in edges):
                     last.text += run.text
                     last.part = number
                 else:
@@ -160,10 +153,7 @@ class ChatEncoder:
 
     def _runs_of(self, part: TemplatePart, number: int) -> list[_Run]:
         is_trained = part.train != Train.NO
-        pattern = self._special.pattern
-        texts = [part.text]
-        if not part.is_content and pattern is not None:
-            texts = pattern.split(part.text)
+        texts = [part.text] if part.is_content else self._pattern.split(part.text)
         if part.train == Train.END and len(texts) == 1:
             raise UserError(
                 f"chat template {self.template.name} ends an assistant's turn with {part.text!r}, "
@@ -173,8 +163,8 @@ class ChatEncoder:
         runs: list[_Run] = []
         for i, text in enumerate(texts):
             if i % 2:
-                name = text.strip() if text not in self._special.ids else text
-                runs.append(_Run("", self._special.ids[name], is_trained, number))
+                name = text if text in self._ids_by_name else text.strip()
+                runs.append(_Run("", self._ids_by_name[name], is_trained, number))
                 is_trained = is_trained and part.train != Train.END
             elif text:
                 runs.append(_Run(text, None, is_trained, number))
@@ -189,16 +179,14 @@ class ChatEncoder:
 
         used: set[str] = set()
         for roles in _PROBES:
-            probe = Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
             try:
-                rendered = self.template.render(probe, Turns.LAST)
+                rendered = self.template.render(probe_of(roles), Turns.LAST)
             except UserError:  # a template may refuse system messages and tools
                 if roles == _PROBES[0]:
                     raise
                 continue
             text = "\n".join(part.text for part in rendered.parts if not part.is_content)
-            if self._special.pattern is not None:
-                used |= {found.strip() for found in self._special.pattern.findall(text)}
+            used |= {found.strip() for found in self._pattern.findall(text)}
         data: dict[str, Any] = json.loads(tokenizer.to_str())
         for token in data["added_tokens"]:
             token["special"] = token["special"] or token["content"].strip() in used
@@ -206,6 +194,11 @@ class ChatEncoder:
         copy.no_truncation()  # runs of text are encoded one by one, whole
         copy.no_padding()
         return copy
+
+
+def probe_of(roles: Sequence[Role]) -> Conversation:
+    """A conversation of these roles, to see what a template does with it."""
+    return Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
 
 
 def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatTokens]:
@@ -231,8 +224,7 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
 
 
 def _split(made: ChatTokens, limit: int) -> list[ChatTokens]:
-    num, start = made.tokens.size, 0
-    trained = _mask(made)
+    num, start, trained = made.tokens.size, 0, made.is_trained
     pieces: list[tuple[int, int]] = []
     while num - start > limit:
         # The first token of a document has no label, so repeat one token where it is trained.
@@ -260,28 +252,20 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     turns = [turn for turn in made.turns if num - turn <= room]
     start = turns[0] if turns else num - room
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
-    mask = _mask(made)
-    mask[start] = False  # it would be predicted from a token that does not precede it
-    return _document(made.tokens[rows], mask[rows])
+    is_trained = made.is_trained.copy()
+    is_trained[start] = False  # it would be predicted from a token that does not precede it
+    return _document(made.tokens[rows], is_trained[rows])
 
 
-def _document(tokens: IntArray, mask: BoolArray) -> ChatTokens:
-    mask = mask.copy()
-    mask[0] = False
-    return ChatTokens(tokens=tokens, trained=spans_of(mask))
-
-
-def _mask(made: ChatTokens) -> BoolArray:
-    mask = np.zeros(made.tokens.size, bool)
-    for start, stop in made.trained.tolist():
-        mask[start:stop] = True
-    return mask
+def _document(tokens: IntArray, is_trained: BoolArray) -> ChatTokens:
+    is_first = np.arange(tokens.size) == 0
+    return ChatTokens(tokens=tokens, is_trained=is_trained & ~is_first)
 
 
 def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> ChatTokens:
     sizes = np.array([len(tokens) for tokens in ids], np.int64)
     starts = offsets_of(sizes)
-    mask = np.repeat([run.is_trained for run in runs], sizes) if runs else np.zeros(0, bool)
+    is_trained = np.repeat(np.array([run.is_trained for run in runs], bool), sizes)
     parts = [run.part for run in runs]
 
     def token_at(part: int) -> int:
@@ -290,36 +274,19 @@ def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> Cha
 
     return ChatTokens(
         tokens=np.array([token for tokens in ids for token in tokens], np.int64),
-        trained=spans_of(mask),
+        is_trained=is_trained,
         turns=tuple(token_at(part) for part in rendered.turns),
         prefix=None if rendered.prefix is None else token_at(rendered.prefix),
     )
 
 
-def _special_of(tokenizer: "Tokenizer") -> _Special:
-    """All added tokens, longest first, with the white space that lstrip and rstrip take in."""
-    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-    ids = {token.content: number for number, token in added.items()}
-    if not ids:
-        return _Special(ids={}, pattern=None)
-    by_name = {token.content: token for token in added.values()}
+def _pattern_of(added: list[Any]) -> re.Pattern[str]:
+    """Finds added tokens, the longest first, with the space that lstrip and rstrip take in."""
     patterns: list[str] = []
-    for name in sorted(ids, key=len, reverse=True):
-        left, right = (r"\s*" if on else "" for on in (by_name[name].lstrip, by_name[name].rstrip))
-        patterns.append(f"{left}{re.escape(name)}{right}")
-    return _Special(ids=ids, pattern=re.compile(f"({'|'.join(patterns)})"))
-
-
-def _check_built_in(tokenizer: "Tokenizer", template: ChatTemplate) -> None:
-    if not isinstance(template, BuiltInTemplate):
-        return
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    missing = [name for name in template.special_tokens if name not in added]
-    if missing:
-        raise UserError(
-            f"the tokenizer has no token {', '.join(missing)}, which chat template {template.name} "
-            f"needs; use another template, or add them with wlb.prepare.add_chat_tokens"
-        )
+    for token in sorted(added, key=lambda token: len(token.content), reverse=True):
+        left, right = (r"\s*" if on else "" for on in (token.lstrip, token.rstrip))
+        patterns.append(f"{left}{re.escape(token.content)}{right}")
+    return re.compile(f"({'|'.join(patterns) or '(?!)'})")  # without tokens it never matches
 
 
 def _check_parts(tokenizer: "Tokenizer") -> None:

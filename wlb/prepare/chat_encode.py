@@ -1,35 +1,27 @@
 """Conversations as records of `prepare_store`: which template, what is trained, what is too long.
 
-Records that are no conversation, cannot be rendered, contain a special token, have no trained token
-or are too long are left out by reason (`Skip`). `counts` of the others: conversations `split` and
-their `split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`;
-conversations `truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
+`Encoded.counts` has conversations `split` and their `split_documents`; `untrained_parts` that were
+left out, with `untrained_part_tokens`; conversations `truncated`, with `truncated_tokens` and, of
+them trained, `truncated_targets`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from wlb.data.store import file_checksum
 from wlb.plan import UserError
-from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit
-from wlb.prepare.chat_template import BUILT_IN, BuiltInTemplate, Turns
-from wlb.prepare.conversation import (
-    Conversation,
-    Message,
-    Role,
-    conversation_columns,
-    conversation_of,
-)
-from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, load_tokenizer
+from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit, probe_of
+from wlb.prepare.chat_template import BUILT_IN, Turns
+from wlb.prepare.conversation import Conversation, Role, conversation_columns, conversation_of
+from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, count_of, load_tokenizer
 from wlb.prepare.jinja_template import load_template
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 
-_PROBE = Conversation(
-    messages=(Message(role=Role.USER, content="x"), Message(role=Role.ASSISTANT, content="x"))
-)
+_PROBE = probe_of((Role.USER, Role.ASSISTANT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +46,8 @@ class ChatChoice(EncoderChoice):
             raise UserError(
                 f"--limit = {self.limit} must be at least 2 tokens: one to predict from"
             )
-        chosen = load_template(self.template)
-        if self.add_tokens and not isinstance(chosen, BuiltInTemplate):
+        load_template(self.template)  # UserError for a template that cannot be used
+        if self.add_tokens and self.template not in BUILT_IN:
             raise UserError(
                 f"--add-tokens is for built-in templates ({', '.join(BUILT_IN)}), not "
                 f"{self.template}; add the tokens that it needs to the tokenizer.json"
@@ -64,14 +56,8 @@ class ChatChoice(EncoderChoice):
     @property
     def arguments(self) -> dict[str, Any]:
         """Template files count by checksum, so that an edited template is another argument."""
-        given: dict[str, Any] = {
-            "chat": self.template,
-            "turns": self.turns,
-            "limit": self.limit,
-            "too_long": self.too_long,
-            "on_untrained": self.on_untrained,
-            "add_tokens": self.add_tokens,
-        }
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {"chat": given.pop("template"), **given}
         if self.template not in BUILT_IN:
             path = Path(self.template)
             for file in {path, path.with_name("tokenizer_config.json")}:
@@ -92,14 +78,13 @@ class ChatChoice(EncoderChoice):
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
         if tokenizer != BPE and not self.add_tokens:
             return ()
-        template = load_template(self.template)
-        if not isinstance(template, BuiltInTemplate):
+        if self.template not in BUILT_IN:
             raise UserError(
                 f"--tokenizer {BPE} knows the special tokens of built-in templates "
                 f"({', '.join(BUILT_IN)}), not those of {self.template}; give the tokenizer.json "
                 f"that belongs to it"
             )
-        return template.special_tokens
+        return BUILT_IN[self.template].special_tokens
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatRecordEncoder":
         """Encodes a conversation, so that a tokenizer without the template's tokens is refused."""
@@ -127,39 +112,45 @@ class ChatRecordEncoder:
         )
 
     def encode(self, record: Record) -> Sequence[Encoded]:
-        made = self._tokens(_conversation(record))
+        with left_out_as(Skip.NOT_RENDERED):
+            made = self.encoder.encode(_conversation(record))
         if not made.num_targets:
             raise BadRecord(
                 Skip.UNTRAINED,
                 f"no token of it is trained ({made.tokens.size} tokens, no assistant's content)",
             )
-        try:
+        with left_out_as(Skip.TOO_LONG):
             parts = fit(made, self._choice.limit, self._choice.too_long)
-        except UserError as error:
-            raise BadRecord(Skip.TOO_LONG, str(error)) from None
         kept = [part for part in parts if part.num_targets]
         if not kept:
             raise BadRecord(
                 Skip.UNTRAINED,
                 f"no trained token is left of its {made.tokens.size} tokens when truncated",
             )
-        documents = [self._encoded(part) for part in kept]
+        documents = [
+            Encoded(
+                tokens=part.tokens,
+                trained=part.trained,
+                num_unknown=count_of(self._unknown, part.tokens),
+            )
+            for part in kept
+        ]
         if parts[0] is not made:
             counts = _counts(made, parts, self._choice.too_long)
             documents[0] = replace(documents[0], counts=counts)
         return documents
 
-    def _tokens(self, conversation: Conversation) -> ChatTokens:
-        try:
-            return self.encoder.encode(conversation)
-        except InjectedToken as error:
-            raise BadRecord(Skip.SPECIAL_TOKEN, str(error)) from None
-        except UserError as error:
-            raise BadRecord(Skip.NOT_RENDERED, str(error)) from None
 
-    def _encoded(self, part: ChatTokens) -> Encoded:
-        unknown = 0 if self._unknown is None else int((part.tokens == self._unknown).sum())
-        return Encoded(tokens=part.tokens, trained=part.trained, num_unknown=unknown)
+@contextmanager
+def left_out_as(reason: Skip) -> Generator[None]:
+    """BadRecord with `reason` for a UserError in the block; an injected token has its own."""
+    try:
+        yield
+    except BadRecord:
+        raise
+    except UserError as error:
+        is_injected = isinstance(error, InjectedToken)
+        raise BadRecord(Skip.SPECIAL_TOKEN if is_injected else reason, str(error)) from None
 
 
 def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) -> dict[str, int]:
@@ -186,11 +177,8 @@ def _conversation(record: Record) -> Conversation:
             "text, not a conversation; conversations are read from JSONL (.jsonl, .ndjson) and "
             "Parquet, so write a JSON list's items a line each (jq -c '.[]')",
         )
-    decoded = _decoded(record)
-    try:
-        return conversation_of(decoded)
-    except UserError as error:
-        raise BadRecord(Skip.NOT_A_CONVERSATION, str(error)) from None
+    with left_out_as(Skip.NOT_A_CONVERSATION):
+        return conversation_of(_decoded(record))
 
 
 def _decoded(value: object) -> object:

@@ -1,7 +1,6 @@
 """Chat templates: a conversation as text, in parts that say whose they are and what is trained.
 
-Parts keep users apart from the template: special tokens are looked for only in the template's own
-text (`chat.py`). ChatML and Llama 3 are built in; `jinja_template.py` renders any Jinja template.
+ChatML and Llama 3 are built in; `jinja_template.py` renders any Jinja template.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from wlb.prepare.conversation import Conversation, Role
 
 
 class Train(StrEnum):
-    """What is trained of a part."""
+    """Tokens of a part that are trained."""
 
     NO = "no"
     ALL = "all"
@@ -22,7 +21,7 @@ class Train(StrEnum):
 
 
 class Turns(StrEnum):
-    """Which of the assistant's messages are trained."""
+    """Assistant messages that are trained."""
 
     ALL = "all"
     LAST = "last"
@@ -112,12 +111,7 @@ class BuiltInTemplate:
 
 
 CHATML = BuiltInTemplate(
-    name="chatml",
-    start="",
-    begin="<|im_start|>",
-    after_role="\n",
-    end="<|im_end|>",
-    after_end="\n",
+    name="chatml", start="", begin="<|im_start|>", after_role="\n", end="<|im_end|>", after_end="\n"
 )
 """It adds no system message; the newline after a message is not trained."""
 

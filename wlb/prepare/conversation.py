@@ -1,11 +1,8 @@
 """Conversations: messages with roles, in the three shapes that records of them usually have.
 
-{"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]}, or {"prompt",
-"completion"} (two strings, or two lists of messages of which only the completion is trained). Text
-under "system" is a system message before the others; "weight": 0 leaves an assistant's message
-untrained; null is a key that is absent, as in Parquet.
-Nothing is guessed: roles out of order, contents that are no text, a record of two shapes, and keys
-that would be lost (tool calls, images) are refused with the message's number.
+README.md lists the shapes. Text under "system" is a system message before the others, and null is
+a key that is absent, as in Parquet. Nothing is guessed: what is out of order, no text, or would be
+lost is refused with the message's number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +22,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
+_ROLE = {str(role): role for role in Role}
 _FROM = {
     "system": Role.SYSTEM,
     "human": Role.USER,
@@ -160,12 +158,12 @@ def _message(value: object, name: str) -> Message:
         raise UserError(f"{name} is {_short(value)}, not an object with role and content")
     data = cast(dict[str, Any], value)
     _refuse_more(data, name)
-    keys = ("from", "value") if data.get("from") is not None else ("role", "content")
+    is_from = data.get("from") is not None
+    keys, known = (("from", "value"), _FROM) if is_from else (("role", "content"), _ROLE)
     missing = [key for key in keys if key not in data]
     if missing:
         raise UserError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
     role = data[keys[0]]
-    known = _FROM if keys[0] == "from" else {str(role): role for role in Role}
     if not isinstance(role, str) or role not in known:
         raise UserError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
     weight = 1 if data.get("weight") is None else data["weight"]

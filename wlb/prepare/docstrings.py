@@ -1,21 +1,29 @@
-"""Conversations about the Python standard library from its docstrings: real text on any machine.
+"""Conversations about Python's standard library from its docstrings: `data.corpus = "docstrings"`.
 
 A public function's docstring answers a question about it; a class is a conversation in several
-turns, the class first and then its methods in source order. Sources are parsed, never imported. A
-hash of the name chooses the words of a question, so equal sources give equal conversations. They
-are for trying fine-tuning out; lengths are heavy-tailed, as those of real conversations are.
-Cost: parsing takes 2 to 4 s; the text of all conversations is held at once.
+turns, the class first and then its methods in source order. Sources are parsed, never imported, in
+2 to 4 s; equal sources give equal conversations, since a hash of the name words the question.
+The stores' tokenizer is a byte-level BPE of the conversations with ChatML's two tokens.
 """
 
 import ast
 import hashlib
 import json
+import platform
+import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.prepare.files import write_text
+from wlb.data.store import TokenStore, store_path
+from wlb.plan import UserError, digest
+from wlb.prepare.chat_encode import ChatChoice
+from wlb.prepare.encode import BPE
+from wlb.prepare.files import found_or_made, write_text
+from wlb.prepare.pipeline import prepare_store
+from wlb.prepare.request import PrepareOptions
 from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
 _ABOUT_FUNCTION = (
@@ -41,6 +49,9 @@ _ABOUT_METHOD = (
 _SYSTEM = "You answer questions about Python's standard library from its documentation."
 _SYSTEM_SHARE = 4
 """One in this many conversations has the system message."""
+
+_FORMAT = 2
+_LEAST_VOCAB = 258
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -149,3 +160,85 @@ def _chosen(forms: Sequence[str], name: str) -> str:
 
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocstringStores:
+    """Prefixes of the two stores. heldout: "" where nothing is held out.
+
+    num_documents, num_tokens, num_targets (trained tokens): of `train`. reused: the stores were
+    there already. time_s: of this call.
+    """
+
+    train: str
+    heldout: str
+    vocab_size: int
+    num_documents: int
+    num_tokens: int
+    num_targets: int
+    reused: bool = True
+    time_s: float = 0.0
+
+
+def prepare_docstrings(
+    folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
+) -> DocstringStores:
+    """Writes, or finds, the stores in `folder`, and the conversations beside them as JSONL.
+
+    vocab_size: includes ChatML's tokens. limit: most tokens of a document; longer ones are split.
+    """
+    if vocab_size <= _LEAST_VOCAB:
+        raise UserError(
+            f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}: 256 bytes and three "
+            f"special tokens"
+        )
+    prefix = docstring_prefix(
+        folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
+    )
+    began = time.perf_counter()
+    conversations = store_path(prefix, ".jsonl")
+    options = PrepareOptions(
+        inputs=(str(conversations),),
+        out=str(prefix),
+        tokenizer=BPE,
+        vocab_size=vocab_size,
+        heldout_fraction=heldout_fraction,
+        seed=seed,
+        overwrite=True,  # parts of an interrupted call are of an older JSONL
+    )
+
+    def make() -> None:
+        write_docstring_conversations(conversations)
+        prepare_store(options, encoder=ChatChoice(template="chatml", limit=limit))
+
+    lock = store_path(prefix, ".jsonl.lock")
+    found, was_there = found_or_made(lock, lambda: _find(prefix, heldout_fraction), make)
+    return replace(found, reused=was_there, time_s=time.perf_counter() - began)
+
+
+def docstring_prefix(
+    folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
+) -> Path:
+    """Prefix of the stores of these arguments for this version of Python."""
+    mark = digest(
+        _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
+    )
+    return Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
+
+
+def _find(prefix: Path, heldout_fraction: float) -> DocstringStores | None:
+    """The stores, or None where they are not complete; the train store is written last."""
+    try:
+        train = TokenStore(prefix)
+        heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None
+    except (UserError, OSError):
+        return None
+    assert train.vocab_size is not None
+    return DocstringStores(
+        train=train.prefix,
+        heldout=heldout.prefix if heldout is not None and heldout.num_documents else "",
+        vocab_size=train.vocab_size,
+        num_documents=train.num_documents,
+        num_tokens=train.num_tokens,
+        num_targets=int(train.num_targets.sum()),
+    )

@@ -1,9 +1,7 @@
 """Records to tokens: which tokenizer, and which special tokens stand around a document.
 
-Tokenizers are a `tokenizer.json`, a byte-level BPE (`train_bpe`), or raw bytes. Special tokens come
-from the policy alone; a document whose text encodes to one all the same (an ordinary piece of the
-vocabulary) is refused. All that a preparation knows of a kind of records is its `EncoderChoice`,
-plain data that travels to worker processes and opens an encoder there.
+All that a preparation knows of a kind of records is its `EncoderChoice`, plain data that travels to
+worker processes and opens an encoder there. Special tokens come from the policy alone.
 Cost: 2 to 3 MB/s a process for BPE, and some 100 bytes a token of the longest piece of text.
 """
 
@@ -92,23 +90,21 @@ class EncoderChoice(Protocol):
         return {}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Of a Parquet file's columns, those to read; UserError where it lacks some."""
+        """Return the columns of a Parquet file to read; UserError where it lacks some."""
         ...
 
     def texts(self, record: Record) -> Sequence[str]:
-        """What a BPE may be trained on; `BadRecord` for a record that is left out."""
+        """Return the text that a BPE may be trained on; `BadRecord` if the record is left out."""
         raise UserError(
             f"--tokenizer {BPE}: these records have no text to train one on; give a tokenizer.json"
         )
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
-        """Those that are added to the tokenizer if it lacks them. tokenizer: "bpe" or a path."""
-        del tokenizer
+        """Special tokens to add to the tokenizer if it lacks them. tokenizer: "bpe" or a path."""
         return ()
 
     def eos_id(self, vocabulary: Vocabulary) -> int | None:
         """The token that ends every document; None if there is none."""
-        del vocabulary
         return None
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:
@@ -172,33 +168,31 @@ class TextEncoder:
         ids = self._ids(text)
         if not ids.size:
             raise BadRecord(Skip.EMPTY, "the tokenizer makes no token of it")
-        unknown = 0
         if self._special.size and (found := np.isin(ids, self._special)).any():
             raise BadRecord(
                 Skip.SPECIAL_TOKEN,
                 f"its text encodes to the special token {ids[found][0]}, which only the policy may "
                 f"set; use a tokenizer without that piece, or take it out of the text",
             )
-        if self._unknown is not None:
-            unknown = int((ids == self._unknown).sum())
         tokens = np.concatenate([self._before, ids, self._after])
-        return [Encoded(tokens=tokens, num_unknown=unknown)]
+        return [Encoded(tokens=tokens, num_unknown=count_of(self._unknown, ids))]
+
+
+def count_of(token: int | None, ids: TokenArray) -> int:
+    """How often `token` is in `ids`; never where there is no such token."""
+    return 0 if token is None else int((ids == token).sum())
 
 
 def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
     """Tokens before and after a document; UserError where the vocabulary lacks one."""
-    bos, eos = vocabulary.bos_id, vocabulary.eos_id
-    for option, token, wanted in (
-        ("--eos", eos, policy != DocumentPolicy.NONE),
-        ("--bos", bos, policy == DocumentPolicy.EOS_BOS),
-    ):
-        if wanted and token is None:
+    after = [vocabulary.eos_id] if policy != DocumentPolicy.NONE else []
+    before = [vocabulary.bos_id] if policy == DocumentPolicy.EOS_BOS else []
+    for option, wanted in (("--eos", after), ("--bos", before)):
+        if None in wanted:
             raise UserError(
                 f"--documents {policy} needs a token that the tokenizer does not name; say which "
                 f"with {option} TOKEN, or use --documents none"
             )
-    before = [bos] if policy == DocumentPolicy.EOS_BOS else []
-    after = [eos] if policy != DocumentPolicy.NONE else []
     return np.array(before, np.int64), np.array(after, np.int64)
 
 
@@ -303,40 +297,28 @@ def read_vocabulary(
     special = {index: token.content for index, token in added.items() if token.special}
     unknown = unknown_id(tokenizer)
     config = _config(Path(folder or Path(path).parent) / "tokenizer_config.json")
-    ids = [
-        _special_id(path, option, given or config.get(key, ""), usual, vocabulary, special)
-        for option, given, key, usual in (
-            ("--bos", bos, "bos_token", _KNOWN_BOS),
-            ("--eos", eos, "eos_token", _KNOWN_EOS),
-        )
-    ]
-    named = {index for index in ids if index is not None}
-    return Vocabulary(
-        size=max(vocabulary.values(), default=-1) + 1,
-        bos_id=ids[0],
-        eos_id=ids[1],
-        unknown_id=unknown,
-        special=tuple(sorted((set(special) | named) - {unknown})),
-    )
 
-
-def _special_id(
-    path: str | Path,
-    option: str,
-    name: str,
-    usual: tuple[str, ...],
-    vocabulary: dict[str, int],
-    special: dict[int, str],
-) -> int | None:
-    if name:
+    def id_of(kind: str, name: str | None, usual: tuple[str, ...]) -> int | None:
+        if not name:
+            found = [index for index, content in special.items() if content in usual]
+            return found[0] if len(found) == 1 else None
         if name not in vocabulary:
             some = ", ".join(list(special.values())[:12]) or "none"
             raise UserError(
-                f"{path} has no token {name!r} for {option}; its special tokens are {some}"
+                f"{path} has no token {name!r} for --{kind}; its special tokens are {some}"
             )
         return vocabulary[name]
-    found = [index for index, content in special.items() if content in usual]
-    return found[0] if len(found) == 1 else None
+
+    bos_id = id_of("bos", bos or token_text(config.get("bos_token")), _KNOWN_BOS)
+    eos_id = id_of("eos", eos or token_text(config.get("eos_token")), _KNOWN_EOS)
+    named = {index for index in (bos_id, eos_id) if index is not None}
+    return Vocabulary(
+        size=max(vocabulary.values(), default=-1) + 1,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        unknown_id=unknown,
+        special=tuple(sorted((set(special) | named) - {unknown})),
+    )
 
 
 def unknown_id(tokenizer: "Tokenizer") -> int | None:
@@ -348,8 +330,14 @@ def unknown_id(tokenizer: "Tokenizer") -> int | None:
     return tokenizer.token_to_id(name) if isinstance(name, str) else None
 
 
-def _config(path: Path) -> dict[str, str]:
-    """bos_token and eos_token of a tokenizer_config.json; empty where there is none."""
+def token_text(value: Any) -> str | None:
+    """A token as configurations write it: its text, or an object with its content."""
+    content = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The object of a tokenizer_config.json; empty where there is none."""
     try:
         data: Any = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -358,12 +346,4 @@ def _config(path: Path) -> dict[str, str]:
         raise UserError(f"{path} cannot be read ({error}); repair or remove it") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a JSON object; repair or remove it")
-    found: dict[str, str] = {}
-    for key in ("bos_token", "eos_token"):
-        token = cast("dict[str, Any]", data).get(key)
-        content: Any = token
-        if isinstance(token, dict):
-            content = cast("dict[str, Any]", token).get("content")
-        if isinstance(content, str):
-            found[key] = content
-    return found
+    return cast("dict[str, Any]", data)

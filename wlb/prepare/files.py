@@ -1,11 +1,14 @@
 """Files that are complete or absent, and locks that let one process prepare a store."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from wlb.data.store import temporary_name
+
+Found = TypeVar("Found")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,3 +31,21 @@ def locked(path: Path) -> Generator[None]:
         except (ImportError, OSError):
             pass
         yield  # closing the file releases the lock, also when the process dies
+
+
+def found_or_made(
+    lock: Path, find: Callable[[], Found | None], make: Callable[[], object]
+) -> tuple[Found, bool]:
+    """Return what `find` finds and whether it was there already; else one process makes it."""
+    if (found := find()) is not None:
+        return found, True
+    with locked(lock):
+        if (found := find()) is not None:  # another process was faster
+            return found, True
+        make()
+        if (found := find()) is None:
+            raise RuntimeError(
+                f"what was made beside {lock} cannot be read, or another process replaced it with "
+                f"other settings"
+            )
+        return found, False

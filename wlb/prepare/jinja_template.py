@@ -1,11 +1,9 @@
-"""Jinja chat templates in exact parts, found by running the template.
+"""Jinja chat templates in exact parts, found by running the template in jinja2's sandbox.
 
 1. Render a sequence of roles once with a marker for each content; all must come out, in order.
 2. Trained is what {% generation %} blocks hold. Without them a turn ends where the text of the
-conversation up to there ends, which must start the longer text; trained are the content and
-what follows it up to the first special token.
-3. Render each conversation with its contents too: the parts must add up to the same text, so a
-template that changes, repeats or drops contents is refused. Templates run in jinja2's sandbox.
+conversation up to there ends, which must start the longer text.
+3. Render each conversation with its contents too: the parts must add up to the same text.
 """
 
 import itertools
@@ -13,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +26,7 @@ from wlb.prepare.chat_template import (
     trained_messages,
 )
 from wlb.prepare.conversation import Conversation, Role
+from wlb.prepare.encode import token_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -77,7 +77,7 @@ class JinjaTemplate:
                 f"chat template {name} uses {', '.join(missing)}, which nothing gives; put it into "
                 f"the tokenizer_config.json beside it, or give it as a variable"
             )
-        self._shapes: dict[tuple[Role, ...], _Shape] = {}
+        self._shape = lru_cache(_MOST_SHAPES)(self._measure)
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
         """UserError for a conversation whose parts are not exactly known."""
@@ -98,15 +98,11 @@ class JinjaTemplate:
             for piece in shape.pieces
         )
         first = [piece.owner for piece in shape.pieces]
-        starts = [
-            first.index(i)
-            for i, role in enumerate(roles)
-            if role == Role.USER and i and shape.is_end_known[i - 1]
-        ]
-        has_system = conversation.messages[0].role == Role.SYSTEM
-        prefix = int(shape.pieces[0].text == self._variables.get("bos_token"))
-        if has_system:
-            prefix = sum(owner == 0 for owner in first)
+        later = [i for i, role in enumerate(roles) if i and role == Role.USER]
+        starts = [first.index(i) for i in later if shape.is_end_known[i - 1]]
+        has_system = roles[0] == Role.SYSTEM
+        has_bos = shape.pieces[0].text == self._variables.get("bos_token")
+        prefix = first.count(0) if has_system else int(has_bos)
         is_apart = not has_system or shape.is_end_known[0]
         return Rendered(
             parts=parts,
@@ -115,7 +111,7 @@ class JinjaTemplate:
         )
 
     def _train(self, piece: _Piece, shape: _Shape) -> Train:
-        """What is trained of a piece of a trained message."""
+        """Return what is trained of a piece of a trained message."""
         if self.has_generation:
             return Train.ALL if piece.is_generated else Train.NO
         if piece.is_content:
@@ -144,14 +140,6 @@ class JinjaTemplate:
             f"than remove white space around them), so what is trained is not exactly known; use "
             f"a template that writes contents as they are"
         )
-
-    def _shape(self, roles: tuple[Role, ...]) -> _Shape:
-        shape = self._shapes.get(roles)
-        if shape is None:
-            if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            shape = self._shapes[roles] = self._measure(roles)
-        return shape
 
     def _measure(self, roles: tuple[Role, ...]) -> _Shape:
         """Renders with markers and finds where turns end (steps 1 and 2 of the module)."""
@@ -260,14 +248,11 @@ def _compile(source: str, name: str) -> tuple["Template", bool, set[str]]:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: object, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     open_environment: Any = environment  # its dictionaries are not typed
-    open_environment.filters["tojson"] = to_json
+    open_environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     open_environment.globals["raise_exception"] = refuse
     try:
         wanted = meta.find_undeclared_variables(environment.parse(source))
@@ -296,14 +281,13 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
             f"or a file with a Jinja template"
         )
     config_path = path if path.suffix == ".json" else path.with_name("tokenizer_config.json")
-    config: dict[str, Any] = {}
-    if config_path.is_file():
-        try:
-            config = cast(dict[str, Any], json.loads(config_path.read_bytes()))
-        except ValueError as error:
-            raise UserError(f"{config_path} is not JSON: {error}") from error
+    try:
+        has_config = config_path.is_file()
+        config: dict[str, Any] = json.loads(config_path.read_bytes()) if has_config else {}
+    except ValueError as error:
+        raise UserError(f"{config_path} is not JSON: {error}") from error
     source = _source_of(config, path) if path.suffix == ".json" else path.read_text("utf-8")
-    tokens = {key: _token(value) for key, value in config.items() if key.endswith("_token")}
+    tokens = {key: token_text(value) for key, value in config.items() if key.endswith("_token")}
     known = {key: value for key, value in tokens.items() if value is not None}
     return JinjaTemplate(source, name=str(name), variables={**known, **given})
 
@@ -316,9 +300,3 @@ def _source_of(config: dict[str, Any], path: Path) -> str:
     if not isinstance(found, str):
         raise UserError(f"{path} has no chat_template; give the file that has it")
     return found
-
-
-def _token(value: Any) -> str | None:
-    """A token as configurations write it: its text, or an object with its content."""
-    content = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None

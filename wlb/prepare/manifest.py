@@ -1,7 +1,6 @@
 """What a preparation was asked for, kept beside its parts and in its store.
 
-An interrupted preparation continues only with equal arguments and unchanged inputs (path, size,
-modification time); otherwise the difference is named.
+An interrupted preparation continues only with equal arguments and unchanged inputs.
 """
 
 import hashlib
@@ -33,14 +32,14 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """What changed between two manifests, in words; empty if they are equal."""
-    found: list[str] = []
+    """Describe what changed between two manifests; empty if they are equal."""
     if old.get("format") != new["format"]:
         return [f"it was made by another version of this program (format {old.get('format')})"]
-    for name in sorted({*old["arguments"], *new["arguments"]}):
-        then, now = (side["arguments"].get(name) for side in (old, new))
-        if then != now:
-            found.append(f"{name} was {then!r}, is {now!r}")
+    sides = [
+        (name, *(side["arguments"].get(name) for side in (old, new)))
+        for name in sorted({*old["arguments"], *new["arguments"]})
+    ]
+    found = [f"{name} was {then!r}, is {now!r}" for name, then, now in sides if then != now]
     files = [{file["path"]: file for file in side["inputs"]} for side in (old, new)]
     changed: list[str] = []
     for path in {**files[0], **files[1]}:

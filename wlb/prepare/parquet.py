@@ -1,8 +1,7 @@
-"""Parquet files as records, some rows at a time.
+"""Parquet files as records, one batch of rows at a time.
 
-pyarrow (extra `[data]`) is imported where a Parquet file is met. Strings, also inside lists and
-structs, are given as bytes: a column may hold invalid UTF-8, which is an error of that row alone.
-Cost: memory of one batch of rows and of the compressed pages that they lie in.
+pyarrow is imported where a Parquet file is met. Strings, also inside lists and structs, are given
+as bytes: a column may hold invalid UTF-8, which is an error of that row alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +35,10 @@ def open_parquet(path: str) -> Any:
         raise UserError(f"{path} is not a Parquet file or is corrupt ({error})") from None
 
 
-def row_groups(path: str, *, shard_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first, stop, bytes) of runs of row groups of about `shard_bytes` uncompressed bytes each."""
+def group_sizes(path: str) -> list[int]:
+    """Uncompressed bytes of each row group."""
     metadata = open_parquet(path).metadata
-    first, size = 0, 0
-    for group in range(metadata.num_row_groups):
-        size += metadata.row_group(group).total_byte_size
-        if size >= shard_bytes or group == metadata.num_row_groups - 1:
-            yield first, group + 1, size
-            first, size = group + 1, 0
+    return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
 def parquet_records(
@@ -56,9 +50,8 @@ def parquet_records(
     names = columns(file.schema_arrow.names)
     row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
     try:
-        for batch in file.iter_batches(
-            batch_size=_PARQUET_ROWS, row_groups=list(groups), columns=list(names)
-        ):
+        chosen: dict[str, Any] = {"row_groups": list(groups), "columns": list(names)}
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, **chosen):
             values = [_values(batch.column(batch.schema.names.index(name))) for name in names]
             for items in zip(*values, strict=True):
                 yield row, dict(zip(names, items, strict=True))

@@ -1,32 +1,30 @@
 """Parts: the pair of stores (train, held-out) that a shard becomes, and their merging.
 
 A part is complete when its summary exists, which is written after both of its stores. Merging reads
-parts in order, a document at a time, so the result does not depend on who made which part or when.
-Cost: memory of one document, and 8 bytes a document of the writer.
+parts in order, so the result does not depend on who made which part or when. A record is held out
+where a hash of (seed, name) is below the fraction; where a fraction above 0 leaves one side empty,
+the record nearest to the limit changes sides.
 """
 
+import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wlb.data.store import TokenStore, TokenStoreWriter
 from wlb.data.targets import spans_of
-from wlb.plan import UserError
+from wlb.plan import BoolArray, UserError
 from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
-from wlb.prepare.records import (
-    AnyShard,
-    BadRecord,
-    OnError,
-    RecordPosition,
-    read_shard,
-)
-from wlb.prepare.split import draw
+from wlb.prepare.records import AnyShard, BadRecord, OnError, RecordPosition, read_shard
+from wlb.prepare.request import Status
 from wlb.prepare.text import Skip
 
 SIDES = ("train", "heldout")
@@ -42,7 +40,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartJob:
-    """What all shards of a preparation have in common.
+    """Settings that all shards of a preparation share.
 
     folder: where parts are written. tokenizer: a path, or "" for raw bytes. text_key: the key that
     the text of a file or line gets.
@@ -70,9 +68,9 @@ class PartJob:
 _Nearest = tuple[float, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PartSummary:
-    """The outcome of a shard.
+    """The outcome of a shard, filled in while it is encoded.
 
     num_documents, num_tokens: of train and held-out. counts: sums of `Encoded.counts`. examples:
     the first records left out, by reason. nearest: for each side (draw, first row, number of rows)
@@ -81,34 +79,26 @@ class PartSummary:
 
     shard: int
     size: int
-    num_documents: tuple[int, int]
-    num_tokens: tuple[int, int]
-    num_unknown: int
-    counts: dict[str, int]
-    skipped: dict[str, int]
-    examples: dict[str, list[str]]
-    nearest: tuple[_Nearest | None, _Nearest | None]
+    num_documents: list[int] = field(default_factory=lambda: [0, 0])
+    num_tokens: list[int] = field(default_factory=lambda: [0, 0])
+    num_unknown: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    nearest: list[_Nearest | None] = field(default_factory=lambda: [None, None])
 
     @classmethod
     def read(cls, path: Path) -> "PartSummary":
         data = json.loads(path.read_bytes())
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps({f.name: getattr(self, f.name) for f in fields(self)}))
 
-@dataclass(slots=True)
-class _ShardCounts:
-    """Counts of one shard while it is encoded."""
-
-    job: PartJob
-    counts: Counter[str] = field(default_factory=Counter[str])
-    skipped: Counter[str] = field(default_factory=Counter[str])
-    examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    num_unknown: int = 0
-
-    def leave_out(self, position: RecordPosition, bad: BadRecord) -> None:
+    def leave_out(self, job: PartJob, position: RecordPosition, bad: BadRecord) -> None:
         """Counts a record that is no document, or raises UserError with its place."""
-        action, option = self.job.on_error, "--on-error"
-        actions = self.job.choice.actions
+        action, option = job.on_error, "--on-error"
+        actions = job.choice.actions
         if bad.reason in actions:
             action, option = actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
@@ -121,10 +111,6 @@ class _ShardCounts:
         if len(shown) < MOST_EXAMPLES:
             shown.append(f"{position.spoken()}: {bad}")
 
-    def add(self, encoded: Encoded) -> None:
-        self.num_unknown += encoded.num_unknown
-        self.counts.update(encoded.counts)
-
 
 def encode_shard(
     job: PartJob,
@@ -135,8 +121,7 @@ def encode_shard(
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> PartSummary:
     """Writes the part of shard `number`; UserError for a bad record unless those are skipped."""
-    counts = _ShardCounts(job)
-    nearest: list[_Nearest | None] = [None, None]
+    summary = PartSummary(shard=number, size=shard.size)
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -144,28 +129,19 @@ def encode_shard(
             )
             for side in range(2)
         ]
-        for position, documents in _records(job, encoder, shard, counts, is_stopped):
+        for position, documents in _records(job, encoder, shard, summary, is_stopped):
             drawn = draw(job.seed, position.name)
             side = int(drawn < job.heldout_fraction)
-            at = nearest[side]
+            at = summary.nearest[side]
             if at is None or (drawn > at[0] if side else drawn < at[0]):
-                nearest[side] = (drawn, writers[side].num_documents, len(documents))
+                summary.nearest[side] = (drawn, writers[side].num_documents, len(documents))
             for encoded in documents:
-                counts.add(encoded)
+                summary.num_unknown += encoded.num_unknown
+                summary.counts.update(encoded.counts)
                 add(writers[side], encoded, position)
-        sizes = [(writer.num_documents, writer.num_tokens) for writer in writers]
-    summary = PartSummary(
-        shard=number,
-        size=shard.size,
-        num_documents=(sizes[0][0], sizes[1][0]),
-        num_tokens=(sizes[0][1], sizes[1][1]),
-        num_unknown=counts.num_unknown,
-        counts=dict(counts.counts),
-        skipped=dict(counts.skipped),
-        examples=counts.examples,
-        nearest=(nearest[0], nearest[1]),
-    )
-    write_text(job.summary_path(number), json.dumps(asdict(summary)))
+        summary.num_documents = [writer.num_documents for writer in writers]
+        summary.num_tokens = [writer.num_tokens for writer in writers]
+    summary.write(job.summary_path(number))
     return summary
 
 
@@ -173,7 +149,7 @@ def _records(
     job: PartJob,
     encoder: RecordEncoder,
     shard: AnyShard,
-    counts: _ShardCounts,
+    summary: PartSummary,
     is_stopped: Callable[[], bool],
 ) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
     """(position, its documents) of the records that are not left out."""
@@ -186,7 +162,7 @@ def _records(
                 raise record
             made = encoder.encode(record)
         except BadRecord as bad:
-            counts.leave_out(position, bad)
+            summary.leave_out(job, position, bad)
             continue
         if not made:
             raise UserError(f"{position.spoken()}: the encoder gave neither document nor reason")
@@ -222,6 +198,25 @@ def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
             os.unlink(entry.path)
 
 
+def draw(seed: int, name: str) -> float:
+    """A number in [0, 1) that (seed, name) decides: below the fraction is held out."""
+    data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
+
+
+def heldout_rows(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
+    """Mask of the held-out documents, bool [num_documents]; a single document is trained."""
+    draws = np.array([draw(seed, name) for name in names])
+    heldout = draws < fraction
+    if heldout.size <= 1:
+        heldout[:] = False
+    elif fraction > 0 and not heldout.any():
+        heldout[np.argmin(draws)] = True
+    elif heldout.all():
+        heldout[np.argmax(draws)] = False
+    return heldout
+
+
 def moved_record(
     summaries: Sequence[PartSummary], *, fraction: float
 ) -> tuple[int, int, range] | None:
@@ -243,30 +238,40 @@ def moved_record(
 
 def merge_parts(
     job: PartJob,
-    summaries: Sequence[PartSummary],
-    writers: Sequence[TokenStoreWriter],
+    parts: Sequence[PartSummary],
+    prefixes: Sequence[str],
+    about: dict[str, Any],
     *,
-    progress: Callable[[int], None],
+    report: Callable[[Status], None],
 ) -> None:
-    """Adds all parts, in order of shards, to the stores of the two sides.
+    """Writes the stores `prefixes` (train and held-out, or train alone) from the parts in order.
 
-    writers: for train and held-out, or for train alone. progress: called with each finished shard.
+    about: keywords of `TokenStoreWriter` besides those that the job knows.
     """
-    moved = moved_record(summaries, fraction=job.heldout_fraction)
-    for summary in summaries:
-        for side in range(2):
-            store = TokenStore(job.prefix(summary.shard, side))
-            for row in range(store.num_documents):
-                is_moved = moved is not None and moved[:2] == (summary.shard, side)
-                target = 1 - side if is_moved and row in moved[2] else side
-                trained = spans_of(store.trained(row)) if store.has_targets else None
-                writers[target].add(store.read(row), trained)
-        progress(summary.shard)
+    vocabulary = job.vocabulary
+    about = {"vocab_size": vocabulary.size, "eos_id": job.choice.eos_id(vocabulary), **about}
+    moved = moved_record(parts, fraction=job.heldout_fraction)
+    total, done = sum(part.size for part in parts), 0
+    with ExitStack() as stack:  # it ends the held-out store first, so that the other marks the end
+        writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
+        for part in parts:
+            for side in range(2):
+                store = TokenStore(job.prefix(part.shard, side))
+                for row in range(store.num_documents):
+                    is_moved = moved is not None and moved[:2] == (part.shard, side)
+                    target = 1 - side if is_moved and row in moved[2] else side
+                    trained = spans_of(store.trained(row)) if store.has_targets else None
+                    writers[target].add(store.read(row), trained)
+            done += part.size
+            report(Status(stage="merge", size=total, done=done))
 
 
-def totals(summaries: Sequence[PartSummary]) -> dict[str, Any]:
-    """Sums over all shards: counts, unknown tokens, records left out with first examples."""
-    skipped: Counter[str] = Counter()
+def totals(summaries: Sequence[PartSummary], listed: Mapping[str, int]) -> dict[str, Any]:
+    """Sums over all shards: counts, unknown tokens, records left out with first examples.
+
+    listed: how many files the listing of inputs left out, by reason.
+    """
+    skipped = Counter[str](listed)
     counts: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}
     for summary in summaries:

@@ -2,23 +2,21 @@
 
 1. List the inputs and divide them into shards (`records.py`). 2. Copy the tokenizer, or train a BPE
 on training records, into `<out>.parts` (`tokenizer.py`). 3. Encode every shard into a part
-(`parts.py`). 4. Merge parts in order into `<out>` and `<out>-heldout`.
-Guarantees: stores are complete or absent, and the same to the byte for any number of processes and
-after any interruption. A second call with equal inputs finds them.
+(`parts.py`). 4. Merge parts in order into `<out>` and `<out>-heldout`, complete or absent.
 Cost: memory of one document a process; on disk the tokens twice until parts are removed.
 """
 
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wlb.data.store import TokenStore, TokenStoreWriter, store_path
+from wlb.data.store import TokenStore, store_path
 from wlb.plan import UserError
 from wlb.prepare.encode import BPE, EncoderChoice, TextChoice
 from wlb.prepare.files import locked, write_text
@@ -70,7 +68,6 @@ def prepare_store(
     arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
     """
     began = time.perf_counter()
-    report = progress or _no_progress
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(options.out).resolve().parents:
             raise UserError(
@@ -93,37 +90,24 @@ def prepare_store(
         policy=options.policy, text_key=options.text_key, in_pieces=options.tokenizer == BPE
     )
     check_columns(files, choice.columns)
-    manifest = manifest_of(arguments, files)
+    preparation = _Preparation(
+        options=options,
+        choice=choice,
+        files=files,
+        listed={str(reason): count for reason, count in skipped.items()},
+        manifest=manifest_of(arguments, files),
+        report=progress or (lambda _: None),
+    )
     with locked(store_path(options.out, ".lock")):
-        found = _finished(options, manifest, files)
+        found = preparation.finished()
         if found is None:
-            _check_heldout(options, manifest)
-            listed = {str(reason): count for reason, count in skipped.items()}
-            num_shards, num_kept = _prepare(options, choice, files, manifest, listed, report)
-            found = _finished(options, manifest, files)
+            preparation.check_heldout()
+            num_shards, num_kept = preparation.make()
+            found = preparation.finished()
             if found is None:
                 raise RuntimeError(f"{options.out} was replaced while it was prepared")
             found = replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
     return replace(found, time_s=time.perf_counter() - began)
-
-
-def _no_progress(status: Status) -> None:
-    del status
-
-
-def _check_heldout(options: PrepareOptions, manifest: Manifest) -> None:
-    """Refuses to replace a store at OUT-heldout that was not made together with OUT."""
-    heldout = f"{options.out}-heldout"
-    if not store_path(heldout, ".idx").exists():
-        return
-    ours = {_mark_of(options.out)} - {None}
-    if options.heldout_fraction:
-        ours.add(manifest_digest(manifest))
-    if _mark_of(heldout) not in ours:
-        raise UserError(
-            f"{heldout} is a store that was not made together with {options.out}, whose held-out "
-            f"documents go there; write to another --out, or move it away"
-        )
 
 
 def _mark_of(prefix: str) -> str | None:
@@ -148,108 +132,146 @@ def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
             )
 
 
-def _finished(
-    options: PrepareOptions, manifest: Manifest, files: Sequence[InputFile]
-) -> StoreReport | None:
-    """The report of a store that this manifest made; None if there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Preparation:
+    """A call of `prepare_store`. listed: files that the listing left out, by reason."""
 
-    UserError if another store is there and may not be overwritten.
-    """
-    prefix = options.out
-    if not store_path(prefix, ".idx").exists():
-        return None
-    heldout_prefix = f"{prefix}-heldout" if options.heldout_fraction else ""
-    damage = ""
-    try:
-        stores = [TokenStore(p) for p in (prefix, heldout_prefix) if p]
-    except UserError as error:
-        stores, damage = [], str(error)
-    mark = manifest_digest(manifest)
-    infos = [store.info for store in stores if store.info is not None]
-    if not infos or any(i.preparation.get("manifest") != mark for i in infos):
-        if options.overwrite:
+    options: PrepareOptions
+    choice: EncoderChoice
+    files: Sequence[InputFile]
+    listed: dict[str, int]
+    manifest: Manifest
+    report: Progress
+
+    def check_heldout(self) -> None:
+        """Refuses to replace a store at OUT-heldout that was not made together with OUT."""
+        out, heldout = self.options.out, f"{self.options.out}-heldout"
+        if not store_path(heldout, ".idx").exists():
+            return
+        ours = {_mark_of(out)} - {None}
+        if self.options.heldout_fraction:
+            ours.add(manifest_digest(self.manifest))
+        if _mark_of(heldout) not in ours:
+            raise UserError(
+                f"{heldout} is a store that was not made together with {out}, whose held-out "
+                f"documents go there; write to another --out, or move it away"
+            )
+
+    def finished(self) -> StoreReport | None:
+        """The report of a store that this manifest made; None if there is none.
+
+        UserError if another store is there and may not be overwritten.
+        """
+        prefix = self.options.out
+        if not store_path(prefix, ".idx").exists():
             return None
-        what = f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
-        raise UserError(
-            f"{prefix} is there already and {what}; write to another --out, or replace it with "
-            f"--overwrite"
+        heldout_prefix = f"{prefix}-heldout" if self.options.heldout_fraction else ""
+        damage = ""
+        try:
+            stores = [TokenStore(p) for p in (prefix, heldout_prefix) if p]
+        except UserError as error:
+            stores, damage = [], str(error)
+        mark = manifest_digest(self.manifest)
+        infos = [store.info for store in stores if store.info is not None]
+        if not infos or any(i.preparation.get("manifest") != mark for i in infos):
+            if self.options.overwrite:
+                return None
+            what = (
+                f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
+            )
+            raise UserError(
+                f"{prefix} is there already and {what}; write to another --out, or replace it with "
+                f"--overwrite"
+            )
+        info, lengths = infos[0], stores[0].lengths
+        held = stores[1] if len(stores) > 1 else None
+        p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
+        about: dict[str, Any] = {"counts": {}, **info.preparation}  # old stores have no counts
+        return StoreReport(
+            prefix=prefix,
+            heldout=heldout_prefix,
+            tokenizer=str(Path(prefix).parent / info.tokenizer) if info.tokenizer else "",
+            vocab_size=info.vocab_size,
+            num_documents=stores[0].num_documents,
+            num_tokens=stores[0].num_tokens,
+            num_targets=int(stores[0].num_targets.sum()),
+            num_heldout_documents=held.num_documents if held else 0,
+            num_heldout_tokens=held.num_tokens if held else 0,
+            num_heldout_targets=int(held.num_targets.sum()) if held else 0,
+            lengths_p50=p50,
+            lengths_p99=p99,
+            longest=int(lengths.max()),
+            **{name: about[name] for name in ("counts", "skipped", "examples", "num_unknown")},
+            checksum=info.checksum,
+            num_files=len(self.files),
+            num_bytes=sum(file.size for file in self.files),
         )
-    info, lengths = infos[0], stores[0].lengths
-    held = stores[1] if len(stores) > 1 else None
-    p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
-    return StoreReport(
-        prefix=prefix,
-        heldout=heldout_prefix,
-        tokenizer=str(Path(prefix).parent / info.tokenizer) if info.tokenizer else "",
-        vocab_size=info.vocab_size,
-        num_documents=stores[0].num_documents,
-        num_tokens=stores[0].num_tokens,
-        num_targets=int(stores[0].num_targets.sum()),
-        num_heldout_documents=held.num_documents if held else 0,
-        num_heldout_tokens=held.num_tokens if held else 0,
-        num_heldout_targets=int(held.num_targets.sum()) if held else 0,
-        lengths_p50=p50,
-        lengths_p99=p99,
-        longest=int(lengths.max()),
-        counts=info.preparation.get("counts", {}),  # stores of older versions have none
-        skipped=info.preparation["skipped"],
-        examples=info.preparation["examples"],
-        num_unknown=info.preparation["num_unknown"],
-        checksum=info.checksum,
-        num_files=len(files),
-        num_bytes=sum(file.size for file in files),
-        num_shards=0,
-        num_kept=0,
-        reused=True,
-        time_s=0.0,
-    )
 
-
-def _prepare(
-    options: PrepareOptions,
-    choice: EncoderChoice,
-    files: Sequence[InputFile],
-    manifest: Manifest,
-    listed: dict[str, int],
-    report: Progress,
-) -> tuple[int, int]:
-    """Makes parts, then stores; returns the numbers of shards and of parts that existed."""
-    folder = store_path(options.out, ".parts")
-    if options.overwrite and folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    is_begun = open_manifest(folder / "manifest.json", manifest)
-    remove_unfinished(folder)
-    for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
-        remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
-    size = sum(file.size for file in files)
-    shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
-    shards = list_shards(files, shard_bytes=shard_bytes)
-    report(Status(stage="tokenizer", size=size, done=0))
-    try:
-        tokenizer = prepare_tokenizer(options, choice, folder, shards)
-        choice.open(tokenizer.path, tokenizer.vocabulary)  # refuses a tokenizer that does not fit
-    except UserError:
-        if not is_begun:  # no part exists that would be lost
+    def make(self) -> tuple[int, int]:
+        """Makes parts, then stores; returns the numbers of shards and of parts that existed."""
+        options, folder = self.options, store_path(self.options.out, ".parts")
+        if options.overwrite and folder.exists():
             shutil.rmtree(folder)
-        raise
-    job = PartJob(
-        folder=str(folder),
-        choice=choice,
-        tokenizer=tokenizer.path,
-        vocabulary=tokenizer.vocabulary,
-        text_key=options.text_key,
-        heldout_fraction=options.heldout_fraction,
-        seed=options.seed,
-        on_error=options.on_error,
-    )
-    summaries = encode_parts(job, shards, processes=options.processes, report=report)
-    num_kept = sum(kept for _, kept in summaries)
-    check_unchanged(files)
-    parts = [summary for summary, _ in summaries]
-    _publish(options, job, parts, tokenizer.checksum, manifest, listed, report)
-    shutil.rmtree(folder)
-    return len(shards), num_kept
+        folder.mkdir(parents=True, exist_ok=True)
+        is_begun = open_manifest(folder / "manifest.json", self.manifest)
+        remove_unfinished(folder)
+        for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
+            remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
+        size = sum(file.size for file in self.files)
+        shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
+        shards = list_shards(self.files, shard_bytes=shard_bytes)
+        self.report(Status(stage="tokenizer", size=size, done=0))
+        try:
+            tokenizer = prepare_tokenizer(options, self.choice, folder, shards)
+            self.choice.open(tokenizer.path, tokenizer.vocabulary)  # refuses one that does not fit
+        except UserError:
+            if not is_begun:  # no part exists that would be lost
+                shutil.rmtree(folder)
+            raise
+        job = PartJob(
+            folder=str(folder),
+            choice=self.choice,
+            tokenizer=tokenizer.path,
+            vocabulary=tokenizer.vocabulary,
+            text_key=options.text_key,
+            heldout_fraction=options.heldout_fraction,
+            seed=options.seed,
+            on_error=options.on_error,
+        )
+        made = encode_parts(job, shards, processes=options.processes, report=self.report)
+        check_unchanged(self.files)
+        self._publish(job, [summary for summary, _ in made], tokenizer.checksum)
+        shutil.rmtree(folder)
+        return len(shards), sum(existed for _, existed in made)
+
+    def _publish(self, job: PartJob, parts: Sequence[PartSummary], checksum: str) -> None:
+        """Merges parts into the stores, after the tokenizer that they name is in place."""
+        options, left_out = self.options, totals(parts, self.listed)
+        inputs = ", ".join(options.inputs)
+        if not any(sum(part.num_documents) for part in parts):
+            raise UserError(
+                f"no document is left of {inputs} (left out: {left_out['skipped']}, such as "
+                f"{left_out['examples']})"
+            )
+        name = None
+        if job.tokenizer:
+            path = store_path(options.out, "-tokenizer.json")
+            write_text(path, Path(job.tokenizer).read_text("utf-8"))
+            name = path.name
+        preparation = {
+            "manifest": manifest_digest(self.manifest),
+            "tokenizer_checksum": checksum,
+            "arguments": self.manifest["arguments"],
+            "num_files": len(self.manifest["inputs"]),
+            **left_out,
+        }
+        heldout = f"{options.out}-heldout"
+        if not options.heldout_fraction:  # the store that is overwritten may have had one
+            for suffix in (".idx", ".bin", ".json", ".targets"):
+                store_path(heldout, suffix).unlink(missing_ok=True)
+        prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
+        about = {"tokenizer": name, "source": inputs, "preparation": preparation}
+        merge_parts(job, parts, prefixes, about, report=self.report)
 
 
 def encode_parts(
@@ -284,71 +306,3 @@ def encode_parts(
         for summary in summaries:
             done(summary, False)
     return [made[number] for number in range(len(shards))]
-
-
-def _publish(
-    options: PrepareOptions,
-    job: PartJob,
-    parts: Sequence[PartSummary],
-    tokenizer_checksum: str,
-    manifest: Manifest,
-    listed: dict[str, int],
-    report: Progress,
-) -> None:
-    """Merges parts into the stores, after the tokenizer that they name is in place."""
-    left_out = totals(parts)
-    for reason, count in listed.items():
-        left_out["skipped"][reason] = left_out["skipped"].get(reason, 0) + count
-    if not sum(sum(part.num_documents) for part in parts):
-        raise UserError(
-            f"no document is left of {', '.join(options.inputs)} (left out: "
-            f"{left_out['skipped']}, such as {left_out['examples']})"
-        )
-    name = None
-    if job.tokenizer:
-        path = store_path(options.out, "-tokenizer.json")
-        write_text(path, Path(job.tokenizer).read_text("utf-8"))
-        name = path.name
-    about: dict[str, Any] = {
-        "vocab_size": job.vocabulary.size,
-        "eos_id": job.choice.eos_id(job.vocabulary),
-        "tokenizer": name,
-        "source": ", ".join(options.inputs),
-        "preparation": {
-            "manifest": manifest_digest(manifest),
-            "tokenizer_checksum": tokenizer_checksum,
-            "arguments": manifest["arguments"],
-            "num_files": len(manifest["inputs"]),
-            **left_out,
-        },
-    }
-    heldout = f"{options.out}-heldout"
-    if not options.heldout_fraction:  # the store that is overwritten may have had one
-        for suffix in (".idx", ".bin", ".json", ".targets"):
-            store_path(heldout, suffix).unlink(missing_ok=True)
-    prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
-    merge_stores(job, parts, prefixes, about, report=report)
-
-
-def merge_stores(
-    job: PartJob,
-    parts: Sequence[PartSummary],
-    prefixes: Sequence[str],
-    about: dict[str, Any],
-    *,
-    report: Progress,
-) -> None:
-    """Writes the stores `prefixes` (train and held-out, or train alone) from the parts in order.
-
-    about: keywords of `TokenStoreWriter`.
-    """
-    total, done = sum(part.size for part in parts), 0
-
-    def merged(shard: int) -> None:
-        nonlocal done
-        done += parts[shard].size
-        report(Status(stage="merge", size=total, done=done))
-
-    with ExitStack() as stack:  # held-out store first, so that the other one marks the end
-        writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
-        merge_parts(job, parts, writers, progress=merged)

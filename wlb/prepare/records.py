@@ -1,11 +1,8 @@
 """Inputs to records: text files, JSONL and Parquet in shards that any process can read.
 
-Listed files are divided: JSONL and line files at line ends, Parquet by row groups, text files into
-groups; a compressed file is one shard. What a shard holds depends on its bytes alone. A
-record is the mapping of a line or row; a text file is {text_key: its text}. What is no record is
-given as a `BadRecord`, and reading continues after it.
-Guarantees: shards in order give every line, row and file once, in the order of the inputs.
-Cost: listing stats each file and opens Parquet files; reading holds one line or file, or 256 rows.
+JSONL and line files are divided at line ends, Parquet by row groups, text files into groups. Shards
+in order give every line, row and file once, in the order of the inputs; what is no record is given
+as a `BadRecord`, and reading continues after it. Reading holds one line or file, or 256 rows.
 """
 
 import bz2
@@ -18,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
 from wlb.plan import UserError
-from wlb.prepare.parquet import Columns, open_parquet, parquet_records, row_groups
+from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
 from wlb.prepare.text import Skip, TextDocuments, folder_documents
 
 Record = Mapping[str, Any]
@@ -44,7 +42,7 @@ class FileKind(StrEnum):
 
 
 class TextUnit(StrEnum):
-    """What one document of a text file is."""
+    """Unit of a text file that is one document."""
 
     FILE = "file"
     LINE = "line"
@@ -197,33 +195,33 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
 def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
     """`files` in order as shards of about `shard_bytes` each."""
     shards: list[Shard] = []
-    group: list[InputFile] = []
-    size = 0
-
-    def close_group() -> None:
-        nonlocal size
-        if group:
-            shards.append(Shard(files=tuple(group), size=size))
-            group.clear()
-            size = 0
-
-    for file in files:
-        if file.kind == FileKind.TEXT:
-            group.append(file)
-            size += file.size
-            if size >= shard_bytes or len(group) >= _MOST_FILES:
-                close_group()
+    for is_text, together in groupby(files, lambda file: file.kind == FileKind.TEXT):
+        group = tuple(together)
+        if not is_text:
+            shards += (shard for file in group for shard in _divided(file, shard_bytes))
             continue
-        close_group()
-        shards += _divided(file, shard_bytes)
-    close_group()
+        for rows, size in runs_of([file.size for file in group], shard_bytes, _MOST_FILES):
+            shards.append(Shard(files=group[rows.start : rows.stop], size=size))
     return shards
+
+
+def runs_of(
+    sizes: Sequence[int], most_bytes: int, most_rows: int | None = None
+) -> Iterator[tuple[range, int]]:
+    """Consecutive rows of about `most_bytes` together, with their bytes."""
+    first = held = 0
+    for row, size in enumerate(sizes):
+        held += size
+        stop = row + 1
+        if held >= most_bytes or stop - first == most_rows or stop == len(sizes):
+            yield range(first, stop), held
+            first, held = stop, 0
 
 
 def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
     if file.kind == FileKind.PARQUET:
-        for start, stop, size in row_groups(file.path, shard_bytes=shard_bytes):
-            yield Shard(files=(file,), start=start, stop=stop, size=size)
+        for rows, size in runs_of(group_sizes(file.path), shard_bytes):
+            yield Shard(files=(file,), start=rows.start, stop=rows.stop, size=size)
     elif Path(file.path).suffix.lower() in _OPENERS:
         yield Shard(files=(file,), start=0, stop=1 << 62, size=file.size)
     else:
@@ -234,14 +232,10 @@ def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
 
 def document_shards(documents: TextDocuments, *, shard_bytes: int) -> list[DocumentShard]:
     """The documents in order, as shards of about `shard_bytes`."""
-    shards: list[DocumentShard] = []
-    first = size = 0
-    for row, document_size in enumerate(documents.sizes):
-        size += document_size
-        if size >= shard_bytes or row + 1 == len(documents.sizes):
-            shards.append(DocumentShard(documents=documents, rows=range(first, row + 1), size=size))
-            first, size = row + 1, 0
-    return shards
+    return [
+        DocumentShard(documents=documents, rows=rows, size=size)
+        for rows, size in runs_of(documents.sizes, shard_bytes)
+    ]
 
 
 def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[Read]:
@@ -259,14 +253,17 @@ def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[
         return
     file = shard.files[0]
     if file.kind == FileKind.PARQUET:
-        for row, record in parquet_records(
-            file.path, groups=range(shard.start, shard.stop), columns=columns
-        ):
+        groups = range(shard.start, shard.stop)
+        for row, record in parquet_records(file.path, groups=groups, columns=columns):
             yield RecordPosition(file=file, offset=row), record
         return
-    parse = _json_record if file.kind == FileKind.JSONL else _line_record
     for offset, line in _lines(file.path, shard.start, shard.stop):
-        yield RecordPosition(file=file, offset=offset), parse(line, text_key)
+        if not line.strip():
+            record = BadRecord(Skip.BLANK_LINE, "blank")
+        else:
+            is_json = file.kind == FileKind.JSONL
+            record = _json_record(line) if is_json else _text(line, text_key)
+        yield RecordPosition(file=file, offset=offset), record
 
 
 def _listed_records(shard: DocumentShard, text_key: str) -> Iterator[Read]:
@@ -276,10 +273,9 @@ def _listed_records(shard: DocumentShard, text_key: str) -> Iterator[Read]:
         path = f"{name} of {documents.description}"
         file = InputFile(path=path, name=name, kind=FileKind.TEXT, size=size, mtime_ns=0)
         text = documents.read(row)
-        if isinstance(text, Skip):
-            yield RecordPosition(file=file), BadRecord(text, "no UTF-8 text")
-        else:
-            yield RecordPosition(file=file), {text_key: text}
+        is_left_out = isinstance(text, Skip)
+        record = BadRecord(text, "no UTF-8 text") if is_left_out else {text_key: text}
+        yield RecordPosition(file=file), record
 
 
 def _open(path: str) -> IO[bytes]:
@@ -328,26 +324,14 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         ) from None
 
 
-def _line_record(line: bytes, text_key: str) -> Record | BadRecord:
-    if not line.strip():
-        return BadRecord(Skip.BLANK_LINE, "blank")
-    return _text(line, text_key)
-
-
-def _json_record(line: bytes, text_key: str) -> Record | BadRecord:
-    del text_key
-    if not line.strip():
-        return BadRecord(Skip.BLANK_LINE, "blank")
+def _json_record(line: bytes) -> Record | BadRecord:
     try:
         value: object = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # nested too deeply, or a number with too many digits
+    except (RecursionError, ValueError) as error:  # too deep, or a number of too many digits
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
     if not isinstance(value, dict):
         return BadRecord(Skip.NOT_AN_OBJECT, f"not a JSON object but {type(value).__name__}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.data.store import file_checksum
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least
 from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
 
@@ -57,9 +57,7 @@ class PrepareOptions:
             )
         minimum = {"sample_bytes": 1, "processes": 1, "shard_bytes": 0, "seed": 0}
         for name, least in minimum.items():
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} = {getattr(self, name)} must be at least {least}")
+            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
 
     def _refuse_options_of_the_bpe(self) -> None:
         for field in fields(self):
@@ -88,8 +86,8 @@ class StoreReport:
 
     num_targets: trained tokens. lengths_p50, lengths_p99, longest: tokens of training documents.
     counts, skipped, num_unknown: sums over both stores of `Encoded.counts`, of records left out by
-    reason (with the first `examples`), of tokens for unknown characters. num_kept: parts
-    that an interrupted call had made. time_s: of this call.
+    reason (with the first `examples`), of tokens for unknown characters. num_shards, num_kept: all
+    parts, and those that an interrupted call had made. time_s: of this call.
     """
 
     prefix: str
@@ -112,10 +110,10 @@ class StoreReport:
     checksum: str
     num_files: int
     num_bytes: int
-    num_shards: int
-    num_kept: int
-    reused: bool
-    time_s: float
+    num_shards: int = 0
+    num_kept: int = 0
+    reused: bool = True
+    time_s: float = 0.0
 
 
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Text to train on: Python's own sources, or the files of a folder.
 
-Documents are listed first (names and sizes, sorted, so every machine with the same files has the
-same order) and read one by one later. Files without text are counted by reason (`Skip`).
-The standard library is the default corpus because it is real, heavy-tailed and on every machine:
-some 1,700 documents of up to 200K tokens, half of all tokens in documents above 16K.
+Documents are listed first, in sorted order, and read one by one later. The standard library is the
+default corpus because it is real, heavy-tailed and on every machine: some 1,700 documents of up to
+200K tokens, half of all tokens in documents above 16K.
 """
 
 import os
@@ -87,12 +86,8 @@ def text_documents(corpus: str) -> FileDocuments:
 def stdlib_documents() -> FileDocuments:
     """The `.py` files of the standard library, tests included, installed packages excluded."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _listed(
-        "the Python standard library",
-        root,
-        suffix=".py",
-        without={"site-packages", "dist-packages", "__pycache__"},
-    )
+    without = {"site-packages", "dist-packages", "__pycache__"}
+    return _listed("the Python standard library", root, suffix=".py", without=without)
 
 
 def folder_documents(path: str | Path) -> FileDocuments:
@@ -113,7 +108,9 @@ def _listed(
 ) -> FileDocuments:
     skipped: Counter[Skip] = Counter()
     found: list[tuple[str, int]] = []
-    for folder, subfolders, files in os.walk(root, onerror=lambda _: _count_folder(skipped)):
+    for folder, subfolders, files in os.walk(
+        root, onerror=lambda _: skipped.update([Skip.UNREADABLE])
+    ):
         shown = [name for name in subfolders if not name.startswith(".")]
         skipped[Skip.HIDDEN] += len(subfolders) - len(shown)
         subfolders[:] = sorted(set(shown) - (without or set()))
@@ -122,8 +119,7 @@ def _listed(
                 skipped[Skip.HIDDEN] += 1
             elif name.endswith(suffix):
                 path = Path(folder, name)
-                size = _size(path)
-                if isinstance(size, Skip):
+                if isinstance(size := _size(path), Skip):
                     skipped[size] += 1
                 else:
                     found.append((path.relative_to(root).as_posix(), size))
@@ -139,19 +135,13 @@ def _listed(
     )
 
 
-def _count_folder(skipped: Counter[Skip]) -> None:
-    skipped[Skip.UNREADABLE] += 1
-
-
 def _size(path: Path) -> int | Skip:
     """Bytes of a regular file; pipes and devices would block the reader, so they are unreadable."""
     try:
         status = path.stat()
     except OSError:
         return Skip.UNREADABLE
-    if not stat.S_ISREG(status.st_mode):
-        return Skip.UNREADABLE
-    return status.st_size or Skip.EMPTY
+    return (status.st_size or Skip.EMPTY) if stat.S_ISREG(status.st_mode) else Skip.UNREADABLE
 
 
 def describe_empty(description: str, skipped: Mapping[Skip, int] | Mapping[str, int]) -> str:

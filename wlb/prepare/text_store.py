@@ -1,11 +1,8 @@
 """`prepare`: text documents to two token stores in one call, for `data.corpus` of a training run.
 
-It is the pipeline of `wlb prepare` (`pipeline.py`) for documents that are listed already: a
-byte-level BPE is trained on about `sample_bytes` of training documents in seeded order, threads
-encode the documents, and each ends with `<|endoftext|>`, which text itself never encodes to.
-A second call with equal inputs (document names and sizes, Python version, arguments) finds the
-stores without reading text, so an edit that keeps a file's size is not noticed. Processes that
-prepare the same prefix wait for the first one where the file system has locks.
+It is the pipeline of `wlb prepare` for documents that are listed already: threads encode them with
+a BPE of their own text. A second call with equal inputs (document names and sizes, Python version,
+arguments) finds the stores without reading text. Processes that prepare the same prefix wait.
 """
 
 import hashlib
@@ -14,7 +11,6 @@ import os
 import platform
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from wlb.data.store import TokenStore, file_checksum, store_path
-from wlb.plan import IntArray, UserError
+from wlb.plan import IntArray, UserError, check_at_least
 from wlb.prepare.encode import END_OF_TEXT, TextChoice, Vocabulary
-from wlb.prepare.files import locked, write_text
-from wlb.prepare.parts import PartJob, totals
-from wlb.prepare.pipeline import encode_parts, merge_stores
+from wlb.prepare.files import found_or_made, write_text
+from wlb.prepare.parts import PartJob, heldout_rows, merge_parts, totals
+from wlb.prepare.pipeline import encode_parts
 from wlb.prepare.records import OnError, document_shards
 from wlb.prepare.request import Status
-from wlb.prepare.split import heldout_rows
 from wlb.prepare.text import Skip, TextDocuments, describe_empty
 from wlb.prepare.tokenizer import sample_texts, train_bpe
 
@@ -83,47 +78,42 @@ def prepare(
         )
     if not 0 <= heldout_fraction < 1:
         raise UserError(f"data.heldout_fraction = {heldout_fraction} must be in [0, 1)")
-    if sample_bytes < 1:
-        raise UserError(f"sample_bytes = {sample_bytes} must be at least 1")
+    check_at_least("sample_bytes", sample_bytes, 1)
     began = time.perf_counter()
-    fingerprint = _fingerprint(documents, vocab_size, heldout_fraction, seed, sample_bytes)
-    found = _find(prefix, fingerprint)
-    if found is None:
-        with locked(store_path(prefix, ".lock")):
-            found = _find(prefix, fingerprint)  # another process may have been faster
-            if found is None:
-                texts = _sample(documents, heldout_fraction, seed, sample_bytes)
-                tokenizer = train_bpe(texts, vocab_size)
-                write_text(_paths(prefix)[2], tokenizer.to_str(pretty=True))
-                eos_id = tokenizer.token_to_id(END_OF_TEXT)
-                assert eos_id is not None
-                vocabulary = Vocabulary(
-                    size=tokenizer.get_vocab_size(), eos_id=eos_id, special=(eos_id,)
-                )
-                _write(
-                    documents,
-                    prefix,
-                    vocabulary,
-                    heldout_fraction=heldout_fraction,
-                    seed=seed,
-                    fingerprint=fingerprint,
-                    progress=progress,
-                )
-                found = _find(prefix, fingerprint)
-                if found is None:
-                    raise RuntimeError(f"another process replaced {prefix} with other settings")
-                found = replace(found, reused=False)
-    return replace(found, time_s=time.perf_counter() - began)
+    listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]
+    asked = (vocab_size, heldout_fraction, seed, sample_bytes)
+    inputs = json.dumps([_FORMAT, platform.python_version(), listing, *asked])
+    fingerprint = hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()
+
+    def make() -> None:
+        texts = _sample(documents, heldout_fraction, seed, sample_bytes)
+        tokenizer = train_bpe(texts, vocab_size)
+        path = _paths(prefix)[2]
+        write_text(path, tokenizer.to_str(pretty=True))
+        eos_id = tokenizer.token_to_id(END_OF_TEXT)
+        assert eos_id is not None
+        size = tokenizer.get_vocab_size()
+        choice = TextChoice(in_pieces=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            job = PartJob(
+                folder=folder,
+                choice=choice,
+                tokenizer=str(path),
+                vocabulary=Vocabulary(size=size, eos_id=eos_id, special=(eos_id,)),
+                text_key=choice.text_key,
+                heldout_fraction=heldout_fraction,
+                seed=seed,
+                on_error=OnError.SKIP,
+            )
+            _write(documents, prefix, job, fingerprint=fingerprint, progress=progress)
+
+    lock = store_path(prefix, ".lock")
+    found, was_there = found_or_made(lock, lambda: _find(prefix, fingerprint), make)
+    return replace(found, reused=was_there, time_s=time.perf_counter() - began)
 
 
 def _paths(prefix: str | Path) -> tuple[str, str, Path]:
     return f"{prefix}-train", f"{prefix}-heldout", store_path(prefix, "-tokenizer.json")
-
-
-def _fingerprint(documents: TextDocuments, *arguments: object) -> str:
-    listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]
-    inputs = [_FORMAT, platform.python_version(), listing, *arguments]
-    return hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
 
 
 def _find(prefix: str | Path, fingerprint: str) -> PreparedStores | None:
@@ -176,52 +166,33 @@ def _sample(
 def _write(
     documents: TextDocuments,
     prefix: str | Path,
-    vocabulary: Vocabulary,
+    job: PartJob,
     *,
-    heldout_fraction: float,
-    seed: int,
     fingerprint: str,
     progress: Progress | None,
 ) -> None:
-    """Encodes into temporary parts and merges them into the two stores."""
+    """Encodes into the parts of `job` and merges them into the two stores."""
     *prefixes, tokenizer = _paths(prefix)
-
-    choice = TextChoice(in_pieces=True)
 
     def report(status: Status) -> None:
         if progress and status.stage == "encode":
             progress(status.done, status.size)
 
-    with tempfile.TemporaryDirectory(prefix=f".{tokenizer.name}.", dir=tokenizer.parent) as folder:
-        job = PartJob(
-            folder=folder,
-            choice=choice,
-            tokenizer=str(tokenizer),
-            vocabulary=vocabulary,
-            text_key=choice.text_key,
-            heldout_fraction=heldout_fraction,
-            seed=seed,
-            on_error=OnError.SKIP,
-        )
-        shards = document_shards(documents, shard_bytes=_SHARD_BYTES)
-        encoded = encode_parts(
-            job, shards, processes=os.cpu_count() or 1, in_threads=True, report=report
-        )
-        parts = [part for part, _ in encoded]
-        counts = Counter({str(reason): count for reason, count in documents.skipped.items()})
-        counts.update(totals(parts)["skipped"])
-        skipped = dict(counts)
-        if not any(sum(part.num_documents) for part in parts):
-            raise UserError(describe_empty(documents.description, skipped))
-        about = {
-            "vocab_size": vocabulary.size,
-            "eos_id": vocabulary.eos_id,
-            "tokenizer": tokenizer.name,
-            "source": documents.description,
-            "preparation": {
-                "fingerprint": fingerprint,
-                "tokenizer_checksum": file_checksum(tokenizer),
-                "skipped": skipped,
-            },
-        }
-        merge_stores(job, parts, prefixes, about, report=report)
+    shards = document_shards(documents, shard_bytes=_SHARD_BYTES)
+    processes = os.cpu_count() or 1
+    encoded = encode_parts(job, shards, processes=processes, in_threads=True, report=report)
+    parts = [part for part, _ in encoded]
+    listed = {str(reason): count for reason, count in documents.skipped.items()}
+    skipped = totals(parts, listed)["skipped"]
+    if not any(sum(part.num_documents) for part in parts):
+        raise UserError(describe_empty(documents.description, skipped))
+    about = {
+        "tokenizer": tokenizer.name,
+        "source": documents.description,
+        "preparation": {
+            "fingerprint": fingerprint,
+            "tokenizer_checksum": file_checksum(tokenizer),
+            "skipped": skipped,
+        },
+    }
+    merge_parts(job, parts, prefixes, about, report=report)

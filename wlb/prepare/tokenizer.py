@@ -1,10 +1,10 @@
 """The tokenizer of a preparation: a copy of a file, or a BPE trained on a sample of its records.
 
-A BPE is trained on training records only, from all shards in seeded order, so the sample does not
-depend on the order of the shards or on processes. Cost: reads each shard until it has its share.
+The sample is of training records only, from all shards in seeded order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ from wlb.prepare.encode import (
     read_vocabulary,
 )
 from wlb.prepare.files import write_text
+from wlb.prepare.parts import draw
 from wlb.prepare.records import BadRecord, Shard, read_shard
 from wlb.prepare.request import PrepareOptions, tokenizer_path
-from wlb.prepare.split import draw
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -101,13 +101,10 @@ def _trained(
     def texts(number: int) -> Iterator[str]:
         return _texts(options, choice, shards[number])
 
-    share = max(1 << 16, -(-options.sample_bytes // len(shards)))
+    total = options.sample_bytes
+    share = max(1 << 16, -(-total // len(shards)))
     sample = sample_texts(
-        len(shards),
-        texts,
-        seed=options.seed,
-        sample_bytes=options.sample_bytes,
-        share_bytes=share,
+        len(shards), texts, seed=options.seed, sample_bytes=total, share_bytes=share
     )
     tokenizer = train_bpe(sample, vocab_size=size)
     add_special_tokens(tokenizer, names)
@@ -163,8 +160,6 @@ def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iter
     for position, record in read_shard(shard, text_key=options.text_key, columns=choice.columns):
         if draw(options.seed, position.name) < options.heldout_fraction:
             continue
-        try:
+        with suppress(BadRecord):  # encoding refuses or counts it
             if not isinstance(record, BadRecord):
                 yield from choice.texts(record)
-        except BadRecord:
-            continue  # encoding refuses or counts it

@@ -1,7 +1,7 @@
 """Workers that encode shards: threads, or processes that open the encoder once each.
 
 Processes are spawned and import the main module again: call from a program that guards its entry
-with `if __name__ == "__main__"`. A worker process ends when the process that started it has gone.
+with `if __name__ == "__main__"`.
 """
 
 import os

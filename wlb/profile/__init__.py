@@ -1,14 +1,9 @@
 """`python -m wlb.profile`: measures kernels and fits W_a and W_l (Eq. 2, Section 5.3)."""
 
-from wlb.profile.build import BuiltProfile, SweepOrigin, build
-from wlb.profile.sweep import PRESETS, SweepSettings, run_sweep, settings_of
-
-__all__ = [
-    "PRESETS",
-    "BuiltProfile",
-    "SweepOrigin",
-    "SweepSettings",
-    "build",
-    "run_sweep",
-    "settings_of",
-]
+from wlb.profile.build import BuiltProfile as BuiltProfile
+from wlb.profile.build import SweepOrigin as SweepOrigin
+from wlb.profile.build import build as build
+from wlb.profile.sweep import PRESETS as PRESETS
+from wlb.profile.sweep import SweepSettings as SweepSettings
+from wlb.profile.sweep import run_sweep as run_sweep
+from wlb.profile.sweep import settings_of as settings_of

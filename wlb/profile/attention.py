@@ -9,6 +9,7 @@ and last, for the test-retest error. Kernels run as the executor's custom ops, w
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from wlb.cost import FlopsWorkload
 from wlb.data import LengthFamily
 from wlb.kernels import Segments
+from wlb.kernels.backend import SavedTensors
 from wlb.kernels.op import backward, forward
 from wlb.kernels.sdpa import PADDED_LENGTHS
 from wlb.plan import IntArray, digest, offsets_of
@@ -32,6 +34,7 @@ CPU_KEYS, CPU_SEGMENTS = 4096, 256
 """Keys that make a CPU call's own cost negligible, and the largest number of segments."""
 MOST_BYTES = 24 << 30
 """Limit of keys, values and their gradients in a call of equal segments."""
+NAMED_BY = ("backend", "num_heads", "num_kv_heads", "head_dim")
 STRATEGIES = ("per_sequence", "per_document", "balanced")
 
 
@@ -49,17 +52,17 @@ class HeadLayout:
     @property
     def name(self) -> dict[str, Any]:
         """The entries of a task's point."""
-        return {
-            "backend": self.backend,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-        }
+        return {name: getattr(self, name) for name in NAMED_BY}
 
     @property
     def group(self) -> int:
         """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kernel(self) -> tuple[str, int, int]:
+        """Key of layouts whose throughput differs only by their number of heads."""
+        return self.backend, self.head_dim, self.group
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -121,7 +124,9 @@ def time_call(
         return forward(layout.backend, q_THD, k_SGD, v_SGD, segments)
 
     def run_backward(saved: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return backward(layout.backend, grad_THD, q_THD, k_SGD, v_SGD, *saved, segments)
+        return backward(
+            layout.backend, grad_THD, SavedTensors(q_THD, k_SGD, v_SGD, *saved), segments
+        )
 
     passes = timer.time_passes(run_forward, run_backward, budget_s=budget_s, least=3, most=50)
     numbers: Numbers = {}
@@ -161,18 +166,17 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 
 def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
     """Kinds "call" (a tiny segment), "two_groups" (with another), "grid", "held_pair"."""
+    task = partial(_equal_task, layout, grid, timer)
     shortest = grid.lengths[0]
-    tasks = [_equal_task("call", layout, shortest, shortest, 1, grid, timer, has_other=False)]
+    tasks = [task("call", shortest, shortest, count=1, has_other=False)]
     if layout.padded_lengths:
         second = layout.padded_lengths[1]
-        tasks.append(_equal_task("two_groups", layout, second, second, 1, grid, timer))
-    for q, kv in grid_pairs(layout, grid):
-        tasks.append(_equal_task("grid", layout, q, kv, count_of(layout, q, kv), grid, timer))
+        tasks.append(task("two_groups", second, second, count=1))
+    tasks += [task("grid", q, kv) for q, kv in grid_pairs(layout, grid)]
     rng = np.random.default_rng(1)
     for _ in range(grid.held_pairs):
-        a, b = np.exp(rng.uniform(np.log(grid.lengths[0]), np.log(grid.longest), 2))
-        q, kv = round(min(a, b)), round(max(a, b))
-        tasks.append(_equal_task("held_pair", layout, q, kv, count_of(layout, q, kv), grid, timer))
+        a, b = np.exp(rng.uniform(np.log(shortest), np.log(grid.longest), 2))
+        tasks.append(task("held_pair", round(min(a, b)), round(max(a, b))))
     return tasks
 
 
@@ -182,7 +186,7 @@ def head_tasks(
     """Kind "heads": a few points at the layout's and at other numbers of heads."""
     some = [n for n in grid.lengths if 128 <= n <= 8192][::3]
     return [
-        _equal_task("heads", at, q, kv, count_of(at, q, kv), grid, timer)
+        _equal_task(at, grid, timer, "heads", q, kv)
         for at in (layout, *others)
         for i, q in enumerate(some)
         for kv in some[i:]
@@ -190,19 +194,21 @@ def head_tasks(
 
 
 def _equal_task(
-    kind: str,
     layout: HeadLayout,
-    q: int,
-    kv: int,
-    count: int,
     grid: AttentionGrid,
     timer: KernelTimer,
+    kind: str,
+    q: int,
+    kv: int,
     *,
+    count: int | None = None,
     has_other: bool | None = None,
 ) -> Task:
-    """has_other: the call has a one-token segment too; None: if the kernel has groups."""
-    other = bool(layout.padded_lengths) if has_other is None else has_other
-    point = {**layout.name, "q": q, "kv": kv, "count": count, "has_other": other}
+    """A call on `count` segments (None: that fill the device). has_other: the call has a one-token
+    segment too; None: if the kernel has groups."""
+    count = count_of(layout, q, kv) if count is None else count
+    has_other = bool(layout.padded_lengths) if has_other is None else has_other
+    point = {**layout.name, "q": q, "kv": kv, "count": count, "has_other": has_other}
 
     def run() -> Numbers:
         return time_call(layout, *equal_call(point), timer, grid.budget_s)
@@ -235,14 +241,14 @@ def batch_tasks(
     """Kinds "batch" and "held_batch", of disjoint micro-batches; repeat: number of the
     repetition."""
 
-    def task(index: int) -> Task:
-        def run() -> Numbers:
-            return time_call(layout, *random_call(grid, index), timer, 4 * grid.budget_s)
+    def run(index: int) -> Numbers:
+        return time_call(layout, *random_call(grid, index), timer, 4 * grid.budget_s)
 
+    kind, num = ("held_batch", grid.held_batches) if held else ("batch", grid.batches)
+    first = 1000 if held else 0
+    tasks: list[Task] = []
+    for index in range(first, first + num):
         segments = digest(*random_call(grid, index))  # names the batch in records
         point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
-        kind = "held_batch" if held else "batch"
-        return Task(kind=kind, point=point, run=run, may_fail=True)
-
-    first = 1000 if held else 0
-    return [task(first + i) for i in range(grid.held_batches if held else grid.batches)]
+        tasks.append(Task(kind=kind, point=point, run=partial(run, index), may_fail=True))
+    return tasks

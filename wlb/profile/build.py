@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from wlb.profile.fit_linear import (
     layer_errors,
     sum_of_operators,
 )
-from wlb.profile.tasks import Record
+from wlb.profile.tasks import Record, measured
 from wlb.spec import ModelSpec
 
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
@@ -89,7 +89,7 @@ def build(
     origin: SweepOrigin,
 ) -> BuiltProfile:
     """Fits all blocks; raises UserError, naming what is missing, if too little was measured."""
-    measured = origin.provenance("wlb profile")
+    provenance = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:
         if "index" in record.point:
@@ -98,16 +98,12 @@ def build(
 
     attention, notes = _attention(records, layouts, call_of, origin)
     moved, more = collectives(records, origin)
-    gemm = fit_gemm(records, measured)
-    elementwise = fit_elementwise(records, measured, value_bytes=DTYPE_BYTES[origin.dtype])
+    gemm, value_bytes = fit_gemm(records, provenance), DTYPE_BYTES[origin.dtype]
+    elementwise = fit_elementwise(records, provenance, value_bytes=value_bytes)
     operators = partial(
-        sum_of_operators,
-        model,
-        gemm=gemm,
-        elementwise=elementwise,
-        value_bytes=DTYPE_BYTES[origin.dtype],
+        sum_of_operators, model, gemm=gemm, elementwise=elementwise, value_bytes=value_bytes
     )
-    layer = fit_layer(records, operators, measured)
+    layer = fit_layer(records, operators, provenance)
     residuals = {**attention[0].residuals, **layer_errors(records, operators, layer)}
     source = "wlb profile; residuals of the first attention table and of whole layers"
     profile = KernelProfile(
@@ -125,7 +121,7 @@ def build(
         gemm=gemm,
         elementwise=elementwise,
         layer=layer,
-        head=fit_head(records, measured),
+        head=fit_head(records, provenance),
         collectives=moved,
     )
     return BuiltProfile(
@@ -173,13 +169,8 @@ def collectives(
     notes: list[str] = []
     pairs = list(itertools.product(Collective, Scope))
     for op, scope in pairs:
-        mine = [
-            r
-            for r in records
-            if r.kind == "collective"
-            and not r.failed
-            and (r.point["op"], r.point["scope"]) == (op, scope)
-        ]
+        wanted = {"op": op, "scope": scope}.items()
+        mine = [r for r in measured(records, "collective") if wanted <= r.point.items()]
         if len(mine) < 3:
             continue
         ranks = mine[0].point["ranks"]
@@ -199,9 +190,8 @@ def collectives(
         )
     for op, scope in pairs:
         if (op, scope) not in found:
-            found[op, scope] = _stand_in(
-                op, scope, found, origin, why.get((op, scope), "not measured")
-            )
+            reason = why.get((op, scope), "not measured")
+            found[op, scope] = _stand_in(op, scope, found, origin, reason)
     return tuple(found[pair] for pair in pairs), notes
 
 
@@ -215,16 +205,9 @@ def _stand_in(
     near = found.get((op, Scope.INTRA_NODE))
     if near is not None and origin.environment["device"] == "cpu":
         source = f"{why}: as between processes of one machine"
-        costs = (near.alpha_ns, near.bytes_per_s)
     else:
         other = load_profile(STAND_INS[origin.environment["device"]])
-        theirs = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
-        source = f"{why}: profile {other.name}, which has {theirs.provenance.source}"
-        costs = (theirs.alpha_ns, theirs.bytes_per_s)
-    return CollectiveCost(
-        op=op,
-        scope=scope,
-        alpha_ns=costs[0],
-        bytes_per_s=costs[1],
-        provenance=Provenance(kind=ProvenanceKind.ASSUMED, source=source),
-    )
+        near = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
+        source = f"{why}: profile {other.name}, which has {near.provenance.source}"
+    assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=source)
+    return replace(near, scope=scope, provenance=assumed)

@@ -9,7 +9,9 @@ process alone starts local ranks once.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import Any, Self
 
 import numpy as np
@@ -22,9 +24,10 @@ from wlb.cost.profile import Collective, Scope
 from wlb.launch.local import run_local
 from wlb.parallel import collectives
 from wlb.parallel import world as worlds
+from wlb.parallel.host import host_group
 from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
-from wlb.profile.timing import spin
+from wlb.profile.timing import Repeats, Timing, spin
 
 SMALLEST_BYTES = 1 << 12
 CPU_LARGEST_BYTES = 1 << 24
@@ -49,20 +52,13 @@ class CollectivePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Effort:
-    budget_s: float
-    least: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """A group with its ranks of the world, and this rank's device."""
+    """A group, this rank's device, and how collectives between its ranks are measured."""
 
     group: dist.ProcessGroup
-    ranks: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
+    repeats: Repeats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,22 +74,15 @@ class CollectiveSweep:
 
     tasks: list[Task]
     note: str
-    _followed: "_LedRanks | None" = None
+    follow: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
+    """Releases the other ranks, also before the block ends."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def release(self) -> None:
-        """Releases the other ranks before the block ends."""
-        if self._followed is not None:
-            self._followed.release()
-
-    def follow(self) -> None:
-        if self._followed is not None:
-            self._followed.follow()
 
 
 def collective_tasks(
@@ -114,9 +103,9 @@ def collective_tasks(
     to whole values a rank; default powers of 4 from 4 KiB to 16 MiB on CPU, 1 GiB on CUDA.
     budget_s, least, most: repeats of one point.
     """
-    effort = _Effort(budget_s=budget_s, least=least, most=most)
+    repeats = Repeats(budget_s=budget_s, least=least, most=most)
     if world is not None and world.world_size > 1:
-        return _sweep_of_world(world, device, dtype, sizes, effort)
+        return _sweep_of_world(world, device, dtype, sizes, repeats)
     num_ranks = LOCAL_RANKS
     if device.type == "cuda":
         num_ranks = torch.cuda.device_count()
@@ -127,9 +116,9 @@ def collective_tasks(
             )
             return CollectiveSweep(tasks=[], note=note)
     points = _points({Scope.INTRA_NODE: num_ranks}, sizes or default_sizes(device), dtype.itemsize)
-    local = _Local(kind=device.type, num_ranks=num_ranks, dtype=dtype, points=points, effort=effort)
+    measure_locally = _of_local_ranks(device.type, num_ranks, dtype, points, repeats)
     note = f"collectives: {num_ranks} local ranks on {device.type}; nothing between nodes"
-    return CollectiveSweep(tasks=[_task(point, local.measure) for point in points], note=note)
+    return CollectiveSweep(tasks=[_task(point, measure_locally) for point in points], note=note)
 
 
 def default_sizes(device: torch.device) -> list[int]:
@@ -144,19 +133,16 @@ def default_sizes(device: torch.device) -> list[int]:
 def _points(
     scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int
 ) -> list[CollectivePoint]:
-    """All points; scopes: number of ranks of each scope's group."""
-    points: dict[CollectivePoint, None] = {}
-    for scope, num_ranks in scopes.items():
-        for op in Collective:
-            for size in sorted(sizes):
-                whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
-                if whole < 1:
-                    raise UserError(
-                        f"a buffer of {size} bytes is less than a value a rank on {num_ranks} ranks"
-                    )
-                point = CollectivePoint(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole)
-                points[point] = None
-    return list(points)
+    """Return all points. scopes: number of ranks in each scope's group."""
+    points: list[CollectivePoint] = []
+    for (scope, num_ranks), op, size in product(scopes.items(), Collective, sorted(sizes)):
+        whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
+        if whole < 1:
+            raise UserError(
+                f"a buffer of {size} bytes is less than a value a rank on {num_ranks} ranks"
+            )
+        points.append(CollectivePoint(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole))
+    return list(dict.fromkeys(points))
 
 
 def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers]) -> Task:
@@ -172,30 +158,18 @@ def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers])
 # Local ranks: one launch for all points.
 
 
-@dataclass(slots=True, kw_only=True)
-class _Local:
-    kind: str
-    num_ranks: int
-    dtype: torch.dtype
-    points: list[CollectivePoint]
-    effort: _Effort
-    found: dict[CollectivePoint, Numbers | str] = field(default_factory=dict)
+def _of_local_ranks(
+    kind: str, num_ranks: int, dtype: torch.dtype, points: list[CollectivePoint], repeats: Repeats
+) -> Callable[[CollectivePoint], Numbers]:
+    """Measures a point on local ranks, which the first one starts and which measure all points."""
 
-    def measure(self, point: CollectivePoint) -> Numbers:
-        if not self.found:
-            results = run_local(
-                _measure_locally,
-                self.num_ranks,
-                self.kind,
-                self.dtype,
-                self.points,
-                self.effort,
-                device=self.kind,
-                start_group=True,
-                timeout_s=TIMEOUT_S,
-            )
-            self.found = dict(zip(self.points, results[0], strict=True))
-        return _numbers(self.found[point])
+    @cache
+    def found() -> dict[CollectivePoint, Numbers | str]:
+        call = (_measure_locally, num_ranks, kind, dtype, points, repeats)
+        results = run_local(*call, device=kind, start_group=True, timeout_s=TIMEOUT_S)
+        return dict(zip(points, results[0], strict=True))
+
+    return lambda point: _numbers(found()[point])
 
 
 def _measure_locally(
@@ -203,17 +177,12 @@ def _measure_locally(
     kind: str,
     dtype: torch.dtype,
     points: Sequence[CollectivePoint],
-    effort: _Effort,
+    repeats: Repeats,
 ) -> list[Numbers | str]:
-    group = dist.group.WORLD
+    group, device = dist.group.WORLD, worlds.rank_device(world, kind)
     assert group is not None
-    place = _Place(
-        group=group,
-        ranks=tuple(range(world.world_size)),
-        device=worlds.rank_device(world, kind),
-        dtype=dtype,
-    )
-    return [measure(point, place, effort) for point in points]
+    place = _Place(group=group, device=device, dtype=dtype, repeats=repeats)
+    return [measure(point, place) for point in points]
 
 
 def _numbers(found: Numbers | str) -> Numbers:
@@ -230,20 +199,24 @@ def _sweep_of_world(
     device: torch.device,
     dtype: torch.dtype,
     sizes: Sequence[int] | None,
-    effort: _Effort,
+    repeats: Repeats,
 ) -> CollectiveSweep:
     mine = sizes or default_sizes(device)
     told: list[Any] = [None] * world.world_size
-    dist.all_gather_object(told, (world.node_rank, mine), _control())
+    dist.all_gather_object(told, (world.node_rank, mine), group=host_group())
     agreed = [size for size in told[0][1] if all(size in there for _, there in told)]
-    places = _places(_scopes([node for node, _ in told]), device, dtype)
-    ranks = _LedRanks(world=world, places=places, effort=effort)
-    tasks: list[Task] = []
-    if world.rank == 0:
-        counts = {scope: len(place.ranks) for scope, place in places.items()}
-        tasks = [_task(p, ranks.measure) for p in _points(counts, agreed, dtype.itemsize)]
-    told_scopes = ", ".join(f"{s} over {len(place.ranks)} ranks" for s, place in places.items())
-    return CollectiveSweep(tasks=tasks, note=f"collectives: {told_scopes}", _followed=ranks)
+    scopes = _scopes([node for node, _ in told])
+    places: dict[Scope, _Place] = {}
+    for scope, members in scopes.items():
+        group = dist.new_group(list(members))  # ranks outside a group must create it too
+        if isinstance(group, dist.ProcessGroup):
+            places[scope] = _Place(group=group, device=device, dtype=dtype, repeats=repeats)
+    ranks = _LedRanks(world=world, places=places)
+    counts = {scope: len(members) for scope, members in scopes.items() if scope in places}
+    points = _points(counts, agreed, dtype.itemsize) if world.rank == 0 else []
+    note = "collectives: " + ", ".join(f"{s} over {num} ranks" for s, num in counts.items())
+    tasks = [_task(point, ranks.measure) for point in points]
+    return CollectiveSweep(tasks=tasks, note=note, follow=ranks.follow, release=ranks.release)
 
 
 def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
@@ -254,37 +227,18 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
     return {scope: ranks for scope, ranks in groups.items() if len(ranks) > 1}
 
 
-def _places(
-    scopes: dict[Scope, tuple[int, ...]], device: torch.device, dtype: torch.dtype
-) -> dict[Scope, _Place]:
-    """This rank's place in each scope; ranks outside a group must create it too."""
-    places: dict[Scope, _Place] = {}
-    for scope, ranks in scopes.items():
-        group = dist.new_group(list(ranks))
-        if isinstance(group, dist.ProcessGroup):
-            places[scope] = _Place(group=group, ranks=ranks, device=device, dtype=dtype)
-    return places
-
-
-def _control() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 @dataclass(slots=True, kw_only=True)
 class _LedRanks:
     """Ranks that rank 0 leads; they wait in a broadcast, at most for the group's timeout."""
 
     world: worlds.World
     places: dict[Scope, _Place]
-    effort: _Effort
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
         """Measures on rank 0, which is in every scope's group, and on the ranks that follow."""
         self._tell(point)
-        return _numbers(measure(point, self.places[point.scope], self.effort))
+        return _numbers(measure(point, self.places[point.scope]))
 
     def follow(self) -> None:
         """Measures along on other ranks until they are released; returns at once on rank 0."""
@@ -293,7 +247,7 @@ class _LedRanks:
             if point is None:
                 self.released = True
             elif point.scope in self.places:
-                measure(point, self.places[point.scope], self.effort)
+                measure(point, self.places[point.scope])
 
     def release(self) -> None:
         if not self.world.rank and not self.released:
@@ -302,14 +256,14 @@ class _LedRanks:
 
     def _tell(self, point: CollectivePoint | None) -> CollectivePoint | None:
         told = [point]
-        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(told, src=0, group=host_group())
         return told[0]
 
 
 # Measuring, on every rank of the group at the same time.
 
 
-def measure(point: CollectivePoint, place: _Place, effort: _Effort) -> Numbers | str:
+def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
     """Times of one point, equal on all ranks of the group, or an error text if one lacks memory."""
     problem, call = "", None
     try:
@@ -322,31 +276,31 @@ def measure(point: CollectivePoint, place: _Place, effort: _Effort) -> Numbers |
     if _slowest(np.array([float(bool(problem))]), place)[0]:
         return problem or "another rank of the group is out of memory"
     assert call is not None
-    times_ns = _times(call, place, effort)
-    low, median, high = np.percentile(times_ns, (10, 50, 90)).tolist()
-    return {"ns": median, "low_ns": low, "high_ns": high, "count": times_ns.size}
+    took = Timing.of(_times(call, place))
+    return {
+        "ns": took.median_ns,
+        "low_ns": took.low_ns,
+        "high_ns": took.high_ns,
+        "count": took.count,
+    }
 
 
 def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
     num_values = point.size_bytes // place.dtype.itemsize
     group, rank = place.group, dist.get_rank(place.group)
 
-    def buffer(size: int) -> Tensor:
-        return torch.ones(size, dtype=place.dtype, device=place.device)
-
+    if point.op == Collective.ALL_GATHER:
+        num_values //= point.num_ranks
+    values = torch.ones(num_values, dtype=place.dtype, device=place.device)
     match point.op:
         case Collective.ALL_GATHER:
-            part = buffer(num_values // point.num_ranks)
-            return lambda: collectives.all_gather(part, group)
+            return lambda: collectives.all_gather(values, group)
         case Collective.REDUCE_SCATTER:
-            whole = buffer(num_values)
-            return lambda: collectives.reduce_scatter(whole, group)
+            return lambda: collectives.reduce_scatter(values, group)
         case Collective.ALL_REDUCE:
-            whole = buffer(num_values)
-            return lambda: collectives.all_reduce(whole, group)
+            return lambda: collectives.all_reduce(values, group)
         case Collective.P2P:
-            whole = buffer(num_values)
-            return lambda: _send(whole, rank, group)
+            return lambda: _send(values, rank, group)
 
 
 def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
@@ -359,21 +313,20 @@ def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
         request.wait()
 
 
-def _times(call: Callable[[], Any], place: _Place, effort: _Effort) -> np.ndarray:
+def _times(call: Callable[[], Any], place: _Place) -> np.ndarray:
     """ns of the slowest rank in each repeat; ranks agree on the number of repeats."""
     sample = _cuda_samples if place.device.type == "cuda" else _cpu_samples
     start = time.perf_counter()
     sample(call, place, WARM_UPS)
     took_s = (time.perf_counter() - start) / WARM_UPS
-    took_s = float(_slowest(np.array([took_s]), place)[0])
-    count = max(effort.least, min(effort.most, int(effort.budget_s / took_s)))
+    count = place.repeats.count(float(_slowest(np.array([took_s]), place)[0]))
     return _slowest(sample(call, place, count), place)
 
 
 def _slowest(values: np.ndarray, place: _Place) -> np.ndarray:
     """Maximum of each value over the ranks."""
-    tensor = torch.from_numpy(values.astype(np.float64))
-    return collectives.all_reduce(tensor, place.group, "max").numpy()
+    tensor = torch.from_numpy(values.astype(np.float64)).to(place.device)
+    return collectives.all_reduce(tensor, place.group, "max").cpu().numpy()
 
 
 def _cpu_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
@@ -442,17 +395,12 @@ def fit_alpha_beta(
         others = np.arange(times.size) != i
         a, b = _solve(wire[others], times[others])
         left_out[i] = abs((a + b * wire[i]) / times[i] - 1)
-    residuals = {
-        "fit_median": np.median(fit),
-        "fit_max": fit.max(),
-        "leave_one_out_median": np.median(left_out),
-        "leave_one_out_max": left_out.max(),
-    }
-    return AlphaBeta(
-        alpha_ns=alpha,
-        bytes_per_s=1e9 / beta,
-        residuals=tuple((name, float(value)) for name, value in residuals.items()),
-    )
+    residuals = [
+        (f"{name}_{what}", float(of(errors)))
+        for name, errors in (("fit", fit), ("leave_one_out", left_out))
+        for what, of in (("median", np.median), ("max", np.max))
+    ]
+    return AlphaBeta(alpha_ns=alpha, bytes_per_s=1e9 / beta, residuals=tuple(residuals))
 
 
 def _solve(wire: np.ndarray, times: np.ndarray) -> tuple[float, float]:

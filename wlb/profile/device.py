@@ -5,10 +5,10 @@
 """
 
 import contextlib
-import importlib
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +17,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from wlb.cost.machine import cpu_name
-from wlb.kernels.flash2 import FLASH2
-from wlb.kernels.flash3 import FLASH3
-from wlb.kernels.flash4 import FLASH4
+from wlb.cost.machine import cpu_name, start_nvml
+from wlb.kernels.flash import FLASH_BACKENDS
 
 CPU_L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 DRIVER_INFO = Path("/proc/driver/nvidia/version")
@@ -83,7 +81,7 @@ def _memory_bytes() -> int:
 
 def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
-    for flash in (FLASH2, FLASH3, FLASH4):
+    for flash in FLASH_BACKENDS:
         name = flash.package.distribution
         if flash.package.missing() is not None:
             continue
@@ -96,7 +94,7 @@ def _packages() -> dict[str, str]:
 
 def _driver() -> str:
     """Version of the NVIDIA driver, from NVML or the kernel module's file."""
-    nvml, _ = _start_nvml()
+    nvml, _ = start_nvml()
     if nvml is not None:
         try:
             return str(nvml.nvmlSystemGetDriverVersion())
@@ -110,17 +108,15 @@ def _driver() -> str:
     return "unknown"
 
 
-def _start_nvml() -> tuple[Any, str]:
-    """Started NVML, which the caller shuts down, or None and the reason."""
+def handle_of(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of torch's UUID: CUDA_VISIBLE_DEVICES reorders GPUs for torch, not for NVML."""
+    by_uuid = nvml.nvmlDeviceGetHandleByUUID
+    if uuid.startswith(("GPU-", "MIG-")):
+        return by_uuid(uuid)
     try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None, "package nvidia-ml-py is not installed"
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return None, f"NVML does not start: {error}"
-    return nvml, ""
+        return by_uuid(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return by_uuid(f"MIG-{uuid}")  # a MIG slice: another prefix
 
 
 class Monitor:
@@ -135,7 +131,7 @@ class Monitor:
         self.device, self.every_s = device, every_s
         self._samples: dict[str, list[float]] = {}
         self._unavailable: dict[str, str] = {}
-        self._reasons: dict[str, int] = {}
+        self._reasons: Counter[str] = Counter()
         self._why_empty = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -145,11 +141,12 @@ class Monitor:
         if self.device.type != "cuda":
             self._why_empty = "clocks, power and temperature are read from NVIDIA GPUs only"
             return self
-        self._nvml, self._why_empty = _start_nvml()
+        self._nvml, self._why_empty = start_nvml()
         if self._nvml is None:
             return self
         try:
-            handle = self._handle()
+            uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+            handle = handle_of(self._nvml, uuid)
         except self._nvml.NVMLError as error:
             self._why_empty = f"NVML does not know this GPU: {error}"
             self._nvml.nvmlShutdown()
@@ -175,7 +172,6 @@ class Monitor:
         quantity, the share of samples for each reason of throttling, NVML's messages for
         unavailable quantities, and why the record is empty ("" if it is not)."""
         assert self._thread is None, "stop first"
-        count = max((len(values) for values in self._samples.values()), default=0)
         throttled = self._samples.get("throttling", [])
         found: dict[str, Any] = {
             name: [min(values), float(np.median(values)), max(values)]
@@ -183,32 +179,20 @@ class Monitor:
             if name != "throttling"
         }
         return found | {
-            "num_samples": count,
+            "num_samples": max(map(len, self._samples.values()), default=0),
             "throttled": {n: c / len(throttled) for n, c in sorted(self._reasons.items())},
             "unavailable": dict(sorted(self._unavailable.items())),
             "why_empty": self._why_empty,
         }
 
-    def _handle(self) -> Any:
-        """By UUID: CUDA_VISIBLE_DEVICES hides and reorders GPUs from torch, never from NVML."""
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        if uuid.startswith(("GPU-", "MIG-")):
-            return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-        try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except self._nvml.NVMLError:
-            # A MIG slice has the same UUID with another prefix.
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-
     def _readings(self, handle: Any) -> dict[str, Callable[[], float]]:
         nvml = self._nvml
+        clock, heat = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetTemperature
         return {
-            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "sm_clock_mhz": lambda: clock(handle, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: clock(handle, nvml.NVML_CLOCK_MEM),
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
-                handle, nvml.NVML_TEMPERATURE_GPU
-            ),
+            "temperature_c": lambda: heat(handle, nvml.NVML_TEMPERATURE_GPU),
             "throttling": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
         }
 
@@ -224,11 +208,9 @@ class Monitor:
                     continue
                 self._samples.setdefault(name, []).append(float(value))
                 if name == "throttling":
-                    self._count_reasons(int(value))
+                    reasons = THROTTLE_REASONS.items()
+                    self._reasons.update(
+                        n for c, n in reasons if int(value) & getattr(self._nvml, c, 0)
+                    )
             if self._stop.wait(self.every_s):
                 return
-
-    def _count_reasons(self, mask: int) -> None:
-        for constant, name in THROTTLE_REASONS.items():
-            if mask & getattr(self._nvml, constant, 0):
-                self._reasons[name] = self._reasons.get(name, 0) + 1

@@ -25,7 +25,7 @@ from wlb.cost import (
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
 from wlb.plan import IntArray, UserError
 from wlb.profile.attention import HeadLayout
-from wlb.profile.tasks import Record
+from wlb.profile.tasks import Record, measured
 
 PASSES = ("forward", "backward")
 FLOPS = {"forward": FORWARD_FLOPS_PER_PAIR, "backward": BACKWARD_FLOPS_PER_PAIR}
@@ -50,12 +50,8 @@ class AttentionRecords:
     call_of: Callable[[Record], Call]
 
     def of(self, kind: str) -> list[Record]:
-        mine = self.layout.name
-        return [
-            r
-            for r in self.records
-            if r.kind == kind and not r.failed and mine.items() <= r.point.items()
-        ]
+        mine = self.layout.name.items()
+        return [r for r in measured(self.records, kind) if mine <= r.point.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,29 +75,24 @@ class FittedAttention:
 
 
 def fit_attention(
-    measured: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
+    attention: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
 ) -> FittedAttention:
     """Fits a table; raises UserError where too little of the grid was measured."""
-    table = _from_grid(measured, backends, provenance)
-    table, notes = _fit_batches(measured, table)
-    table = replace(table, **_heads(measured))
-    points = tuple(held_out(measured, table))
-    residuals = errors(points) | retest(measured)
-    return FittedAttention(
-        table=replace(
-            table, provenance=replace(table.provenance, residuals=tuple(residuals.items()))
-        ),
-        residuals=residuals,
-        notes=tuple(notes),
-        points=points,
-    )
+    table = _from_grid(attention, backends, provenance)
+    table, notes = _fit_batches(attention, table)
+    table = replace(table, **_heads(attention))
+    points = tuple(held_out(attention, table))
+    residuals = errors(points) | retest(attention)
+    provenance = replace(provenance, residuals=tuple(residuals.items()))
+    table = replace(table, provenance=provenance)
+    return FittedAttention(table=table, residuals=residuals, notes=tuple(notes), points=points)
 
 
 def _from_grid(
-    measured: AttentionRecords, backends: tuple[str, ...], provenance: Provenance
+    attention: AttentionRecords, backends: tuple[str, ...], provenance: Provenance
 ) -> AttentionTable:
-    layout = measured.layout
-    calls, grid = measured.of("call"), measured.of("grid")
+    layout = attention.layout
+    calls, grid = attention.of("call"), attention.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
         raise UserError(
             f"too little was measured of {layout.backend} with {layout.num_heads} heads: "
@@ -110,7 +101,7 @@ def _from_grid(
     values: dict[str, object] = {}
     for name in PASSES:
         alone = calls[0].numbers[f"{name}_ns"]
-        two = [r.numbers[f"{name}_ns"] for r in measured.of("two_groups")]
+        two = [r.numbers[f"{name}_ns"] for r in attention.of("two_groups")]
         group = min(alone, max(0.0, two[0] - alone)) if two else 0.0
         values |= {
             f"launch_{name}_ns": round(alone - group),
@@ -146,8 +137,8 @@ def _rates(
         # At least a fifth is the segments' own: the cost of a call is uncertain.
         price = max(took - call_ns - group_ns * record.point["has_other"], 0.2 * took) / count
         rows = _computed(layout, q)
-        work = float(tile_pairs(*(np.array([float(x)]) for x in (q if q == kv else rows, kv)),
-                                tile_rows=layout.tile_rows)[0])  # fmt: skip
+        sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
+        work = float(tile_pairs(*sides, tile_rows=layout.tile_rows)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
         # The point with one row less than keys stands for the diagonal with a prefix.
         node = kv if is_apart and q == kv - 1 else _tiled(layout, rows)
@@ -207,8 +198,7 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
 
 def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
     """Forward and backward ns of one varlen call of the table's own layout."""
-    q, kv = (x.astype(np.float64) for x in call)
-    times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
+    q, kv, *times = _times(table, call)
     groups = int(table.groups(q, kv, np.array([0, q.size]))[0])
     forward, backward = (float(t.sum()) for t in times)
     return (
@@ -217,19 +207,26 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
     )
 
 
+def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
+    """Rows, keys, forward and backward ns of each segment of a call."""
+    q, kv = (x.astype(np.float64) for x in call)
+    times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
+    return q, kv, *times
+
+
 def _fit_batches(
-    measured: AttentionRecords, table: AttentionTable
+    attention: AttentionRecords, table: AttentionTable
 ) -> tuple[AttentionTable, list[str]]:
     """Fits factors and costs of calls to random batches; returns the table and notes."""
-    batches = measured.of("batch")
+    batches = attention.of("batch")
     if not batches:
         return table, ["no random batch was measured: prices are those of equal segments alone"]
     notes: list[str] = []
-    alone = [r for kind in ("call", "two_groups", "grid") for r in measured.of(kind)]
+    alone = [r for kind in ("call", "two_groups", "grid") for r in attention.of(kind)]
     weight = EQUAL_CALLS_WEIGHT * len(batches) / len(alone)
     weights = np.repeat([1.0, weight], [len(batches), len(alone)])
     evidence = [*batches, *alone]
-    calls = [measured.call_of(r) for r in evidence]
+    calls = [attention.call_of(r) for r in evidence]
     changed: dict[str, object] = {}
     for i, name in enumerate(PASSES):
         of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch", "group")]
@@ -241,9 +238,9 @@ def _fit_batches(
         bad = [round(x, 2) for x in found[2:].tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
         if bad:
             notes.append(
-                f"{measured.layout.backend}, {table.num_heads} heads: {name} of segments in random "
-                f"batches took {', '.join(map(str, bad))} times what it took alone; was the "
-                f"machine busy or throttled? Remove the records and measure again"
+                f"{attention.layout.backend}, {table.num_heads} heads: {name} of segments in "
+                f"random batches took {', '.join(map(str, bad))} times what it took alone; was "
+                f"the machine busy or throttled? Remove the records and measure again"
             )
             found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR)
         changed |= {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])}
@@ -254,8 +251,8 @@ def _fit_batches(
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     """[1, groups, ns of short segments, ns of long ones]; kernels with groups have the last two for
     segments with a prefix, then for those without."""
-    q, kv = (x.astype(np.float64) for x in call)
-    times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)[which]
+    q, kv, *passes = _times(table, call)
+    times = passes[which]
     # groups() returns 0 for kernels whose groups cost nothing.
     counted = replace(table, group_forward_ns=1)
     groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
@@ -290,13 +287,8 @@ def _robust(
     def residual(x: FloatArray) -> FloatArray:
         return root * np.log(np.maximum(features @ all_of(x), 1.0) / took)
 
-    found = least_squares(
-        residual,
-        start[is_free] / scale[is_free],
-        bounds=(0.0, np.inf),
-        loss="soft_l1",
-        f_scale=0.1,
-    )
+    first = start[is_free] / scale[is_free]
+    found = least_squares(residual, first, bounds=(0.0, np.inf), loss="soft_l1", f_scale=0.1)
     return all_of(found.x)
 
 
@@ -320,17 +312,14 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
     return out
 
 
-def _heads(measured: AttentionRecords) -> dict[str, FloatArray]:
+def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
     """Median throughput at other numbers of heads relative to the layout's own."""
-    layout = measured.layout
+    layout = attention.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
-    for record in measured.records:
+    for record in measured(attention.records, "heads"):
         at = record.point
-        if record.kind != "heads" or record.failed:
-            continue
         group = at["num_heads"] // at["num_kv_heads"]
-        theirs = (at["backend"], at["head_dim"], group)
-        if theirs == (layout.backend, layout.head_dim, layout.group):
+        if (at["backend"], at["head_dim"], group) == layout.kernel:
             took = sum(record.numbers[f"{name}_ns"] for name in PASSES)
             rate = at["num_heads"] * at["count"] / took
             rates.setdefault(at["num_heads"], {})[at["q"], at["kv"]] = rate
@@ -347,21 +336,18 @@ def _heads(measured: AttentionRecords) -> dict[str, FloatArray]:
     }
 
 
-def held_out(measured: AttentionRecords, table: AttentionTable) -> list[HeldOutCall]:
-    """All held-out calls with their predictions."""
-    points: list[HeldOutCall] = []
-    for kind in ("held_pair", "held_batch"):
-        for record in measured.of(kind):
-            label = {k: v for k, v in record.point.items() if isinstance(v, int)}
-            points.append(
-                HeldOutCall(
-                    kind=kind,
-                    label=label,
-                    measured_ns=(record.numbers["forward_ns"], record.numbers["backward_ns"]),
-                    predicted_ns=predict(table, measured.call_of(record)),
-                )
-            )
-    return points
+def held_out(attention: AttentionRecords, table: AttentionTable) -> list[HeldOutCall]:
+    """Return all held-out calls with their predictions."""
+    return [
+        HeldOutCall(
+            kind=kind,
+            label={k: v for k, v in record.point.items() if isinstance(v, int)},
+            measured_ns=(record.numbers["forward_ns"], record.numbers["backward_ns"]),
+            predicted_ns=predict(table, attention.call_of(record)),
+        )
+        for kind in ("held_pair", "held_batch")
+        for record in attention.of(kind)
+    ]
 
 
 def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
@@ -371,11 +357,10 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
         mine = [p for p in points if p.kind == kind]
         if not mine:
             continue
-        measured = np.array([p.measured_ns for p in mine])
+        took = np.array([p.measured_ns for p in mine])
         predicted = np.array([p.predicted_ns for p in mine])
         for i, name in enumerate((*PASSES, "total")):
-            pair = (predicted, measured) if name == "total" else (predicted[:, i], measured[:, i])
-            a, b = (x.sum(1) if name == "total" else x for x in pair)
+            a, b = (x.sum(1) if name == "total" else x[:, i] for x in (predicted, took))
             error = np.abs(a / b - 1)
             out |= {
                 f"{kind}_{name}_mape": float(error.mean()),
@@ -385,10 +370,10 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
     return out
 
 
-def retest(measured: AttentionRecords) -> dict[str, float]:
+def retest(attention: AttentionRecords) -> dict[str, float]:
     """Mean |a / b - 1| of two measurements of the same held-out batch."""
     by_index: dict[int, list[Record]] = {}
-    for record in measured.of("held_batch"):
+    for record in attention.of("held_batch"):
         by_index.setdefault(record.point["index"], []).append(record)
     pairs = [(r[0].numbers, r[1].numbers) for r in by_index.values() if len(r) == 2]
     if not pairs:

@@ -26,7 +26,7 @@ from wlb.cost.flops import FloatArray, elementwise_values
 from wlb.cost.linear import ELEMENTWISE_CALLS, GRADIENT_BYTES
 from wlb.plan import UserError
 from wlb.profile.linear import rank_matrices, rank_model
-from wlb.profile.tasks import Record
+from wlb.profile.tasks import Record, measured
 from wlb.spec import ModelSpec
 
 PASSES = ("forward", "backward")
@@ -37,7 +37,7 @@ FREE_BYTES_PER_S = 1e14
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
     """Fits GEMMs; raises UserError without two token counts and two matrix sizes."""
-    mine = [r for r in records if r.kind == "gemm" and not r.failed]
+    mine = measured(records, "gemm")
     tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
     sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
     if tokens.size < 2 or sizes.size < 2:
@@ -50,10 +50,8 @@ def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
         rates: dict[tuple[int, int], list[float]] = {}
         for r in mine:
             flops = 2 * GEMMS[name] * r.point["tokens"] * r.point["rows"] * r.point["columns"]
-            where = (
-                int(np.searchsorted(tokens, r.point["tokens"])),
-                int(np.searchsorted(sizes, _weights(r))),
-            )
+            row = int(np.searchsorted(tokens, r.point["tokens"]))
+            where = row, int(np.searchsorted(sizes, _weights(r)))
             rates.setdefault(where, []).append(flops / r.numbers[f"{name}_ns"] * 1e-3)
         values = np.full((tokens.size, sizes.size), np.nan)
         for where, found in rates.items():
@@ -83,12 +81,8 @@ def fit_elementwise(
 ) -> tuple[ElementwiseCost, ...]:
     costs: list[ElementwiseCost] = []
     for op in Elementwise:
-        is_end = op == Elementwise.EMBEDDING
-        mine = [
-            r
-            for r in records
-            if not r.failed and (r.kind == "embedding" if is_end else r.point.get("op") == op)
-        ]
+        mine = [r for r in measured(records, "elementwise") if r.point["op"] == op]
+        mine += measured(records, "embedding") if op == Elementwise.EMBEDDING else []
         if not mine:
             raise UserError(f"the element-wise operator {op} was not measured")
         values: dict[str, Any] = {}
@@ -131,30 +125,22 @@ def robust_line(
     def residual(z: FloatArray) -> FloatArray:
         return np.log(np.maximum(offset + design @ (z * unit), 1e-3 * took) / took)
 
-    found = least_squares(
-        residual,
-        np.maximum(first / unit, 1e-6),
-        bounds=(0.0, np.inf),
-        loss="soft_l1",
-        f_scale=0.05,
-    )
+    start = np.maximum(first / unit, 1e-6)
+    found = least_squares(residual, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=0.05)
     a, b = (found.x * unit).tolist()
     return a, b
 
 
 def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
     """Fits the head at the larger half of the token counts, where its time matters."""
-    mine = [r for r in records if r.kind == "head" and not r.failed]
+    mine = measured(records, "head")
     if not mine:
         raise UserError("the output head was not measured")
     middle = np.median([r.point["tokens"] for r in mine])
     large = [r for r in mine if r.point["tokens"] >= middle]
-    rates: list[float] = []
-    scaled: list[float] = []
-    for r in large:
-        products = r.point["hidden"] * r.point["vocab"]
-        rates.append(6 * r.point["tokens"] * products / r.numbers["forward_ns"] * 1e-3)
-        scaled.append(3 * products * GRADIENT_BYTES / r.numbers["backward_ns"] * 1e9)
+    of_weight = [(r, r.point["hidden"] * r.point["vocab"]) for r in large]
+    rates = [6 * r.point["tokens"] * n / r.numbers["forward_ns"] * 1e-3 for r, n in of_weight]
+    scaled = [3 * n * GRADIENT_BYTES / r.numbers["backward_ns"] * 1e9 for r, n in of_weight]
     return HeadCost(
         tflops=float(f"{np.median(rates):.4g}"),
         backward_bytes_per_s=float(f"{np.median(scaled):.4g}"),
@@ -184,11 +170,8 @@ def sum_of_operators(
     for cost in elementwise:
         if cost.op != Elementwise.EMBEDDING:
             count = ELEMENTWISE_CALLS[cost.op]
-            rates = [cost.forward_bytes_per_s, cost.backward_bytes_per_s]
-            work += [
-                v * tokens * value_bytes / r * 1e9
-                for v, r in zip(values[cost.op], rates, strict=True)
-            ]
+            rates = np.array([cost.forward_bytes_per_s, cost.backward_bytes_per_s])
+            work += np.array(values[cost.op]) * tokens * value_bytes / rates * 1e9
             calls += [count * cost.forward_call_ns, count * cost.backward_call_ns]
     return work, calls
 
@@ -199,7 +182,7 @@ Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
 
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
     """measured = call + operators' calls + factor * operators' work."""
-    mine = [r for r in records if r.kind == "layer" and not r.failed]
+    mine = measured(records, "layer")
     if len(mine) < 2:
         raise UserError(f"{len(mine)} whole layers were measured; a fit needs two")
     sums = [operators(r.point["tokens"], r.point["tp"]) for r in mine]
@@ -220,16 +203,13 @@ def layer_errors(
     own = np.array([layer.forward_call_ns, layer.backward_call_ns])
     factor = np.array([layer.forward_factor, layer.backward_factor])
     found: dict[str, list[float]] = {}
-    for r in records:
-        if r.kind == "held_layer" and not r.failed:
-            work, calls = operators(r.point["tokens"], r.point["tp"])
-            took = np.array([r.numbers[f"{name}_ns"] for name in PASSES])
-            for what, predicted in (
-                ("layer", own + calls + factor * work),
-                ("operators", calls + work),
-            ):
-                for name, error in zip(PASSES, (predicted / took - 1).tolist(), strict=True):
-                    found.setdefault(f"{what}_{name}", []).append(abs(error))
+    for r in measured(records, "held_layer"):
+        work, calls = operators(r.point["tokens"], r.point["tp"])
+        took = np.array([r.numbers[f"{name}_ns"] for name in PASSES])
+        predicted = {"layer": own + calls + factor * work, "operators": calls + work}
+        for what, ns in predicted.items():
+            for name, error in zip(PASSES, (ns / took - 1).tolist(), strict=True):
+                found.setdefault(f"{what}_{name}", []).append(abs(error))
     out: dict[str, float] = {}
     for name, errors in found.items():
         out |= {f"{name}_mape": float(np.mean(errors)), f"{name}_max": float(np.max(errors))}

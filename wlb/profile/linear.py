@@ -9,21 +9,25 @@ tokens, since no other rank shares them. Tasks allocate when they run and keep n
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wlb.cost.flops import layer_matrices
+from wlb.kernels.fused import choose_fused
 from wlb.model import Ops
 from wlb.model.llama import DecoderLayer, LocalAttend, Rows
 from wlb.model.loss import head_loss
+from wlb.model.norm import normalise
 from wlb.model.rope import inverse_frequencies, rope_tables, rotate
 from wlb.model.swiglu import swiglu
 from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import KernelTimer
-from wlb.spec import ModelSpec
+from wlb.spec import FusedKernels, ModelSpec
 
 ROW_PARALLEL = (3, 6)
 """Indices in `layer_matrices` of O and down, which TP splits by inputs; others by outputs."""
@@ -38,12 +42,16 @@ SEED = 20_25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskBench:
-    """Makes tensors and times passes for all tasks."""
+    """Makes tensors and times passes for all tasks, with fused kernels where `auto` uses them."""
 
     timer: KernelTimer
     device: torch.device
     dtype: torch.dtype
     budget_s: float
+
+    @property
+    def fused(self) -> bool:
+        return choose_fused(FusedKernels.AUTO, device=self.device, dtype=self.dtype).fused
 
     def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
         """Normal values, because a GPU's GEMM time depends on the bits that flip."""
@@ -51,19 +59,19 @@ class _TaskBench:
         values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
         return values.mul_(scale).requires_grad_(grad)
 
+    def integers(self, below: int, count: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        return torch.randint(below, (count,), generator=generator, device=self.device)
+
     def passes(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Numbers:
-        first, second = self.timer.time_passes(forward, backward, budget_s=self.budget_s)
-        return {
-            "forward_ns": first.median_ns,
-            "forward_low_ns": first.low_ns,
-            "forward_high_ns": first.high_ns,
-            "forward_host_ns": first.host_ns,
-            "backward_ns": second.median_ns,
-            "backward_low_ns": second.low_ns,
-            "backward_high_ns": second.high_ns,
-            "backward_host_ns": second.host_ns,
-            "count": first.count,
-        }
+        timings = self.timer.time_passes(forward, backward, budget_s=self.budget_s)
+        numbers: Numbers = {}
+        for name, timing in zip(("forward", "backward"), timings, strict=True):
+            numbers[f"{name}_ns"] = timing.median_ns
+            numbers[f"{name}_low_ns"] = timing.low_ns
+            numbers[f"{name}_high_ns"] = timing.high_ns
+            numbers[f"{name}_host_ns"] = timing.host_ns
+        return {**numbers, "count": timings[0].count}
 
     def gradients(
         self, forward: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor
@@ -125,12 +133,11 @@ def linear_tasks(
         tasks += _gemm_tasks(bench, model, tp_degrees, count)
     for count in sorted({1, *tokens}):
         tasks += _elementwise_tasks(bench, model, tp_degrees, count)
-    for count in sorted(set(tokens)):
-        for tp in tp_degrees:
-            tasks += _end_tasks(bench, model, tp, count, loss_chunk)
-            tasks.append(_layer_task(bench, model, "layer", count, tp))
-    for count in held_tokens:
-        tasks += [_layer_task(bench, model, "held_layer", count, tp) for tp in tp_degrees]
+    for count, tp in product(sorted(set(tokens)), tp_degrees):
+        tasks += _end_tasks(bench, model, tp, count, loss_chunk)
+        tasks.append(_layer_task(bench, model, "layer", count, tp))
+    for count, tp in product(held_tokens, tp_degrees):
+        tasks.append(_layer_task(bench, model, "held_layer", count, tp))
     return list({task.key: task for task in tasks}.values())
 
 
@@ -159,7 +166,7 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         raise UserError(
             "model.vocab_size is 0, the store's, but there is no store here; set model.vocab_size"
         )
-    if not tokens or min(tokens) < 1 or not tp_degrees or min(tp_degrees) < 1:
+    if min(tokens, default=0) < 1 or min(tp_degrees, default=0) < 1:
         raise UserError(
             f"tokens {list(tokens)} and TP degrees {list(tp_degrees)} must be at least 1 each, and "
             f"not none"
@@ -181,11 +188,8 @@ def _gemm_tasks(
     tasks: dict[tuple[int, int], Task] = {}
     for tp in tp_degrees:
         for rows, columns in rank_matrices(model, tp):
-            task = Task(
-                kind="gemm",
-                point={"tokens": tokens, "rows": rows, "columns": columns, "tp": tp},
-                run=lambda shape=(tokens, rows, columns): _gemm(bench, *shape),
-            )
+            point = {"tokens": tokens, "rows": rows, "columns": columns, "tp": tp}
+            task = Task(kind="gemm", point=point, run=partial(_gemm, bench, tokens, rows, columns))
             tasks.setdefault((rows, columns), task)
     return list(tasks.values())
 
@@ -207,24 +211,16 @@ def _elementwise_tasks(
         Task(
             kind="elementwise",
             point={"op": op, "tokens": tokens, "width": width},
-            run=lambda op=op, width=width: _elementwise(bench, model, op, tokens, width),
+            run=partial(_elementwise, bench, model, op, tokens, width),
         )
         for op, width in sorted(widths)
     ]
 
 
 def _elementwise(bench: _TaskBench, model: ModelSpec, op: str, tokens: int, width: int) -> Numbers:
-    match op:
-        case "norm":
-            numbers = _norm(bench, model, tokens, width)
-        case "rotary":
-            numbers = _rotary(bench, model, tokens, width)
-        case "swiglu":
-            numbers = _swiglu(bench, tokens, width)
-        case _:
-            numbers = _residual(bench, tokens, width)
+    measure = {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "residual": _residual}[op]
     value_bytes = tokens * width * bench.dtype.itemsize
-    return numbers | {
+    return measure(bench, model, tokens, width) | {
         "forward_bytes": FORWARD_VALUES[op] * value_bytes,
         "backward_bytes": BACKWARD_VALUES[op] * value_bytes,
     }
@@ -232,23 +228,27 @@ def _elementwise(bench: _TaskBench, model: ModelSpec, op: str, tokens: int, widt
 
 def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     norm = nn.RMSNorm(width, eps=model.norm_eps, device=bench.device, dtype=bench.dtype)
-    x = bench.random(tokens, width, grad=True)
-    return bench.gradients(lambda: norm(x), [x, norm.weight], bench.random(tokens, width))
+    x, fused = bench.random(tokens, width, grad=True), bench.fused
+    gradient = bench.random(tokens, width)
+    return bench.gradients(
+        lambda: normalise(norm, x, norm.weight, fused=fused), [x, norm.weight], gradient
+    )
 
 
 def _rotary(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     shape = (tokens, width // model.head_size, model.head_size)
     x, cos_sin = bench.random(*shape, grad=True), _tables(bench, model, tokens)
-    return bench.gradients(lambda: rotate(x, *cos_sin), [x], bench.random(*shape))
+    fused = bench.fused
+    return bench.gradients(lambda: rotate(x, *cos_sin, fused=fused), [x], bench.random(*shape))
 
 
-def _swiglu(bench: _TaskBench, tokens: int, width: int) -> Numbers:
+def _swiglu(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbers:
     gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
-    gradient = bench.random(tokens, width)
-    return bench.gradients(lambda: swiglu(gate, up), [gate, up], gradient)
+    gradient, fused = bench.random(tokens, width), bench.fused
+    return bench.gradients(lambda: swiglu(gate, up, fused=fused), [gate, up], gradient)
 
 
-def _residual(bench: _TaskBench, tokens: int, width: int) -> Numbers:
+def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbers:
     x, y = (bench.random(tokens, width, grad=True) for _ in range(2))
     by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
 
@@ -269,26 +269,18 @@ def _end_tasks(
     bench: _TaskBench, model: ModelSpec, tp: int, tokens: int, loss_chunk: int
 ) -> list[Task]:
     vocab = model.padded_vocab_size // tp
-    point = {"tokens": tokens, "hidden": model.hidden_size, "vocab": vocab}
-    return [
-        Task(
-            kind="embedding",
-            point=point,
-            run=lambda: _embedding(bench, tokens, model.hidden_size, vocab, tp),
-        ),
-        Task(
-            kind="head",
-            point=point,
-            run=lambda: _head(bench, tokens, model.hidden_size, vocab, loss_chunk),
-        ),
-    ]
+    shape = {"tokens": tokens, "hidden": model.hidden_size, "vocab": vocab}
+    runs = {
+        "embedding": partial(_embedding, bench, **shape, tp=tp),
+        "head": partial(_head, bench, **shape, loss_chunk=loss_chunk),
+    }
+    return [Task(kind=kind, point=shape, run=run) for kind, run in runs.items()]
 
 
 def _embedding(bench: _TaskBench, tokens: int, hidden: int, vocab: int, tp: int) -> Numbers:
     """As `wlb.parallel.tensor`: under TP, tokens of other ranks look up an end row, times zero."""
     weight = bench.random(vocab, hidden, grad=True)
-    generator = torch.Generator(bench.device).manual_seed(SEED)
-    index = torch.randint(vocab * tp, (tokens,), generator=generator, device=bench.device)
+    index = bench.integers(vocab * tp, tokens)
 
     def forward() -> Tensor:
         if tp == 1:
@@ -302,8 +294,7 @@ def _embedding(bench: _TaskBench, tokens: int, hidden: int, vocab: int, tp: int)
 def _head(bench: _TaskBench, tokens: int, hidden: int, vocab: int, loss_chunk: int) -> Numbers:
     x = bench.random(tokens, hidden, grad=True)
     weight = bench.random(vocab, hidden, scale=0.02, grad=True)
-    generator = torch.Generator(bench.device).manual_seed(SEED)
-    labels = torch.randint(vocab, (tokens,), generator=generator, device=bench.device)
+    labels = bench.integers(vocab, tokens)
 
     def forward() -> Tensor:
         return head_loss(x, weight, labels, vocab_size=vocab, chunk=loss_chunk)
@@ -312,11 +303,8 @@ def _head(bench: _TaskBench, tokens: int, hidden: int, vocab: int, loss_chunk: i
 
 
 def _layer_task(bench: _TaskBench, model: ModelSpec, kind: str, tokens: int, tp: int) -> Task:
-    return Task(
-        kind=kind,
-        point={"tokens": tokens, "tp": tp},
-        run=lambda: _layer(bench, rank_model(model, tp), tokens),
-    )
+    run = partial(_layer, bench, rank_model(model, tp), tokens)
+    return Task(kind=kind, point={"tokens": tokens, "tp": tp}, run=run)
 
 
 class _PassThrough(torch.autograd.Function):
@@ -333,8 +321,10 @@ class _PassThrough(torch.autograd.Function):
 
 
 def _layer(bench: _TaskBench, model: ModelSpec, tokens: int) -> Numbers:
+    ops = Ops()
+    ops.fused = bench.fused
     with torch.device(bench.device):
-        layer = DecoderLayer(model, Ops()).to(bench.dtype)
+        layer = DecoderLayer(model, ops).to(bench.dtype)
     x, gradient = (bench.random(tokens, model.hidden_size, grad=g) for g in (True, False))
     keys = (tokens, model.num_kv_heads, model.head_size)
     dk, dv = bench.random(*keys), bench.random(*keys)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,7 @@ class SweepSettings:
 
 
 def settings_of(
-    spec: RunSpec,
-    *,
-    device: torch.device,
-    backend: str | None,
-    heads: Sequence[str],
-    quick: bool,
+    spec: RunSpec, *, device: torch.device, backend: str | None, heads: Sequence[str], quick: bool
 ) -> SweepSettings:
     """Settings for the model, TP degree and window of `spec`; heads: more layouts, "8:2x128".
 
@@ -97,14 +92,14 @@ def settings_of(
         return tuple(
             HeadLayout(
                 backend=name,
-                num_heads=shape[0],
-                num_kv_heads=shape[1],
-                head_dim=shape[2],
+                num_heads=q,
+                num_kv_heads=kv,
+                head_dim=size,
                 dtype=dtype,
                 device=device,
             )
-            for shape in shapes
-            for name in _backends(device, dtype, shape[2], backend)
+            for q, kv, size in shapes
+            for name in _backends(device, dtype, size, backend)
         )
 
     is_gpu = device.type == "cuda"
@@ -126,12 +121,8 @@ def settings_of(
 
 
 def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
-    degrees = [1]
-    while (
-        degrees[-1] * 2 <= min(tp, MOST_LAYOUTS_TP) and model.num_kv_heads % (degrees[-1] * 2) == 0
-    ):
-        degrees.append(degrees[-1] * 2)
-    return tuple(degrees)
+    powers = takewhile(lambda n: n <= min(tp, MOST_LAYOUTS_TP), (1 << i for i in count()))
+    return tuple(takewhile(lambda n: model.num_kv_heads % n == 0, powers))
 
 
 def _shape(text: str) -> Shape:
@@ -196,11 +187,7 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
         first += batch_tasks(layout, grid, timer, held=True)
         middle += grid_tasks(layout, grid, timer)
         middle += batch_tasks(layout, grid, timer, held=False)
-        others = [
-            o
-            for o in settings.other_heads
-            if (o.backend, o.head_dim, o.group) == (layout.backend, layout.head_dim, layout.group)
-        ]
+        others = [o for o in settings.other_heads if o.kernel == layout.kernel]
         if others:
             middle += head_tasks(layout, others, grid, timer)
         last += batch_tasks(layout, grid, timer, held=True, repeat=1)
@@ -230,11 +217,9 @@ def run_sweep(
     other than 0 only take part in collectives and get nothing.
     """
     with pinned_threads(settings.device), Monitor(settings.device) as monitor:
+        budget_s = settings.collective_budget_s
         collectives = collective_tasks(
-            world,
-            settings.device,
-            dtype=settings.dtype,
-            budget_s=settings.collective_budget_s,
+            world, settings.device, dtype=settings.dtype, budget_s=budget_s
         )
         if world is not None and world.rank:
             with collectives:

@@ -8,7 +8,7 @@ memory is recorded as failed and the sweep goes on.
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -45,6 +45,11 @@ class Record:
     failed: str = ""
 
 
+def measured(records: Iterable[Record], kind: str) -> list[Record]:
+    """The records of a kind that did not fail."""
+    return [r for r in records if r.kind == kind and not r.failed]
+
+
 class RecordFile:
     """Results of a sweep on disk; a context manager. records: by key. starts: those that measured
     something, oldest first."""
@@ -74,11 +79,12 @@ class RecordFile:
         if not isinstance(found, dict):
             raise UserError(f"{self.path} is not a file of sweep records; move it away")
         expected = json.loads(json.dumps(header))
-        differing = [k for k in sorted({*found, *expected}) if found.get(k) != expected.get(k)]
-        if differing:
-            told = ", ".join(
-                f"{k}: {found.get(k)!r} there, {expected.get(k)!r} now" for k in differing
-            )
+        told = ", ".join(
+            f"{k}: {found.get(k)!r} there, {expected.get(k)!r} now"
+            for k in sorted({*found, *expected})
+            if found.get(k) != expected.get(k)
+        )
+        if told:
             raise UserError(
                 f"{self.path} holds the records of another sweep ({told}); remove it or give "
                 f"another --out"

@@ -57,13 +57,28 @@ class Timing:
     def of(cls, samples_ns: FloatArray, host_ns: float = 0.0) -> Self:
         """Percentiles of the repeats' times, shape [count]."""
         low, median, high = np.percentile(samples_ns, (10, 50, 90)).tolist()
-        return cls(
-            median_ns=median,
-            low_ns=low,
-            high_ns=high,
-            count=int(samples_ns.size),
-            host_ns=host_ns,
-        )
+        num = int(samples_ns.size)
+        return cls(median_ns=median, low_ns=low, high_ns=high, count=num, host_ns=host_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Repeats for about `budget_s`, but at least `least` and at most `most` of them."""
+
+    budget_s: float
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.least <= self.most and self.budget_s >= 0):
+            raise ValueError(
+                f"least = {self.least}, most = {self.most}, budget_s = {self.budget_s}: needs "
+                f"1 <= least <= most and a budget of at least 0 s"
+            )
+
+    def count(self, repeat_s: float) -> int:
+        """Their number if each takes `repeat_s`."""
+        return max(self.least, min(self.most, int(self.budget_s / repeat_s)))
 
 
 class KernelTimer(ABC):
@@ -76,7 +91,8 @@ class KernelTimer(ABC):
         self, call: Callable[[], Any], *, budget_s: float, least: int = 5, most: int = 1000
     ) -> Timing:
         """Repeats `call` for about `budget_s`, but at least `least` and at most `most` times."""
-        return self._time([lambda _: call()], budget_s, least, most)[0]
+        repeats = Repeats(budget_s=budget_s, least=least, most=most)
+        return self._time([lambda _: call()], repeats)[0]
 
     def time_passes(
         self,
@@ -89,29 +105,21 @@ class KernelTimer(ABC):
     ) -> tuple[Timing, Timing]:
         """Times forward and backward in turns within one budget; `backward` gets the result of
         `forward`, so that each graph is used once, as in training."""
-        first, second = self._time([lambda _: forward(), backward], budget_s, least, most)
+        repeats = Repeats(budget_s=budget_s, least=least, most=most)
+        first, second = self._time([lambda _: forward(), backward], repeats)
         return first, second
 
-    def _time(
-        self, steps: Sequence[Step], budget_s: float, least: int, most: int
-    ) -> tuple[Timing, ...]:
-        if not (1 <= least <= most and budget_s >= 0):
-            raise ValueError(
-                f"least = {least}, most = {most}, budget_s = {budget_s}: needs 1 <= least <= most "
-                f"and a budget of at least 0 s"
-            )
+    def _time(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return self._repeat(steps, budget_s, least, most)
+            return self._repeat(steps, repeats)
         finally:
             if collects:
                 gc.enable()
 
     @abstractmethod
-    def _repeat(
-        self, steps: Sequence[Step], budget_s: float, least: int, most: int
-    ) -> tuple[Timing, ...]: ...
+    def _repeat(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]: ...
 
 
 class CpuTimer(KernelTimer):
@@ -126,19 +134,17 @@ class CpuTimer(KernelTimer):
         empty = [self._once([lambda _: None])[0] for _ in range(50)]
         self.clock_ns = float(np.median(empty))
 
-    def _repeat(
-        self, steps: Sequence[Step], budget_s: float, least: int, most: int
-    ) -> tuple[Timing, ...]:
-        start = time.perf_counter()
+    def _repeat(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]:
+        start, budget_s = time.perf_counter(), repeats.budget_s
         for _ in range(WARM_UP_CALLS):
             self._once(steps)
             if time.perf_counter() - start > budget_s:
                 break
         start = time.perf_counter()
         samples: list[list[int]] = []
-        while len(samples) < least or (
-            len(samples) < most and time.perf_counter() - start < budget_s
-        ):
+        for i in range(repeats.most):
+            if i >= repeats.least and time.perf_counter() - start >= budget_s:
+                break
             samples.append(self._once(steps))
         times = np.maximum(np.array(samples, np.float64) - self.clock_ns, 1.0)
         return tuple(Timing.of(column) for column in times.T)
@@ -161,16 +167,14 @@ class CudaTimer(KernelTimer):
         super().__init__(device)
         self._flush_buffer: torch.Tensor | None = None
 
-    def _repeat(
-        self, steps: Sequence[Step], budget_s: float, least: int, most: int
-    ) -> tuple[Timing, ...]:
+    def _repeat(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]:
         with torch.cuda.device(self.device):
             if self._flush_buffer is None:
                 self._flush_buffer = self._settle()
-            round_s, hosts_ns = self._warm_up(steps, budget_s)
-            spins = [_spin_cycles(host_ns * 1e-9) for host_ns in hosts_ns]
-            count = max(least, min(most, int(budget_s / round_s)))
-            rounds = [self._once(steps, spins)[0] for _ in range(count)]
+            round_s, hosts_ns = self._warm_up(steps, repeats.budget_s)
+            spins_s = [min(MOST_SPIN_S, 1.5e-9 * host_ns) for host_ns in hosts_ns]
+            spins = [int(s * SPIN_CYCLES_PER_S) for s in spins_s]
+            rounds = [self._once(steps, spins)[0] for _ in range(repeats.count(round_s))]
             torch.cuda.synchronize()
             return tuple(
                 Timing.of(np.array([a.elapsed_time(b) * 1e6 for a, b in column]), host_ns)
@@ -232,18 +236,11 @@ def spin(cycles: int) -> None:
         torch.cuda._sleep(cycles)
 
 
-def _spin_cycles(host_s: float) -> int:
-    return int(min(MOST_SPIN_S, 1.5 * host_s) * SPIN_CYCLES_PER_S)
-
-
 def make_timer(device: torch.device) -> KernelTimer:
-    match device.type:
-        case "cpu":
-            return CpuTimer(device)
-        case "cuda":
-            return CudaTimer(device)
-        case other:
-            raise UserError(f"device {other!r} has no timer; profile cpu or cuda")
+    timers = {"cpu": CpuTimer, "cuda": CudaTimer}
+    if device.type not in timers:
+        raise UserError(f"device {device.type!r} has no timer; profile cpu or cuda")
+    return timers[device.type](device)
 
 
 @contextmanager

@@ -1,30 +1,19 @@
 """Tables, plots and self-contained HTML pages; torch-free."""
 
-from wlb.report.packing.page import packing_page
-from wlb.report.packing.source import SourceFacts, facts_of
-from wlb.report.packing.tables import packing_table, remarks, tuning_table, weight_remark
-from wlb.report.plots import require_matplotlib
-from wlb.report.run.page import run_page
-from wlb.report.run.records import RunRecords, read_run
-from wlb.report.simulation.page import simulated, simulation_page
-from wlb.report.simulation.tables import layout_text, simulation_table, worth_line, worth_of
-
-__all__ = [
-    "RunRecords",
-    "SourceFacts",
-    "facts_of",
-    "layout_text",
-    "packing_page",
-    "packing_table",
-    "read_run",
-    "remarks",
-    "require_matplotlib",
-    "run_page",
-    "simulated",
-    "simulation_page",
-    "simulation_table",
-    "tuning_table",
-    "weight_remark",
-    "worth_line",
-    "worth_of",
-]
+from wlb.report.packing.page import packing_page as packing_page
+from wlb.report.packing.tables import SourceFacts as SourceFacts
+from wlb.report.packing.tables import facts_of as facts_of
+from wlb.report.packing.tables import packing_table as packing_table
+from wlb.report.packing.tables import remarks as remarks
+from wlb.report.packing.tables import tuning_table as tuning_table
+from wlb.report.packing.tables import weight_remark as weight_remark
+from wlb.report.plots import require_matplotlib as require_matplotlib
+from wlb.report.run.page import run_page as run_page
+from wlb.report.run.records import RunRecords as RunRecords
+from wlb.report.run.records import read_run as read_run
+from wlb.report.simulation.page import simulated as simulated
+from wlb.report.simulation.page import simulation_page as simulation_page
+from wlb.report.simulation.tables import layout_text as layout_text
+from wlb.report.simulation.tables import simulation_table as simulation_table
+from wlb.report.simulation.tables import worth_line as worth_line
+from wlb.report.simulation.tables import worth_of as worth_of

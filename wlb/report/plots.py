@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import UserError
-
-FloatArray = npt.NDArray[np.float64]
+from wlb.plan import FloatArray, UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -50,6 +48,16 @@ def new_figure(
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.set_axisbelow(True)
     return figure, axes
+
+
+def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
+    """A legend above all panels that has each of their labels once."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    options = {"ncols": len(found), "frameon": False, **options}
+    figure.legend(found.values(), found.keys(), loc="outside upper center", **options)
 
 
 def svg(figure: Any, name: str) -> str:
@@ -103,3 +111,30 @@ def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
         return total[after] - total[first]
 
     return sums(values * weights) / np.maximum(sums(weights), np.finfo(np.float64).tiny)
+
+
+def draw_means(
+    axes: Any,
+    steps: npt.NDArray[Any],
+    values: FloatArray,
+    weights: FloatArray,
+    *,
+    most: int | None = None,
+    alpha: float | None = None,
+    **style: Any,
+) -> None:
+    """Draw steps as faint points and their running mean as a line. Of more than `most` steps, every
+    k-th is drawn. style: of the line (`color`, `ls`, `label`)."""
+    faint = alpha or (0.25 if values.size > 40 else 0.5)
+    every = stride(values.size, most)
+    colour = style["color"]
+    axes.plot(steps[::every], values[::every], "o", color=colour, ms=2.5, alpha=faint, mew=0)
+    line = running_mean(values, weights)
+    known = line > 0
+    every = stride(int(known.sum()), most)
+    axes.plot(steps[known][::every], line[known][::every], lw=1.8, **style)
+
+
+def stride(count: int, most: int | None) -> int:
+    """Every how many of `count` points are drawn, so that at most `most` are."""
+    return max(1, -(-count // most)) if most else 1

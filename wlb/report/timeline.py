@@ -3,11 +3,13 @@
 Needs matplotlib. `timeline_figure` makes a figure; `draw_timeline` draws into axes of a larger one.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb.report.plots import INK, WIDTH, FloatArray, new_figure
+from wlb.plan import FloatArray
+from wlb.report.plots import INK, WIDTH, new_figure
 from wlb.simulate import Node, NodeKind, PassKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
@@ -58,24 +60,48 @@ def draw_timeline(
     pp, v = simulation.simulator.spec.parallel.pp, simulation.simulator.spec.pp.virtual_stages
     ends, durations = (x[:, step, pipeline] for x in (simulation.ends_ns, simulation.durations_ns))
     start, stop = (np.asarray(x * scale, np.float64) for x in (ends - durations, ends))
-    axes.set(xlim=(0, total_s * 1e9 * scale), ylim=(pp - 0.5, -0.5), yticks=range(pp))
-    axes.set_xlabel(f"time ({unit})")
+    frame_rows(axes, range(pp), end=total_s * 1e9 * scale, unit=unit)
     axes.set_ylabel("pipeline rank")
     if v > 1:
         axes.set_title(f"lower in a row: later of {v} chunks", fontsize=8, loc="right")
-    axes.grid(visible=False)
-    axes.tick_params(axis="y", length=0)
     bars = _Bars(axes=axes, simulation=simulation, start=start, stop=stop)
     bars.waits()
     bars.passes()
     bars.critical(step, pipeline)
-    busy = simulation.bubble[step, pipeline]
-    for rank in range(pp):
-        axes.text(
-            1.006, rank, f"{busy[rank]:.0%}", transform=axes.get_yaxis_transform(),
-            va="center", fontsize=8,
-        )  # fmt: skip
-    axes.text(1.006, -0.62, "idle", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
+    write_idle(axes, simulation.bubble[step, pipeline])
+
+
+def frame_rows(axes: Any, labels: Sequence[object], *, end: float, unit: str) -> None:
+    """Prepare axes for a row of bars for each of `labels`, from 0 to `end` in `unit` (s or ms)."""
+    rows = len(labels)
+    axes.set(xlim=(0, end), ylim=(rows - 0.5, -0.5), yticks=range(rows), yticklabels=labels)
+    axes.set_xlabel(f"time ({unit})")
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def write_idle(axes: Any, shares: Iterable[float]) -> None:
+    """Write each row's idle share of the step at its right."""
+    style = {"transform": axes.get_yaxis_transform(), "fontsize": 8}
+    for row, share in enumerate(shares):
+        axes.text(1.006, row, f"{share:.0%}", va="center", **style)
+    axes.text(1.006, -0.62, "idle", va="bottom", **style)
+
+
+def row_box(left: float, right: float, *, row: int, chunk: int, chunks: int) -> Box:
+    """The bar of a pass in its row; later chunks of a rank are shifted down within it."""
+    height = BAR if chunks == 1 else BAR * (1 - CHUNK_SHIFT)
+    top = row - BAR / 2 + BAR * CHUNK_SHIFT * chunk / max(1, chunks - 1)
+    return left, right, top, top + height
+
+
+def add_boxes(axes: Any, boxes: Sequence[Box], gid: str, **style: Any) -> None:
+    """Draw boxes as one collection with this gid."""
+    from matplotlib.collections import PolyCollection
+
+    collection = PolyCollection([corners(box) for box in boxes], **style)
+    collection.set_gid(gid)
+    axes.add_collection(collection)
 
 
 def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
@@ -139,19 +165,17 @@ def draw_passes(
 ) -> None:
     """Draw the bars of one micro-batch and kind as a collection with the gid
     `mb<micro_batch><kind>`. inches: height of a row."""
-    from matplotlib.collections import PolyCollection
-
     colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
     colour = mixed(colour, LIGHT) if kind == PassKind.FORWARD else colour
-    collection = PolyCollection(
-        [corners(box) for box in boxes],
+    add_boxes(
+        axes,
+        boxes,
+        f"mb{micro_batch}{kind}",
         facecolors=colour,
         edgecolors="white",
         linewidths=0.4,
         hatch="////" if kind == PassKind.BACKWARD_WEIGHT else None,
     )
-    collection.set_gid(f"mb{micro_batch}{kind}")
-    axes.add_collection(collection)
     if kind != PassKind.BACKWARD_WEIGHT:
         number_bars(axes, micro_batch, boxes, colour, inches=inches)
 
@@ -165,15 +189,13 @@ class _Bars(NamedTuple):
     stop: FloatArray
 
     def box(self, i: int, node: Node) -> Box:
-        """The bar of a node; later chunks of a rank are shifted down within its row."""
+        """The bar of a node; only passes are shifted within their row."""
         spec = self.simulation.simulator.spec
-        v = spec.pp.virtual_stages
-        height, shift = BAR, 0.0
-        if v > 1 and node.kind == NodeKind.PASS:
-            height = BAR * (1 - CHUNK_SHIFT)
-            shift = BAR * CHUNK_SHIFT * (node.stage // spec.parallel.pp) / (v - 1)
-        top = node.rank - BAR / 2 + shift
-        return float(self.start[i]), float(self.stop[i]), top, top + height
+        chunk, chunks = 0, 1
+        if node.kind == NodeKind.PASS:
+            chunk, chunks = node.stage // spec.parallel.pp, spec.pp.virtual_stages
+        start, stop = float(self.start[i]), float(self.stop[i])
+        return row_box(start, stop, row=node.rank, chunk=chunk, chunks=chunks)
 
     def passes(self) -> None:
         groups: dict[tuple[int, PassKind], list[Box]] = {}
@@ -188,8 +210,6 @@ class _Bars(NamedTuple):
     def waits(self) -> None:
         """Draw nodes that run beside passes as a strip under the row, and nodes that ranks wait for
         over the whole row."""
-        from matplotlib.collections import PolyCollection
-
         boxes: list[Box] = []
         graph = self.simulation.simulator.graph
         for i, node in enumerate(graph.nodes):
@@ -201,15 +221,9 @@ class _Bars(NamedTuple):
                 left, right, top, bottom = self.box(i, node._replace(rank=rank))
                 boxes.append((left, right, bottom, bottom + 0.09) if is_aside
                              else (left, right, top, bottom))  # fmt: skip
-        collection = PolyCollection(
-            [corners(box) for box in boxes], facecolors=COLLECTIVE, linewidths=0
-        )
-        collection.set_gid("waits")
-        self.axes.add_collection(collection)
+        add_boxes(self.axes, boxes, "waits", facecolors=COLLECTIVE, linewidths=0)
 
     def critical(self, step: int, pipeline: int) -> None:
-        from matplotlib.collections import PolyCollection
-
         s = self.simulation
         graph = s.simulator.graph
         path = graph.critical_path(s.ends_ns, s.durations_ns, step=step)
@@ -224,15 +238,8 @@ class _Bars(NamedTuple):
                 boxes.append(box)
                 middle = (box[2] + box[3]) / 2
                 line += [(box[0], middle), (np.nan, np.nan), (box[1], middle)]
-        collection = PolyCollection(
-            [corners(box) for box in boxes],
-            facecolors="none",
-            edgecolors="#000000",
-            linewidths=1.4,
-            zorder=4,
-        )
-        collection.set_gid("critical")
-        self.axes.add_collection(collection)
+        style = {"facecolors": "none", "edgecolors": "#000000", "linewidths": 1.4}
+        add_boxes(self.axes, boxes, "critical", zorder=4, **style)
         if line:
             # Join the end of each pass with the start of the next, without lines through bars.
             xs, ys = zip(*line, strict=True)

@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from wlb.cost import WorkloadModel
-from wlb.plan import IntArray, IntLike, ShardingPlan, int_array
+from wlb.plan import IntArray, IntLike, ShardingPlan
 from wlb.sharding.hybrid import hybrid, shares_of
 from wlb.sharding.per_document import document_chunks
 from wlb.sharding.per_sequence import head_tail_ranks
 from wlb.sharding.prices import cheapest
-from wlb.sharding.spans import check_arguments, from_spans
+from wlb.sharding.spans import RankedSpans, checked_lengths, from_spans
 
 STRATEGY = "balanced"
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -30,8 +30,7 @@ _Span = tuple[int, int, int, int]
 
 def balanced(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
-    pieces = int_array("lengths", lengths)
-    check_arguments(pieces, cp)
+    pieces = checked_lengths(lengths, cp)
     best = hybrid(pieces, cp=cp, cost=cost)
     if cp > 1 and pieces.size:
         order = np.argsort(-pieces, kind="stable")
@@ -51,22 +50,14 @@ def _dealt(
     mean = max(1.0, float(work.sum()) * share / cp)
     num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
     num_over_all = int(np.searchsorted(-num_ranks, -cp, side="right"))
-    deal = _Deal(ordered, cp, cost)
-    deal.over_all(num_over_all)
+    dealt = _DealtDocuments(ordered, cp, cost)
+    dealt.over_all(num_over_all)
     for m in range(cp - 1, 1, -1):
-        deal.over_some(np.flatnonzero(num_ranks[num_over_all:] == m) + num_over_all, m)
-    deal.whole(np.flatnonzero(num_ranks[num_over_all:] == 1) + num_over_all, work)
-    deal.fill()
-    piece, start, stop, rank = (np.array(x, np.int64) for x in zip(*deal.spans, strict=True))
-    return from_spans(
-        pieces,
-        piece=order[piece],
-        start=start,
-        stop=stop,
-        rank=rank,
-        cp=cp,
-        strategy=STRATEGY,
-    )
+        dealt.over_some(np.flatnonzero(num_ranks[num_over_all:] == m) + num_over_all, m)
+    dealt.whole(np.flatnonzero(num_ranks[num_over_all:] == 1) + num_over_all, work)
+    dealt.fill()
+    spans = RankedSpans(*np.array(dealt.spans, np.int64).T)
+    return from_spans(pieces, spans._replace(piece=order[spans.piece]), cp=cp, strategy=STRATEGY)
 
 
 def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
@@ -75,8 +66,11 @@ def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
     return forward + backward
 
 
-class _Deal:
-    """Spans dealt so far; loads (predicted ns) and room (tokens) of each rank."""
+class _DealtDocuments:
+    """Spans of the documents dealt so far, and each rank's load (predicted ns) and room (tokens).
+
+    left: documents that found no room as their share of the work asks for.
+    """
 
     def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
         self.ordered, self.cp, self.cost = ordered, cp, cost
@@ -117,19 +111,17 @@ class _Deal:
         load, room = self.load, self.room
         columns = (who.tolist(), self.ordered[who].tolist(), work[who].tolist())
         for document, size, part in zip(*columns, strict=True):
-            best = -1
-            for r in range(self.cp):
-                if room[r] >= size and (best < 0 or load[r] < load[best]):
-                    best = r
-            if best < 0:
+            with_room = [r for r in range(self.cp) if room[r] >= size]
+            if not with_room:
                 self.left.append(document)
                 continue
+            best = min(with_room, key=load.__getitem__)
             self.spans.append((document, 0, size, best))
             load[best] += part
             room[best] -= size
 
     def fill(self) -> None:
-        """What fitted nowhere, cut so that it fills the ranks with most room first."""
+        """Cut what fitted nowhere so that it fills the ranks with most room first."""
         for document in self.left:
             at, size = 0, int(self.ordered[document])
             while at < size:

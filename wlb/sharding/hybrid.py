@@ -7,35 +7,22 @@ never predicted slower than either.
 Cost: the chunks of all documents are priced once, then a few NumPy passes for each threshold.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from wlb.cost import WorkloadModel
-from wlb.plan import IntArray, IntLike, ShardingPlan, int_array, offsets_of
+from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
 from wlb.sharding.per_document import document_chunks, per_document
 from wlb.sharding.per_sequence import head_tail_ranks, per_sequence
 from wlb.sharding.prices import cheapest
-from wlb.sharding.spans import check_arguments, cut_sequence, from_spans
+from wlb.sharding.spans import RankedSpans, checked_lengths, cut_sequence, from_spans
 
 STRATEGY = "hybrid"
 MOST_THRESHOLDS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Spans:
-    """Spans of sorted documents, arrays of shape [num_spans]."""
-
-    piece: IntArray
-    start: IntArray
-    stop: IntArray
-    rank: IntArray
-
-
 def hybrid(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
-    pieces = int_array("lengths", lengths)
-    check_arguments(pieces, cp)
+    pieces = checked_lengths(lengths, cp)
     plans = [per_sequence(pieces, cp=cp)]
     if cp > 1 and pieces.size:
         plans += [per_document(pieces, cp=cp), _best_threshold(pieces, cp, cost)]
@@ -54,15 +41,10 @@ def _best_threshold(pieces: IntArray, cp: int, cost: WorkloadModel) -> ShardingP
     best = int(np.argmin(_slowest(times, shorts, cost)))
     # 3. Spans of the best one.
     k, short = counts[best], shorts[best]
-    return from_spans(
-        pieces,
-        piece=order[np.concatenate([np.repeat(np.arange(k), 2 * cp), short.piece])],
-        start=np.concatenate([start[:k].ravel(), short.start]),
-        stop=np.concatenate([stop[:k].ravel(), short.stop]),
-        rank=np.concatenate([np.tile(head_tail_ranks(cp), k), short.rank]),
-        cp=cp,
-        strategy=STRATEGY,
-    )
+    ranks = np.tile(head_tail_ranks(cp), k)
+    long = (np.repeat(np.arange(k), 2 * cp), start[:k].ravel(), stop[:k].ravel(), ranks)
+    spans = RankedSpans(*(np.concatenate(pair) for pair in zip(long, short, strict=True)))
+    return from_spans(pieces, spans._replace(piece=order[spans.piece]), cp=cp, strategy=STRATEGY)
 
 
 def _thresholds(ordered: IntArray) -> list[int]:
@@ -85,7 +67,7 @@ def shares_of(total: int, held: IntArray) -> IntArray:
     return shares
 
 
-def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> _Spans:
+def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans:
     """Documents [num_long, n) as one sequence in 2 * cp chunks.
 
     held: tokens each rank has already, at most one apart, shape [cp]. Chunks are sized so that with
@@ -97,8 +79,8 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> _Spans:
     # The last rank's two chunks are neighbours, one chunk.
     edges = np.delete(offsets_of(np.concatenate([head, (rest - head)[::-1]])), cp)
     ranks = np.delete(head_tail_ranks(cp), cp)
-    piece, start, stop, rank = cut_sequence(ordered[num_long:], edges, ranks)
-    return _Spans(piece=piece + num_long, start=start, stop=stop, rank=rank)
+    spans = cut_sequence(ordered[num_long:], edges, ranks)
+    return spans._replace(piece=spans.piece + num_long)
 
 
 def _long_parts(
@@ -122,13 +104,14 @@ def _long_parts(
     return at[:2], list(at[2])
 
 
-def _slowest(times: IntArray, parts: list[_Spans], cost: WorkloadModel) -> IntArray:
+def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
     """Slowest rank's forward plus slowest rank's backward, of each part and the times before it.
 
     times: shape [2, num_parts, cp].
     """
     cp = times.shape[2]
-    start, stop = (np.concatenate([getattr(p, n) for p in parts]) for n in ("start", "stop"))
+    start = np.concatenate([p.start for p in parts])
+    stop = np.concatenate([p.stop for p in parts])
     rank = np.concatenate([p.rank + i * cp for i, p in enumerate(parts)])
     total = times.copy()
     for i, priced in enumerate(cost.segment_times_ns(stop - start, stop)):

@@ -10,19 +10,16 @@ Cost: NumPy passes over num_pieces x 2*CP chunks.
 
 import numpy as np
 
-from wlb.plan import IntArray, IntLike, ShardingPlan, int_array, ranges
-from wlb.sharding.spans import check_arguments, from_spans
+from wlb.plan import IntArray, IntLike, ShardingPlan, ranges
+from wlb.sharding.spans import RankedSpans, checked_lengths, from_spans
 from wlb.spec import Remainder
-
-STRATEGY = "per_document"
 
 
 def per_document(
     lengths: IntLike, *, cp: int, remainder: Remainder | str = Remainder.MERGED
 ) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
-    pieces = int_array("lengths", lengths)
-    check_arguments(pieces, cp)
+    pieces = checked_lengths(lengths, cp)
     # With one rank there is nobody to deal to.
     remainder = Remainder(remainder) if cp > 1 else Remainder.MERGED
     start, stop = document_chunks(pieces, cp, grows=remainder == Remainder.MERGED)
@@ -37,9 +34,8 @@ def per_document(
         piece = np.concatenate([piece, np.repeat(np.arange(pieces.size), over)])
         begin, end = np.concatenate([begin, position]), np.concatenate([end, position + 1])
         rank = np.concatenate([rank, np.arange(position.size) % cp])
-    return from_spans(
-        pieces, piece=piece, start=begin, stop=end, rank=rank, cp=cp, strategy=STRATEGY
-    )
+    spans = RankedSpans(piece, begin, end, rank)
+    return from_spans(pieces, spans, cp=cp, strategy="per_document")
 
 
 def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[IntArray, IntArray]:

@@ -8,22 +8,17 @@ by at most one. Cost: a few NumPy passes over pieces.
 
 import numpy as np
 
-from wlb.plan import IntArray, IntLike, ShardingPlan, int_array, offsets_of
-from wlb.sharding.spans import check_arguments, cut_sequence, from_spans
-
-STRATEGY = "per_sequence"
+from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
+from wlb.sharding.spans import checked_lengths, cut_sequence, from_spans
 
 
 def per_sequence(lengths: IntLike, *, cp: int) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
-    pieces = int_array("lengths", lengths)
-    check_arguments(pieces, cp)
+    pieces = checked_lengths(lengths, cp)
     base, extra = divmod(int(pieces.sum()), 2 * cp)
     edges = offsets_of(base + (np.arange(2 * cp) < extra))
-    piece, start, stop, rank = cut_sequence(pieces, edges, head_tail_ranks(cp))
-    return from_spans(
-        pieces, piece=piece, start=start, stop=stop, rank=rank, cp=cp, strategy=STRATEGY
-    )
+    spans = cut_sequence(pieces, edges, head_tail_ranks(cp))
+    return from_spans(pieces, spans, cp=cp, strategy="per_sequence")
 
 
 def head_tail_ranks(cp: int) -> IntArray:

@@ -4,25 +4,37 @@ A strategy only says which tokens go to which rank. Here empty spans are left ou
 rank merged (each span is a kernel segment), and spans laid out rank-major.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from wlb.plan import IntArray, ShardingPlan, UserError, offsets_of
+from wlb.plan import (
+    IntArray,
+    IntLike,
+    ShardingPlan,
+    UserError,
+    check_at_least,
+    int_array,
+    offsets_of,
+)
+from wlb.plan.arrays import first_true
 
 
-def from_spans(
-    lengths: IntArray,
-    *,
-    piece: IntArray,
-    start: IntArray,
-    stop: IntArray,
-    rank: IntArray,
-    cp: int,
-    strategy: str,
-) -> ShardingPlan:
-    """Span i = tokens [start[i], stop[i]) of piece[i], on rank[i]; all of shape [m].
+class RankedSpans(NamedTuple):
+    """Span i = tokens [start[i], stop[i]) of piece[i], on rank[i]; all of shape [num_spans]."""
+
+    piece: IntArray
+    start: IntArray
+    stop: IntArray
+    rank: IntArray
+
+
+def from_spans(lengths: IntArray, spans: RankedSpans, *, cp: int, strategy: str) -> ShardingPlan:
+    """The plan of these spans of pieces of `lengths` tokens.
 
     Spans of a rank keep their order; neighbours in it that join are merged.
     """
+    piece, start, stop, rank = spans
     if rank.size > 1 and (rank[1:] < rank[:-1]).any():
         # int16 where it fits: NumPy sorts that by counting.
         order = np.argsort(rank.astype(np.int16 if cp < 2**15 else np.int64), kind="stable")
@@ -44,10 +56,8 @@ def from_spans(
     )
 
 
-def cut_sequence(
-    lengths: IntArray, edges: IntArray, rank: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(piece, start, stop, rank) of the spans that chunks of a packed sequence come to.
+def cut_sequence(lengths: IntArray, edges: IntArray, rank: IntArray) -> RankedSpans:
+    """The spans that chunks of a packed sequence come to.
 
     lengths: tokens of each piece in the sequence's order, shape [num_pieces]. Chunk i = tokens
     [edges[i], edges[i + 1]) of the sequence, on rank[i]; edges go from 0 to the total, not down.
@@ -57,12 +67,13 @@ def cut_sequence(
     start, stop = cuts[:-1], cuts[1:]
     owner = rank[np.searchsorted(edges, start, side="right") - 1]
     piece = np.searchsorted(offsets, start, side="right") - 1
-    return piece, start - offsets[piece], stop - offsets[piece], owner
+    return RankedSpans(piece, start - offsets[piece], stop - offsets[piece], owner)
 
 
-def check_arguments(lengths: IntArray, cp: int) -> None:
-    if cp < 1:
-        raise UserError(f"cp = {cp} must be at least 1")
-    bad = np.flatnonzero(lengths < 1)
-    if bad.size:
-        raise UserError(f"piece {bad[0]} has {lengths[bad[0]]} tokens; it must have at least 1")
+def checked_lengths(values: IntLike, cp: int) -> IntArray:
+    """Lengths of a micro-batch's pieces; UserError for one without tokens, and for cp below 1."""
+    lengths = int_array("lengths", values)
+    check_at_least("cp", cp, 1)
+    if (bad := first_true(lengths < 1)) is not None:
+        raise UserError(f"piece {bad} has {lengths[bad]} tokens; it must have at least 1")
+    return lengths

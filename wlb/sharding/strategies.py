@@ -1,10 +1,9 @@
-"""Strategies by name, as a run's `sharding.strategy` chooses them."""
+"""Strategies by name, as a run's `sharding.strategy` chooses them, and the paper's choice."""
 
 from collections.abc import Callable
 
 from wlb.cost import WorkloadModel
 from wlb.plan import IntLike, ShardingPlan, UserError
-from wlb.sharding.adaptive import adaptive
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
@@ -12,13 +11,29 @@ from wlb.sharding.per_sequence import per_sequence
 from wlb.sharding.prices import cheapest
 from wlb.spec import Remainder
 
+
+def adaptive(
+    lengths: IntLike, *, cp: int, cost: WorkloadModel, remainder: Remainder | str = Remainder.MERGED
+) -> ShardingPlan:
+    """The static strategy whose slowest rank is predicted to finish first (Section 5.3).
+
+    For a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks. The
+    plan's `strategy` is the one that was chosen; per_sequence in a tie.
+    """
+    remainder = Remainder(remainder)
+    plans = [per_sequence(lengths, cp=cp)]
+    if cp > 1 and len(lengths):  # otherwise both give the same spans
+        plans.append(per_document(lengths, cp=cp, remainder=remainder))
+    return cheapest(plans, cost)
+
+
 STRATEGIES: dict[str, Callable[..., ShardingPlan]] = {
     "per_sequence": per_sequence,
     "per_document": per_document,
     "hybrid": hybrid,
     "balanced": balanced,
 }
-"""What a plan's `strategy` can be: a plan by "adaptive" goes by the name of what it chose."""
+"""Values of a plan's `strategy`; a plan by "adaptive" has the name of the chosen one."""
 
 NAMES = (*STRATEGIES, "adaptive")
 WITH_REMAINDER = ("per_document", "adaptive")

@@ -1,41 +1,20 @@
 """Simulates training steps on a cluster: pipeline, collectives, memory, critical path."""
 
-from wlb.simulate.critical import CriticalPath, Event, critical_path
-from wlb.simulate.graph import Graph, Node, NodeKind
-from wlb.simulate.order import Action, Order, PassKind, pipeline_order
-from wlb.simulate.prices import ShardedStep, StepPrices
-from wlb.simulate.program import step_graph
-from wlb.simulate.run import (
-    RunSimulation,
-    check_memory,
-    planner_of,
-    sharded_steps,
-    simulate_run,
-)
-from wlb.simulate.step import Simulation, Simulator
-from wlb.simulate.trace import trace_events, write_trace
-
-__all__ = [
-    "Action",
-    "CriticalPath",
-    "Event",
-    "Graph",
-    "Node",
-    "NodeKind",
-    "Order",
-    "PassKind",
-    "RunSimulation",
-    "ShardedStep",
-    "Simulation",
-    "Simulator",
-    "StepPrices",
-    "check_memory",
-    "critical_path",
-    "pipeline_order",
-    "planner_of",
-    "sharded_steps",
-    "simulate_run",
-    "step_graph",
-    "trace_events",
-    "write_trace",
-]
+from wlb.simulate.critical import CriticalPath as CriticalPath
+from wlb.simulate.critical import critical_path as critical_path
+from wlb.simulate.graph import Node as Node
+from wlb.simulate.graph import NodeKind as NodeKind
+from wlb.simulate.order import PassKind as PassKind
+from wlb.simulate.order import pipeline_order as pipeline_order
+from wlb.simulate.prices import ShardedStep as ShardedStep
+from wlb.simulate.prices import StepPrices as StepPrices
+from wlb.simulate.program import step_graph as step_graph
+from wlb.simulate.run import RunSimulation as RunSimulation
+from wlb.simulate.run import check_memory as check_memory
+from wlb.simulate.run import planner_of as planner_of
+from wlb.simulate.run import sharded_steps as sharded_steps
+from wlb.simulate.run import simulate_run as simulate_run
+from wlb.simulate.step import Simulation as Simulation
+from wlb.simulate.step import Simulator as Simulator
+from wlb.simulate.trace import trace_events as trace_events
+from wlb.simulate.trace import write_trace as write_trace

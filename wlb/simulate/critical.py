@@ -5,7 +5,7 @@ for. A pass divides into attention of an even CP group, what the slowest CP rank
 of its linear part.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,31 +50,24 @@ class CriticalPath:
     @property
     def by_term(self) -> dict[str, float]:
         """Seconds of each term, largest first."""
-        total: dict[str, float] = {}
-        for event in self.events:
-            for term, seconds in event.terms_s.items():
-                total[term] = total.get(term, 0.0) + seconds
-        return _descending(total)
+        return _summed(item for event in self.events for item in event.terms_s.items())
 
     @property
     def by_micro_batch(self) -> dict[tuple[int, int], float]:
         """Seconds of each (pipeline, micro-batch), passes and messages, largest first."""
-        events = [e for e in self.events if e.micro_batch >= 0]
-        return _summed(events, lambda e: (e.pipeline, e.micro_batch))
+        events = (e for e in self.events if e.micro_batch >= 0)
+        return _summed(((e.pipeline, e.micro_batch), e.duration_s) for e in events)
 
     @property
     def by_rank(self) -> dict[tuple[int, int], float]:
         """Seconds of passes on each (pipeline, pipeline rank), largest first."""
-        events = [e for e in self.events if e.node.kind == NodeKind.PASS]
-        return _summed(events, lambda e: (e.pipeline, e.node.rank))
+        events = (e for e in self.events if e.node.kind == NodeKind.PASS)
+        return _summed(((e.pipeline, e.node.rank), e.duration_s) for e in events)
 
     @property
     def main_pipeline(self) -> int:
         """The pipeline with most pass time on the path; 0 without passes."""
-        seconds: dict[int, float] = {}
-        for (pipeline, _), s in self.by_rank.items():
-            seconds[pipeline] = seconds.get(pipeline, 0.0) + s
-        return max(seconds, key=lambda pipeline: seconds[pipeline], default=0)
+        return next(iter(_summed((rank[0], s) for rank, s in self.by_rank.items())), 0)
 
     def describe(self) -> tuple[str, ...]:
         """The slowest micro-batch, its longest event and the largest terms, as lines of text."""
@@ -163,12 +156,9 @@ NAMES = {
 }
 
 
-def _summed(events: list[Event], key: Callable[[Event], K]) -> dict[K, float]:
+def _summed(parts: Iterable[tuple[K, float]]) -> dict[K, float]:
+    """Sums of equal keys, largest first."""
     out: dict[K, float] = {}
-    for event in events:
-        out[key(event)] = out.get(key(event), 0.0) + event.duration_s
-    return _descending(out)
-
-
-def _descending(values: dict[K, float]) -> dict[K, float]:
-    return dict(sorted(values.items(), key=lambda item: -item[1]))
+    for key, seconds in parts:
+        out[key] = out.get(key, 0.0) + seconds
+    return dict(sorted(out.items(), key=lambda item: -item[1]))

@@ -8,6 +8,7 @@ of steps and pipelines. Collectives start on all pipelines together, when the la
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
@@ -111,22 +112,16 @@ def sorted_graph(
 
     ValueError naming nodes that wait for each other.
     """
-    waiting = [len(set(before)) for before in predecessors]
-    followers: list[list[int]] = [[] for _ in nodes]
+    # Nodes that are ready together keep their order.
+    sorter = TopologicalSorter[int]({i: () for i in range(len(nodes))})
     for i, before in enumerate(predecessors):
-        for j in set(before):
-            followers[j].append(i)
-    ready = [i for i, count in enumerate(waiting) if count == 0]
-    order: list[int] = []
-    for i in ready:  # the list grows while it is read
-        order.append(i)
-        for j in followers[i]:
-            waiting[j] -= 1
-            if waiting[j] == 0:
-                ready.append(j)
-    if len(order) < len(nodes):
-        stuck = [str(nodes[i].action or nodes[i].kind) for i, c in enumerate(waiting) if c]
-        raise ValueError(f"these wait for each other: {', '.join(stuck[:8])}")
+        sorter.add(i, *set(before))
+    try:
+        order = list(sorter.static_order())
+    except CycleError as error:
+        cycle: list[int] = error.args[1]
+        stuck = [str(nodes[i].action or nodes[i].kind) for i in cycle]
+        raise ValueError(f"these wait for each other: {', '.join(stuck[:8])}") from None
     place = np.empty(len(nodes), np.int64)
     place[order] = np.arange(len(order))
     graph = Graph(

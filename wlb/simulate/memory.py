@@ -13,7 +13,7 @@ import numpy as np
 from wlb.cost import memory_of_rank
 from wlb.cost.memory import layer_activation_bytes, layer_waiting_bytes, stage_output_bytes
 from wlb.plan import IntArray
-from wlb.simulate.order import Action, PassKind
+from wlb.simulate.order import Action, PassKind, pipeline_order
 from wlb.spec import RunSpec
 
 
@@ -62,6 +62,16 @@ def peak_activation_bytes(
         held = held + in_layer[kind][..., i] * layers[stage] + in_stage[kind][..., i]
         peak = np.maximum(peak, held)
     return peak
+
+
+def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
+    """Peak bytes of a pipeline rank in a step whose micro-batches have these lengths, with what
+    attention kernels allocate. tokens: of its pipeline's micro-batches, on all CP ranks."""
+    lengths = np.array(tokens, np.int64)
+    pp = spec.parallel.pp
+    order = pipeline_order(spec.pp, pp=pp, num_micro_batches=len(tokens))[pp_rank]
+    held = peak_activation_bytes(order, pass_bytes(spec, lengths), spec.stage_layers)
+    return int(held) + rest_bytes(spec, pp_rank=pp_rank, longest=int(lengths.max()))
 
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:

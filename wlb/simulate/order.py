@@ -10,8 +10,8 @@ passes after the inputs'. Equal to torch's `pipeline_order` without its idle slo
 from enum import StrEnum
 from typing import NamedTuple
 
-from wlb.plan import UserError
-from wlb.spec import Schedule
+from wlb.plan import UserError, check_at_least
+from wlb.spec import PipelineSection, Schedule
 
 
 class PassKind(StrEnum):
@@ -42,26 +42,15 @@ Order = tuple[tuple[Action, ...], ...]
 """Actions of each pipeline rank."""
 
 
-def pipeline_order(
-    schedule: Schedule,
-    *,
-    pp: int,
-    virtual_stages: int,
-    num_micro_batches: int,
-    weight_delay: int = 1,
-) -> Order:
+def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int) -> Order:
     """Every rank's passes; UserError where a schedule has no order for these numbers."""
-    n, v = num_micro_batches, virtual_stages
-    for name, value in (
-        ("pp", pp),
-        ("virtual_stages", v),
-        ("num_micro_batches", n),
-        ("weight_delay", weight_delay),
-    ):
-        if value < 1:
-            raise UserError(f"{name} = {value} must be at least 1")
+    schedule, n, v = pipeline.schedule, num_micro_batches, pipeline.virtual_stages
+    numbers = {"pp": pp, "virtual_stages": v, "num_micro_batches": n}
+    for name, value in (numbers | {"weight_delay": pipeline.weight_delay}).items():
+        check_at_least(name, value, 1)
     if pp == 1:
-        return (_one_rank(n),)
+        kinds = (PassKind.FORWARD, PassKind.BACKWARD)  # one micro-batch after the other
+        return (tuple(Action(0, kind, i) for i in range(n) for kind in kinds),)
     if schedule == Schedule.ONE_F_ONE_B and v != 1:
         raise UserError(f"1f1b has one stage a rank, got virtual_stages = {v}")
     if not schedule.takes(n, pp):
@@ -70,22 +59,13 @@ def pipeline_order(
         raise UserError(
             f"{n} micro-batches a pipeline do not divide into {n // pp} equal rounds over pp = {pp}"
         )
-    return tuple(_rank_order(schedule, rank, pp, v, n, weight_delay) for rank in range(pp))
+    return tuple(_rank_order(pipeline, rank, pp, n) for rank in range(pp))
 
 
-def _one_rank(n: int) -> tuple[Action, ...]:
-    """Without a pipeline, micro-batches run one after the other."""
-    return tuple(
-        Action(0, kind, i) for i in range(n) for kind in (PassKind.FORWARD, PassKind.BACKWARD)
-    )
-
-
-def _rank_order(
-    schedule: Schedule, rank: int, pp: int, v: int, n: int, weight_delay: int
-) -> tuple[Action, ...]:
-    group = n // max(1, n // pp)
-    is_split = schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
-    hops = 2 if schedule == Schedule.INTERLEAVED_1F1B else 1
+def _rank_order(pipeline: PipelineSection, rank: int, pp: int, n: int) -> tuple[Action, ...]:
+    v, group = pipeline.virtual_stages, n // max(1, n // pp)
+    is_split = pipeline.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
+    hops = 2 if pipeline.schedule == Schedule.INTERLEAVED_1F1B else 1
     warmup = min((v - 1) * group + hops * (pp - 1 - rank), n * v)
     backward = PassKind.BACKWARD_INPUT if is_split else PassKind.BACKWARD
 
@@ -101,7 +81,7 @@ def _rank_order(
         if warmup + k < n * v:
             out.append(action(PassKind.FORWARD, warmup + k))
         out.append(action(backward, k))
-        if is_split and k >= rank * weight_delay:
+        if is_split and k >= rank * pipeline.weight_delay:
             out.append(action(PassKind.BACKWARD_WEIGHT, num_weights))
             num_weights += 1
     if is_split:

@@ -6,21 +6,19 @@ linear in a micro-batch's rows (padding included) plus a constant, and equal on 
 first stage adds the embedding; the last adds head and loss, both passes of it in its forward pass.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns
+from wlb.cost.linear import split_backward
 from wlb.cost.profile import DTYPE_BYTES
-from wlb.cost.split import split_backward
-from wlb.plan import IntArray, PipelinePlan, StepPlan
+from wlb.plan import FloatArray, IntArray, PipelinePlan, StepPlan
 from wlb.simulate.order import PassKind
 from wlb.spec import ParallelSpec, RunSpec
 
-FloatArray = npt.NDArray[np.float64]
 CALLS = "calls"
 """Term of kernel launches and of the latency of collectives."""
 
@@ -40,8 +38,8 @@ class ShardedStep:
 class TermPrices:
     """Prices by term: ns for each token of a micro-batch, and ns for each micro-batch."""
 
-    per_token: dict[str, float]
-    per_call: dict[str, float]
+    per_token: dict[str, float] = field(default_factory=dict[str, float])
+    per_call: dict[str, float] = field(default_factory=dict[str, float])
 
     def times(self, layers: int) -> "TermPrices":
         """Prices of `layers` layers from those of one."""
@@ -123,23 +121,26 @@ class StepPrices:
     def balanced(self) -> "StepPrices":
         """Equal work with every micro-batch and CP rank at its step's mean: the bound of perfect
         balance. Schedule, collectives and constant costs stay."""
+        return self.evened((1, 2, 3))
 
-        def evened(x: IntArray, axes: tuple[int, ...]) -> IntArray:
-            return np.broadcast_to(np.rint(x.mean(axis=axes, keepdims=True)), x.shape).astype(
-                np.int64
-            )
+    def evened(self, axes: tuple[int, ...]) -> "StepPrices":
+        """Every value at its mean over these of the axes [steps, dp, n, cp]."""
 
-        return replace(
-            self,
-            tokens=evened(self.tokens, (1, 2)),
-            attention_forward_ns=evened(self.attention_forward_ns, (1, 2, 3)),
-            attention_backward_ns=evened(self.attention_backward_ns, (1, 2, 3)),
-        )
+        def mean(x: IntArray) -> IntArray:
+            own = tuple(axis for axis in axes if axis < x.ndim)  # tokens have no axis of CP ranks
+            means = np.rint(x.mean(axis=own, keepdims=True))
+            return np.broadcast_to(means, x.shape).astype(np.int64)
+
+        return self.changed(mean)
+
+    def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
+        """Return these prices with `change` applied to every array whose first axis is the step."""
+        arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
+        return replace(self, **arrays)
 
     def select(self, steps: slice) -> "StepPrices":
         """Prices of some of the steps."""
-        changed: dict[str, Any] = {name: getattr(self, name)[steps] for name in _STEP_FIELDS}
-        return replace(self, **changed)
+        return self.changed(lambda x: x[steps])
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
@@ -237,7 +238,7 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]
     forward, backward = cost.linear.embedding_ns_per_token
     head = {"head": cost.linear.head_ns_per_token}
     first = _end(cost, {"embedding": backward}, gathers=1, scatters=0)
-    scaled = TermPrices(per_token={}, per_call={"head": cost.linear.head_backward_ns})
+    scaled = TermPrices(per_call={"head": cost.linear.head_backward_ns})
     return {
         (PassKind.FORWARD, False): _end(cost, {"embedding": forward}, gathers=0, scatters=1),
         (PassKind.BACKWARD, False): first,
@@ -254,7 +255,7 @@ def _end(
     """Adds TP's collectives, which nothing hides at the ends of the model."""
     tp = cost.parallel.tp
     if tp == 1:
-        return TermPrices(per_token=per_token, per_call={})
+        return TermPrices(per_token=per_token)
     calls = ((Collective.ALL_GATHER, gathers), (Collective.REDUCE_SCATTER, scatters))
     alphas = (cost.profile.collective(op, span_ranks=tp).alpha_ns * n for op, n in calls)
     return TermPrices(

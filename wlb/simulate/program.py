@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from wlb.simulate.graph import Graph, Node, NodeKind, sorted_graph
 from wlb.simulate.order import Action, Order, PassKind, pipeline_order
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection, Schedule
 
 ACTIVE_STAGES = 3
 """Stages whose parameters torch's pipeline runtime keeps gathered."""
@@ -67,23 +67,11 @@ Program = list[Instruction]
 
 
 def step_graph(
-    schedule: Schedule,
-    *,
-    pp: int,
-    virtual_stages: int,
-    num_micro_batches: int,
-    has_fsdp: bool,
-    weight_delay: int = 1,
+    pipeline: PipelineSection, *, pp: int, num_micro_batches: int, has_fsdp: bool
 ) -> tuple[Order, Graph]:
     """The passes of every rank and the graph of a step; has_fsdp: parameters are sharded."""
-    order = pipeline_order(
-        schedule,
-        pp=pp,
-        virtual_stages=virtual_stages,
-        num_micro_batches=num_micro_batches,
-        weight_delay=weight_delay,
-    )
-    return order, _graph(rank_programs(schedule, order, has_fsdp=has_fsdp))
+    order = pipeline_order(pipeline, pp=pp, num_micro_batches=num_micro_batches)
+    return order, _graph(rank_programs(pipeline.schedule, order, has_fsdp=has_fsdp))
 
 
 def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
@@ -103,8 +91,7 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
         ahead: Program = [ReduceAhead(0)] if has_fsdp else []
         programs = [[*passes[:-1], *ahead, passes[-1]]]
     else:
-        n = len(order[0]) // 2
-        programs = [_OneFOneB(rank=rank, pp=pp, n=n).program() for rank in range(pp)]
+        programs = [list(_one_f_one_b(passes, num_stages=pp)) for passes in order]
     return [_with_layers_ahead(p, rank) if has_fsdp else p for rank, p in enumerate(programs)]
 
 
@@ -123,12 +110,12 @@ def _input_of(action: Action, num_stages: int) -> Action | None:
     return None
 
 
-def _output_of(action: Action, num_stages: int) -> tuple[Action, int] | None:
-    """The message a pass sends, and the stage that receives it."""
+def _receiver_of(action: Action, num_stages: int) -> int | None:
+    """The stage that a pass sends its output to."""
     if action.kind == PassKind.FORWARD and action.stage < num_stages - 1:
-        return action, action.stage + 1
+        return action.stage + 1
     if action.kind.sends_gradient and action.stage > 0:
-        return action, action.stage - 1
+        return action.stage - 1
     return None
 
 
@@ -150,8 +137,8 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
             instruction = coming.popleft()
             if not isinstance(instruction, RunPass):
                 continue
-            if (output := _output_of(instruction.action, num_stages)) is not None:
-                message, to_stage = output
+            message = instruction.action
+            if (to_stage := _receiver_of(message, num_stages)) is not None:
                 out[rank].append(Send(message))
                 out[to_stage % pp].append(Receive(message))
                 sent.add(message)
@@ -171,70 +158,36 @@ def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Prog
     return [Await((needed,)), instruction] if needed in sent else []
 
 
-@dataclass(slots=True, kw_only=True)
-class _OneFOneB:
-    """The program of one rank under torch's `Schedule1F1B`, one stage a rank."""
+def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruction]:
+    """The program of a rank with one stage under torch's `Schedule1F1B`.
 
-    rank: int
-    pp: int
-    n: int
-    out: list[Instruction] = field(default_factory=list[Instruction])
-    unfinished: list[Action] = field(default_factory=list[Action])
-    """Sends that are posted and not awaited yet."""
+    Where forward and backward take turns, a pass's output is sent together with the receive of the
+    next pass's input, and both are awaited. Otherwise it is sent alone and awaited after the next
+    pass.
+    """
 
-    def program(self) -> Program:
-        warmup = min(self.n, self.pp - self.rank)
-        for i in range(warmup):
-            self.exchange(None, self.incoming(PassKind.FORWARD, i))
-            self.run(PassKind.FORWARD, i)
-            self.finish_sends()
-            if i < warmup - 1:
-                self.send_alone(self.outgoing(PassKind.FORWARD, i))
-        backward = 0
-        for forward in range(warmup, self.n + 1):
-            sent = self.outgoing(PassKind.FORWARD, forward - 1)
-            self.exchange(sent, self.incoming(PassKind.BACKWARD, backward))
-            self.run(PassKind.BACKWARD, backward)
-            if forward < self.n:
-                sent = self.outgoing(PassKind.BACKWARD, backward)
-                self.exchange(sent, self.incoming(PassKind.FORWARD, forward))
-                self.run(PassKind.FORWARD, forward)
-            backward += 1
-        self.send_alone(self.outgoing(PassKind.BACKWARD, backward - 1))
-        for i in range(backward, self.n):
-            self.exchange(None, self.incoming(PassKind.BACKWARD, i))
-            self.run(PassKind.BACKWARD, i)
-            self.finish_sends()
-            self.send_alone(self.outgoing(PassKind.BACKWARD, i))
-        self.finish_sends()
-        return self.out
+    def sent_by(action: Action | None) -> tuple[Action, ...]:
+        if action is None or _receiver_of(action, num_stages) is None:
+            return ()
+        return (action,)
 
-    def run(self, kind: PassKind, i: int) -> None:
-        self.out.append(RunPass(Action(self.rank, kind, i)))
-
-    def incoming(self, kind: PassKind, i: int) -> Action | None:
-        return _input_of(Action(self.rank, kind, i), self.pp)
-
-    def outgoing(self, kind: PassKind, i: int) -> Action | None:
-        output = _output_of(Action(self.rank, kind, i), self.pp)
-        return None if output is None else output[0]
-
-    def exchange(self, send: Action | None, receive: Action | None) -> None:
-        """Posts both directions together and waits for both."""
-        if send is not None:
-            self.out.append(Send(send))
-        if receive is not None:
-            self.out.append(Receive(receive))
-        self.out.append(Await(tuple(m for m in (send, receive) if m is not None)))
-
-    def send_alone(self, message: Action | None) -> None:
-        if message is not None:
-            self.out.append(Send(message))
-            self.unfinished.append(message)
-
-    def finish_sends(self) -> None:
-        self.out.append(Await(tuple(self.unfinished)))
-        self.unfinished.clear()
+    sent_alone: tuple[Action, ...] = ()
+    for before, action, after in zip([None, *passes], passes, [*passes[1:], None], strict=False):
+        takes_turns = before is not None and before.kind != action.kind
+        send = sent_by(before) if takes_turns else ()
+        needed = _input_of(action, num_stages)
+        receive = () if needed is None else (needed,)
+        yield from map(Send, send)
+        yield from map(Receive, receive)
+        yield Await(send + receive)
+        yield RunPass(action)
+        if not takes_turns:
+            yield Await(sent_alone)
+            sent_alone = ()
+        if after is None or after.kind == action.kind:
+            sent_alone = sent_by(action)
+            yield from map(Send, sent_alone)
+    yield Await(sent_alone)
 
 
 def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:

@@ -10,15 +10,15 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.cost import ProfiledWorkload, document_flops
+from wlb.cost import ProfiledWorkload, document_flops, gpu_budget
+from wlb.cost.budget import ROUNDING
 from wlb.cost.memory import GIB
 from wlb.data import ListedBatches
-from wlb.plan import GlobalBatch, IntArray, StepMetrics, StepPlan, UserError
+from wlb.plan import FloatArray, GlobalBatch, IntArray, StepMetrics, StepPlan, UserError
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
-from wlb.simulate.step import CHUNK, Simulation, Simulator
+from wlb.simulate.step import Simulation, Simulator, chunked
 from wlb.spec import RunSpec
 
 
@@ -31,9 +31,9 @@ class RunSimulation:
     simulator: Simulator
     prices: StepPrices
     metrics: tuple[StepMetrics, ...]
-    step_time_s: npt.NDArray[np.float64]
+    step_time_s: FloatArray
     tokens: IntArray
-    bubble: npt.NDArray[np.float64]
+    bubble: FloatArray
     peak_memory_bytes: IntArray
     model_flops: float
 
@@ -88,11 +88,7 @@ class RunSimulation:
 
 
 def sharded_steps(
-    planner: Planner,
-    *,
-    dp: int,
-    most: int | None = None,
-    plans: Iterable[StepPlan] | None = None,
+    planner: Planner, *, dp: int, most: int | None = None, plans: Iterable[StepPlan] | None = None
 ) -> Iterator[ShardedStep]:
     """Shards `plans` (None: all of the planner's), at most `most`, for all pipelines."""
     for plan in islice(planner.steps() if plans is None else plans, most):
@@ -123,8 +119,7 @@ def simulate_run(
     parts: list[Simulation] = []
     plans: list[StepPlan] = []
     metrics: list[StepMetrics] = []
-    coming = iter(steps)
-    while chunk := tuple(islice(coming, CHUNK)):
+    for chunk in chunked(steps):
         parts.append(simulator.run(simulator.price(chunk)))
         plans += [step.plan for step in chunk]
         metrics += parts[-1].metrics(chunk)
@@ -157,17 +152,18 @@ def collected(
 
 
 def check_memory(run: RunSimulation) -> None:
-    """Raises UserError, naming rank and bytes, where a rank exceeds `cluster.memory_gib`."""
+    """Raises UserError, naming rank and bytes, where a rank exceeds what plans may use of
+    `cluster.memory_gib`."""
     spec = run.simulator.spec
-    limit = int(spec.cluster.memory_gib * GIB)
+    budget = gpu_budget(spec)
     step, rank = np.unravel_index(int(run.peak_memory_bytes.argmax()), run.peak_memory_bytes.shape)
     most = int(run.peak_memory_bytes[step, rank])
-    if most <= limit:
+    if most <= budget.planned_bytes * ROUNDING:
         return
     stages = spec.stages_of(int(rank))
     raise UserError(
         f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs "
-        f"{most:,} bytes ({most / GIB:.1f} GiB) in step {step}, more than cluster.memory_gib = "
-        f"{spec.cluster.memory_gib:g}; lower packing.s_max or packing.step_tokens (or set "
+        f"{most:,} bytes ({most / GIB:.1f} GiB) in step {step}, more than the "
+        f"{budget.explanation}; lower packing.s_max or packing.step_tokens (or set "
         f"packing.memory_gib), use training.recompute, or more ranks (parallel.tp, cp, pp)"
     )

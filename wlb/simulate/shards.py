@@ -49,16 +49,11 @@ class ShardCosts:
                 return self.optimizer_ns[node.rank]
 
 
-def has_fsdp(spec: RunSpec) -> bool:
-    """Whether parameters are sharded over several ranks."""
-    return spec.parallel.cp * max(1, spec.parallel.dp) > 1
-
-
 def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     """Prices for a layout; UserError for options of [fsdp] that have no price."""
     _refuse_unpriced(spec)
     parallel, profile = spec.parallel, cost.profile
-    ranks = parallel.cp * max(1, parallel.dp)
+    ranks = parallel.fsdp_size
     spread = fsdp_span(parallel, profile.ranks_per_node)
     gather, scatter = (
         profile.collective(op, span_ranks=spread, num_ranks=ranks)
@@ -72,14 +67,17 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     dtype = DTYPE_BYTES[profile.dtype]
+
+    def of_stages(collective: CollectiveCost, value_bytes: int) -> tuple[int, ...]:
+        """A stage's collectives, one a layer."""
+        return tuple(
+            round(layers * collective.time_ns(count * value_bytes / layers, num_ranks=ranks))
+            for count, layers in zip(counts, parts, strict=True)
+        )
+
     return ShardCosts(
-        gather_ns=tuple(
-            _layers_ns(gather, c * dtype, ranks, p) for c, p in zip(counts, parts, strict=True)
-        ),
-        reduce_ns=tuple(
-            _layers_ns(scatter, c * GRADIENT_BYTES, ranks, p)
-            for c, p in zip(counts, parts, strict=True)
-        ),
+        gather_ns=of_stages(gather, dtype),
+        reduce_ns=of_stages(scatter, GRADIENT_BYTES),
         norm_ns=round(
             max(of_rank) * NORM_VALUES * GRADIENT_BYTES / copy * 1e9
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
@@ -111,8 +109,3 @@ def fsdp_span(parallel: ParallelSpec, ranks_per_node: int) -> int:
     """
     stage = parallel.tp * parallel.cp
     return min(parallel.model_ranks, max(stage, ranks_per_node)) * max(1, parallel.dp)
-
-
-def _layers_ns(cost: CollectiveCost, size_bytes: float, num_ranks: int, layers: int) -> int:
-    """A stage's collectives, one a layer."""
-    return round(layers * cost.time_ns(size_bytes / layers, num_ranks=num_ranks))

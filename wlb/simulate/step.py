@@ -4,14 +4,16 @@ All times follow from the kernel profile; nothing is measured. wlb/simulate/READ
 model leaves out.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb.cost import ProfiledWorkload
-from wlb.plan import IntArray, StepMetrics, UserError
+from wlb.plan import FloatArray, IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
 from wlb.simulate.memory import pass_bytes, peak_activation_bytes, rest_bytes
 from wlb.simulate.order import Order, PassKind
@@ -24,13 +26,20 @@ from wlb.simulate.prices import (
     step_prices,
 )
 from wlb.simulate.program import step_graph
-from wlb.simulate.shards import ShardCosts, has_fsdp, shard_costs
+from wlb.simulate.shards import ShardCosts, shard_costs
 from wlb.spec import RunSpec, check
 
-FloatArray = npt.NDArray[np.float64]
+T = TypeVar("T")
 COMMUNICATION = ("tp_comm", "cp_comm")
 CHUNK = 64
 """Steps that one walk of the graph takes: its overhead is then small, and so is its memory."""
+
+
+def chunked(steps: Iterable[T]) -> Iterator[tuple[T, ...]]:
+    """At most CHUNK steps at a time."""
+    coming = iter(steps)
+    while chunk := tuple(islice(coming, CHUNK)):
+        yield chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,12 +64,10 @@ class Simulator:
         if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
             raise ValueError("the cost model is of another model or layout; make it with this spec")
         order, graph = step_graph(
-            self.spec.pp.schedule,
+            self.spec.pp,
             pp=self.spec.parallel.pp,
-            virtual_stages=self.spec.pp.virtual_stages,
             num_micro_batches=self.spec.micro_batches_per_pipeline,
-            has_fsdp=has_fsdp(self.spec),
-            weight_delay=self.spec.pp.weight_delay,
+            has_fsdp=self.spec.parallel.fsdp_size > 1,
         )
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "graph", graph)
@@ -206,7 +213,9 @@ class Simulation:
                 step.plan.predicted,
                 step_time_s=times[s],
                 cp_imbalance=self._cp_imbalance(s),
-                sharding_counts=_sharding_counts(step),
+                sharding_counts=tuple(
+                    sorted(Counter(x.strategy for p in step.pipelines for x in p.shardings).items())
+                ),
             )
             for s, step in enumerate(steps)
         )
@@ -215,8 +224,3 @@ class Simulation:
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())
         return float(both.max(axis=2).sum()) / mean if mean else 1.0
-
-
-def _sharding_counts(step: ShardedStep) -> tuple[tuple[str, int], ...]:
-    names = [s.strategy for pipeline in step.pipelines for s in pipeline.shardings]
-    return tuple((name, names.count(name)) for name in sorted(set(names)))

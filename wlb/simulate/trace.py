@@ -133,7 +133,6 @@ class _Step:
     offset_ns: int
     name: str
     critical: frozenset[tuple[int, int]] = field(init=False)
-    receivers: dict[Action, int] = field(init=False)
     senders: dict[Action, int] = field(init=False)
     tids: dict[tuple[int, int], int] = field(init=False)
     lanes: int = field(init=False)
@@ -147,11 +146,6 @@ class _Step:
             node.action: i
             for i, node in enumerate(graph.nodes)
             if node.kind == NodeKind.PASS and node.action is not None
-        }
-        self.receivers = {
-            m.action: self.senders[self._next(m.action)]
-            for m in graph.nodes
-            if m.kind == NodeKind.MESSAGE and m.action is not None
         }
         self.tids, self.lanes = self._message_tids()
 
@@ -187,7 +181,9 @@ class _Step:
         """An arrow from the sending to the receiving pass; viewers need its ends inside them."""
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         assert node.action is not None
-        sender, receiver = self.senders[node.action], self.receivers[node.action]
+        to_stage = node.stage + (1 if node.action.kind == PassKind.FORWARD else -1)
+        sender = self.senders[node.action]
+        receiver = self.senders[node.action._replace(stage=to_stage)]
         number = (self.step * len(graph.nodes) + i) * parallel.dp + pipeline
         shared = {"name": "message", "cat": "message", "id": number}
         start, stop = self._times(sender, pipeline)
@@ -242,10 +238,6 @@ class _Step:
     def _times(self, i: int, pipeline: int) -> tuple[int, int]:
         stop = int(self.simulation.ends_ns[i, self.step, pipeline])
         return stop - int(self.simulation.durations_ns[i, self.step, pipeline]), stop
-
-    def _next(self, message: Action) -> Action:
-        to_stage = message.stage + (1 if message.kind == PassKind.FORWARD else -1)
-        return message._replace(stage=to_stage)
 
     def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:
         """Assigns each message to the first thread without another one in flight."""

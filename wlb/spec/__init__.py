@@ -1,71 +1,43 @@
 """Configuration of a run: model, layout, data, policies; TOML, presets and checks."""
 
-from wlb.spec.check import check, resolve_dp
-from wlb.spec.keys import KeyHelp, RenamedKeyWarning, apply, list_keys, to_dict
-from wlb.spec.load import load, presets
-from wlb.spec.methods import METHODS
-from wlb.spec.model import ModelSpec, RopeScaling
-from wlb.spec.packing import BinMethod, PackingSection, Policy, StepGrouping, WindowCut
-from wlb.spec.run import (
-    AttentionBackend,
-    Device,
-    Dtype,
-    FsdpSection,
-    LongDocuments,
-    LossNormalizer,
-    OnNonfinite,
-    OverMemory,
-    ParallelSpec,
-    Recompute,
-    Remainder,
-    RunSpec,
-    Schedule,
-    Strategy,
-    TrainingSection,
-)
-from wlb.spec.schedule import DecayedWeights, DecayShape, RateSchedule
-from wlb.spec.systems import PLANNED_MEMORY, SYSTEMS, system_choice, system_overrides
-from wlb.spec.write import to_toml
-
-__all__ = [
-    "METHODS",
-    "PLANNED_MEMORY",
-    "SYSTEMS",
-    "AttentionBackend",
-    "BinMethod",
-    "DecayShape",
-    "DecayedWeights",
-    "Device",
-    "Dtype",
-    "FsdpSection",
-    "KeyHelp",
-    "LongDocuments",
-    "LossNormalizer",
-    "ModelSpec",
-    "OnNonfinite",
-    "OverMemory",
-    "PackingSection",
-    "ParallelSpec",
-    "Policy",
-    "RateSchedule",
-    "Recompute",
-    "Remainder",
-    "RenamedKeyWarning",
-    "RopeScaling",
-    "RunSpec",
-    "Schedule",
-    "StepGrouping",
-    "Strategy",
-    "TrainingSection",
-    "WindowCut",
-    "apply",
-    "check",
-    "list_keys",
-    "load",
-    "presets",
-    "resolve_dp",
-    "system_choice",
-    "system_overrides",
-    "to_dict",
-    "to_toml",
-]
+from wlb.spec.check import check as check
+from wlb.spec.check import resolve_dp as resolve_dp
+from wlb.spec.keys import KeyHelp as KeyHelp
+from wlb.spec.keys import RenamedKeyWarning as RenamedKeyWarning
+from wlb.spec.keys import apply as apply
+from wlb.spec.keys import list_keys as list_keys
+from wlb.spec.keys import to_dict as to_dict
+from wlb.spec.load import load as load
+from wlb.spec.load import presets as presets
+from wlb.spec.methods import METHODS as METHODS
+from wlb.spec.model import ModelSpec as ModelSpec
+from wlb.spec.model import RopeScaling as RopeScaling
+from wlb.spec.packing import BinMethod as BinMethod
+from wlb.spec.packing import PackingSection as PackingSection
+from wlb.spec.packing import Policy as Policy
+from wlb.spec.packing import StepGrouping as StepGrouping
+from wlb.spec.packing import WindowCut as WindowCut
+from wlb.spec.run import AttentionBackend as AttentionBackend
+from wlb.spec.run import DecayedWeights as DecayedWeights
+from wlb.spec.run import DecayShape as DecayShape
+from wlb.spec.run import Device as Device
+from wlb.spec.run import Dtype as Dtype
+from wlb.spec.run import FsdpSection as FsdpSection
+from wlb.spec.run import FusedKernels as FusedKernels
+from wlb.spec.run import LongDocuments as LongDocuments
+from wlb.spec.run import LossNormalizer as LossNormalizer
+from wlb.spec.run import OnNonfinite as OnNonfinite
+from wlb.spec.run import OverMemory as OverMemory
+from wlb.spec.run import ParallelSpec as ParallelSpec
+from wlb.spec.run import PipelineSection as PipelineSection
+from wlb.spec.run import RateSchedule as RateSchedule
+from wlb.spec.run import Recompute as Recompute
+from wlb.spec.run import Remainder as Remainder
+from wlb.spec.run import RunSpec as RunSpec
+from wlb.spec.run import Schedule as Schedule
+from wlb.spec.run import Strategy as Strategy
+from wlb.spec.run import TrainingSection as TrainingSection
+from wlb.spec.systems import SYSTEMS as SYSTEMS
+from wlb.spec.systems import system_choices as system_choices
+from wlb.spec.systems import system_overrides as system_overrides
+from wlb.spec.write import to_toml as to_toml

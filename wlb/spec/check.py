@@ -12,8 +12,7 @@ from wlb.plan import UserError
 from wlb.spec.blend import parse_blend
 from wlb.spec.keys import check_bounds
 from wlb.spec.packing import Policy
-from wlb.spec.run import Remainder, RunSpec, Schedule, Strategy
-from wlb.spec.schedule import DecayShape, RateSchedule
+from wlb.spec.run import DecayShape, RateSchedule, Remainder, RunSpec, Schedule, Strategy
 
 
 def check(spec: RunSpec) -> RunSpec:
@@ -79,12 +78,14 @@ _AT_LEAST = {
         "packing.num_micro_batches fsdp.shard_size fsdp.prefetch training.warmup_steps "
         "training.clip_norm training.min_learning_rate training.weight_decay eval.interval "
         "eval.interval_tokens eval.steps checkpoint.interval model.vocab_size cluster.overhead "
+        "cluster.context_gib cluster.communicator_gib "
         "telemetry.warmup_steps telemetry.peak_tflops telemetry.ranks_interval "
-        "telemetry.timeline_interval"
+        "telemetry.timeline_interval training.gc_interval"
     ),
     1: (
-        "data.row_multiple pp.virtual_stages pp.weight_delay training.steps training.loss_chunk "
-        "training.max_nonfinite checkpoint.keep telemetry.interval telemetry.straggler_records"
+        "parallel.tp parallel.cp parallel.pp data.row_multiple pp.virtual_stages pp.weight_delay "
+        "training.steps training.loss_chunk training.max_nonfinite checkpoint.keep "
+        "telemetry.interval telemetry.straggler_records"
     ),
     2: "data.context_window planner.ahead",
     300: "data.bpe_vocab_size",
@@ -99,6 +100,11 @@ def _check_ranges(spec: RunSpec) -> None:
     for minimum, names in _AT_LEAST.items():
         check_bounds(spec, names, at_least=minimum)
     check_bounds(spec, _ABOVE_0, above=0)
+    if not 0 <= spec.cluster.allocator_gaps < 1:
+        raise UserError(
+            f"cluster.allocator_gaps = {spec.cluster.allocator_gaps} must be at least 0 and below "
+            f"1, since it is a share"
+        )
     if spec.run.seed >= 2**64:
         raise UserError(f"run.seed = {spec.run.seed} must be below 2**64")
     _check_name(spec)
@@ -153,13 +159,17 @@ def _check_rates(spec: RunSpec) -> None:
 
 
 def _check_fractions(spec: RunSpec) -> None:
+    for name, below in (
+        ("training.beta1", 1),
+        ("training.beta2", 1),
+        ("data.heldout_fraction", 0.5),
+    ):
+        section, key = name.split(".")
+        value = getattr(getattr(spec, section), key)
+        if not 0 <= value < below:
+            raise UserError(f"{name} = {value} must be in [0, {below})")
     if not 0 <= spec.cluster.tp_overlap <= 1:
         raise UserError(f"cluster.tp_overlap = {spec.cluster.tp_overlap} must be in [0, 1]")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(spec.training, name) < 1:
-            raise UserError(f"training.{name} = {getattr(spec.training, name)} must be in [0, 1)")
-    if not 0 <= spec.data.heldout_fraction < 0.5:
-        raise UserError(f"data.heldout_fraction = {spec.data.heldout_fraction} must be in [0, 0.5)")
 
 
 def _check_name(spec: RunSpec) -> None:
@@ -177,9 +187,6 @@ def _check_name(spec: RunSpec) -> None:
 
 def _check_layout(spec: RunSpec) -> None:
     parallel, model = spec.parallel, spec.model
-    for axis in ("tp", "cp", "pp"):
-        if getattr(parallel, axis) < 1:
-            raise UserError(f"parallel.{axis} = {getattr(parallel, axis)} must be at least 1")
     if parallel.dp < 0:
         raise UserError(f"parallel.dp = {parallel.dp} must be at least 0 (0 = all ranks)")
     if parallel.tp > model.num_kv_heads:

@@ -8,12 +8,13 @@ types with the value and the nearest known key.
 import difflib
 import types
 import warnings
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import reduce
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from wlb.plan import UserError
+from wlb.plan.plain import plain
 
 T = TypeVar("T")
 
@@ -50,16 +51,8 @@ def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
         if is_dataclass(hints[f.name]):
             out += list_keys(hints[f.name], f"{name}.")
         else:
-            help_text = cast("dict[str, str]", f.metadata)
-            out.append(
-                KeyHelp(
-                    name=name,
-                    type=_type_name(hints[f.name]),
-                    default=_show(f.default),
-                    unit=help_text["unit"],
-                    doc=help_text["doc"],
-                )
-            )
+            texts = cast("dict[str, str]", f.metadata)
+            out.append(KeyHelp(name, _type_name(hints[f.name]), _show(f.default), **texts))
     return out
 
 
@@ -91,11 +84,7 @@ def apply(
                 raise UserError(f"{source}: {dotted} is a section, got {value!r}")
             nested = cast("dict[str, Any]", value)
             changes[name] = apply(
-                getattr(spec, name),
-                nested,
-                source=source,
-                prefix=f"{dotted}.",
-                is_stored=is_stored,
+                getattr(spec, name), nested, source=source, prefix=f"{dotted}.", is_stored=is_stored
             )
         else:
             changes[name] = _convert(value, kind, f"{source}: {dotted}")
@@ -112,16 +101,7 @@ def nest(dotted: str, value: Any) -> dict[str, Any]:
 
 def to_dict(spec: Any) -> dict[str, Any]:
     """Return nested plain values (TOML and JSON types)."""
-    out: dict[str, Any] = {}
-    for f in fields(spec):
-        value = getattr(spec, f.name)
-        if is_dataclass(value):
-            out[f.name] = to_dict(value)
-        elif isinstance(value, tuple):
-            out[f.name] = list(cast("tuple[Any, ...]", value))
-        else:
-            out[f.name] = str(value) if isinstance(value, StrEnum) else value
-    return out
+    return asdict(spec, dict_factory=lambda pairs: {name: plain(value) for name, value in pairs})
 
 
 def check_bounds(

@@ -29,12 +29,28 @@ class FsdpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Hardware assumed by estimates; a run itself does not depend on it."""
+    """Hardware assumed by estimates; a run takes from it only what is set aside of its GPUs."""
 
     memory_gib: float = key(
-        80.0,
-        "device memory, which simulate, tune and --dry-run check layouts against",
+        80.0, "device memory, which simulate, tune and --dry-run check layouts against", unit="GiB"
+    )
+    context_gib: float = key(
+        1.0,
+        "GPU memory that the CUDA context, loaded kernels and cuBLAS hold; set aside from plans, "
+        "also in a run",
         unit="GiB",
+    )
+    communicator_gib: float = key(
+        0.5625,
+        "GPU memory that NCCL holds for each communicator of a rank, set aside from plans, also in "
+        "a run; by default two connections (ring; tree or NVLink SHARP) of 24 channels of 12 MiB: "
+        "4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB",
+        unit="GiB",
+    )
+    allocator_gaps: float = key(
+        0.06,
+        "share of the memory left for tensors that stays unused between them, in torch's caching "
+        "allocator with expandable segments; set aside from plans, also in a run",
     )
     peak_tflops: float = key(
         989.0, "dense peak of a device in training.dtype, for MFU", unit="TFLOP/s"

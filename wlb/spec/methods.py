@@ -17,22 +17,15 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "mini_batch_posid": {"policy": "examples", "by_length": False, "layout": "separate"},
     "fixed_length": {"policy": "original", "window_cut": "anywhere", "layout": "joined"},
     "fixed_length_posid": {"policy": "original", "window_cut": "anywhere", "layout": "separate"},
-    "multipack_posid": {
-        "policy": "capacity",
-        "bin_method": "first_fit_decreasing",
-        "layout": "separate",
+    **{
+        name: {"policy": "capacity", "bin_method": bin_method, "layout": "separate"}
+        for name, bin_method in (
+            ("multipack_posid", "first_fit_decreasing"),
+            ("multipack_bfd_posid", "best_fit_decreasing"),
+            ("sorted_posid", "next_fit_decreasing"),
+            ("random_posid", "next_fit"),
+        )
     },
-    "multipack_bfd_posid": {
-        "policy": "capacity",
-        "bin_method": "best_fit_decreasing",
-        "layout": "separate",
-    },
-    "sorted_posid": {
-        "policy": "capacity",
-        "bin_method": "next_fit_decreasing",
-        "layout": "separate",
-    },
-    "random_posid": {"policy": "capacity", "bin_method": "next_fit", "layout": "separate"},
 }
 
 

@@ -13,7 +13,6 @@ from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
 from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
-from wlb.spec.schedule import DecayedWeights, DecayShape, RateSchedule
 
 
 class Schedule(StrEnum):
@@ -92,9 +91,42 @@ class AttentionBackend(StrEnum):
     FLASH_ATTENTION_4 = "flash_attention_4"
 
 
+class FusedKernels(StrEnum):
+    """What computes RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    OFF = "off"
+
+
 class LossNormalizer(StrEnum):
     VALID_TOKENS = "valid_tokens"
     CONSTANT = "constant"
+
+
+class RateSchedule(StrEnum):
+    """Learning rate after warm-up; wsd = warm-up, stable, decay."""
+
+    COSINE = "cosine"
+    WSD = "wsd"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+class DecayShape(StrEnum):
+    """Shape of the decay of wsd; sqrt = 1 - sqrt(progress)."""
+
+    LINEAR = "linear"
+    SQRT = "sqrt"
+    COSINE = "cosine"
+
+
+class DecayedWeights(StrEnum):
+    """matrices: all except norms. linear: also without embedding and output head."""
+
+    MATRICES = "matrices"
+    LINEAR = "linear"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +150,8 @@ class RunSection:
     )
     over_memory: OverMemory = key(
         OverMemory.REFUSE,
-        "whether a run whose memory estimate exceeds 95% of the device memory is refused or "
-        "only warned about",
+        "whether a run whose memory estimate exceeds what plans may use of the device (its memory "
+        "less what [cluster] sets aside) is refused or only warned about",
     )
 
 
@@ -171,6 +203,11 @@ class PipelineSection:
 class CpSection:
     keep_gathered_kv: bool = key(
         False, "keep the gathered keys and values for backward: no second all-gather, more memory"
+    )
+    gradient_dtype: Dtype = key(
+        Dtype.FLOAT32,
+        "dtype in which gradients of keys and values are added over CP ranks; bfloat16 halves the "
+        "traffic, and rounds once a rank",
     )
 
 
@@ -251,6 +288,17 @@ class KernelSection:
         AttentionBackend.AUTO,
         "attention kernel; auto = the fastest installed one that supports the run",
     )
+    deterministic: bool = key(
+        False,
+        "have a GPU's attention kernel add gradients in one order, so that the same step gives the "
+        "same bits again; takes time, and FlashAttention-2 keeps up to ceil(SMs / heads) float32 "
+        "copies of dQ; a CPU's kernel always does",
+    )
+    fused: FusedKernels = key(
+        FusedKernels.AUTO,
+        "Triton kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients: one "
+        "pass over memory instead of up to 11; auto = on GPUs that have Triton; off = plain torch",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +362,12 @@ class TrainingSection:
     )
     loss_chunk: int = key(8192, "rows of logits in memory at a time", unit="tokens")
     timeout_s: float = key(600.0, "a collective that takes longer stops the run", unit="s")
+    gc_interval: int = key(
+        50,
+        "steps between Python's garbage collections, which all ranks then make at the same time; "
+        "0 = whenever Python decides, in the middle of steps",
+        unit="steps",
+    )
     heartbeat_s: float = key(
         60.0,
         "a rank that gives no sign of life for this long (stopped process, lost node) ends the "

@@ -14,6 +14,7 @@ from wlb.plan import UserError
 _OWN = ("packing.method=", "packing.packs=", "packing.layout=separate")
 """Resets a grouping method of the run, which would contradict the system's policy."""
 _IN_WINDOWS = (*_OWN, "packing.num_micro_batches=0")
+_FIXED = ("packing.policy=fixed", *_IN_WINDOWS, "packing.window_batches=1")
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
 _MERGED = ("sharding.remainder=merged",)
 
@@ -28,20 +29,8 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "fixed_4d": (
-        (
-            "packing.policy=fixed",
-            *_IN_WINDOWS,
-            "packing.window_batches=1",
-            "sharding.strategy=per_sequence",
-            *_MERGED,
-        ),
-        (
-            "packing.policy=fixed",
-            *_IN_WINDOWS,
-            "packing.window_batches=1",
-            "sharding.strategy=per_document",
-            *_PAPER_SHARDS,
-        ),
+        (*_FIXED, "sharding.strategy=per_sequence", *_MERGED),
+        (*_FIXED, "sharding.strategy=per_document", *_PAPER_SHARDS),
     ),
     "paper": (
         ("packing.policy=var_len", *_IN_WINDOWS, "sharding.strategy=adaptive", *_PAPER_SHARDS),
@@ -62,31 +51,29 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 """`--set` overrides of each system; the fastest of several alternatives counts."""
-PLANNED_MEMORY = 0.95
-"""Share of device memory used in plans; the rest is left to the context and libraries."""
 
 
-def system_overrides(name: str, *, memory_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return a system's alternatives on devices of this memory; UserError listing known systems."""
+def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
+    """Return a system's alternatives; UserError listing known systems. planned_gib: what plans may
+    use of a device (`wlb.cost.planned_gib`)."""
     if name not in SYSTEMS:
         raise UserError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
-    planned = memory_gib * PLANNED_MEMORY
     return tuple(
-        tuple(override.format(memory_gib=planned) for override in overrides)
+        tuple(override.format(memory_gib=planned_gib) for override in overrides)
         for overrides in SYSTEMS[name]
     )
 
 
-def system_choice(text: str, *, memory_gib: float) -> tuple[str, ...]:
-    """Return the overrides of "NAME" (a system's first alternative) or "NAME:2" (its second).
+def system_choices(text: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
+    """Return the alternatives of "NAME", best first, or the one of "NAME:2".
 
-    The first is faster on nearly all configurations of Table 1 (see `wlb simulate`).
+    The first is faster where it leaves packing room (`wlb.packing.first_with_room` takes it then).
     """
     name, _, number = text.partition(":")
-    alternatives = system_overrides(name, memory_gib=memory_gib)
+    alternatives = system_overrides(name, planned_gib=planned_gib)
     numbers = [str(i + 1) for i in range(len(alternatives))]
-    if (number or "1") not in numbers:
+    if number and number not in numbers:
         raise UserError(
             f"system {text!r}: {name} has alternatives {', '.join(numbers)}, as in {name}:1"
         )
-    return alternatives[int(number or "1") - 1]
+    return (alternatives[int(number) - 1],) if number else alternatives

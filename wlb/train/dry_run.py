@@ -4,12 +4,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from wlb.cost import Budget, gpu_budget
+from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import rank_grid
 from wlb.plan import PipelinePlan, StepPlan, UserError
 from wlb.spec import Device, RunSpec
-from wlb.train.memory import GIB, Budget, budget_of, caps_line, estimate_of, hold_against, within
+from wlb.train.memory import budget_of, caps_line, estimate_of, hold_against, within
 from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
 from wlb.train.stores import open_stores, ready
 
@@ -17,14 +19,18 @@ from wlb.train.stores import open_stores, ready
 def show(spec: RunSpec, console: Console) -> None:
     """Print what a run of `spec` would do on as many ranks as its layout has."""
     world_size = spec.parallel.world_size
-    choice = _device(spec)
+    if spec.run.device == Device.CUDA:
+        choice = worlds.DeviceChoice("cuda", "run.device = cuda (a dry run counts no GPUs)")
+    else:
+        choice = worlds.choose_device(spec.run.device, local_ranks=1)
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
-    budget, told = _budget(spec, choice.kind)
+    told = budget_of(spec, choice.kind)  # what a run started here would be refused for exceeding
+    budget = told or gpu_budget(spec)
     known = budget if told or choice.kind == "cuda" else None
-    spec = with_s_max(spec, memory_gib=known.gib if known else None)
-    spec, lowered = within(spec, budget if told else None)
-    lines = lowered + hold_against(spec, budget if told else None)
+    spec = with_s_max(spec, planned_gib=known.planned_gib if known else None)
+    spec, lowered = within(spec, told)
+    lines = lowered + hold_against(spec, told)
     planner = refuse_early(
         spec,
         train=stores.train,
@@ -55,18 +61,10 @@ def show(spec: RunSpec, console: Console) -> None:
     )
 
 
-def _device(spec: RunSpec) -> worlds.DeviceChoice:
-    """The device of the ranks; the number of GPUs is not known here."""
-    if spec.run.device == Device.CUDA:
-        return worlds.DeviceChoice("cuda", "run.device = cuda (GPUs are not counted in a dry run)")
-    return worlds.choose_device(spec.run.device, local_ranks=1)
-
-
 def _layout(spec: RunSpec) -> Table:
     grid = rank_grid(spec.parallel)  # [pp, dp, cp, tp]
-    table = Table(title="Layout", title_justify="left")
-    for heading in ("pipeline rank", "stages", "layers", "ranks, by TP group"):
-        table.add_column(heading)
+    headings = ("pipeline rank", "stages", "layers", "ranks, by TP group")
+    table = Table(*headings, title="Layout", title_justify="left")
     for pp_rank, ranks in enumerate(grid):
         stages = spec.stages_of(pp_rank)
         layers = ", ".join(_range(list(spec.layers_of(s))) for s in stages)
@@ -81,15 +79,6 @@ def _range(ranks: list[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _budget(spec: RunSpec, device: str) -> tuple[Budget, bool]:
-    """The memory that the layout is compared with, and whether a run started here would be refused
-    for exceeding it."""
-    found = budget_of(spec, device)
-    if found is not None:
-        return found, True
-    return Budget(gib=spec.cluster.memory_gib, source="cluster.memory_gib"), False
-
-
 def _memory(spec: RunSpec, budget: Budget) -> Table:
     estimate = estimate_of(spec)
     table = Table(
@@ -99,17 +88,18 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
     )
     for name, size in estimate.terms.items():
         table.add_row(name.removesuffix("_bytes"), f"{size / GIB:.3f} GiB")
-    table.add_row("total", f"{estimate.total_bytes / GIB:.3f} GiB")
+    table.add_row("total", f"{estimate.total_bytes / GIB:.3f} GiB", end_section=True)
     table.add_row(budget.source, f"{budget.gib:.3f} GiB")
-    table.add_row("share", f"{estimate.total_bytes / GIB / budget.gib:.1%}")
+    for name, size in budget.terms.items():
+        if size:
+            table.add_row(f"  {name}", f"-{size / GIB:.3f} GiB")
+    table.add_row("plans may use", f"{budget.planned_bytes / GIB:.3f} GiB")
     return table
 
 
 def _plan(plan: StepPlan, pipeline: PipelinePlan) -> Table:
     table = Table(
-        title=f"First plan, pipeline {pipeline.pipeline}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+        title=f"First plan, pipeline {pipeline.pipeline}", title_justify="left", box=box.SIMPLE_HEAD
     )
     for heading in ("batch", "documents", "tokens", "longest", "predicted ms", "sharding"):
         table.add_column(heading, justify="right")

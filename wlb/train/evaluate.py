@@ -1,8 +1,7 @@
 """Held-out loss: forward only, through the same pipeline and context parallelism.
 
-The evaluation has a planner of its own, always from the beginning of the held-out store and in
-Plain-4D's windows, so that the loss depends on the weights alone: neither on the training loader's
-position nor on the packing policy under study.
+The evaluation plans from the beginning of the held-out store, in Plain-4D's windows, so that the
+loss depends on the weights alone and not on the packing policy under study.
 """
 
 from itertools import islice
@@ -25,15 +24,11 @@ class Evaluator:
         self.executor = executor
         self.reader = StoreReader(store, spec.model.vocab_size)
         planner = open_heldout_planner(spec, store, executor.mesh.device.type)
-        pipeline = executor.mesh.dp_rank
+        pipeline = executor.mesh.at.dp
         self.plans: list[tuple[StepPlan, PipelinePlan]] = [
             (plan, planner.shard(plan, pipeline))
             for plan in islice(planner.steps(), spec.eval.steps)
         ]
-
-    @property
-    def num_targets(self) -> int:
-        return sum(plan.num_targets for plan, _ in self.plans)
 
     def run(self) -> float:
         """Mean loss per labelled token, the same on every rank."""
@@ -41,15 +36,15 @@ class Evaluator:
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for _, pipeline in self.plans:
             loss = self.executor.evaluate(pipeline, self.reader)
-            if mesh.tp_rank == 0:
+            if mesh.at.tp == 0:
                 total += loss.double()
         dist.all_reduce(total)
-        return float(total) / max(1, self.num_targets)
+        return float(total) / max(1, sum(plan.num_targets for plan, _ in self.plans))
 
 
 class EvaluateHeldOut(Hook):
-    """Evaluates before the first step of a new run, at eval.interval (updates) or
-    eval.interval_tokens (document tokens), and at the end unless the run was stopped."""
+    """Evaluates before a new run's first step, at eval.interval (updates) or eval.interval_tokens
+    (document tokens), and at the end unless the run was stopped."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
@@ -87,4 +82,5 @@ class EvaluateHeldOut(Hook):
         run.report.write(
             "evaluation", steps_done=run.steps_done, num_tokens=tokens, heldout_loss=loss
         )
-        run.report.show_evaluation(run.steps_done, loss)
+        if run.report.display is not None:
+            run.report.display.evaluation(run.steps_done, loss)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from wlb.data import StoreName
+from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
@@ -17,8 +18,8 @@ from wlb.spec import RunSpec
 class PlanFeed:
     """Gives this rank its steps in order, and lets it look at those that follow.
 
-    The first local rank of a node owns the planner process. All ranks construct it together.
-    waited_ns: time spent in `next` and `peek` since the caller last set it to 0.
+    All ranks construct it together; the first of a node owns the planner process. waited_ns: time
+    spent in `next` and `peek` since the caller last set it to 0.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class PlanFeed:
         token: list[str | None] = [None]
         if world.rank == 0:
             token = [Address.new().key.decode()]
-        dist.broadcast_object_list(token, src=0)
+        dist.broadcast_object_list(token, src=0, group=host_group())
         shared = world.rendezvous_file  # of local ranks; their launcher removes its folder
         folder = str(Path(shared).parent) if shared else ""
         address = Address.new(token[0] or "", world.node_rank, folder)
@@ -41,9 +42,9 @@ class PlanFeed:
                 num_clients=world.local_world_size,
                 address=address,
             )
-        dist.barrier()
+        dist.barrier(host_group())
         # Rank 0 alone writes the planner's state to checkpoints.
-        self._client = PlanClient(address, mesh.dp_rank, needs_state=world.rank == 0)
+        self._client = PlanClient(address, mesh.at.dp, needs_state=world.rank == 0)
         self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:

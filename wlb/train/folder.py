@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.console import Console
 from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.spec.blend import parse_blend
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.faults.lock import RunLock
 from wlb.train.job import Job, directory_of
 from wlb.train.stores import DOCSTRINGS, STDLIB
@@ -19,11 +20,8 @@ _TRIED_BYTES = 1 << 12
 
 
 def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
-    """Lock the run's folder for this process and try to write there. An older run of the same name
-    is moved aside, never overwritten.
-
-    UserError where nothing can be written, or another process trains that run.
-    """
+    """Lock the run's folder and try to write there; an older run of the name is moved aside.
+    UserError where nothing can be written, or another process trains that run."""
     with claiming(job.spec):
         lock.take()
         _move_older_aside(job, console)
@@ -65,10 +63,8 @@ def _move_older_aside(job: Job, console: Console) -> None:
         for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
             console.print(f"a later checkpoint is now {path}")
     elif directory.exists() and any(directory.iterdir()):
-        number = 1
-        while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
-            number += 1
-        directory.rename(aside)
+        names = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
+        aside = directory.rename(next(path for path in names if not path.exists()))
         console.print(f"an older run of this name is now {aside}")
 
 

@@ -27,7 +27,7 @@ from wlb.train.telemetry.report import RunReport
 
 @dataclass(slots=True, kw_only=True)
 class RunContext:
-    """What the loop and its hooks share on a rank.
+    """State that the loop and its hooks share on a rank.
 
     progress: after the last executed step, None before the first. steps_done: updates of the
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
@@ -58,21 +58,18 @@ class RunContext:
         return self.steps_done == self.spec.training.steps or not self.feed.peek(1)
 
     def is_due(self, interval: int) -> bool:
-        """Whether `interval` updates were made since it was due before; never after the last one,
-        because `Hook.end` follows."""
+        """Whether the number of updates is a multiple of `interval` (0: never); False after the
+        last one, which `Hook.end` follows."""
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
 
 
 @dataclass(slots=True, kw_only=True)
 class ExecutedStep:
-    """A step that was executed and counts.
-
-    loss: mean over valid labels, in nats. updated: False where the step had no label, or its sums
-    were not finite and it was skipped. began_s: by time.perf_counter. waited_ns: what the loop
-    waited for plans before it began. telemetry: set by `MeasureSteps` where a record is due;
-    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up.
-    """
+    """A step that was executed and counts. loss: mean over valid labels, in nats. updated: False
+    where the step had no label, or was skipped as not finite. began_s: by time.perf_counter.
+    waited_ns: for plans, before it began. telemetry: set by `MeasureSteps` where a record is due;
+    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
 
     plan: StepPlan
     pipeline: PipelinePlan
@@ -86,8 +83,7 @@ class ExecutedStep:
 
 
 class RefusedStep(NamedTuple):
-    """A step whose loss or gradient is not finite. action: skip it, or roll back to `saved_in`,
-    the newest checkpoint."""
+    """A step whose sums are not finite. action: skip it, or go back to `saved_in`, a checkpoint."""
 
     plan: StepPlan
     sums: StepSums

@@ -9,7 +9,7 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is started with. spec: with dp and the vocabulary size filled in. resume: the
+    """Arguments of a rank. spec: with dp and the vocabulary size filled in. resume: the
     checkpoint to go on from. init_from: the checkpoint whose weights a new run begins with.
     calibrate: the kernel profile to write when training has ended. started_s: Unix time."""
 

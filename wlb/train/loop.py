@@ -18,9 +18,8 @@ from wlb.plan import PipelinePlan, PlannerState, PlanProgress, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite
-from wlb.train import checkpoint
-from wlb.train.checkpoint import saver
-from wlb.train.checkpoint.saver import CheckpointSaver
+from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.saver import CheckpointSaver, load, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
 from wlb.train.faults.nonfinite import NonfiniteSteps
@@ -41,8 +40,8 @@ from wlb.train.watchers import hooks_of
 class Trainer:
     """Runs a job on one rank; all ranks construct it and call `run` together.
 
-    position: is told what the rank is doing. stop_request: where requests to stop arrive; one that
-    is there already ends the run before its first step.
+    position: is told what the rank is doing. stop_request: where requests to stop arrive, also
+    early ones.
     """
 
     def __init__(
@@ -65,10 +64,9 @@ class Trainer:
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
         self.stop_request = stop_request or StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.context = self._context(clock)
-        self.evaluator: Evaluator | None = None
-        if spec.eval.steps and job.heldout_store:
-            self.evaluator = Evaluator(self.priced, job.heldout_store, self.executor)
-        self.saver = CheckpointSaver(
+        heldout = job.heldout_store if spec.eval.steps else ""
+        self.evaluator = Evaluator(self.priced, heldout, self.executor) if heldout else None
+        saver = CheckpointSaver(
             job.checkpoints,
             spec,
             mesh,
@@ -77,7 +75,7 @@ class Trainer:
             profile=profile,
             origin=job.resume or job.init_from,
         )
-        self.saves = SaveCheckpoints(self.saver)
+        self.saves = SaveCheckpoints(saver)
         self.hooks = hooks_of(
             job,
             self.priced,
@@ -190,8 +188,7 @@ class Trainer:
         return action
 
     def _agree_on_first_plans(self) -> None:
-        """Compare the plans of the first two steps and of the evaluation between ranks; `_compute`
-        compares later ones, two steps ahead."""
+        """Compare the first two steps' plans and the evaluation's; `_compute` does later ones."""
         run = self.context
         first = run.feed.peek(1) + run.feed.peek(2)
         held = self.evaluator.plans if self.evaluator is not None else []
@@ -203,7 +200,7 @@ class Trainer:
         if job.resume is not None:
             steps_done, state = self._load(job.resume)
         elif job.init_from is not None:
-            saver.load_weights(job.init_from, self.mesh, stages=self.executor.stages)
+            load_weights(job.init_from, self.mesh, stages=self.executor.stages)
         feed, inputs = self._open_feed(state)
         report = RunReport(
             job,
@@ -229,9 +226,8 @@ class Trainer:
     def _load(self, saved_in: Path) -> tuple[int, PlannerState]:
         """Weights and optimiser from a checkpoint; its executed steps and planner state."""
         self.position.enter(f"loading {saved_in.name}", is_slow=True)
-        steps_done = saver.load(
-            saved_in, self.mesh, stages=self.executor.stages, optimizers=self.optimizers
-        )
+        stages, optimizers = self.executor.stages, self.optimizers
+        steps_done = load(saved_in, self.mesh, stages=stages, optimizers=optimizers)
         return steps_done, checkpoint.planner_state(saved_in)
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:

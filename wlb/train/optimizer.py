@@ -1,6 +1,7 @@
 """AdamW over a rank's stages, and the learning rate as a function of the step alone."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,12 @@ from wlb.parallel.data import scale_gradients
 from wlb.spec import DecayedWeights, DecayShape, RateSchedule, RunSpec, TrainingSection
 
 _ENDS = ("embed_tokens", "lm_head")
+_LEFT: dict[DecayShape, Callable[[float], float]] = {
+    DecayShape.LINEAR: lambda progress: 1 - progress,
+    DecayShape.SQRT: lambda progress: 1 - math.sqrt(progress),
+    DecayShape.COSINE: lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+"""Share of the decay that is left, from 1 to 0 as progress goes from 0 to 1."""
 
 
 def learning_rate(spec: RunSpec, step: int) -> float:
@@ -17,14 +24,10 @@ def learning_rate(spec: RunSpec, step: int) -> float:
 
     A decay begins at the peak and would reach the minimum in step training.steps, the first that is
     not trained: cosine and linear after the warm-up, wsd over the last decay_steps (1 - sqrt:
-    Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-    Durations"). A wsd run resumed with more training.steps continues at the peak and decays in its
-    new last steps; resume it from a checkpoint before the decay, or the rate rises again.
-
-    The rate depends on steps, not tokens: a run's length is given in steps, whose tokens are known
-    only afterwards. Packing moves tokens between neighbouring steps only: on the demo's documents,
-    the share of tokens trained differs by at most 2.3% of the run from the share of steps done in
-    30 steps, and by 1.1% in 300.
+    Haegele et al. 2024). A wsd run resumed with more training.steps continues at the peak and
+    decays in its new last steps; resume it from a checkpoint before the decay, or the rate rises
+    again. Packing moves tokens between neighbouring steps only, so steps stand for tokens: their
+    shares of a run differ by at most 2.3% in 30 steps of the demo's documents, and by 1.1% in 300.
     """
     t = spec.training
     if step < t.warmup_steps:
@@ -34,19 +37,8 @@ def learning_rate(spec: RunSpec, step: int) -> float:
     if t.schedule == RateSchedule.CONSTANT or (is_wsd and step <= begin):
         return t.learning_rate
     progress = min(1.0, (step - begin) / max(1, t.steps - begin))
-    left = _left(t.decay_shape if is_wsd else DecayShape(str(t.schedule)), progress)
+    left = _LEFT[t.decay_shape if is_wsd else DecayShape(str(t.schedule))](progress)
     return t.min_learning_rate + (t.learning_rate - t.min_learning_rate) * left
-
-
-def _left(shape: DecayShape, progress: float) -> float:
-    """Share of the decay that is left, from 1 to 0 as progress goes from 0 to 1."""
-    match shape:
-        case DecayShape.LINEAR:
-            return 1 - progress
-        case DecayShape.SQRT:
-            return 1 - math.sqrt(progress)
-        case DecayShape.COSINE:
-            return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def has_decay(which: DecayedWeights, name: str, parameter: torch.Tensor) -> bool:
@@ -73,8 +65,7 @@ def peak_missed(spec: RunSpec) -> str:
 
 
 def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
-    """A line for the log if a resumed run has another rate in its first step than the run that
-    saved the checkpoint would have had, else ""."""
+    """A line for the log if a resumed run begins with another rate than by `before`, else ""."""
     old, new = learning_rate(replace(spec, training=before), step), learning_rate(spec, step)
     if math.isclose(old, new, rel_tol=1e-9):
         return ""
@@ -90,10 +81,7 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
 
 class Optimizers:
     """One AdamW for each stage, so that a stage's checkpoint is complete; all step together.
-
-    Parameters form two groups, with weight decay (training.decay) and without. Checkpoints hold
-    moments by parameter, so a resumed run may have other groups.
-    """
+    Checkpoints hold moments by parameter, so a resumed run may decay others (training.decay)."""
 
     def __init__(self, spec: RunSpec, stages: dict[int, nn.Module]) -> None:
         self.spec = spec

@@ -1,8 +1,8 @@
 """The next steps' inputs, loaded while a step is computed.
 
-One thread reads tokens, builds index arrays and moves them. On a GPU it uses a stream of its own
-and pinned memory; the computing stream waits for that stream's event, and tensors are recorded on
-the computing stream, because the allocator would otherwise reuse their memory while they are read.
+One thread reads tokens, builds index arrays and moves them, on a GPU in a stream of its own. The
+computing stream waits for that stream's event, and tensors are recorded on it, because the
+allocator would otherwise reuse their memory while they are read.
 """
 
 import time
@@ -18,11 +18,8 @@ Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
-    """Loads steps ahead; `take` gives them in any order.
-
-    ahead: most steps being loaded; 0 loads each step when it is taken. exposed_ns: how long the
-    last `take` waited.
-    """
+    """Loads up to `ahead` steps ahead; `take` gives them in any order and loads a step that was not
+    started (with ahead = 0, each). exposed_ns: how long the last `take` waited."""
 
     def __init__(self, executor: Executor, reader: TokenReader, *, ahead: int) -> None:
         self.executor, self.reader, self.ahead = executor, reader, ahead
@@ -31,6 +28,8 @@ class InputPrefetcher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="inputs") if ahead else None
         device = executor.mesh.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:  # it reads the rotary frequencies, which this stream wrote
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
         """Begin to load `plan`, unless it is being loaded or `ahead` others are."""

@@ -2,20 +2,20 @@
 
 Every node plans for itself, so different versions, configurations or data would cause a hang or
 wrong gradients. Therefore the digests of the plans two steps ahead are part of the all-reduce: a
-digest of 60 bits is four chunks of 15, and n numbers are equal exactly if n * sum(x^2) = sum(x)^2.
-Sums are exact in float64 for more than eight million ranks. Each pipeline has its own slots, since
-only its ranks know its spans.
+digest of 60 bits is four chunks of 15, and n numbers are equal exactly if n * sum(x^2) = sum(x)^2,
+in float64 for more than eight million ranks. Each pipeline has its own slots.
 """
 
 import math
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from wlb.kernels.segments import copy_to_device
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PipelinePlan, StepPlan
+from wlb.plan import FloatArray, PipelinePlan, StepPlan
 from wlb.train.faults.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
@@ -30,12 +30,9 @@ class PlanMismatch(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
-    """A step's sums over all ranks, equal on all of them.
-
-    loss: token losses times loss_scale. cp_imbalance: predicted attention time of the slowest CP
-    rank over the mean rank, all micro-batches of all pipelines. shardings: micro-batches by
-    strategy. stop: the strongest request to stop that any rank has.
-    """
+    """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
+    cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
+    micro-batches. shardings: micro-batches by strategy. stop: the strongest request to stop."""
 
     loss: float
     gradient_norm: float
@@ -49,8 +46,8 @@ class StepReducer:
 
     def __init__(self, mesh: Mesh, strategies: tuple[str, ...]) -> None:
         self.mesh, self.strategies = mesh, strategies
-        self._slots = 1 + mesh.dp_size
-        self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.dp_size
+        self._slots = 1 + mesh.parallel.dp
+        self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.parallel.dp
 
     def reduce(
         self,
@@ -63,21 +60,20 @@ class StepReducer:
     ) -> StepSums:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
-        loss: this rank's local loss. gradient_square: its share of the squared gradient norm. done:
-        the executed pipeline plan. stop: this rank's request to stop.
+        loss, gradient_square, stop: this rank's share. done: the executed pipeline plan.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
-        host = [torch.tensor(counts, dtype=torch.float64), self._digests(ahead)]
-        vector = torch.cat([torch.zeros(2, dtype=torch.float64), *host]).to(mesh.device)
-        if loss is not None and mesh.tp_rank == 0:  # TP ranks hold copies
+        host = np.concatenate([np.zeros(2), counts, self._digests(ahead)])
+        vector = copy_to_device(host, mesh.device)  # without waiting for the device
+        if loss is not None and mesh.at.tp == 0:  # TP ranks hold copies
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
         dist.all_reduce(vector)
         total = vector.tolist()  # the step's one wait for the device
-        num_values = 2 + host[0].numel()
-        self._check(torch.tensor(total[num_values:], dtype=torch.float64), ahead)
+        num_values = 2 + len(counts)
+        self._check(total[num_values:], ahead)
         slowest, mean, *rest = total[2:num_values]
         counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
@@ -92,7 +88,7 @@ class StepReducer:
         """Slowest and mean CP rank's predicted ns, and how often each strategy was chosen."""
         out = [0.0] * (2 + len(self.strategies))
         mesh = self.mesh
-        if done is None or mesh.tp_rank or mesh.cp_rank or mesh.pp_rank:
+        if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:
             return out  # one rank counts for its pipeline
         for sharding in done.shardings:
             out[0] += float(sharding.latency_ns.max())
@@ -100,20 +96,19 @@ class StepReducer:
             out[2 + self.strategies.index(sharding.strategy)] += 1
         return out
 
-    def _digests(self, ahead: Plans) -> torch.Tensor:
-        out = torch.zeros(self._slots, _CHUNKS, 2, dtype=torch.float64)
+    def _digests(self, ahead: Plans) -> FloatArray:
+        out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0
         for plan, pipeline in ahead:
             plan_digest = (plan_digest * 31 + plan.digest()) % 2**60
             pipeline_digest = (pipeline_digest * 31 + pipeline.digest()) % 2**60
-        for slot, number in ((0, plan_digest), (1 + self.mesh.dp_rank, pipeline_digest)):
-            for i in range(_CHUNKS):
-                chunk = number >> (i * _BITS) & (2**_BITS - 1)
-                out[slot, i, 0], out[slot, i, 1] = chunk, chunk * chunk
-        return out.flatten()
+        for slot, number in ((0, plan_digest), (1 + self.mesh.at.dp, pipeline_digest)):
+            chunks = [number >> (i * _BITS) & (2**_BITS - 1) for i in range(_CHUNKS)]
+            out[slot] = [(chunk, chunk * chunk) for chunk in chunks]
+        return out.ravel()
 
-    def _check(self, total: torch.Tensor, ahead: Plans) -> None:
-        sums = total.view(self._slots, _CHUNKS, 2)
+    def _check(self, total: list[float], ahead: Plans) -> None:
+        sums = np.reshape(total, (self._slots, _CHUNKS, 2))
         for slot, ranks in enumerate(self._ranks):
             for i in range(_CHUNKS):
                 first, second = int(sums[slot, i, 0]), int(sums[slot, i, 1])

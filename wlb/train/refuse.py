@@ -8,21 +8,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from wlb.cost import KernelProfile, ProfiledWorkload, workload_for
+from wlb.cost import ProfiledWorkload, workload_for
 from wlb.data import BlendedStore, StoreName, TokenStore, open_store
-from wlb.kernels import explain_backend, select_backend
-from wlb.parallel.build import compute_dtype
+from wlb.parallel.build import fused_of, kernel_of
 from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import refuse_uncompilable
+from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import refuse_overlap
 from wlb.parallel.world import World
 from wlb.plan import UserError
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.memory import budget_of, hold_against
 from wlb.train.telemetry.sinks import refuse_missing
 
@@ -46,10 +45,7 @@ def refuse_early(
     resume: Path | None,
     init_from: Path | None,
 ) -> Planner:
-    """UserError for a run of `spec` on stores `train` and `heldout` that cannot work.
-
-    Returns the planner it opened, so that the caller can say how plans are priced.
-    """
+    """UserError for a run that cannot work; else the planner of its steps, which was opened."""
     refuse_missing(spec)
     if spec.training.compile:
         refuse_uncompilable(spec.training.compile_backend, torch.device(device))
@@ -100,53 +96,44 @@ def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
 
 
 def with_backend(spec: RunSpec, device: str) -> RunSpec:
-    """The spec with the attention kernel that `auto` means on `device`, so that plans are priced
-    with its table. UserError for a kernel that cannot compute there."""
-    backend = select_backend(
-        spec.kernels.attention,
-        device=torch.device(device),
-        dtype=compute_dtype(spec),
-        head_size=spec.model.head_size,
-    )
-    return replace(spec, kernels=replace(spec.kernels, attention=backend))
+    """The spec with the kernel that `auto` means on `device`, so that its table prices plans."""
+    kernel = kernel_of(spec, torch.device(device)).backend
+    return replace(spec, kernels=replace(spec.kernels, attention=kernel))
 
 
 def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, str]:
     """The spec with the attention kernel that all ranks compute and price plans with, and the name
     of the kernel profile. A collective call.
 
-    ValueError on all ranks if they would use different kernels or profiles, or one of them cannot
-    compute or lacks memory: devices and installed packages may differ between nodes.
+    ValueError on all ranks if theirs differ, or if one cannot compute or lacks memory: devices and
+    installed packages may differ between nodes.
     """
-    priced, profile, problem = spec, "", None
+    priced, profile, fused, problem = spec, "", False, None
     try:
         priced = with_backend(spec, mesh.device.type)
         profile = workload_for(priced, mesh.device.type).profile.name
+        fused = fused_of(spec, mesh.device).fused
         hold_against(spec, budget_of(spec, mesh.device.type))  # of this node's devices
     except ValueError as error:  # of any kind: the other ranks wait for this one
         problem = error
-    group = dist.group.WORLD if world.world_size > 1 else None
+    group = host_group() if world.world_size > 1 else None
     declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
+    declared |= {"fused kernels": fused}
     agree(declared, problem, group=group)
     return priced, profile
 
 
 def computed_by(spec: RunSpec, device: str) -> str:
-    """A line for the log: the attention kernel and why. UserError if it cannot compute here."""
-    return explain_backend(
-        spec.kernels.attention,
-        device=torch.device(device),
-        dtype=compute_dtype(spec),
-        head_size=spec.model.head_size,
-    )
+    """Lines for the log: the attention kernel, whether kernels are fused, and why. UserError for a
+    kernel that cannot compute here."""
+    where = torch.device(device)
+    return f"{kernel_of(spec, where).line}\n{fused_of(spec, where).line}"
 
 
 def priced_by(planner: Planner) -> str:
     """A line for the log: the kernel profile, its origin, and how it differs from the model."""
-    cost = planner.cost
-    assert isinstance(cost, ProfiledWorkload)
-    profile = cost.profile
-    kernel = cost.table.backends[0]
+    cost = priced_workload(planner)
+    profile, kernel = cost.profile, cost.table.backends[0]
     line = (
         f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind}, {kernel} of "
         f"{cost.table.num_heads} heads of {cost.table.head_dim})"
@@ -154,10 +141,10 @@ def priced_by(planner: Planner) -> str:
     return "; ".join([line, *cost.notes])
 
 
-def profile_of(planner: Planner) -> KernelProfile:
-    """The kernel profile of a run's planner."""
+def priced_workload(planner: Planner) -> ProfiledWorkload:
+    """Return the workload model that prices a run's plans, always of a kernel profile."""
     assert isinstance(planner.cost, ProfiledWorkload)
-    return planner.cost.profile
+    return planner.cost
 
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:

@@ -7,35 +7,40 @@ computes.
 
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from wlb.launch.local import run_local
+from wlb.launch.position import Position
 from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
-from wlb.parallel.mesh import limit_collectives
+from wlb.parallel.host import host_group
+from wlb.parallel.mesh import build_mesh, limit_collectives
 from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
+from wlb.plan.tally import Tally
 from wlb.spec import Recompute, RunSpec, apply, resolve_dp
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
+from wlb.train.faults.watched import watched
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
+from wlb.train.loop import Trainer
 from wlb.train.memory import budget_of, hold_against, within
 from wlb.train.optimizer import peak_missed, rate_change
-from wlb.train.rank import run_rank
 from wlb.train.refuse import (
     begins_with,
     computed_by,
     model_change,
     priced_by,
-    profile_of,
+    priced_workload,
     refuse_early,
 )
 from wlb.train.stores import Stores, open_stores, ready
@@ -46,9 +51,8 @@ PREPARE_TIMEOUT_S = 24 * 3600.0
 _STOPPED = "stopped by a signal before training began: there is nothing to save"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What a run was started with besides its spec; resume and calibrate as `train` takes them."""
+class _Request(NamedTuple):
+    """Arguments of a run besides its spec; resume and calibrate as `train` takes them."""
 
     resume: str | None
     calibrate: str | None
@@ -67,20 +71,12 @@ def train(
 ) -> None:
     """Train a spec to its end.
 
-    resume: what `--resume` was given (`checkpoint.resolve_resume`), None without it.
-    calibrate: name or path of a kernel profile to fit and write (empty: a name made from the one
-    that priced the run); None to write none. signals: caught already; None to catch them here.
+    resume, calibrate: values of these options; None without them. signals: caught already, or None.
     """
     if calibrate is not None:
         _refuse_calibration(spec)
     with Signals() if signals is None else nullcontext(signals) as caught:
-        asked = _Request(
-            resume=resume,
-            calibrate=calibrate,
-            console=console,
-            started_s=time.time(),
-            signals=caught,
-        )
+        asked = _Request(resume, calibrate, console, time.time(), caught)
         world = worlds.discover()
         try:
             if world is not None:
@@ -95,6 +91,9 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
     """Train in this process, or in as many local ones as the layout has ranks."""
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
+    if choice.kind == "cuda":
+        # Before the device's memory is read, which starts CUDA; ranks started here inherit them.
+        worlds.set_cuda_defaults()
     checked = resolve_dp(spec, world_size)
     asked.console.print(_why(checked, choice, None))
     with closing(RunLock(directory_of(checked), asked.console)) as lock:
@@ -140,7 +139,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
                     answer = [str(error)]
                 except StoppedEarly:
                     asked.console.print(_STOPPED)
-            dist.broadcast_object_list(answer, src=0)
+            dist.broadcast_object_list(answer, src=0, group=host_group())
             job = answer[0]
             if isinstance(job, str):
                 raise UserError(job)
@@ -185,16 +184,12 @@ def _claimed_job(
 
 
 def _job(
-    spec: RunSpec,
-    stores: Stores,
-    world_size: int,
-    choice: DeviceChoice,
-    asked: _Request,
+    spec: RunSpec, stores: Stores, world_size: int, choice: DeviceChoice, asked: _Request
 ) -> Job:
     console, calibrate = asked.console, asked.calibrate
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
-    filled = with_s_max(filled, memory_gib=budget.gib if budget else None)
+    filled = with_s_max(filled, planned_gib=budget.planned_gib if budget else None)
     filled, lowered = within(filled, budget)
     memory = lowered + hold_against(filled, budget)
     directory = directory_of(spec)
@@ -217,21 +212,24 @@ def _job(
         resume=saved,
         init_from=init_from,
     )
-    for line in memory:
-        console.print(line)
-    console.print(computed_by(filled, choice.kind))
-    console.print(priced_by(planner))
-    if init_from is not None:
-        console.print(f"weights of {init_from}")
     begun = saved or init_from
-    if begun is not None and (change := model_change(filled.model, begun)):
-        console.print(change)
-    for line in _rates(filled, saved):
-        console.print(line)
+    for line in (
+        *memory,
+        computed_by(filled, choice.kind),
+        priced_by(planner),
+        f"weights of {init_from}" if init_from else "",
+        model_change(filled.model, begun) if begun else "",
+        peak_missed(filled),
+        _rate_change(filled, saved) if saved else "",
+    ):
+        if line:
+            console.print(line)
     target: Path | None = None
     if calibrate is not None:
         target = profile_path(
-            calibrate, priced_by=profile_of(planner).name, folder=Path(spec.run.output_dir)
+            calibrate,
+            priced_by=priced_workload(planner).profile.name,
+            folder=Path(spec.run.output_dir),
         )
     return Job(
         spec=filled,
@@ -245,18 +243,11 @@ def _job(
     )
 
 
-def _rates(spec: RunSpec, saved: Path | None) -> Iterator[str]:
-    """Lines for the log about surprises in the learning rate."""
-    if missed := peak_missed(spec):
-        yield missed
-    if saved is None:
-        return
-    run = checkpoint.read_run(saved)
-    before = apply(
-        RunSpec(), {"training": run["spec"]["training"]}, source=str(saved), is_stored=True
-    ).training
-    if change := rate_change(spec, before, run["step"]):
-        yield change
+def _rate_change(spec: RunSpec, saved_in: Path) -> str:
+    run = checkpoint.read_run(saved_in)
+    saved = {"training": run["spec"]["training"]}
+    before = apply(RunSpec(), saved, source=str(saved_in), is_stored=True)
+    return rate_change(spec, before.training, run["step"])
 
 
 def _refuse_calibration(spec: RunSpec) -> None:
@@ -287,3 +278,33 @@ def _why(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
         ranks = f"{p.world_size} local ranks (not started by torchrun or Slurm)"
     backend = "NCCL" if choice.kind == "cuda" else "Gloo"
     return f"{ranks} for {layout}; {choice.kind} with {backend}: {choice.reason}"
+
+
+def run_rank(world: World, job: Job, device: torch.device, request: StopRequest) -> Tally:
+    """Train `job` on this rank; all ranks call it together."""
+    if job.calibrate is not None and device.type == "cpu":
+        # Profiles are measured with one thread, whose CPU time is the work done.
+        torch.set_num_threads(1)
+    spec = job.spec
+    if world.world_size > 1:
+        refuse_unshared(
+            job.directory,
+            world,
+            within_s=min(checkpoint.SEEN_WITHIN_S, spec.training.timeout_s / 2),
+        )
+    mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size)
+    limit_s = collective_limit_s(spec, world, device)
+    limit_collectives(limit_s)
+    limit_collectives(limit_s, mesh)
+    position = Position()
+    with watched(job.directory, spec, world=world, mesh=mesh, position=position):
+        return Trainer(job, world, mesh, position, request).run()
+
+
+def collective_limit_s(spec: RunSpec, world: World, device: torch.device) -> float:
+    """How long a collective may take. With a watch on CUDA it is longer than the watch gives a rank
+    that hangs: NCCL would end the rank that waits, and that one would be reported. Gloo raises,
+    which the watch knows as waiting."""
+    is_watched = bool(spec.training.heartbeat_s) and world.world_size > 1
+    timeout_s = spec.training.timeout_s
+    return 2 * timeout_s + 30 if is_watched and device.type == "cuda" else timeout_s

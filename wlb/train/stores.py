@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,10 +28,7 @@ class Stores:
 
 
 def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
-    """The stores of a run; made from data.corpus if the run names none and they are missing.
-
-    StoppedEarly if one of `signals` arrives while a corpus is read.
-    """
+    """The stores that a run names, or data.corpus's; StoppedEarly if a signal comes meanwhile."""
     name = spec.data.blend or spec.data.store
     if name:
         store = open_store(name)
@@ -75,16 +73,9 @@ def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None)
 
 
 def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
-    data = spec.data
     with console.status("token store of conversations about Python's docstrings"):
-        made = prepare_docstrings(
-            data.cache_dir,
-            vocab_size=data.bpe_vocab_size,
-            limit=data.context_window,
-            heldout_fraction=data.heldout_fraction,
-            seed=SPLIT_SEED,
-        )
-    how = f"made in {made.made_s:.1f} s" if made.made_s else "reused"
+        made = prepare_docstrings(spec.data.cache_dir, **_docstring_options(spec))
+    how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(
         train=made.train,
         heldout=made.heldout,
@@ -100,15 +91,18 @@ def train_store(spec: RunSpec) -> StoreName:
     if data.blend or data.store:
         return data.blend or data.store
     if data.corpus == DOCSTRINGS:
-        prefix = docstring_prefix(
-            data.cache_dir,
-            vocab_size=data.bpe_vocab_size,
-            limit=data.context_window,
-            heldout_fraction=data.heldout_fraction,
-            seed=SPLIT_SEED,
-        )
-        return str(prefix)
+        return str(docstring_prefix(data.cache_dir, **_docstring_options(spec)))
     return f"{_store_prefix(spec)}-train"
+
+
+def _docstring_options(spec: RunSpec) -> dict[str, Any]:
+    data = spec.data
+    return {
+        "vocab_size": data.bpe_vocab_size,
+        "limit": data.context_window,
+        "heldout_fraction": data.heldout_fraction,
+        "seed": SPLIT_SEED,
+    }
 
 
 def _store_prefix(spec: RunSpec) -> Path:

@@ -16,6 +16,7 @@ from wlb.train.telemetry.ledger import Ledger, RecordLedger
 from wlb.train.telemetry.measure import MeasureSteps
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.steps import RecordSteps
+from wlb.train.warm_up import CollectGarbage, ConnectRanks
 
 
 def hooks_of(
@@ -30,25 +31,26 @@ def hooks_of(
     stop_request: StopRequest,
 ) -> tuple[Hook, ...]:
     """The same order on all ranks; rank 0 alone has a RecordLedger, which does not communicate.
-
-    priced: the spec with the attention kernel that computes. clock: None without telemetry;
-    evaluator: None without held-out documents.
-    """
-    spec, hooks = job.spec, list[Hook]()
+    priced: the spec with the kernel that computes. clock: None without telemetry."""
+    spec = job.spec
     measure = MeasureSteps(priced, mesh, clock) if clock is not None else None
-    if measure is not None:
-        hooks.append(measure)  # first: the others record what it measured
-    hooks.append(RecordSteps())
-    if spec.training.compile:
-        hooks.append(CountGraphs())
-    if clock is not None:
-        hooks.append(RecordRanks(RankMeter(priced, mesh, places), clock))
-    if spec.telemetry.ledger and mesh.rank == 0:
-        hooks.append(RecordLedger(Ledger(job.directory)))
-    if evaluator is not None:
-        hooks.append(EvaluateHeldOut(evaluator))
-    hooks += [saves, TellStop(stop_request), ShowSummary()]
+    calibration = None
     if job.calibrate is not None:
         assert measure is not None  # --calibrate without telemetry was refused
-        hooks.append(WriteProfile(Calibration(priced), job.calibrate, measure.meter))
-    return tuple(hooks)
+        calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
+    interval = spec.training.gc_interval
+    hooks = (
+        measure,  # first: the others record what it measured
+        RecordSteps(),
+        ConnectRanks(),  # before those that communicate when they begin
+        CountGraphs() if spec.training.compile else None,
+        RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
+        RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
+        EvaluateHeldOut(evaluator) if evaluator is not None else None,
+        saves,
+        TellStop(stop_request),
+        ShowSummary(),
+        calibration,
+        CollectGarbage(interval) if interval else None,  # last, after what a step leaves behind
+    )
+    return tuple(hook for hook in hooks if hook is not None)

@@ -9,28 +9,23 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 
 from wlb.cost import KernelProfile, workload_for
 from wlb.parallel.world import choose_device
-from wlb.plan import MeasuredStep, UserError
+from wlb.plan import FloatArray, MeasuredStep, UserError
 from wlb.planner import open_planner
-from wlb.report.run.simulated import refuse_other_plan
-from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
+from wlb.report.run.simulated import planned_again
+from wlb.simulate import Simulation, Simulator
+from wlb.simulate.step import chunked
 from wlb.spec import RunSpec, apply
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.refuse import with_backend
 from wlb.train.stores import open_stores, ready
-
-_CHUNK = 64
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,8 +91,8 @@ def simulate_recorded(
     priced = replace(spec, cost=replace(spec.cost, profile=profile)) if profile else spec
     simulator = Simulator(spec=priced, cost=workload_for(priced, device))
     wanted = {m.step: m for m in metrics}
-    steps = sharded_steps(planner, dp=spec.parallel.dp, most=max(wanted) + 1)
-    simulations = [simulator.run(simulator.price(s)) for s in _chunks(steps, wanted, written)]
+    steps = planned_again(planner, wanted, dp=spec.parallel.dp, written=str(written))
+    simulations = [simulator.run(simulator.price(chunk)) for chunk in chunked(steps)]
     return RecordedRun(
         spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)
     )
@@ -131,14 +126,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text("utf-8", errors="replace").splitlines():
         with suppress(ValueError):  # an incomplete line of a run that was killed
             yield json.loads(text)
-
-
-def _chunks(
-    steps: Iterator[ShardedStep], wanted: dict[int, MeasuredStep], written: Path
-) -> Iterator[tuple[ShardedStep, ...]]:
-    """Yield the wanted steps in chunks; UserError for a plan that differs from the trained one."""
-    chosen = (step for step in steps if step.plan.step in wanted)
-    while chunk := tuple(islice(chosen, _CHUNK)):
-        for step in chunk:
-            refuse_other_plan(wanted[step.plan.step], step.plan.predicted, written=str(written))
-        yield chunk

@@ -22,15 +22,19 @@ from torch import Tensor, nn
 from wlb.launch.local import run_local
 from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.mesh import Mesh, build_mesh
-from wlb.parallel.observe import NoProgress
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.world import World
+from wlb.plan import FloatArray, IntArray
 from wlb.simulate import PassKind, pipeline_order
-from wlb.spec import ParallelSpec, Schedule
+from wlb.spec import ParallelSpec, PipelineSection, RunSpec, Schedule
 
 MIN_WAIT_S = 0.005
 """Shorter waits would be dominated by the replay's overhead (messages, collectives, waking up)."""
 
+TOO_SHORT = (
+    f"a wait below {MIN_WAIT_S} s is dominated by overhead; multiply all waits by the same factor "
+    f"(20 ms and more are good)"
+)
 _START_S = 0.02
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
@@ -45,10 +49,10 @@ class StepWaits:
     [dp, n] rows in messages between stages, scaled down.
     """
 
-    forward: npt.NDArray[np.float64]
-    backward: npt.NDArray[np.float64]
-    weight: npt.NDArray[np.float64]
-    rows: npt.NDArray[np.int64]
+    forward: FloatArray
+    backward: FloatArray
+    weight: FloatArray
+    rows: IntArray
 
     def __post_init__(self) -> None:
         shape = self.forward.shape
@@ -72,7 +76,7 @@ class StepWaits:
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property
-    def by_kind(self) -> dict[PassKind, npt.NDArray[np.float64]]:
+    def by_kind(self) -> dict[PassKind, FloatArray]:
         """Waits of each kind of pass."""
         return {
             PassKind.FORWARD: self.forward,
@@ -91,15 +95,9 @@ class StepWaits:
 def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
     if waits.shape != shape:
         raise ValueError(f"{name} has shape {waits.shape}, forward has {shape}; they must be equal")
-    bad = ~(np.isfinite(waits) & (waits >= 0))
-    short = (waits > 0) & (waits < MIN_WAIT_S)
     for wrong, remedy in (
-        (bad, "a wait is a finite number of seconds, at least 0"),
-        (
-            short,
-            f"a wait below {MIN_WAIT_S} s is dominated by overhead; multiply all waits by "
-            "the same factor (20 ms and more are good)",
-        ),
+        (~(np.isfinite(waits) & (waits >= 0)), "a wait is a finite number of seconds, at least 0"),
+        ((waits > 0) & (waits < MIN_WAIT_S), TOO_SHORT),
     ):
         if wrong.any():
             at = [int(i) for i in np.argwhere(wrong)[0]]
@@ -130,13 +128,11 @@ class Replayed:
 
 def replay(
     steps: Sequence[StepWaits],
+    pipeline: PipelineSection,
     *,
-    schedule: Schedule,
     pp: int,
-    virtual_stages: int,
     repeats: int = 3,
     width: int = 16,
-    weight_delay: int = 1,
 ) -> list[list[Replayed]]:
     """Run every step `repeats` times, on dp * pp * cp processes; TP is 1.
 
@@ -148,26 +144,14 @@ def replay(
     if not steps:
         return []
     for index, step in enumerate(steps):
-        _check_layout(step, steps[0], schedule=schedule, pp=pp, virtual_stages=virtual_stages)
+        _check_layout(step, steps[0], pipeline, pp)
         try:
-            pipeline_order(
-                schedule,
-                pp=pp,
-                virtual_stages=virtual_stages,
-                num_micro_batches=step.shape[1],
-                weight_delay=weight_delay,
-            )
+            pipeline_order(pipeline, pp=pp, num_micro_batches=step.shape[1])
         except ValueError as error:
             raise ValueError(f"step {index}: {error}") from None
     dp, _, _, cp = steps[0].shape
-    job = _ReplaySettings(
-        parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        repeats=repeats,
-        width=width,
-        weight_delay=weight_delay,
-    )
+    spec = RunSpec(parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp), pp=pipeline)
+    job = _ReplaySettings(spec=spec, repeats=repeats, width=width)
     ranks: list[list[list[_RankTimes]]] = run_local(
         _run_rank,
         dp * pp * cp,
@@ -189,9 +173,8 @@ def replay(
     ]
 
 
-def _check_layout(
-    step: StepWaits, first: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int
-) -> None:
+def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, pp: int) -> None:
+    schedule, virtual_stages = pipeline.schedule, pipeline.virtual_stages
     if pp < 1 or virtual_stages < 1:
         raise ValueError(f"pp = {pp} and virtual_stages = {virtual_stages} must be at least 1")
     dp, _, num_stages, cp = step.shape
@@ -213,22 +196,11 @@ def _check_layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplaySettings:
-    """Settings that all ranks share."""
+    """Settings that all ranks share. spec: has the layout and the pipeline, all else is unused."""
 
-    parallel: ParallelSpec
-    schedule: Schedule
-    virtual_stages: int
+    spec: RunSpec
     repeats: int
     width: int
-    weight_delay: int
-
-    @property
-    def num_stages(self) -> int:
-        return self.parallel.pp * self.virtual_stages
-
-    @property
-    def splits_backward(self) -> bool:
-        return self.parallel.pp > 1 and self.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
 
 
 class _RankTimes(NamedTuple):
@@ -244,7 +216,7 @@ class _WaitingMicroBatch:
     """Replaces a `Rows` record. seconds: [num_stages] of each kind of pass."""
 
     index: int
-    seconds: dict[PassKind, npt.NDArray[np.float64]]
+    seconds: dict[PassKind, FloatArray]
 
 
 @dataclass(slots=True)
@@ -266,19 +238,12 @@ class _Timer:
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
             _latest(start_s, group)
-        self.spans.append(
-            TimedWait(
-                stage,
-                kind,
-                micro_batch.index,
-                start_s - self.origin_s,
-                time.perf_counter() - self.origin_s,
-            )
-        )
+        times_s = (start_s - self.origin_s, time.perf_counter() - self.origin_s)
+        self.spans.append(TimedWait(stage, kind, micro_batch.index, *times_s))
 
 
-def _latest(instant_s: float, group: dist.ProcessGroup) -> float:
-    """Return the group's latest instant; processes of one machine share perf_counter."""
+def _latest(instant_s: float, group: dist.ProcessGroup | None = None) -> float:
+    """The latest instant of the group (all ranks); processes of a machine share perf_counter."""
     latest = torch.tensor([instant_s], dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
     return latest.item()
@@ -297,7 +262,7 @@ class _WaitingStage(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.timer, self.queue = index, timer, queue
-        self.is_first, self.is_last = index == 0, index == job.num_stages - 1
+        self.is_first, self.is_last = index == 0, index == job.spec.num_stages - 1
         self.scale = nn.Parameter(torch.ones(job.width))
 
     def forward(self, x: Tensor, rows: _WaitingMicroBatch) -> Tensor:
@@ -325,10 +290,9 @@ class _WaitingPass(torch.autograd.Function):
         stage: _WaitingStage = ctx.stage
         timer, queue, micro_batch = stage.timer, stage.queue, ctx.micro_batch
         no_grad_C = torch.zeros_like(scale_C)
-        if queue is None:
-            timer.compute(PassKind.BACKWARD, stage.index, micro_batch)
-        else:
-            timer.compute(PassKind.BACKWARD_INPUT, stage.index, micro_batch)
+        kind = PassKind.BACKWARD if queue is None else PassKind.BACKWARD_INPUT
+        timer.compute(kind, stage.index, micro_batch)
+        if queue is not None:
 
             def later(_: Tensor | None) -> list[Tensor]:
                 timer.compute(PassKind.BACKWARD_WEIGHT, stage.index, micro_batch)
@@ -353,41 +317,35 @@ class _Rank:
     def run(self, step: StepWaits, *, factor: float) -> _RankTimes:
         """Run `step` once, with its waits multiplied by `factor`."""
         mesh = self.mesh
-        num_rows = [int(r) for r in step.rows[mesh.dp_rank]]
-        tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.pp_rank == 0 else None
+        num_rows = [int(r) for r in step.rows[mesh.at.dp]]
+        tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.at.pp == 0 else None
         micro_batches = self._micro_batches(step, factor)
         self.timer.restart(self._common_start_s())
         if self.pipeline is None:
             assert tokens is not None
-            self._accumulate(tokens, micro_batches)
+            for tokens_T, micro_batch in zip(tokens, micro_batches, strict=True):
+                self.stages[0](tokens_T, rows=micro_batch).backward()
         else:
             self.pipeline.run(tokens, micro_batches, num_rows, train=True)
-        dist.all_reduce(torch.ones(1), group=mesh.fsdp_group)
+        dist.all_reduce(torch.ones(1), group=mesh.group("fsdp"))
         stop_s = time.perf_counter() - self.timer.origin_s
-        at = (mesh.dp_rank, mesh.pp_rank, mesh.cp_rank)
+        at = (mesh.at.dp, mesh.at.pp, mesh.at.cp)
         return _RankTimes(at, stop_s, self.timer.spans)
 
     def _micro_batches(self, step: StepWaits, factor: float) -> list[_WaitingMicroBatch]:
-        dp, cp = self.mesh.dp_rank, self.mesh.cp_rank
+        dp, cp = self.mesh.at.dp, self.mesh.at.cp
+        kinds = step.by_kind.items()
         return [
-            _WaitingMicroBatch(
-                i, {kind: s[dp, i, :, cp] * factor for kind, s in step.by_kind.items()}
-            )
+            _WaitingMicroBatch(i, {kind: s[dp, i, :, cp] * factor for kind, s in kinds})
             for i in range(step.shape[1])
         ]
 
     def _common_start_s(self) -> float:
         """Wait for a common instant; ranks would leave a barrier at different times."""
-        group = self.mesh.world_group
         ahead_s = _START_S + _START_PER_RANK_S * self.mesh.world_size
-        start_s = _latest(time.perf_counter(), group) + ahead_s
+        start_s = _latest(time.perf_counter()) + ahead_s
         _sleep_until(start_s)
         return start_s
-
-    def _accumulate(self, tokens: list[Tensor], micro_batches: list[_WaitingMicroBatch]) -> None:
-        (stage,) = self.stages
-        for tokens_T, micro_batch in zip(tokens, micro_batches, strict=True):
-            stage(tokens_T, rows=micro_batch).backward()
 
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
@@ -407,32 +365,30 @@ def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> lis
 
 def _build_rank(job: _ReplaySettings) -> _Rank:
     device = torch.device("cpu")
-    mesh = build_mesh(job.parallel, device)
-    timer = _Timer(mesh.cp_group if mesh.cp_size > 1 else None)
-    indices = range(mesh.pp_rank, job.num_stages, mesh.pp_size)
+    mesh = build_mesh(job.spec.parallel, device)
+    timer = _Timer(mesh.group("cp") if mesh.parallel.cp > 1 else None)
     stages = [
-        _WaitingStage(i, job, timer=timer, queue=WeightQueue() if job.splits_backward else None)
-        for i in indices
+        _WaitingStage(
+            i, job, timer=timer, queue=WeightQueue() if job.spec.splits_backward else None
+        )
+        for i in job.spec.stages_of(mesh.at.pp)
     ]
     pipeline = None
-    if mesh.pp_size > 1:
+    if mesh.parallel.pp > 1:
         pipeline = Pipeline(
             stages=[
                 VarLenStage(
                     stage,
                     stage.index,
-                    job.num_stages,
+                    job.spec.num_stages,
+                    mesh=mesh,
                     width=job.width,
-                    device=device,
-                    group=mesh.pp_group,
                     dtype=torch.float32,
                     queue=stage.queue,
-                    timer=None,
-                    progress=NoProgress(),
                 )
                 for stage in stages
             ],
-            schedule=job.schedule,
-            weight_delay=job.weight_delay,
+            schedule=job.spec.pp.schedule,
+            weight_delay=job.spec.pp.weight_delay,
         )
     return _Rank(job=job, mesh=mesh, timer=timer, stages=stages, pipeline=pipeline)

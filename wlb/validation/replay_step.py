@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.plan import UserError
+from wlb.plan import FloatArray, UserError
 from wlb.simulate import NodeKind, PassKind, Simulation, step_graph
-from wlb.spec import Schedule
+from wlb.spec import PipelineSection
 from wlb.validation.replay import StepWaits, replay
 
 ROWS_PER_TOKEN = 1 / 2048
@@ -27,7 +26,6 @@ class Agreement:
     """Times of one step. replayed_s: of every repeat."""
 
     label: str
-    schedule: Schedule
     simulated_s: float
     replayed_s: tuple[float, ...]
 
@@ -43,7 +41,7 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
     _, dp, n, cp = prices.shape
     kinds = list(prices.linear)
 
-    def seconds(kind: PassKind) -> npt.NDArray[np.float64]:
+    def seconds(kind: PassKind) -> FloatArray:
         out = np.zeros((dp, n, spec.num_stages, cp))
         if kind not in kinds:
             return out
@@ -63,19 +61,10 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
     return StepWaits(forward=forward, backward=back, weight=weight, rows=rows)
 
 
-def simulated_s(
-    waits: StepWaits, *, schedule: Schedule, pp: int, virtual_stages: int, weight_delay: int = 1
-) -> float:
+def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> float:
     """Return the simulated step time of these waits."""
     dp, n, _, _ = waits.shape
-    _, graph = step_graph(
-        schedule,
-        pp=pp,
-        virtual_stages=virtual_stages,
-        num_micro_batches=n,
-        has_fsdp=False,
-        weight_delay=weight_delay,
-    )
+    _, graph = step_graph(pipeline, pp=pp, num_micro_batches=n, has_fsdp=False)
     of_kind = waits.by_kind
     durations = np.zeros((len(graph.nodes), 1, dp), np.int64)
     for i in graph.indices(NodeKind.PASS):
@@ -89,11 +78,9 @@ def simulated_s(
 def compare(
     waits: Sequence[StepWaits],
     labels: Sequence[str],
+    pipeline: PipelineSection,
     *,
-    schedule: Schedule,
     pp: int,
-    virtual_stages: int,
-    weight_delay: int = 1,
     repeats: int = 3,
 ) -> list[Agreement]:
     """Simulate and replay each step; UserError if that takes too many processes."""
@@ -103,26 +90,12 @@ def compare(
             f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, but at most "
             f"{MOST_PROCESSES} are allowed; lower parallel.dp, cp or pp"
         )
-    runs = replay(
-        waits,
-        schedule=schedule,
-        pp=pp,
-        virtual_stages=virtual_stages,
-        repeats=repeats,
-        weight_delay=weight_delay,
-    )
+    runs = replay(waits, pipeline, pp=pp, repeats=repeats)
     return [
         Agreement(
             label=label,
-            schedule=schedule,
-            simulated_s=simulated_s(
-                w,
-                schedule=schedule,
-                pp=pp,
-                virtual_stages=virtual_stages,
-                weight_delay=weight_delay,
-            ),
+            simulated_s=simulated_s(step, pipeline, pp=pp),
             replayed_s=tuple(run.step_s for run in repeated),
         )
-        for w, label, repeated in zip(waits, labels, runs, strict=True)
+        for step, label, repeated in zip(waits, labels, runs, strict=True)
     ]

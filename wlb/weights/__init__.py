@@ -1,13 +1,5 @@
 """Import and export weights as Hugging Face folders, for any layout."""
 
-from wlb.weights.hub_export import DEFAULT_SHARD_BYTES, Exported, export
-from wlb.weights.hub_import import MODEL_FILE, Imported, import_folder
-
-__all__ = [
-    "DEFAULT_SHARD_BYTES",
-    "MODEL_FILE",
-    "Exported",
-    "Imported",
-    "export",
-    "import_folder",
-]
+from wlb.weights.hub_export import export as export
+from wlb.weights.hub_import import MODEL_FILE as MODEL_FILE
+from wlb.weights.hub_import import import_folder as import_folder

@@ -1,8 +1,7 @@
 """Convert between Hugging Face's config.json and ModelSpec.
 
-Reads the keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) with
-transformers' defaults for missing keys, and writes both. A configuration that `wlb.model` would
-compute differently is refused with the key, its value and the remedy.
+Reads the keys of transformers 4 and 5 with transformers' defaults for missing keys, and writes both
+forms. What `wlb.model` would compute differently is refused with key, value and remedy.
 """
 
 import json
@@ -49,8 +48,7 @@ class _Keys:
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name)
-        if value is None and default is not None:
-            return default
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "must be a number")
         return float(value)
@@ -101,16 +99,15 @@ def config_json(
     spec: ModelSpec, *, max_positions: int, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str
 ) -> dict[str, Any]:
     """Return the config.json of a model, for transformers 4 and 5. dtype: such as "bfloat16"."""
-    rope: dict[str, Any] = {"rope_type": "default"}
     scaling = spec.rope_scaling
-    if scaling.factor != 1.0:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+    rope = None if scaling.factor == 1.0 else llama3
     return {
         "architectures": [ARCHITECTURES["llama"]],
         "model_type": "llama",
@@ -126,8 +123,8 @@ def config_json(
         "initializer_range": spec.init_std,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
-        "rope_scaling": rope if scaling.factor != 1.0 else None,
-        "rope_parameters": {"rope_theta": spec.rope_theta, **rope},
+        "rope_scaling": rope,
+        "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
@@ -158,13 +155,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(keys: _Keys) -> str:
     """Return model_type; UserError if it or `architectures` is not supported."""
-    known = ", ".join(ARCHITECTURES.values())
+    why = f"is not known here; wlb reads {', '.join(ARCHITECTURES.values())}"
     model_type = keys.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise keys.error("model_type", f"is not known here; wlb reads {known}")
+        raise keys.error("model_type", why)
     expected = [ARCHITECTURES[model_type]]
     if (keys.values.get("architectures") or expected) != expected:
-        raise keys.error("architectures", f"is not known here; wlb reads {known}")
+        raise keys.error("architectures", why)
     return model_type
 
 
@@ -188,23 +185,21 @@ def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
 def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
     """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     values = keys.values
-    places = ("rope_parameters", "rope_scaling")
-    given = {name: values[name] for name in places if values.get(name)}
-    for name, value in given.items():
-        if not isinstance(value, dict):
+    given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
+    for name in given:
+        if not isinstance(values[name], dict):
             raise keys.error(name, "must be a JSON object")
-    read = {
-        name: _one_rope(keys, _Keys(value, f"{keys.where}: {name}"), max_positions)
-        for name, value in given.items()
-    } or {"rope_theta": (keys.real("rope_theta", 10000.0), RopeScaling())}
-    first, *others = read.values()
-    if any(other != first for other in others):
+    read = [
+        _one_rope(keys, _Keys(values[name], f"{keys.where}: {name}"), max_positions)
+        for name in given
+    ] or [(keys.real("rope_theta", 10000.0), RopeScaling())]
+    if read[0] != read[-1]:
         raise UserError(
-            f"{keys.where}: rope_parameters = {given['rope_parameters']} and rope_scaling = "
-            f"{given['rope_scaling']} (rope_theta = {values.get('rope_theta')}) contradict each "
+            f"{keys.where}: rope_parameters = {values['rope_parameters']} and rope_scaling = "
+            f"{values['rope_scaling']} (rope_theta = {values.get('rope_theta')}) contradict each "
             f"other; remove the wrong one"
         )
-    return first
+    return read[0]
 
 
 def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, RopeScaling]:

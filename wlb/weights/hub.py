@@ -3,8 +3,10 @@
 Only headers are read until a tensor is requested. Pickled weights are never opened.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +27,9 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """A tensor in a file, where it has the name `name`."""
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,13 +47,9 @@ class HubTensors:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor; UserError naming a file that cannot be read."""
-        source = EMBEDDING if self.is_tied and name == HEAD else name
-        path = self.tensors[source].file
-        try:
-            with _opened(path) as file:
-                return file.get_tensor(source)
-        except SafetensorError as error:
-            raise _corrupt(path, error) from None
+        source = self.stored(name)
+        with _opened(source.file) as file:
+            return file.get_tensor(source.name)
 
 
 def open_tensors(
@@ -88,22 +87,17 @@ def open_tensors(
                 f"{stored.file}: {name} has shape {list(stored.shape)}, the model of {config} "
                 f"wants {list(expected[name].unpadded)}"
             )
-    found = HubTensors(tensors=tensors, is_tied=is_tied)
-    if is_tied and HEAD in tensors:
-        _refuse_untied(found, config)
-    return found
-
-
-def _refuse_untied(found: HubTensors, config: Path) -> None:
-    head = HubTensors(tensors=found.tensors, is_tied=False).read(HEAD)
-    if not torch.equal(head, found.read(EMBEDDING)):
+    found = HubTensors(tensors=tensors, is_tied=False)
+    is_both = is_tied and HEAD in tensors
+    if is_both and not torch.equal(found.read(HEAD), found.read(EMBEDDING)):
         raise UserError(
-            f"{config}: tie_word_embeddings = true, but {HEAD} in {found.tensors[HEAD].file} is "
-            f"not equal to {EMBEDDING}; set it to false if the head was trained separately"
+            f"{config}: tie_word_embeddings = true, but {HEAD} in {tensors[HEAD].file} is not "
+            f"equal to {EMBEDDING}; set it to false if the head was trained separately"
         )
+    return replace(found, is_tied=is_tied)
 
 
-def _files(folder: Path) -> dict[Path, set[str] | None]:
+def _files(folder: Path) -> Mapping[Path, set[str] | None]:
     """Return the files of a folder and the tensors to read from each; None = all."""
     if (folder / INDEX).is_file():
         return _indexed(folder)
@@ -121,20 +115,18 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     raise UserError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 
 
-def _indexed(folder: Path) -> dict[Path, set[str] | None]:
+def _indexed(folder: Path) -> Mapping[Path, set[str]]:
     index = folder / INDEX
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index}: weight_map must say which tensor is in which file")
-    files: dict[Path, set[str] | None] = {}
+    files: defaultdict[Path, set[str]] = defaultdict(set)
     for name, file in cast("dict[str, Any]", where).items():
         if not isinstance(file, str) or Path(file).name != file:
             raise UserError(f"{index}: {name} is in {file!r}, which is not a file's name")
         if not file.endswith(".safetensors"):
             raise UserError(f"{index}: {name} is in {file!r}; wlb reads only .safetensors")
-        names = files.setdefault(folder / file, set())
-        assert names is not None
-        names.add(name)
+        files[folder / file].add(name)
     if gone := sorted(path.name for path in files if not path.is_file()):
         raise UserError(f"{folder} lacks {_some(gone)} of {index.name}; download it again")
     return files
@@ -142,32 +134,32 @@ def _indexed(folder: Path) -> dict[Path, set[str] | None]:
 
 def _header(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
-    try:
-        with _opened(path) as file:
-            names: list[str] = list(file.keys())
-            for name in names:
-                part = file.get_slice(name)
-                dtype = str(part.get_dtype())
-                if dtype not in _DTYPES and not name.endswith(NOT_WEIGHTS):
-                    raise UserError(
-                        f"{path}: {name} has dtype {dtype}; wlb reads {', '.join(_DTYPES)}, not "
-                        f"quantised weights: import the original ones"
-                    )
-                shape = tuple(int(n) for n in part.get_shape())
-                dtype = _DTYPES.get(dtype, torch.float32)
-                found[name] = StoredTensor(file=path, shape=shape, dtype=dtype)
-    except SafetensorError as error:
-        raise _corrupt(path, error) from None
+    with _opened(path) as file:
+        names: list[str] = list(file.keys())
+        for name in names:
+            part = file.get_slice(name)
+            dtype = str(part.get_dtype())
+            if dtype not in _DTYPES and not name.endswith(NOT_WEIGHTS):
+                raise UserError(
+                    f"{path}: {name} has dtype {dtype}; wlb reads {', '.join(_DTYPES)}, not "
+                    f"quantised weights: import the original ones"
+                )
+            shape = tuple(int(n) for n in part.get_shape())
+            dtype = _DTYPES.get(dtype, torch.float32)
+            found[name] = StoredTensor(name=name, file=path, shape=shape, dtype=dtype)
     return found
 
 
-def _opened(path: Path) -> Any:
-    """Open a file as a context; untyped, because safetensors' stubs are incomplete."""
-    return cast(Any, safe_open)(path, framework="pt")
-
-
-def _corrupt(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is not a whole safetensors file ({error}); download it again")
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
+    """Open a file, untyped as safetensors' stubs are incomplete; UserError if it is corrupt."""
+    try:
+        with cast(Any, safe_open)(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is not a whole safetensors file ({error}); download it again"
+        ) from None
 
 
 def _some(names: list[str], most: int = 3) -> str:

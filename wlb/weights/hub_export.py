@@ -1,13 +1,10 @@
 """Export a checkpoint of any layout as a folder that transformers, vLLM and others load.
 
-Writes safetensors under Hugging Face's names with an unpadded vocabulary, `config.json`,
-`generation_config.json` if an end-of-text token is known, and the tokenizer of the run's store.
-Cost: one CPU process that holds about one shard in memory.
+One CPU process holds about one shard in memory.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +14,12 @@ import torch
 
 from wlb.plan import UserError
 from wlb.spec import Dtype
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.config import config_json, one_or_many
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import INDEX, SINGLE
 from wlb.weights.hub_import import name_of
-from wlb.weights.names import Parameter
+from wlb.weights.names import Parameter, shards_of
 from wlb.weights.saved import SavedModel, open_saved
 from wlb.weights.tokenizer import check_tokenizer, copy_tokenizer, tokenizer_of_run
 
@@ -60,50 +57,39 @@ def export(
     if shard_bytes < 1:
         raise UserError(f"--shard-size {shard_bytes} must be at least 1 byte")
     saved = open_saved(checkpoint.resolve(source, str(source)))
-    taken = _dtype(saved, dtype)
+    stored = set(saved.dtypes.values())
+    taken = stored.pop() if dtype is None and len(stored) == 1 else torch.float32
+    if dtype == Dtype.BFLOAT16:
+        taken = torch.bfloat16
     found = tokenizer_of_run(saved.run)
-    file, why = found.file, found.why
     if tokenizer is not None:
-        file, why = tokenizer, f"--tokenizer {tokenizer}"
-    if file is not None:
-        check_tokenizer(file, saved.spec.vocab_size)
+        found = replace(found, file=tokenizer, why=f"--tokenizer {tokenizer}")
+    if found.file is not None:
+        check_tokenizer(found.file, saved.spec.vocab_size)
+
+    def num_bytes(parameter: Parameter) -> int:
+        return prod(parameter.unpadded) * taken.itemsize
+
+    shards = list(shards_of(saved.parameters.values(), num_bytes, shard_bytes))
     with new_folder(out) as folder:
-        shards = list(shards_of(saved.parameters.values(), taken.itemsize, shard_bytes))
-        num_bytes = _write_shards(saved, shards, taken, folder)
+        _write_shards(saved, shards, taken, folder)
         _write_configs(saved, taken, found.eos_id, folder)
-        if file is not None:
-            copy_tokenizer(file, folder, eos_id=found.eos_id)
+        if found.file is not None:
+            copy_tokenizer(found.file, folder, eos_id=found.eos_id)
     return Exported(
         folder=out,
         checkpoint=saved.folder,
         num_shards=len(shards),
-        num_bytes=num_bytes,
+        num_bytes=sum(map(num_bytes, saved.parameters.values())),
         dtype=name_of(taken),
-        tokenizer=why,
+        tokenizer=found.why,
     )
-
-
-def shards_of(
-    parameters: Iterable[Parameter], itemsize: int, most_bytes: int
-) -> Iterator[list[Parameter]]:
-    """Fill shards with parameters in order; a parameter larger than a shard gets its own."""
-    shard: list[Parameter] = []
-    held = 0
-    for parameter in parameters:
-        size = prod(parameter.unpadded) * itemsize
-        if shard and held + size > most_bytes:
-            yield shard
-            shard, held = [], 0
-        shard.append(parameter)
-        held += size
-    if shard:
-        yield shard
 
 
 def _write_shards(
     saved: SavedModel, shards: list[list[Parameter]], dtype: torch.dtype, folder: Path
-) -> int:
-    """Write the weights, with an index if there are several files; return the tensors' bytes."""
+) -> None:
+    """Write the weights, with an index if there are several files."""
     where: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
@@ -121,7 +107,6 @@ def _write_shards(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         _write_json(folder / INDEX, index)
-    return total
 
 
 def _write_configs(saved: SavedModel, dtype: torch.dtype, eos_id: int | None, folder: Path) -> None:
@@ -143,17 +128,6 @@ def _write_configs(saved: SavedModel, dtype: torch.dtype, eos_id: int | None, fo
         tokens = {"bos_token_id": bos_id, "eos_token_id": one_or_many(eos_ids)}
         known = {name: token for name, token in tokens.items() if token is not None}
         _write_json(folder / "generation_config.json", known)
-
-
-def _dtype(saved: SavedModel, asked: Dtype | None) -> torch.dtype:
-    match asked:
-        case Dtype.FLOAT32:
-            return torch.float32
-        case Dtype.BFLOAT16:
-            return torch.bfloat16
-        case None:
-            stored = set(saved.dtypes.values())
-            return stored.pop() if len(stored) == 1 else torch.float32
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -1,13 +1,11 @@
 """Import a Hugging Face folder as a checkpoint for `checkpoint.init_from`, for any layout.
 
-The checkpoint holds weights in the files' dtypes; loading converts them to the run's dtype. A tied
-head becomes a separate tensor. Padding rows of the vocabulary are zero; no token uses them and the
-loss ignores their logits. Cost: tensors are read, padded and written in files of about 1 GiB.
+The checkpoint keeps the files' dtypes; loading converts them. Padding rows of the vocabulary are
+zero; no token uses them and the loss ignores their logits.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +14,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from wlb.plan import UserError
 from wlb.spec import RunSpec, to_dict, to_toml
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.config import HubModel, read_config
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import HubTensors, open_tensors
-from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
-from wlb.weights.one_process import save_tensors
+from wlb.weights.names import Parameter, parameters_of, shards_of
+from wlb.weights.saved import save_tensors
 
 MODEL_FILE = "model.toml"
 _FILE_BYTES = 1 << 30
@@ -52,10 +50,23 @@ def import_folder(source: Path, out: Path) -> Imported:
     model = read_config(config)
     parameters = parameters_of(model.spec)
     tensors = open_tensors(source, parameters.values(), is_tied=model.is_tied, config=config)
-    toml = _toml(model, source, out)
+    spec = RunSpec(model=model.spec)
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, init_from=str(out.resolve())))
+    comments = [
+        f"The model of {source.resolve()}, of texts up to {model.max_positions} tokens.",
+        "data.store must be made with its tokenizer.",
+    ]
+    toml = to_toml(spec, comments=comments, whole=("model", "model.rope_scaling"))
+    imported = {
+        "from": str(source.resolve()),
+        "max_position_embeddings": model.max_positions,
+        "bos_token_id": model.bos_id,
+        "eos_token_ids": list(model.eos_ids),
+    }
+    run = {"step": 0, "spec": {"model": to_dict(model.spec)}, "imported": imported}
     with new_folder(out) as folder:
         _save(folder, parameters, tensors)
-        checkpoint.write_json(folder / checkpoint.RUN, _run_json(model, source))
+        checkpoint.write_json(folder / checkpoint.RUN, run)
         (folder / MODEL_FILE).write_text(toml, "utf-8")
         checkpoint.write_manifest(folder)
     return Imported(
@@ -94,36 +105,7 @@ def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -
         name: torch.empty(p.shape, dtype=tensors.stored(name).dtype, device="meta")
         for name, p in parameters.items()
     }
-    files: dict[str, int] = {}
-    number, filled = 1, 0
-    for parameter in parameters.values():
-        num_bytes = planned[parameter.name].nbytes
-        if filled and filled + num_bytes > _FILE_BYTES:
-            number, filled = number + 1, 0
-        filled += num_bytes
-        files[parameter.saved_as] = number
+    shards = shards_of(parameters.values(), lambda p: planned[p.name].nbytes, _FILE_BYTES)
+    files = {p.saved_as: number for number, shard in enumerate(shards, 1) for p in shard}
     planner = _FromFiles(parameters, tensors)
-    save_tensors({CHECKPOINT_ROOT: planned}, folder, planner, files=files)
-
-
-def _run_json(model: HubModel, source: Path) -> dict[str, Any]:
-    return {
-        "step": 0,
-        "spec": {"model": to_dict(model.spec)},
-        "imported": {
-            "from": str(source.resolve()),
-            "max_position_embeddings": model.max_positions,
-            "bos_token_id": model.bos_id,
-            "eos_token_ids": list(model.eos_ids),
-        },
-    }
-
-
-def _toml(model: HubModel, source: Path, out: Path) -> str:
-    spec = RunSpec(model=model.spec)
-    spec = replace(spec, checkpoint=replace(spec.checkpoint, init_from=str(out.resolve())))
-    comments = [
-        f"The model of {source.resolve()}, of texts up to {model.max_positions} tokens.",
-        "data.store must be made with its tokenizer.",
-    ]
-    return to_toml(spec, comments=comments, whole=("model", "model.rope_scaling"))
+    save_tensors(planned, folder, planner, files=files)

@@ -4,6 +4,7 @@
 D / 2), so tensors are equal except for the vocabulary, which wlb pads to a multiple of 256 rows.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,3 +51,20 @@ def parameters_of(spec: ModelSpec) -> dict[str, Parameter]:
         unpadded = (spec.vocab_size, *shape[1:]) if has_vocabulary else shape
         found[name] = Parameter(name=name, shape=shape, unpadded=unpadded)
     return found
+
+
+def shards_of(
+    parameters: Iterable[Parameter], num_bytes: Callable[[Parameter], int], most_bytes: int
+) -> Iterator[list[Parameter]]:
+    """Fill shards with parameters in order; a parameter larger than a shard gets its own."""
+    shard: list[Parameter] = []
+    held = 0
+    for parameter in parameters:
+        size = num_bytes(parameter)
+        if shard and held + size > most_bytes:
+            yield shard
+            shard, held = [], 0
+        shard.append(parameter)
+        held += size
+    if shard:
+        yield shard

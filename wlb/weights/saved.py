@@ -1,25 +1,36 @@
-"""Read the weights of a checkpoint of any layout in one process.
+"""Read and write the weights of a checkpoint of any layout in one process, without process groups.
 
-Verifies checksums first, then reads only the requested tensors.
+Reading verifies checksums first, then reads only the requested tensors.
 """
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from wlb.plan import UserError
 from wlb.spec import ModelSpec, apply
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
-from wlb.weights.one_process import load_tensors
+
+# The signatures of torch.distributed.checkpoint (DCP) are typed incompletely.
+_load = cast(Any, state_dict_loader.load)  # pyright: ignore[reportUnknownMemberType]
+_save = cast(Any, state_dict_saver.save)  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,9 @@ class SavedModel:
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Read whole tensors, converted to `dtype`, without the vocabulary's padding."""
         state = {name: torch.empty(self.parameters[name].shape, dtype=dtype) for name in names}
-        load_tensors({CHECKPOINT_ROOT: state}, self.folder)
+        reader = HuggingFaceStorageReader(str(self.folder))
+        with _single_process(f"the checkpoint {self.folder} cannot be read; use another one"):
+            _load({CHECKPOINT_ROOT: state}, storage_reader=reader, no_dist=True)
         return {n: value[: self.parameters[n].unpadded[0]] for n, value in state.items()}
 
 
@@ -50,7 +63,13 @@ def open_saved(folder: Path) -> SavedModel:
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{file} does not describe its model ({error!r})") from None
     parameters = parameters_of(spec)
-    saved = _metadata(folder)
+    try:
+        reader = HuggingFaceStorageReader(str(folder))
+        saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{folder} is not a whole checkpoint ({error!r}); use another one"
+        ) from None
     dtypes: dict[str, torch.dtype] = {}
     for parameter in parameters.values():
         found = saved.get(parameter.saved_as)
@@ -65,11 +84,31 @@ def open_saved(folder: Path) -> SavedModel:
     return SavedModel(folder=folder, run=run, spec=spec, parameters=parameters, dtypes=dtypes)
 
 
-def _metadata(folder: Path) -> dict[str, Any]:
-    try:
-        reader = HuggingFaceStorageReader(str(folder))
-        return dict(reader.read_metadata().state_dict_metadata)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} is not a whole checkpoint ({error!r}); use another one"
-        ) from None
+def save_tensors(
+    tensors: dict[str, Tensor], folder: Path, planner: SavePlanner, *, files: dict[str, int]
+) -> None:
+    """Write a checkpoint with the values that `planner` gives for the parameters `tensors`.
+
+    files: number of each tensor's file, from 1; one file at a time is held in memory.
+    """
+    with _single_process(f"the checkpoint {folder} cannot be written"):
+        writer = HuggingFaceStorageWriter(
+            str(folder), fqn_to_index_mapping=files, save_distributed=True
+        )
+        state = {CHECKPOINT_ROOT: tensors}
+        _save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+@contextmanager
+def _single_process(failed: str) -> Generator[None]:
+    """Silence DCP's warning about a single process, and turn its exception into a UserError.
+
+    CheckpointException derives from BaseException, so other handlers would not see it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        try:
+            yield
+        except CheckpointException as error:
+            cause = next((failure for failure, _ in error.failures.values()), error)
+            raise UserError(f"{failed}: {cause!r}") from error

@@ -22,22 +22,22 @@ class FoundTokenizer:
     """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. why: source of
     the file, or why there is none."""
 
-    file: Path | None
-    eos_id: int | None
     why: str
+    file: Path | None = None
+    eos_id: int | None = None
 
 
 def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
     """Find the tokenizer that the token store of a run.json names, if the store still exists."""
     sections = run["spec"]
     if "data" not in sections:
-        return FoundTokenizer(file=None, eos_id=None, why="the checkpoint names no token store")
+        return FoundTokenizer(why="the checkpoint names no token store")
     known = {name: sections[name] for name in ("data", "model")}
     name = train_store(apply(RunSpec(), known, source="run.json", is_stored=True))
     try:
         opened = open_store(name)
     except (UserError, OSError) as error:
-        return FoundTokenizer(file=None, eos_id=None, why=f"its token store: {error}")
+        return FoundTokenizer(why=f"its token store: {error}")
     stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
     # All stores of a blend have the same tokenizer; opening it checked this.
     infos = [(store, store.info) for store in stores if store.info is not None]
@@ -47,8 +47,8 @@ def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
             file = store_path(store.prefix, "").with_name(info.tokenizer)
             if file.is_file():
                 return FoundTokenizer(file=file, eos_id=eos_id, why=f"named by {store.prefix}")
-            return FoundTokenizer(file=None, eos_id=eos_id, why=f"{file} is gone")
-    return FoundTokenizer(file=None, eos_id=eos_id, why=f"{opened.prefix} names none")
+            return FoundTokenizer(eos_id=eos_id, why=f"{file} is gone")
+    return FoundTokenizer(eos_id=eos_id, why=f"{opened.prefix} names none")
 
 
 def check_tokenizer(file: Path, vocab_size: int) -> None:

@@ -1,10 +1,12 @@
-"""What the paper prints: Tables 2 and 3 by model and layout, Tables 4 to 6 by method.
+"""Reads what the packing paper prints: Tables 2 and 3 by model and layout, 4 to 6 by method.
 
-The CSV files hold its numbers as printed, times, throughput, memory and losses included: what needs
-no training is compared with the counts of `experiments.packing_methods`, the rest with runs.
-Two things are ours: FLAN, OrcaMath and Stack for the names of the 20K subsets, and the method that
-Tables 4 to 6 print as RandomSampling+PosIDd under the name `MiniBatchPacking+PosID`, by which the
-text calls it.
+The CSV files hold its numbers as printed, including times, throughput, memory and losses. What
+needs no training is compared with the counts of `experiments.packing_methods`, the rest with the
+runs of `experiments.packing_methods.training`.
+
+Two things are ours: the names FLAN, OrcaMath and Stack for the 20K subsets, and the name
+`MiniBatchPacking+PosID`, by which the paper's text calls it, for the method that Tables 4 to 6
+print as RandomSampling+PosID.
 """
 
 import csv
@@ -12,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_GPUS = 8
-"""Tok/s of Tables 2 and 3 are of one of eight GPUs; Tables 4 to 6 fit one GPU."""
+"""Tok/s of Tables 2 and 3 are of one of eight GPUs; the numbers of Tables 4 to 6 fit one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsRow:
-    """A row of Tables 4 to 6. tokens_per_s: of one GPU."""
+    """Holds a row of Tables 4 to 6.
+
+    bs: rows of a micro-batch
+    msl: tokens of a row
+    gas: micro-batches per optimiser step
+    tokens_per_s: tokens per second of one GPU
+    """
 
     table: int
     dataset: str
@@ -33,13 +41,17 @@ class StepsRow:
 
     @property
     def tokens(self) -> int:
-        """Of the epoch, as Time x Tok/s says."""
+        """Returns the tokens of the epoch, which Time x Tok/s gives."""
         return self.time_s * self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRow:
-    """A row of Tables 2 and 3. layout: padding, basic packing, flat or mini."""
+    """Holds a row of Tables 2 and 3.
+
+    layout: padding, basic packing, flat or mini
+    tokens_per_s: tokens per second of one GPU
+    """
 
     table: int
     dataset: str
@@ -53,12 +65,15 @@ class RowsRow:
 
     @property
     def tokens(self) -> int:
-        """Of the epoch on all GPUs, as Time x Tok/s says; Time is in whole seconds."""
+        """Returns the tokens of the epoch on all GPUs, which Time x Tok/s gives.
+
+        Time is printed in whole seconds.
+        """
         return self.time_s * self.tokens_per_s * NUM_GPUS
 
 
 def steps_rows() -> list[StepsRow]:
-    """Tables 4, 5 and 6 in the paper's order."""
+    """Returns Tables 4, 5 and 6 in the paper's order."""
     return [
         StepsRow(
             dataset=row["dataset"],
@@ -78,7 +93,7 @@ def steps_rows() -> list[StepsRow]:
 
 
 def rows_rows() -> list[RowsRow]:
-    """Tables 2 and 3 in the paper's order."""
+    """Returns Tables 2 and 3 in the paper's order."""
     return [
         RowsRow(
             dataset=row["dataset"],

@@ -1,10 +1,11 @@
-"""Real fine-tuning by every method: `python -m experiments.packing_methods.training`.
+"""Fine-tunes a small model with every packing method of the packing paper and compares them.
 
-A model of 5 million parameters is trained on Python sources of other packages, then fine-tuned for
-one epoch on conversations about the standard library's docstrings, by each of the paper's methods
-at layouts like those of its Tables 4 to 6, several seeds each; then batch sizes are tried up to a
-memory cap (its Figures 2 and 3). Everything is kept in --folder: the same command goes on where it
-was interrupted, and writes `training/results` when all is there. About 75 minutes on two cores.
+`python -m experiments.packing_methods.training` trains a model of 5 million parameters on Python
+sources of other packages. From there it fine-tunes one epoch on conversations about the standard
+library's docstrings, with each of the paper's methods at layouts like those of its Tables 4 to 6,
+several seeds each. Then it tries batch sizes up to a memory cap (the paper's Figures 2 and 3).
+Everything is kept in --folder: the same command goes on where it was interrupted, and writes
+`training/results` when all runs are there. It takes about 75 minutes on two cores.
 """
 
 import argparse
@@ -40,7 +41,7 @@ QUICK_STEPS = 4
 
 
 def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]:
-    """Trains what is missing, `jobs` at a time, in order."""
+    """Trains the runs that are missing, `jobs` at a time, and returns all results in order."""
     missing = [case for case in cases if study.result(case) is None]
     print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
     pool = ThreadPoolExecutor(jobs)
@@ -52,12 +53,12 @@ def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]
                 flush=True,
             )
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C: the runs got it as well
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which the runs received as well
     return {case: study.run(case) for case in cases}
 
 
 def run_sizes(study: Study) -> Sizes:
-    """Each method's batch sizes until memory ends, one run at a time."""
+    """Tries each method's batch sizes until memory ends, one run at a time."""
     sizes: Sizes = {}
     for method in ("random_padding", "mini_batch_posid"):
         for bs in BATCH_SIZES:
@@ -71,7 +72,7 @@ def run_sizes(study: Study) -> Sizes:
 
 
 def best_rate(rates: dict[Case, Result]) -> float:
-    """Of the mini-batch runs: many steps, the paper's own method."""
+    """Returns the best rate of the mini-batch runs: many steps, the paper's own method."""
     found = {c: r for c, r in rates.items() if c.method == "mini_batch_posid"}
     return min(found, key=lambda case: found[case].heldout_after).learning_rate
 
@@ -103,7 +104,7 @@ def study_of(options: argparse.Namespace) -> None:
 
 
 def quick() -> None:
-    """A few steps of three methods from drawn weights: that it works, no more."""
+    """Trains a few steps of three methods from random weights, only to see that it works."""
     with tempfile.TemporaryDirectory() as folder:
         study = Study.open(Path(folder))
         for method in ("random_padding", "mini_batch_posid", "multipack_bfd_posid"):
@@ -121,8 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/packing_methods"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--quick", action="store_true", help="a few steps; writes nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel runs, one thread each")
+    parser.add_argument("--quick", action="store_true", help="train a few steps and write nothing")
     options = parser.parse_args()
     run: Callable[[], None] = quick if options.quick else lambda: study_of(options)
     run()

@@ -1,8 +1,8 @@
-"""What is trained: the data, the base model, and every run by name.
+"""Defines what is trained: the data, the base model, and every run by name.
 
-Each run is one `wlb train` of its own process on one thread, so times of the processor and peak
-memory are its own and two can go on at once. A run that finished left `result.json` and is not
-repeated; one that was interrupted begins again.
+Each run is one `wlb train` in a process of its own on one thread, so that processor time and peak
+memory are its own and two runs can go on at once. A run that finished has left `result.json` and is
+not repeated; one that was interrupted begins again.
 """
 
 import json
@@ -28,12 +28,14 @@ BS = 4
 VOCABULARY = 4096
 HELDOUT_FRACTION = 0.1
 BASE_PACKAGES = ("numpy", "scipy")
-"""Python sources that the base model is trained on: nothing of the standard library, whose
-docstrings it is then fine-tuned on."""
+"""The base model is trained on the Python sources of these packages.
+
+The standard library is not among them, because its docstrings are what the model is fine-tuned on.
+"""
 BASE_STEPS, BASE_BATCHES = 200, 16
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SIZE_EXAMPLES = 256
-"""Examples that each batch size is tried on, the same for all."""
+"""Each batch size is tried on this many examples, the same for all."""
 MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4}
 MODEL |= {"ffn_hidden_size": 704, "vocab_size": VOCABULARY}
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -49,18 +51,21 @@ NAMES = {
     "sorted_posid": Method.SORTED,
     "random_posid": Method.RANDOM,
 }
-"""Of `packing.method`. The paper's Multipack packs by first fit decreasing."""
+"""Each `packing.method` has this name in the paper. Its Multipack packs by first fit decreasing."""
 ONLINE = ("random_padding", "group_by_length_padding", "mini_batch_posid")
 OUT_OF_MEMORY = "can't allocate memory"
-"""What torch says of a process that got no more."""
+"""torch says this when a process got no more memory."""
 GASES = (8, 2)
-"""Micro-batches of a step. At the second, offline packing takes about as many steps as the online
-methods at the first, as in the paper's (2, 4096, 32) and (1, 8192, 4)."""
+"""These are the gas, micro-batches per optimiser step, that runs are made with.
+
+With the second, offline packing takes about as many steps as the online methods do with the first,
+as in the paper's (2, 4096, 32) and (1, 8192, 4).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run: an epoch of a method. bs, msl, gas as in the paper."""
+    """Describes one run, an epoch of a method; gas is micro-batches per step, as in the paper."""
 
     method: str
     gas: int
@@ -81,19 +86,26 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """(bs, msl, gas) of the paper: offline methods but fixed length are flat."""
+        """Returns (bs, msl, gas) as the paper does.
+
+        Offline methods other than fixed length are flat: one row of bs * msl tokens.
+        """
         if self.method in ONLINE or self.is_fixed:
             return f"{BS}, {MSL}, {self.gas}"
         return f"1, {BS * MSL}, {self.gas}"
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Of the run's TOML. A row of fixed length is a micro-batch, and so are BS of them."""
+        """Returns the settings of the run's TOML.
+
+        With fixed length each row is a micro-batch, so that a micro-batch of the paper becomes BS
+        of them.
+        """
         return {
             "packing.method": self.method,
             "packing.examples": BS,
             "packing.bin_windows": BS,
-            "packing.window_batches": 100_000,  # offline: the whole epoch at once
+            "packing.window_batches": 100_000,  # offline methods pack the whole epoch at once
             "data.num_windows": self.gas * (BS if self.is_fixed else 1),
             "training.learning_rate": self.learning_rate,
             "training.min_learning_rate": self.learning_rate / 10,
@@ -102,7 +114,7 @@ class Case:
 
 
 def all_cases(seeds: range, learning_rate: float) -> list[Case]:
-    """Seed by seed, so that an interrupted study has whole seeds."""
+    """Returns all runs seed by seed, so that an interrupted study has whole seeds."""
     pairs = [(method, GASES[0]) for method in ONLINE]
     pairs += [(method, gas) for gas in GASES for method in NAMES if method not in ONLINE]
     return [
@@ -113,7 +125,7 @@ def all_cases(seeds: range, learning_rate: float) -> list[Case]:
 
 
 def rate_cases() -> list[Case]:
-    """Many small steps and few large ones at each learning rate."""
+    """Returns runs of many small steps and of few large ones, at each learning rate."""
     return [
         Case(method=method, gas=GASES[0], seed=0, learning_rate=rate)
         for method in ("mini_batch_posid", "multipack_bfd_posid")
@@ -123,11 +135,16 @@ def rate_cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run left. Losses in nats a trained token: of the epoch, held out before and after
-    (None without evaluation).
+    """Holds what a run left. Losses are in nats per trained token.
 
-    tokens: of examples; positions: computed. compute_s: processor time of the model's passes.
-    peak_mib: resident memory of the process at its most, everything included.
+    steps: optimiser steps
+    tokens: tokens of the examples
+    targets: tokens that are trained
+    positions: positions computed, padding included
+    train_loss: mean over the epoch
+    heldout_before, heldout_after: held-out loss, None without evaluation
+    compute_s: processor time of the model's passes, in seconds
+    peak_mib: largest resident memory of the process, everything included, in MiB
     """
 
     steps: int
@@ -152,7 +169,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCase:
-    """A batch size of the ablation: a padding or a mini-batch method, one micro-batch a step."""
+    """Describes a batch size of the ablation, with one micro-batch per step.
+
+    method: a padding or a mini-batch method
+    """
 
     method: str
     bs: int
@@ -176,7 +196,7 @@ class SizeCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The folder of all runs, and its stores."""
+    """Holds the folder of all runs and the stores that they read."""
 
     folder: Path
     train: str
@@ -185,7 +205,7 @@ class Study:
 
     @classmethod
     def open(cls, folder: Path) -> "Study":
-        """Prepares the conversations where they are missing."""
+        """Opens the study and prepares the conversations where they are missing."""
         made = prepare_docstrings(
             folder / "stores",
             vocab_size=VOCABULARY,
@@ -203,7 +223,7 @@ class Study:
         return self.folder / "base"
 
     def train_base(self) -> None:
-        """The model that every run begins with, unless it is there."""
+        """Trains the model that every run begins with, unless it is there."""
         if (self.base / "result.json").exists():
             return
         site = Path(sysconfig.get_paths()["purelib"])
@@ -230,7 +250,7 @@ class Study:
         return load("sft_demo", _set(self._shared() | case.keys | more))
 
     def run(self, case: Case) -> Result:
-        """Trains it unless it was; its result."""
+        """Trains a run unless it was trained, and returns its result."""
         if (found := self.result(case)) is not None:
             return found
         spec = self.spec_of(case, **{"training.steps": 1_000_000})
@@ -245,12 +265,15 @@ class Study:
         return made
 
     def try_out(self, case: Case, *, steps: int) -> Result:
-        """A few steps from drawn weights, without evaluation."""
+        """Trains a few steps from random weights, without evaluation."""
         keys = {"training.steps": steps, "training.warmup_steps": 0, "eval.steps": 0}
         return self._train(case.name, case.keys | keys, threads=1)
 
     def run_size(self, case: SizeCase, *, cap_mib: int) -> Result | None:
-        """Tries a batch size where the process gets so much memory for data; None: out of it."""
+        """Tries a batch size in a process that gets at most `cap_mib` of memory for data.
+
+        Returns None if the process runs out of memory.
+        """
         if (found := self.result(case)) is not None:
             return found
         try:
@@ -263,7 +286,7 @@ class Study:
         return made
 
     def result(self, case: Case | SizeCase) -> Result | None:
-        """Of a run that finished."""
+        """Returns the result of a run, None if it has not finished."""
         path = self.folder / case.name / "result.json"
         return Result(**json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -276,11 +299,11 @@ class Study:
             "data.heldout_store": self.heldout,
             "data.context_window": MSL,
             "data.epochs": 1,
-            "eval.steps": 1_000,  # the whole store
+            "eval.steps": 1_000,  # enough for the whole held-out store
         }
 
     def _train(self, name: str, keys: dict[str, Any], *, threads: int, cap_mib: int = 0) -> Result:
-        """One process; leaves result.json."""
+        """Trains in one process, which leaves result.json."""
         given = _set(self._shared() | keys | {"run.name": name})
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "wlb", "train", "sft_demo", "--set", *given]
@@ -290,7 +313,7 @@ class Study:
             if cap_mib:
                 limit = cap_mib << 20
                 resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
-            # Not Popen.wait: the peak memory of this process alone is wanted.
+            # os.wait4 tells the peak memory of this process alone, Popen.wait does not.
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if status:
@@ -302,7 +325,7 @@ class Study:
 
 
 def read_result(folder: Path, *, peak_mib: float) -> Result:
-    """What the metrics of a finished run say."""
+    """Reads a result from the metrics of a finished run."""
     text = (folder / "metrics.jsonl").read_text("utf-8")
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     steps = [line["measured"] for line in lines if line["kind"] == "step"]

@@ -1,4 +1,4 @@
-"""The page of `experiments.packing_methods.training`: tables, pictures, words."""
+"""Makes the tables and pictures of the page of `experiments.packing_methods.training`."""
 
 from typing import Any
 
@@ -137,7 +137,7 @@ def against_rows(groups: list[Group]) -> list[Against]:
 
 
 def draw_methods(groups: list[Group]) -> Any:
-    """Held-out loss and speed beside the paper's, a line a method."""
+    """Draws held-out loss and speed beside the paper's, one line per method."""
     figure, axes = new_figure(ncols=2, height=5.6, sharey=True)
     band = noise_band(groups)
     shown = [g for g in groups if g.case.method != "random_padding"]
@@ -184,7 +184,7 @@ def draw_methods(groups: list[Group]) -> Any:
 
 
 def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
-    """The paper's Figures 2 and 3."""
+    """Draws what the paper's Figures 2 and 3 show."""
     figure, axes = new_figure(ncols=2, height=3.8)
     methods = list(dict.fromkeys(case.method for case in sizes))
     for i, method in enumerate(methods):
@@ -193,11 +193,7 @@ def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
         for axis, name in zip(axes, ("peak_mib", "tokens_per_s"), strict=True):
             values = np.array([getattr(r, name) for r in fits.values()])
             axis.plot(
-                list(fits),
-                values,
-                marker=MARKERS[i],
-                color=COLOURS[i],
-                label=str(NAMES[method]),
+                list(fits), values, marker=MARKERS[i], color=COLOURS[i], label=str(NAMES[method])
             )
         failed = [bs for bs, r in found.items() if r is None]
         if failed:

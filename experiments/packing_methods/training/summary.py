@@ -1,4 +1,4 @@
-"""Seeds to numbers: means, spreads, differences from the first method, the paper's beside them."""
+"""Summarises seeds: means, spreads, differences from padding, and the paper's beside them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +16,15 @@ PAPER_GAS = {
     "OrcaMath": dict(zip(GASES, (32, 4), strict=True)),
     "Stack": dict(zip(GASES, (32, 12), strict=True)),
 }
-"""The paper's gas for each of ours, at bs 2: few steps, and about as many as with padding."""
+"""At bs 2 the paper's gas stands for each of ours.
+
+The first takes few steps, the second about as many as padding.
+"""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A method at a gas: the runs of all seeds, in order, and those of the baseline."""
+    """Holds the runs of a method at one gas, all seeds in order, and those of the baseline."""
 
     cases: tuple[Case, ...]
     results: tuple[Result, ...]
@@ -46,12 +49,15 @@ class Group:
         return float(self.values(name).mean())
 
     def spread(self, name: str) -> float:
-        """Standard deviation of the seeds."""
+        """Returns the standard deviation over seeds."""
         return float(self.values(name).std(ddof=1)) if len(self.results) > 1 else 0.0
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """Held-out loss less the baseline's, seed by seed: same seed, same order of examples."""
+        """Returns held-out loss minus the baseline's, seed by seed.
+
+        Runs of one seed get the examples in the same order.
+        """
         theirs = [result.heldout_after for result in self.baseline]
         return self.values("heldout_after") - np.array(theirs, float)
 
@@ -61,13 +67,16 @@ class Group:
 
     @property
     def faster(self) -> float:
-        """Tokens a second over the baseline's, the mean of seeds."""
+        """Returns tokens per second over the baseline's, the mean of seeds."""
         theirs = np.array([result.tokens_per_s for result in self.baseline])
         return float((self.values("tokens_per_s") / theirs).mean())
 
 
 def groups_of(found: dict[Case, Result]) -> list[Group]:
-    """By method and gas, in the order found; ValueError unless all have padding's seeds."""
+    """Groups runs by method and gas, in the order found.
+
+    Raises ValueError unless every group has as many seeds as padding.
+    """
     baseline = [r for c, r in found.items() if c.method == "random_padding"]
     made: dict[tuple[str, int], list[tuple[Case, Result]]] = {}
     for case, result in found.items():
@@ -82,10 +91,10 @@ def groups_of(found: dict[Case, Result]) -> list[Group]:
 
 
 def noise_band(groups: list[Group]) -> float:
-    """Half the width, in nats, of the interval of a difference that is noise.
+    """Returns half the width, in nats, of the interval of a difference that is noise.
 
-    Student's t for CONFIDENCE times the standard error of a mean of seeds of paired differences,
-    whose variance is pooled over all methods.
+    It is Student's t for CONFIDENCE times the standard error of a mean over seeds of paired
+    differences, whose variance is pooled over all methods.
     """
     compared = [g for g in groups if g.case.method != "random_padding"]
     num_seeds = len(compared[0].results)
@@ -98,7 +107,7 @@ def noise_band(groups: list[Group]) -> float:
 
 @dataclass(frozen=True)
 class PaperPair:
-    """A method of the paper and its RandomSampling+Padding, of one table, bs = 2."""
+    """Pairs a row of the paper with RandomSampling+Padding, bs = 2, of the same table."""
 
     row: StepsRow
     padding: StepsRow
@@ -113,7 +122,7 @@ class PaperPair:
 
 
 def paper_pair(dataset: str, case: Case) -> PaperPair | None:
-    """The paper's row for one of our cases; None for methods that it does not have."""
+    """Returns the paper's row for one of our cases, None for a method that it does not have."""
     title = NAMES[case.method]
     if title == Method.BEST_FIT_DECREASING:
         return None

@@ -1,4 +1,4 @@
-"""What the figures say, with their numbers."""
+"""Writes the text of the results page, with the numbers of its tables and pictures."""
 
 from experiments.packing_methods.training.cases import (
     BASE_PACKAGES,

@@ -1,4 +1,4 @@
-"""Lengths, cu_seqlens, position ids and masks, literally, and what is refused."""
+"""Tests lengths, cu_seqlens, position ids and masks against literal values, and what is refused."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Collators: the paper's example, keys and dtypes, DataLoader workers, what is refused."""
+"""Tests the collators: the paper's example, keys and dtypes, DataLoader workers, refusals."""
 
 import pickle
 import re
@@ -28,7 +28,8 @@ def features(rows: list[list[int]] = PAPER) -> list[dict[str, Any]]:
 
 
 def test_the_papers_example() -> None:
-    """Section 3.5 of "Enhancing Training Efficiency Using Packing with Flash Attention"."""
+    """The example is in Section 3.5 of "Enhancing Training Efficiency Using Packing with Flash
+    Attention"."""
     batch = PaddingFreeCollator()(features())
     # fmt: off
     expected = {
@@ -250,3 +251,10 @@ def test_options_that_cannot_be_meant() -> None:
         PaddingFreeCollator(pad_to_multiple_of=0)
     with pytest.raises(ValueError, match="pad_to = max_length needs max_length"):
         PaddedCollator(pad_token_id=0, pad_to="max_length")  # pyright: ignore
+
+
+@pytest.mark.parametrize("option", [{"dtype": np.int32}, {"next_labels": True}])
+def test_options_that_follow_from_others_are_no_arguments(option: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(option))):
+        PaddingFreeCollator(**option)
+    assert PaddingFreeCollator(return_shift_labels=True).next_labels

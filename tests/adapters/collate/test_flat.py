@@ -1,4 +1,4 @@
-"""Flat batches, literally: tokens, labels, padding, packed rows, micro-batches, bad input."""
+"""Tests flat batches against literal values: tokens, labels, padding, packed rows, bad input."""
 
 import re
 from dataclasses import replace
@@ -30,7 +30,7 @@ X = IGNORE
 
 
 class Reader:
-    """Token t of document d is 100 * d + t."""
+    """Reads documents whose token t of document d is 100 * d + t."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -151,7 +151,7 @@ def test_tokens_never_say_where_a_document_ends() -> None:
 
 
 def test_no_label_crosses_a_boundary() -> None:
-    """What position t predicts is label t + 1, which has to be of the same document or IGNORE."""
+    """Position t predicts label t + 1, which has to be of the same document or IGNORE."""
     made = flatten([[1, 2, 3, 4], [5, 6]], lengths=[[1, 3], [2]])
     predicted = np.append(made.labels[1:], X)
     following = np.append(made.input_ids[1:], X)
@@ -216,7 +216,7 @@ def test_a_plans_micro_batch() -> None:
 
 @pytest.mark.parametrize("separator", [IGNORE, -1, 4])
 def test_the_targets_of_a_cut_document_are_counted_beside_separators(separator: int) -> None:
-    """4 is the label of the piece that ends before it, too."""
+    """4 is also the label of the piece that ends before it."""
     options = FlatOptions(next_labels=True, separator_id=separator)
     made = flatten_micro_batch(micro_batch([6, 2], window=4), Reader([6, 2]), options=options)
     assert made.num_targets == 5 + 1
@@ -273,10 +273,7 @@ def test_a_reader_that_gives_too_few_tokens_is_named() -> None:
         (lambda: flatten([np.ones((1, 3), int)]), "have shape (1, 3), not one axis"),
         (lambda: flatten([np.ones(3)]), "tokens of example 0 have dtype float64"),
         (lambda: flatten([np.array([2**63], np.uint64)]), "beyond int64"),
-        (
-            lambda: flatten([np.array([2**31])], options=FlatOptions(dtype=np.int32)),
-            "beyond int32",
-        ),
+        (lambda: flatten([np.array([2**31])], options=FlatOptions(dtype=np.int32)), "beyond int32"),
         (lambda: flatten([[1, 2]], labels=[[1]]), "example 0 has 2 tokens but 1 labels"),
         (lambda: flatten([[1, 2]], labels=[]), "labels of 0 examples for the tokens of 1"),
         (lambda: flatten([[1, 2]], labels=[[1, 0.5]]), "labels of example 0: entry 1 is 0.5"),

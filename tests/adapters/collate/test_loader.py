@@ -1,4 +1,4 @@
-"""The loader for other loops: disjoint ranks, exact resume, workers, no mapped file sent."""
+"""Tests the loader for other loops: disjoint ranks, exact resumption, workers, no file sent."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Padded batches, literally."""
+"""Tests padded batches against literal values."""
 
 import re
 

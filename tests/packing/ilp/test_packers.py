@@ -1,4 +1,4 @@
-"""The ILP policies: literal optima, brute force, bounds, limits, what they carry."""
+"""Tests the ILP policies: literal optima, brute force, bounds, limits, what they carry."""
 
 import itertools
 import json
@@ -34,7 +34,10 @@ def options(n: int = 2, window: int = 8) -> PackerOptions:
 
 
 def exact(solver: Solver = Solver.HIGHS, objective: str = "sum_of_step_max") -> IlpOptions:
-    """Every piece has binaries, and the solver goes on to the optimum, however busy the machine."""
+    """Returns options by which every piece has binaries and the solver goes on to the optimum.
+
+    It gets there however busy the machine is.
+    """
     return IlpOptions(
         solver=solver,
         objective=Objective(objective),
@@ -55,7 +58,8 @@ def lengths_in(window: Window) -> list[list[int]]:
 def brute_force(
     lengths: list[int], costs: list[int], num: int, capacity: int, per_step: int
 ) -> int:
-    """The least sum over steps of the slowest micro-batch, over all placements of whole pieces."""
+    """Returns the least sum over steps of the slowest micro-batch, over all placements of whole
+    pieces."""
     best = sys.maxsize
     for bins in itertools.product(range(num), repeat=len(lengths)):
         tokens, loads = [0] * num, [0] * num
@@ -69,7 +73,7 @@ def brute_force(
 
 @BOTH_SOLVERS
 def test_eq_1_fills_windows_and_balances_squares(solver: Solver) -> None:
-    # Greedy puts 11 and 10 with the wrong company: 156 = 11^2 + 5^2 + 3^2 + 1.
+    # Greedy puts the wrong pieces beside 11 and 10: 156 = 11^2 + 5^2 + 3^2 + 1.
     window, report = solve_fixed(
         pieces_of([11, 10, 5, 5, 4, 3, 1, 1]),
         options=options(window=20),
@@ -101,11 +105,7 @@ def test_the_printed_objective_is_indifferent_once_an_outlier_dominates() -> Non
     pieces = pieces_of([8, 7, 5, 4, 4, 3, 1])
     found = {
         objective: solve_var_len(
-            pieces,
-            options=options(),
-            ilp=exact(objective=objective),
-            num_micro_batches=4,
-            s_max=12,
+            pieces, options=options(), ilp=exact(objective=objective), num_micro_batches=4, s_max=12
         )
         for objective in ("max", "sum_of_step_max")
     }
@@ -119,7 +119,7 @@ def test_the_printed_objective_is_indifferent_once_an_outlier_dominates() -> Non
 
 
 def tiny_windows(seed: int, num: int, capacity: int) -> list[int]:
-    """Random lengths that fill `num` micro-batches exactly; at most eight."""
+    """Draws lengths that fill `num` micro-batches exactly; at most eight."""
     rng = np.random.default_rng(seed)
     while True:
         lengths: list[int] = []
@@ -193,7 +193,7 @@ def test_the_bound_with_a_fluid_holds_for_every_packing_of_whole_pieces(
 
 
 def skewed(seed: int, num_tokens: int, window: int) -> list[int]:
-    """Lengths of many short and few long documents that add up to `num_tokens`."""
+    """Draws lengths of many short and few long documents that add up to `num_tokens`."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < num_tokens:

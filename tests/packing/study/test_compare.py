@@ -1,4 +1,4 @@
-"""The comparison's rows follow from a run's own [packing] section."""
+"""Tests that the comparison's rows follow from a run's own [packing] section."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_the_run_comes_first_and_once() -> None:
     ]
     assert len({r.section for r in rows}) == len(rows)
     caps = {(r.section.s_max, r.section.step_tokens) for r in rows if "T 1.1" not in r.label}
-    assert caps == {(2.0, 1.5)}  # everyone is held to the run's own
+    assert caps == {(2.0, 1.5)}  # all policies have the run's own caps
 
 
 @pytest.mark.parametrize(

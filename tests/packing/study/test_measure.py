@@ -1,4 +1,4 @@
-"""Every number of a PackingSummary on cases small enough to work out by hand."""
+"""Tests every number of a PackingSummary on cases small enough to work out by hand."""
 
 from dataclasses import dataclass, replace
 
@@ -7,9 +7,9 @@ import pytest
 
 from wlb.cost import FlopsWorkload
 from wlb.packing import FixedPacker, OriginalPacker, PackerOptions, VarLenPacker, measure
-from wlb.packing.base import PolicyPacker, build_plan
+from wlb.packing.base import PolicyPacker, Pushed
 from wlb.packing.study.measure import PackingSummary
-from wlb.plan import Carry, Documents, GlobalBatch, Layout, PackingPlan, Pieces
+from wlb.plan import Carry, Documents, GlobalBatch, Layout, Pieces
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)
 
@@ -26,9 +26,7 @@ class Scripted(PolicyPacker):
     policy = "scripted"
     rows: tuple[tuple[tuple[int, ...], ...], ...]
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         step = carry.next_step
         waiting = Pieces.concat(carry.pieces, self.options.arrived(batch, step))
         if not len(waiting):
@@ -38,19 +36,15 @@ class Scripted(PolicyPacker):
         rows = self.rows[step] if batch is not None else everything
         used = [row for members in rows for row in members]
         held = waiting.take(np.setdiff1d(np.arange(len(waiting)), used))
-        plan = build_plan(
-            self.options,
-            policy=self.policy,
-            step=step,
-            pieces=waiting,
+        plan = self._plan(
+            step,
+            waiting,
+            [list(members) for members in rows],
             work_ns=self.options.workloads(waiting),
-            rows=[list(members) for members in rows],
             num_held_tokens=held.num_tokens,
             max_delay=1,
         )
-        slot = np.zeros(len(held), np.int64)
-        rest = Carry(policy=self.policy, pieces=held, slot=slot, next_step=step + 1)
-        return (plan,), rest
+        return (plan,), self._carry(held, step + 1)
 
 
 def scripted(*rows: tuple[tuple[int, ...], ...], n: int = 2) -> Scripted:
@@ -97,7 +91,7 @@ def test_padding_and_joined_documents_are_priced_as_they_are_computed() -> None:
 
 def test_forward_and_both_passes_are_told_apart() -> None:
     class Backward(FlopsWorkload):
-        """Backward is attention only."""
+        """Prices backward as attention only."""
 
         def workload_ns(self, lengths):
             return super().workload_ns(lengths) + 2 * self.attention_ns(lengths)

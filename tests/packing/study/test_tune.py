@@ -1,4 +1,4 @@
-"""The tuner: what is tried, the Pareto front, the recommendation, settings for `--set`."""
+"""Tests the tuner: what it tries, the Pareto front, the recommendation, settings for `--set`."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_a_cap_on_steps_says_something_where_there_are_more_micro_batches() -> N
 
 
 def test_a_grouping_method_is_undone(tuning: Tuning) -> None:
-    """By what the tuner says to set."""
+    """The setting that the tuner names undoes it."""
     spec = load("sft_demo")
     assert spec.packing.method
     sections = list(GRID.sections(spec))
@@ -131,7 +131,8 @@ def test_nothing_left_to_try() -> None:
 
 
 def test_settings_without_room_for_a_global_batch_are_left_out() -> None:
-    """Three micro-batches of 1.1 windows hold no global batch of four, of 1.4 just so."""
+    """Three micro-batches of 1.1 windows hold no global batch of four; of 1.4 windows they just
+    do."""
     run = replace(SPEC, packing=PackingSection(num_micro_batches=3, s_max=1.5))
     grid = TuningGrid(thresholds=(0.2,), s_max=(1.1, 4 / 3, 1.4), step_tokens=(0.0,), prices=(1.0,))
     points = tune(run, batches(12), COST, grid=grid).points

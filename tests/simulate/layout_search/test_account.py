@@ -1,4 +1,4 @@
-"""Where a step's time goes: terms that add up, and mean what they say."""
+"""Tests the account of a step's time: its terms add up, and mean what they say."""
 
 from dataclasses import replace
 

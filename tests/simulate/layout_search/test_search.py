@@ -1,4 +1,4 @@
-"""The search of layouts: it finds the best, keeps its limits, and says why the others lost."""
+"""Tests that the layout search finds the best, keeps its limits, and says why others lost."""
 
 from dataclasses import replace
 from itertools import product
@@ -36,11 +36,7 @@ def search(
     layouts = layouts_of(spec, gpus=gpus, choices=choices or LayoutChoices())
     with Workers(jobs=jobs) as workers:
         tuner = Tuner(
-            sample=SAMPLE,
-            choices=settings,
-            workers=workers,
-            top=top,
-            max_delay_mean=max_delay_mean,
+            sample=SAMPLE, choices=settings, workers=workers, top=top, max_delay_mean=max_delay_mean
         )
         return tuner, tuner.search(layouts, own)
 
@@ -51,7 +47,7 @@ def found() -> Search:
 
 
 def exhaustive(known: Search, settings: PackingChoices, max_delay_mean: float) -> list[Trial]:
-    """Every layout with every packing and every sharding, by `simulate_run`."""
+    """Tries every layout with every packing and every sharding, by `simulate_run`."""
     out: list[Trial] = []
     benches: dict[object, TrialRunner] = {}
     for c in known.layouts.candidates:
@@ -81,7 +77,7 @@ def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
 
 
 def test_more_micro_batches_and_later_weights_are_tried_on_the_best() -> None:
-    """On four stages: the bubbles of 4 micro-batches are worth 6 of them, within the delay."""
+    """On four stages the bubbles of 4 micro-batches are worth 6 of them, within the delay."""
     spec = spec_of("model.num_layers=8")
     schedule = Schedule.INTERLEAVED_ZERO_BUBBLE
     choices = LayoutChoices(pp=(4,), cp=(1,), schedules=(schedule,), virtual_stages=(2,))

@@ -1,4 +1,4 @@
-"""Freed memory between what is in use goes back to the operating system."""
+"""Tests that freed memory between what is in use goes back to the operating system."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""One process at a time trains a run; one that is gone keeps nobody out."""
+"""Tests that one process at a time trains a run, and that a dead one keeps nobody out."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: stop, skip, roll back, all counted."""
+"""Tests steps whose loss or gradient is not finite: stop, skip, roll back, all counted."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, StepPlan
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
-from wlb.train import checkpoint, start
+from wlb.train import start
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.faults.nonfinite import NonfiniteSteps
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
@@ -27,8 +28,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """fail_at(step, times): the sums of `step` are NaN the first `times` times; returns a list of
-    the steps that are computed."""
+    """Makes the sums of `step` NaN the first `times` times; returns a list of the computed
+    steps."""
 
     def arrange(failing: set[int], times: int) -> list[int]:
         computed: list[int] = []
@@ -78,7 +79,7 @@ def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
     fail_at: Callable[..., list[int]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Which then comes after the next one."""
+    """The evaluation comes after the next step."""
     spec = spec_of(tmp_path, corpus, "skip")
     spec = replace(spec, eval=replace(spec.eval, interval_tokens=700))
     whole, _ = train(replace(spec, run=replace(spec.run, name="whole")))
@@ -106,10 +107,7 @@ def test_many_in_a_row_stop_the_run(
 
 @pytest.mark.process
 def test_rollback_of_a_passing_fault_changes_nothing(
-    corpus: Path,
-    tmp_path: Path,
-    fail_at: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[Tally] = []
     run_it = Trainer.run
@@ -155,7 +153,7 @@ def test_without_a_checkpoint_a_step_is_skipped(
 
 
 def rank_with_an_old_listing(world: World, job: Job) -> None:
-    """Step 3 fails once; the file system shows rank 1 no checkpoint."""
+    """Makes step 3 fail once; the file system shows rank 1 no checkpoint."""
     compute, failed = Trainer._compute, set[int]()
 
     def broken(self: Trainer, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop finish their step, save, leave with status 0 and go on exactly."""
+"""Tests that runs asked to stop finish their step, save, exit with 0 and resume exactly."""
 
 import os
 import signal
@@ -89,7 +89,10 @@ def test_a_stop_file_ends_a_run_after_its_step(
 
 @contextmanager
 def started(spec: RunSpec, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Gone at the end, with its pipe: a test that fails and runs again must leave nothing."""
+    """Starts a run that is gone at the end, with its pipe.
+
+    A test that fails and runs again must leave nothing.
+    """
     toml = folder / "run.toml"
     toml.write_text(to_toml(spec), "utf-8")
     command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
@@ -138,7 +141,7 @@ def test_a_signal_ends_a_run_after_its_step(
 def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:
-    """Sent when the run's folder appears: ranks start, or the model is being built."""
+    """It is sent when the run's folder appears: ranks start, or the model is being built."""
     train(small_spec(tmp_path / "first", corpus, training={"steps": 1}))  # makes the store
     spec = relaid(small_spec(tmp_path, corpus, training={"steps": 400}), layout)
     folder = tmp_path / "runs" / "small"

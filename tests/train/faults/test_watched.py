@@ -1,4 +1,4 @@
-"""A rank's log and its last report, where the disk is full."""
+"""Tests a rank's log and its last report when the disk is full."""
 
 import sys
 from pathlib import Path

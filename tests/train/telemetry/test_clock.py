@@ -1,4 +1,4 @@
-"""The step clock: literal timelines on a counted clock, and what steps of each layout leave."""
+"""Tests the step clock: literal timelines on a counted clock, what each layout's steps leave."""
 
 import threading
 import time
@@ -19,28 +19,18 @@ from wlb.parallel.mesh import build_mesh
 from wlb.parallel.observe import Cell, Part, Pass
 from wlb.parallel.world import World
 from wlb.spec import Schedule
-from wlb.train.telemetry.clock import StepClock, StepTimes, ThreadMarks
+from wlb.train.telemetry.clock import StepClock, StepTimes, ThreadMarks, WallMarks
 
 
-class Counted:
-    """Marks of a clock that a test moves by hand."""
+class Counted(WallMarks):
+    """Provides marks of a clock that a test moves by hand."""
 
-    def __init__(self) -> None:
-        self.time_ns = 0
-
-    def reset(self) -> None:
-        pass
+    time_ns = 0
 
     def now(self) -> int:
         return self.time_ns
 
     wall_now = now
-
-    def wall_of(self, point: int) -> int:
-        return point
-
-    def between_ns(self, start: int, stop: int) -> int:
-        return stop - start
 
 
 @pytest.fixture
@@ -161,16 +151,12 @@ def test_a_step_that_fails_leaves_the_clock_usable(clock: StepClock, marks: Coun
 
 
 def test_one_observer_at_a_time(clock: StepClock) -> None:
-    with (
-        clock.step(),
-        pytest.raises(RuntimeError, match="already observed by"),
-        observing(clock),
-    ):
+    with clock.step(), pytest.raises(RuntimeError, match="already observed by"), observing(clock):
         pass
 
 
 def test_attention_calls_of_the_op_are_observed(clock: StepClock, marks: Counted) -> None:
-    """Both passes of a real call; the marks' count of calls stands for time."""
+    """Both passes of a real call are observed; the marks' count of calls stands for time."""
     seen: list[bool] = []
 
     class Watch:
@@ -222,12 +208,12 @@ LAYOUTS = [
 
 
 def two_steps(world: World, case: Case) -> tuple[StepTimes, StepTimes]:
-    """A rank's clock after two steps, and after an evaluation."""
+    """Returns a rank's clock after two steps, and after an evaluation."""
     spec, progress = spec_of(case), Position()
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     clock = StepClock.of(mesh.device)
     executor = Executor(spec, mesh, progress=progress, timer=clock)
-    plan = pipeline_plan(packing(4), spec, executor.mesh.dp_rank, "per_document")
+    plan = pipeline_plan(packing(4), spec, executor.mesh.at.dp, "per_document")
     for _ in range(2):
         executor.train_step(plan, Reader(), loss_scale=1.0)
     before, position = clock.take(), progress.num_changes

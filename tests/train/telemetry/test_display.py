@@ -1,4 +1,4 @@
-"""What is shown: plain lines in a log file, a live table on a terminal."""
+"""Tests what is shown: plain lines in a log file, a live table on a terminal."""
 
 from dataclasses import replace
 from io import StringIO
@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.plan.test_telemetry import record
+from tests.words import lacks
 from wlb.plan import MeasuredStep, RankTable, StepMetrics, Straggler, Work
 from wlb.plan.tally import Tally
 from wlb.train.telemetry import display
@@ -55,10 +56,8 @@ def test_a_log_file_gets_a_plain_line_a_step(monkeypatch: pytest.MonkeyPatch) ->
         ["2/3", "4.500", "2000", "4,000"],
         ["3/3", "3.500", "2000", "4,000"],
     ]
-    assert lines[7] == (
-        "straggler: rank 3 on gpu[007] (node 1; tp 1, cp 1, pp 0, dp 0) takes 1.50 times what its "
-        "work takes on the median rank"
-    )
+    place = "rank 3 on gpu[007] (node 1; tp 1, cp 1, pp 0, dp 0)"
+    assert lacks(lines[7], "straggler: ", place, "1.50 times", "median rank") == []
     assert len(lines) == 8
 
 

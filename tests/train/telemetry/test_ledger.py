@@ -1,4 +1,4 @@
-"""The token ledger: what is in a lineage, what it notices, and runs that are killed."""
+"""Tests the token ledger: what is in a lineage, what it notices, and runs that are killed."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.train.case import Run, small_spec, train, write_corpus
 from wlb.plan import PlannerState
 from wlb.planner import Planner, open_planner
 from wlb.spec import RunSpec
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.stores import open_stores, ready
 from wlb.train.telemetry.ledger import Count, Ledger, count, lineage
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, RunSpec]:
-    """4 of the steps of an epoch, so that some tokens wait; a document longer than the window."""
+    """Runs 4 of the steps of an epoch, so that some tokens wait; a document is longer than the
+    window."""
     folder = tmp_path_factory.mktemp("ledger")
     corpus = write_corpus(folder / "texts")
     (corpus / "long.txt").write_text("rank " * 400)
@@ -41,7 +42,7 @@ def planned(run: Run, spec: RunSpec) -> tuple[Planner, PlannerState]:
 
 
 def counted(run: Run, spec: RunSpec, folder: Path, change: Any) -> Count:
-    """The count after the lines were changed by `change`."""
+    """Returns the count after the lines were changed by `change`."""
     text = (run.folder / "ledger.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in text if line]
     (folder / "ledger.jsonl").write_text("\n".join(map(json.dumps, change(lines))) + "\n")
@@ -126,7 +127,7 @@ def test_lines_that_a_full_disk_lost_make_the_count_inexact(
 
 @pytest.mark.parametrize("then", [2, 8])
 def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, then: int) -> None:
-    """Global batches are of another size after the resume."""
+    """Global batches have another size after the resume."""
     store = {"store": write_store(tmp_path / "store", num=300)}
     about = {"telemetry": {"ledger": True}, "eval": {"steps": 0}, "checkpoint": {"interval": 0}}
     first = small_spec(tmp_path, tmp_path, data=store, training={"steps": 3}, **about)

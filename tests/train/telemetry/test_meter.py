@@ -1,4 +1,4 @@
-"""Telemetry over ranks on known times, in whole runs, and calibration of a run that is slower."""
+"""Tests telemetry over ranks on known times and in whole runs, and calibration of a slower run."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.cost.test_stage import priced
+from tests.cost.test_latency_stage import priced
 from tests.plan.test_telemetry import record
 from tests.planner.test_compose import planner
 from tests.sets import full
@@ -30,7 +30,6 @@ from wlb.train import start
 from wlb.train.stores import open_stores, ready
 from wlb.train.telemetry.calibrate import Calibration, profile_path
 from wlb.train.telemetry.clock import Cell, Part, Pass, StepTimes
-from wlb.train.telemetry.measure import WarmUp
 from wlb.train.telemetry.meter import TelemetryMeter
 
 pytestmark = pytest.mark.dist
@@ -41,7 +40,7 @@ MODEL = ModelSpec(
 
 
 def spec_of_ranks(**parallel: int) -> RunSpec:
-    """The planner tests' run: 4 micro-batches of 2 pipelines, 2 CP ranks."""
+    """Returns the planner tests' run: 4 micro-batches of 2 pipelines, 2 CP ranks."""
     spec = RunSpec(model=MODEL, parallel=ParallelSpec(**parallel))
     return check(replace(spec, data=replace(spec.data, context_window=64, num_windows=4)))
 
@@ -58,7 +57,10 @@ def ms(value: float) -> int:
 
 
 def measured_of(world: World, times_of_batches: list[list[int]], repeat: int) -> Telemetry:
-    """The record of `repeat` steps; times_of_batches[rank]: forward ms of its two micro-batches."""
+    """Returns the record of `repeat` steps.
+
+    times_of_batches: forward ms of a rank's two micro-batches, by rank
+    """
     spec = spec_of_ranks(cp=2, dp=2)
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     meter = TelemetryMeter(spec, mesh)
@@ -73,7 +75,7 @@ def measured_of(world: World, times_of_batches: list[list[int]], repeat: int) ->
         parts[backward, Part.LAYERS] = ms(20)
     times = StepTimes(parts, wall_ns=sum(parts.values()) + ms(5 * (world.rank + 1)))
     for _ in range(repeat):
-        meter.add(first_step(mesh.dp_rank), times)
+        meter.add(first_step(mesh.at.dp), times)
     assert meter.num_steps == repeat
     record = meter.reduce()
     assert meter.num_steps == 0
@@ -82,7 +84,8 @@ def measured_of(world: World, times_of_batches: list[list[int]], repeat: int) ->
 
 @pytest.mark.parametrize("repeat", [1, *full(3)])
 def test_sums_and_maxima_of_four_ranks(repeat: int) -> None:
-    """Slower rank of each micro-batch: 20, 40 (pipeline 0), 30, 10: the degree is 40 x 4 / 100."""
+    """The slower ranks of micro-batches take 20, 40 (pipeline 0), 30, 10: the degree is 40 x 4 /
+    100."""
     times = [[20, 10], [15, 40], [30, 10], [30, 5]]
     records = run_local(measured_of, 4, times, repeat, start_group=True, timeout_s=600)
     assert records == [records[0]] * 4
@@ -128,7 +131,7 @@ def recomputed(world: World) -> Telemetry:
     }
     if world.rank == 0:
         parts[backward, Part.RECOMPUTE] = ms(7)
-    meter.add(first_step(mesh.dp_rank), StepTimes(parts, wall_ns=ms(9)))
+    meter.add(first_step(mesh.at.dp), StepTimes(parts, wall_ns=ms(9)))
     return meter.reduce()
 
 
@@ -252,7 +255,8 @@ def test_a_run_with_a_profile_of_the_folder_it_would_move_is_refused(
 
 
 def heavy_spec(folder: Path, **sections: dict[str, Any]) -> RunSpec:
-    """Two pipeline ranks whose attention and linear layers take some milliseconds a cell each."""
+    """Returns a run of two pipeline ranks whose attention and linear layers take some ms per
+    cell."""
     draw = np.random.default_rng(1)
     lengths = np.minimum(2048, draw.lognormal(5.5, 1.2, 400).astype(int) + 2).tolist()
     store = str(folder / "store")
@@ -274,7 +278,7 @@ def heavy_spec(folder: Path, **sections: dict[str, Any]) -> RunSpec:
 
 
 def plans(spec: RunSpec) -> list[StepPlan]:
-    """The first 20 steps of a run of `spec`."""
+    """Returns the first 20 steps of a run of `spec`."""
     stores = open_stores(spec, Console(file=StringIO()))
     made = open_planner(ready(spec, stores, spec.parallel.world_size), stores.train, "cpu")
     return list(islice(made.steps(), 20))
@@ -285,7 +289,7 @@ def documents(steps: list[StepPlan]) -> list[list[int]]:
 
 
 def factors(profile: Path) -> dict[str, float]:
-    """What the profile's provenance says that times were multiplied by."""
+    """Returns what the profile's provenance says that times were multiplied by."""
     found = re.findall(
         r"(\w+_(?:for|back)ward) ([\d.]+)", load_profile(str(profile)).provenance.source
     )
@@ -293,16 +297,14 @@ def factors(profile: Path) -> dict[str, float]:
 
 
 def drifted(profile: Path, threshold: float) -> tuple[str, ...]:
-    """Terms that a profile's run found to have drifted."""
+    """Returns terms that a profile's run found to have drifted."""
     found = factors(profile)
     assert tuple(found) == TERMS
     return Scales(**found, num_records=10, num_steps=10).drifted(threshold)
 
 
 @pytest.mark.nightly
-def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(
-    tmp_path: Path,
-) -> None:
+def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(tmp_path: Path) -> None:
     """The forward kernel burns 1.3 times its CPU time; the profile of the run before notices.
 
     Whatever else keeps the cores busy slows all terms alike; a run that is not slowed shows that
@@ -324,11 +326,6 @@ def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(
     assert [p.digest() for p in first] != [p.digest() for p in other]
     # Not only prices: some documents are now in other micro-batches.
     assert documents(first) != documents(other)
-
-
-def test_records_of_the_warm_up_do_not_count() -> None:
-    warm_up = WarmUp(3)
-    assert [warm_up.is_over_in(record(num_steps=2)) for _ in range(4)] == [False, False, True, True]
 
 
 def test_a_machine_that_is_slower_in_everything_did_not_drift(tmp_path: Path) -> None:

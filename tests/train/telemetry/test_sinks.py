@@ -1,4 +1,4 @@
-"""Where records go: one line each, the same numbers in TensorBoard and Weights & Biases."""
+"""Tests where records go: one line each, the same numbers in TensorBoard and Weights & Biases."""
 
 import importlib
 import json
@@ -72,7 +72,7 @@ def test_a_line_that_the_disk_took_half_of_is_ended_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Filling:
-        """A file on a disk with 5 bytes left, which then gets more."""
+        """Is a file on a disk with 5 bytes left, which then gets more."""
 
         def __init__(self) -> None:
             self.data, self.room = b"", 5

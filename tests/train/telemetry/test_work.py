@@ -1,4 +1,4 @@
-"""Model FLOPs, TFLOP/s and MFU of runs against a count from masks and a model's own matrices."""
+"""Tests model FLOPs, TFLOP/s and MFU of runs against a count from masks and a model's matrices."""
 
 import json
 from dataclasses import replace
@@ -24,8 +24,10 @@ MODEL = ModelSpec(
 
 
 def count(model: ModelSpec, num_tokens: int, num_pairs: int) -> int:
-    """Six FLOPs a token and matrix element, of a model that is really made (its vocabulary as it
-    is, not padded); QK^T and PV of every pair, three times."""
+    """Counts six FLOPs per token and matrix element of a model that is really made.
+
+    Its vocabulary is as it is, not padded. QK^T and PV of every pair count three times.
+    """
     with torch.device("meta"):
         made = Llama(model)
     matrices = sum(p.numel() for n, p in made.named_parameters() if "layers" in n and p.dim() == 2)
@@ -35,7 +37,10 @@ def count(model: ModelSpec, num_tokens: int, num_pairs: int) -> int:
 
 
 def plan_of(batches: list[list[tuple[int, int, int]]], layout: Layout) -> PackingPlan:
-    """batches: (document, start, stop) of each piece of each micro-batch."""
+    """Returns a plan of literal batches.
+
+    batches: (document, start, stop) of each piece of each micro-batch
+    """
     rows = np.array([piece for batch in batches for piece in batch], np.int64)
     zeros = np.zeros(len(rows), np.int64)
     return PackingPlan(
@@ -56,7 +61,7 @@ def plan_of(batches: list[list[tuple[int, int, int]]], layout: Layout) -> Packin
 
 
 def mask_pairs(batch: list[tuple[int, int, int]], layout: Layout) -> int:
-    """Ones of the mask of a micro-batch's real tokens."""
+    """Counts the ones of the mask of a micro-batch's real tokens."""
     if not batch:
         return 0
     segment = np.repeat(np.arange(len(batch)), [stop - start for _, start, stop in batch])
@@ -153,7 +158,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ledger_counts(run: Run, model: ModelSpec) -> list[int]:
-    """FLOPs of every step from the pieces that its ledger says were trained."""
+    """Returns FLOPs of every step from the pieces that its ledger says were trained."""
     lines = [json.loads(x) for x in (run.folder / "ledger.jsonl").read_text().split("\n") if x]
     counts: list[int] = []
     for line in (x for x in lines if "step" in x):
@@ -170,7 +175,7 @@ def ledger_counts(run: Run, model: ModelSpec) -> list[int]:
 def test_records_of_a_run_have_the_work_of_its_steps(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], layout: str, peak: float
 ) -> None:
-    """Records after steps 2, 3 (the warm-up's end), 5 and 6."""
+    """There are records after steps 2, 3 (the warm-up's end), 5 and 6."""
     telemetry = {"interval": 2, "warmup_steps": 3, "ledger": True, "peak_tflops": peak}
     spec = relaid(small_spec(tmp_path, corpus, telemetry=telemetry), layout)
     run, _ = train(spec)

@@ -1,11 +1,9 @@
 """Document boundaries: lengths, cu_seqlens, position ids, masks, and conversions between them.
 
-    lengths       [3, 2]            tokens of each document, each at least one
-    cu_seqlens    [0, 3, 5]         int32 running offsets, as variable-length kernels take them
-    position_ids  [0, 1, 2, 0, 1]   restarting at each document
-
-Padding makes position ids ambiguous: a tail of zeros reads as documents of one token. So lengths
-are the source if there are any, and position ids are read only if there is nothing else.
+lengths       [3, 2]            tokens of each document, each at least one
+cu_seqlens    [0, 3, 5]         int32 running offsets, as variable-length kernels take them
+position_ids  [0, 1, 2, 0, 1]   restarting at each document; ambiguous with padding, whose
+                                zeros read as documents of one token
 """
 
 from typing import Any
@@ -37,12 +35,7 @@ def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
 
 def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
     """int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of `lengths` (shape [n])."""
-    return offsets_of_documents(document_lengths(lengths))
-
-
-def offsets_of_documents(lengths: IntArray) -> Int32Array:
-    """`cu_seqlens_from_lengths` of lengths that `document_lengths` has checked."""
-    offsets = offsets_of(lengths)
+    offsets = offsets_of(document_lengths(lengths))
     total = int(offsets[-1])
     if total > _LONGEST:
         raise UserError(
@@ -68,26 +61,17 @@ def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
 
 
 def position_ids_from_lengths(
-    lengths: IntLike,
-    *,
-    start: int = 0,
-    dtype: type[np.int64] | type[np.int32] = np.int64,
+    lengths: IntLike, *, start: int = 0, dtype: type[np.int64] | type[np.int32] = np.int64
 ) -> npt.NDArray[np.integer[Any]]:
     """Positions that count from `start` in each document, shape [sum of lengths]."""
-    return positions_in_documents(document_lengths(lengths), start=start, dtype=dtype)
-
-
-def positions_in_documents(
-    lengths: IntArray, *, start: int, dtype: type[np.int64] | type[np.int32]
-) -> npt.NDArray[np.integer[Any]]:
-    """`position_ids_from_lengths` of lengths that `document_lengths` has checked."""
-    ends = lengths.cumsum()
-    total = int(ends[-1]) if ends.size else 0
-    if total >= _COPIED_TOKENS * lengths.size > 0:
-        one = np.arange(start, start + int(lengths.max()), dtype=dtype)
-        return np.concatenate([one[:length] for length in lengths.tolist()])
+    counts = document_lengths(lengths)
+    starts = offsets_of(counts)
+    total = int(starts[-1])
+    if total >= _COPIED_TOKENS * counts.size > 0:
+        one = np.arange(start, start + int(counts.max()), dtype=dtype)
+        return np.concatenate([one[:count] for count in counts.tolist()])
     out = np.arange(total, dtype=dtype)
-    out -= (ends - lengths - start).astype(dtype).repeat(lengths)
+    out -= (starts[:-1] - start).astype(dtype).repeat(counts)
     return out
 
 

@@ -2,9 +2,8 @@
 
 `PaddingFreeCollator` (Section 3.4 of "Enhancing Training Efficiency Using Packing with Flash
 Attention") replaces transformers' DataCollatorWithFlattening, with the same keys, types and dtypes;
-but packed rows keep their documents, padding is a segment, and padding inside an example is
-refused. `PaddedCollator` makes a row per document. Examples are mappings with `input_ids` and, in
-all or none, unshifted `labels`. Models must be called with `use_cache=False`: see README.md.
+`PaddedCollator` makes a row per document. Examples are mappings with `input_ids` and, in all or
+none, unshifted `labels`. Models must be called with `use_cache=False`: see README.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from wlb.adapters.collate.boundaries import document_lengths
 from wlb.adapters.collate.flat import FlatBatch, FlatOptions, flatten
-from wlb.adapters.collate.padded import PaddedBatch, PadOptions, PadTo, Side, pad
+from wlb.adapters.collate.padded import PaddedBatch, PadOptions, pad
 from wlb.parallel.rows import IGNORE
 from wlb.plan import UserError
 
@@ -30,38 +29,28 @@ LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddingFreeCollator:
+class PaddingFreeCollator(FlatOptions):
     """Examples to one row [1, T]: input_ids, labels, position_ids, all int64.
 
     return_flash_attn_kwargs adds cu_seq_lens_q and cu_seq_lens_k (one int32 tensor, shape
     [num_segments + 1]), max_length_q and max_length_k (int). return_seq_idx adds seq_idx, int32
     [1, T]. return_shift_labels adds shift_labels, int64 [1, T]: labels at the token that predicts
-    them, as transformers' losses accept them. Other options: `FlatOptions`.
+    them, as transformers' losses accept them; it sets next_labels.
     """
 
     return_position_ids: bool = True
-    separator_id: int = IGNORE
     return_flash_attn_kwargs: bool = False
     return_seq_idx: bool = False
     return_shift_labels: bool = False
-    position_ids_start: int = 0
-    pad_to_multiple_of: int | None = None
-    pad_token_id: int = 0
     return_tensors: Tensors = "pt"
-    options: FlatOptions = field(init=False, repr=False, compare=False)
+    next_labels: bool = field(init=False, default=False, repr=False)
+    dtype: npt.DTypeLike = field(init=False, default=np.int64, repr=False)
 
     def __post_init__(self) -> None:
+        FlatOptions.__post_init__(self)  # super() fails in a dataclass with slots
         _check_tensors(self.return_tensors)
-        options = FlatOptions(
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_token_id=self.pad_token_id,
-            separator_id=self.separator_id,
-            position_ids_start=self.position_ids_start,
-            next_labels=self.return_shift_labels,
-        )
-        object.__setattr__(self, "options", options)
-        boundaries = (self.return_position_ids, self.return_flash_attn_kwargs, self.return_seq_idx)
-        if not any(boundaries):
+        object.__setattr__(self, "next_labels", self.return_shift_labels)
+        if not (self.return_position_ids or self.return_flash_attn_kwargs or self.return_seq_idx):
             raise UserError(
                 "return_position_ids = False leaves nothing that says where documents begin; set "
                 "return_flash_attn_kwargs or return_seq_idx"
@@ -73,17 +62,9 @@ class PaddingFreeCollator:
         return_tensors: Tensors | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
-        options = self.options
-        if separator_id is not None:
-            options = replace(options, separator_id=separator_id)
+        options = self if separator_id is None else replace(self, separator_id=separator_id)
         columns = _columns(features)
-        flat = flatten(
-            columns["input_ids"],
-            labels=columns.get("labels"),
-            lengths=columns.get("lengths"),
-            position_ids=columns.get("position_ids"),
-            options=options,
-        )
+        flat = flatten(columns.pop("input_ids"), **columns, options=options)
         return self.batch(flat, return_tensors=return_tensors)
 
     def batch(self, flat: FlatBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
@@ -107,38 +88,25 @@ class PaddingFreeCollator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedCollator:
+class PaddedCollator(PadOptions):
     """Examples to rows [examples, width]: input_ids, labels, attention_mask, position_ids, int64.
 
-    Options: `PadOptions`. An example is one document; packed rows are refused.
+    An example is one document; packed rows are refused.
     """
 
-    pad_token_id: int
-    side: Side = Side.RIGHT
-    pad_to: PadTo = PadTo.LONGEST
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
     return_position_ids: bool = True
     return_tensors: Tensors = "pt"
-    options: PadOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        PadOptions.__post_init__(self)
         _check_tensors(self.return_tensors)
-        options = PadOptions(
-            pad_token_id=self.pad_token_id,
-            side=self.side,
-            pad_to=self.pad_to,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
-        object.__setattr__(self, "options", options)
 
     def __call__(
         self, features: Sequence[Feature], return_tensors: Tensors | None = None
     ) -> dict[str, Any]:
         columns = _columns(features)
         _refuse_packed(columns)
-        made = pad(columns["input_ids"], labels=columns.get("labels"), options=self.options)
+        made = pad(columns["input_ids"], labels=columns.get("labels"), options=self)
         return self.batch(made, return_tensors=return_tensors)
 
     def batch(self, made: PaddedBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
@@ -169,14 +137,9 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
         raise ImportError(
             "tensors need torch: pip install 'wlb-llm[train]', or return_tensors='np'"
         ) from error
-    made: dict[int, torch.Tensor] = {}
-    for key, value in values.items():
-        if isinstance(value, np.ndarray):
-            array: npt.NDArray[Any] = value
-            if id(array) not in made:
-                made[id(array)] = torch.from_numpy(array)
-            values[key] = made[id(array)]
-    return values
+    arrays = {id(value): value for value in values.values() if isinstance(value, np.ndarray)}
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    return {name: tensors.get(id(value), value) for name, value in values.items()}
 
 
 def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
@@ -185,7 +148,7 @@ def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
     Other keys are ignored, except those that a collator would have to guess or drop: UserError.
     """
     present: set[str] = set().union(*features)
-    out = {"input_ids": _column(features, "input_ids")} if features else {"input_ids": []}
+    out = {"input_ids": _column(features, "input_ids")}
     for key in LOSS_MASKS:
         if key in present:
             raise UserError(
@@ -216,11 +179,9 @@ def _column(features: Sequence[Feature], key: str) -> list[Any]:
 
 def _check_attention_masks(features: Sequence[Feature]) -> None:
     for i, feature in enumerate(features):
-        mask = feature.get("attention_mask")
-        if mask is None:
-            continue
-        seen = np.asarray(mask)
         num_tokens = len(feature["input_ids"])
+        mask = feature.get("attention_mask")
+        seen = np.ones(num_tokens) if mask is None else np.asarray(mask)
         if seen.shape != (num_tokens,) or not seen.all():
             raise UserError(
                 f"example {i} has {num_tokens} tokens and an attention_mask of shape {seen.shape} "

@@ -1,10 +1,9 @@
 """Padding-free batches: documents concatenated, with their boundaries. NumPy only.
 
-Position ids restart at each document (Section 3.4 of "Enhancing Training Efficiency Using Packing
-with Flash Attention"). Labels are unshifted, as transformers takes them: labels[t] is token t, so a
-document's first label is IGNORE and n tokens have n - 1 targets; `next_labels` are shifted.
-Boundaries come from lengths, else from position ids, else each example is one document. Padding is
-last, a segment but neither document nor target. Cost: 3-8 ns a token in arrays, 20-30 in lists.
+Labels are unshifted, as transformers takes them: labels[t] is token t, so a document's first label
+is IGNORE and n tokens have n - 1 targets; `next_labels` are shifted. Boundaries come from lengths,
+else from position ids, else each example is one document. Padding is last, a segment but neither
+document nor target. Cost: 3-8 ns a token in arrays, 20-30 in lists.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,16 +18,20 @@ import numpy.typing as npt
 
 from wlb.adapters.collate.boundaries import (
     Int32Array,
+    cu_seqlens_from_lengths,
     document_lengths,
     lengths_from_position_ids,
-    offsets_of_documents,
-    positions_in_documents,
+    position_ids_from_lengths,
 )
 from wlb.parallel.rows import IGNORE, LabelReader, TokenReader
 from wlb.plan import IntArray, IntLike, Layout, MicroBatch, UserError, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
 """int64, or what `FlatOptions.dtype` says."""
+
+
+_PACKED_TOKENS = 256
+"""Mean list length from which one `pack_into` call per list is fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +64,6 @@ class FlatOptions:
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
 
-
-_PACKED_TOKENS = 256
-"""Mean list length from which one `pack_into` call per list is fastest."""
 
 DEFAULT_OPTIONS = FlatOptions()
 
@@ -137,12 +137,8 @@ def flatten(
     sizes = _sizes(ids)
     if not sizes.all():
         raise UserError(f"example {int(sizes.argmin())} holds no token; leave empty examples out")
-    num_tokens = int(sizes.sum())
     documents = _documents(sizes, lengths, position_ids, start=options.position_ids_start)
-    padding = options.padding(num_tokens)
-    tokens = _join("tokens", ids, num_tokens + padding, options)
-    given = _labels(labels, sizes, padding=padding, options=options)
-    return _assemble(tokens, documents, given, padding=padding, options=options)
+    return _assemble(ids, documents, _labels(labels, sizes, options), options)
 
 
 def flatten_buffer(
@@ -160,13 +156,9 @@ def flatten_buffer(
     if not documents.size:
         raise UserError("a batch needs at least one document, got none")
     _check_row("the buffer", documents, len(tokens))
-    padding = options.padding(len(tokens))
-    sizes = _sizes([tokens])
     ids = _checked("tokens", [tokens], options)
-    out = _join("tokens", ids, len(tokens) + padding, options)
-    rows = None if labels is None else [labels]
-    given = _labels(rows, sizes, padding=padding, options=options)
-    return _assemble(out, documents, given, padding=padding, options=options)
+    given = _labels(None if labels is None else [labels], _sizes([tokens]), options)
+    return _assemble(ids, documents, given, options)
 
 
 def flatten_micro_batch(
@@ -190,15 +182,11 @@ def flatten_micro_batch(
     read = _checked("tokens", [reader.read(*row) for row in rows], options)
     documents = document_lengths(micro_batch.lengths)
     _check_sizes("tokens that were read", _sizes(read), documents)
-    num_tokens = int(documents.sum())
-    padding = options.padding(num_tokens)
-    tokens = _join("tokens", read, num_tokens + padding, options)
-    label = reader.labels if isinstance(reader, LabelReader) else reader.read
-    given = None
+    label, given = reader.read, None
     if isinstance(reader, LabelReader):
-        labels = _checked("labels", [label(*row) for row in rows], options)
-        given = _join("labels", labels, num_tokens + padding, options)
-    out = _assemble(tokens, documents, given, padding=padding, options=options)
+        label = reader.labels
+        given = _checked("labels", [label(*row) for row in rows], options)
+    out = _assemble(read, documents, given, options)
     if out.next_labels is None:
         return out
     num_cut = 0
@@ -210,25 +198,25 @@ def flatten_micro_batch(
 
 
 def _assemble(
-    tokens: TokenArray,
+    ids: Sequence[IntLike],
     lengths: IntArray,
-    labels: TokenArray | None,
-    *,
-    padding: int,
+    labels: Sequence[IntLike] | None,
     options: FlatOptions,
 ) -> FlatBatch:
-    """tokens, labels: shape [T], documents of `lengths` and then space for padding."""
+    """ids, labels: checked, as many as the documents of `lengths` have tokens."""
+    num_tokens = int(lengths.sum())
+    padding = options.padding(num_tokens)
     segments = np.append(lengths, padding) if padding else lengths
-    cu_seqlens = offsets_of_documents(segments)
-    out = tokens.copy() if labels is None else labels
+    cu_seqlens = cu_seqlens_from_lengths(segments)
+    tokens = _join("tokens", ids, num_tokens + padding, options)
+    out = tokens.copy() if labels is None else _join("labels", labels, tokens.size, options)
     out[cu_seqlens[: lengths.size]] = options.separator_id
-    first_padding = tokens.size - padding
-    tokens[first_padding:] = options.pad_token_id
-    out[first_padding:] = IGNORE
+    tokens[num_tokens:] = options.pad_token_id
+    out[num_tokens:] = IGNORE
     return FlatBatch(
         input_ids=tokens,
         labels=out,
-        position_ids=positions_in_documents(
+        position_ids=position_ids_from_lengths(
             segments, start=options.position_ids_start, dtype=options.dtype
         ),
         cu_seqlens=cu_seqlens,
@@ -250,7 +238,7 @@ def _documents(
         return sizes
     by_length = by_position = None
     if lengths is not None:
-        _check_count("lengths", lengths, sizes)
+        _check_count("lengths", len(lengths), sizes)
         by_length = [
             document_lengths(row, f"lengths of example {i}: ") for i, row in enumerate(lengths)
         ]
@@ -273,14 +261,14 @@ def _documents(
 
 
 def _labels(
-    labels: Sequence[IntLike] | None, sizes: IntArray, *, padding: int, options: FlatOptions
-) -> TokenArray | None:
-    """All labels in a new array, checked against the examples' sizes; None for None."""
+    labels: Sequence[IntLike] | None, sizes: IntArray, options: FlatOptions
+) -> Sequence[IntLike] | None:
+    """The labels, checked against the examples' sizes; None for None."""
     if labels is None:
         return None
     values = _checked("labels", labels, options)
     _check_sizes("labels", _sizes(values), sizes)
-    return _join("labels", values, int(sizes.sum()) + padding, options)
+    return values
 
 
 def _sizes(values: Sequence[IntLike]) -> IntArray:
@@ -288,7 +276,7 @@ def _sizes(values: Sequence[IntLike]) -> IntArray:
 
 
 def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequence[IntLike]:
-    """All as lists, which `_join` checks, or all as 1-D arrays that fit the dtype."""
+    """Return all as lists, which `_join` checks, or all as 1-D arrays that fit the dtype."""
     if all(isinstance(value, list | tuple) for value in values):
         return values
     arrays = [np.asarray(value) for value in values]
@@ -296,24 +284,20 @@ def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequ
         if array.ndim != 1:
             raise UserError(f"{what} of example {i} have shape {array.shape}, not one axis")
     wanted = np.dtype(options.dtype)
-    if not all(dtype.kind in "iu" and np.can_cast(dtype, wanted) for dtype in _dtypes(arrays)):
+    kinds = {array.dtype for array in arrays}
+    if not all(kind.kind in "iu" and np.can_cast(kind, wanted) for kind in kinds):
         for i, array in enumerate(arrays):
             _check_range(f"{what} of example {i}", array, wanted)
     return arrays
 
 
-def _dtypes(arrays: Sequence[npt.NDArray[Any]]) -> set[np.dtype[Any]]:
-    return {array.dtype for array in arrays}
-
-
-def _check_count(what: str, values: Sequence[Any], sizes: IntArray) -> None:
-    if len(values) != sizes.size:
-        raise UserError(f"{what} of {len(values)} examples for the tokens of {sizes.size}")
+def _check_count(what: str, count: int, sizes: IntArray) -> None:
+    if count != sizes.size:
+        raise UserError(f"{what} of {count} examples for the tokens of {sizes.size}")
 
 
 def _check_sizes(what: str, found: IntArray, sizes: IntArray) -> None:
-    if found.size != sizes.size:
-        raise UserError(f"{what} of {found.size} examples for the tokens of {sizes.size}")
+    _check_count(what, found.size, sizes)
     wrong = np.flatnonzero(found != sizes)
     if wrong.size:
         i = int(wrong[0])

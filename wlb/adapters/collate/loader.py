@@ -1,9 +1,8 @@
 """A resumable loader for other training loops: planned, collated steps of one data-parallel rank.
 
 Every rank plans the same global steps and takes its own pipeline's micro-batches, so shards are
-disjoint and complete. The state is the planner's: a few KB of JSON, equal on all ranks, exact on
-any number of ranks. Worker processes open planner and reader themselves and collate every
-`num_workers`-th step. (wlb's own trainer has one planner process per node: `wlb.train`.)
+disjoint and complete. Worker processes open planner and reader themselves and collate every
+`num_workers`-th step.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +29,35 @@ class LoadedStep(NamedTuple):
     micro_batches: list[Any]
 
 
+class PlannedRank:
+    """A data-parallel rank's place in a planner's steps, which a checkpoint stores and resumes.
+
+    dp_rank: below the planner's dp.
+    """
+
+    def __init__(self, planner: Planner, dp_rank: int) -> None:
+        if not 0 <= dp_rank < planner.dp:
+            raise UserError(
+                f"dp_rank = {dp_rank} is not one of the planner's {planner.dp} pipelines; make it "
+                f"with dp = the number of data-parallel ranks"
+            )
+        self.planner, self.dp_rank = planner, dp_rank
+        self._state = planner.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State after the last step that was returned; JSON, equal on all ranks."""
+        return self._state.to_json()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after that step, with any number of ranks and possibly with more epochs."""
+        self._state = PlannerState.from_json(state).reopened()
+
+
+def micro_batches_of(plan: StepPlan, dp_rank: int) -> list[MicroBatch]:
+    """A rank's micro-batches in execution order."""
+    return [plan.packing.micro_batch(i) for i in plan.pipelines[dp_rank].tolist()]
+
+
 class PlannedSteps(IterableDataset[LoadedStep]):
     """The rank's steps after a state; in a worker process, every num_workers-th of them."""
 
@@ -51,12 +79,8 @@ class PlannedSteps(IterableDataset[LoadedStep]):
         planner, reader = self.open_planner(), self.open_reader()
         for i, plan in enumerate(planner.steps(self.state)):
             if i % every == first:
-                yield self._loaded(plan, reader)
-
-    def _loaded(self, plan: StepPlan, reader: TokenReader) -> LoadedStep:
-        members = plan.pipelines[self.dp_rank].tolist()
-        made = [self.collate(plan.packing.micro_batch(i), reader) for i in members]
-        return LoadedStep(plan.step, plan.num_targets, made)
+                made = [self.collate(m, reader) for m in micro_batches_of(plan, self.dp_rank)]
+                yield LoadedStep(plan.step, plan.num_targets, made)
 
 
 def _unchanged(step: Any) -> Any:
@@ -64,12 +88,12 @@ def _unchanged(step: Any) -> Any:
     return step
 
 
-class PlannedLoader:
+class PlannedLoader(PlannedRank):
     """Iterates over steps to the end of data; a second iteration continues the first.
 
     open_planner, open_reader: functions without arguments, picklable if num_workers > 0 (e.g.
-    `functools.partial` of a module's function). dp_rank: below the planner's dp. num_workers,
-    pin_memory, prefetch_factor: as in torch's DataLoader.
+    `functools.partial` of a module's function). num_workers, pin_memory, prefetch_factor: as in
+    torch's DataLoader.
     """
 
     def __init__(
@@ -83,27 +107,20 @@ class PlannedLoader:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
-        self._planner = open_planner()
-        if not 0 <= dp_rank < self._planner.dp:
-            raise UserError(
-                f"dp_rank = {dp_rank} is not one of the planner's {self._planner.dp} pipelines; "
-                f"open it with dp = the number of data-parallel ranks"
-            )
-        self._open = (open_planner, open_reader)
-        self.dp_rank, self.collate = dp_rank, collate
+        super().__init__(open_planner(), dp_rank)
+        self._open, self.collate = (open_planner, open_reader), collate
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor,
         }
-        self._state = self._planner.start()
 
     def __iter__(self) -> Iterator[LoadedStep]:
         steps = PlannedSteps(
             *self._open, dp_rank=self.dp_rank, collate=self.collate, state=self._state
         )
         for loaded in DataLoader(steps, batch_size=None, collate_fn=_unchanged, **self._options):
-            plan = self._planner.next(self._state)
+            plan = self.planner.next(self._state)
             if plan is None or plan.step != loaded.step:
                 raise RuntimeError(
                     f"step {loaded.step} came from a worker, this process planned "
@@ -112,11 +129,3 @@ class PlannedLoader:
             # Updated before the yield: a checkpoint is made after the step was trained.
             self._state = plan.state
             yield loaded
-
-    def state_dict(self) -> dict[str, Any]:
-        """State after the last step that was returned; JSON, equal on all ranks."""
-        return self._state.to_json()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that step from the next iteration on, with any ranks and more epochs."""
-        self._state = PlannerState.from_json(state).reopened()

@@ -1,9 +1,7 @@
 """Padded batches, a row per document, for loops without variable-length kernels.
 
 An attention mask [rows, width] cannot separate documents, so a row is one document. Labels are
-unshifted as in `wlb.adapters.collate.flat`, the first of each document IGNORE (with left padding
-the model would otherwise predict it from padding). Nothing is cut: a document longer than
-`max_length` is an error. Cost: rows x width tokens.
+those of `flat.py`. Nothing is cut: a document longer than `max_length` is an error.
 """
 
 from collections.abc import Sequence
@@ -98,10 +96,7 @@ class PaddedBatch:
 
 
 def pad(
-    examples: Sequence[IntLike],
-    *,
-    labels: Sequence[IntLike] | None = None,
-    options: PadOptions,
+    examples: Sequence[IntLike], *, labels: Sequence[IntLike] | None = None, options: PadOptions
 ) -> PaddedBatch:
     """A row for each example: token ids (list or array) of one document.
 

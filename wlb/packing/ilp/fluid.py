@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.packing.fixed import Window, cut_into
+from wlb.packing.fixed import Part, Window, cut_into, parts_that_fill
 from wlb.packing.ilp.model import Assignment, FluidClass, Problem
 from wlb.plan import IntArray, Pieces, cut_at
 
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """What the ILP places: rows of `pieces`, each costing `cost_ns`, shape [num_pieces].
+    """Pieces that the ILP places: rows of `pieces`, each costing `cost_ns`, shape [num_pieces].
 
     whole: rows with binaries. fluid: rows of each class. Both in descending length. start: the
     greedy packing as an answer to `problem`.
@@ -59,7 +59,7 @@ class Items:
 
 
 def rows_of(pieces: Pieces, parts: Pieces) -> IntArray:
-    """Which row of `pieces` each of `parts`, the same tokens cut further, is in."""
+    """Row of `pieces` that holds each of `parts`, which are the same tokens cut further."""
     begins = np.cumsum(parts.length) - parts.length
     return np.searchsorted(np.cumsum(pieces.length), begins, side="right").astype(np.int64)
 
@@ -116,11 +116,7 @@ def _class_of(lengths: IntArray, cost_ns: IntArray) -> FluidClass:
 
 
 def _start(
-    pieces: Pieces,
-    cost_ns: IntArray,
-    greedy: Window,
-    whole: list[int],
-    fluid: list[list[int]],
+    pieces: Pieces, cost_ns: IntArray, greedy: Window, whole: list[int], fluid: list[list[int]]
 ) -> Assignment:
     """The greedy packing; a part costs its share of the piece."""
     row_of, num = rows_of(pieces, greedy.pieces), len(greedy.rows)
@@ -138,23 +134,26 @@ def _start(
 def placed(items: Items, plan: Assignment) -> Window | None:
     """Documents where `plan` says; None if they do not fit and may not be cut."""
     shape, lengths = items.shape, items.pieces.length.tolist()
-    gaps = _Gaps(shape, items.problem.step_maxima_ns(plan))
-    parts: list[tuple[int, int, int]] = []  # row, first token in the row, micro-batch
+    filling = _MostHeadroomFirst(shape, items.problem.step_maxima_ns(plan))
+    parts: list[Part] = []
     for row, j in zip(items.whole, plan.bin_of, strict=True):
-        gaps.put(j, lengths[row], int(items.cost_ns[row]))
+        filling.put(j, lengths[row], int(items.cost_ns[row]))
         parts.append((row, 0, j))
-    if min(gaps.room) < 0:
+    if min(filling.room) < 0:
         return None
     for row in (row for rows in items.fluid for row in rows):
-        added = list(gaps.add(lengths[row], int(items.cost_ns[row])))
+        added = list(filling.add(lengths[row], int(items.cost_ns[row])))
         if not added:
             return None
         parts += [(row, begin, j) for begin, j in added]
     return cut_into(items.pieces, parts, num_micro_batches=shape.num_micro_batches)
 
 
-class _Gaps:
-    """Room of each micro-batch in tokens, and how far it is below its step's maximum in ns."""
+class _MostHeadroomFirst:
+    """Gives the micro-batch that is furthest below the slowest one of its step.
+
+    room: of each micro-batch, in tokens. headroom: how far below it is, in ns.
+    """
 
     def __init__(self, shape: Shape, limits_ns: list[float]) -> None:
         self.may_cut = shape.may_cut
@@ -169,14 +168,9 @@ class _Gaps:
             self.put(target, length, cost)
             yield 0, target
         elif self.may_cut:
-            begin = 0
-            for j in (j for j in order if self.room[j]):
-                part = min(self.room[j], length - begin)
-                self.put(j, part, cost * part / length)
+            for begin, j, tokens in parts_that_fill(length, self.room, order):
+                self.put(j, tokens, cost * tokens / length)
                 yield begin, j
-                begin += part
-                if begin == length:
-                    break
 
     def put(self, j: int, length: int, cost: float) -> None:
         self.room[j] -= length

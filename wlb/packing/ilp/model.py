@@ -24,7 +24,7 @@ TOLERANCE = 1e-6
 
 
 class Objective(StrEnum):
-    """What is minimised.
+    """The objective that is minimised.
 
     MAX: the slowest micro-batch of the window, as Eq. 1 and Eq. 2 are printed; once one document
     costs more than the mean load, nearly every packing is optimal. SUM_OF_STEP_MAX: the sum over
@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def step_floors_ns(self) -> list[int]:
-        """What the s-th slowest step takes at least, by its longest piece; shape [num_steps]."""
+        """Lower bound on the s-th slowest step, from its longest piece; shape [num_steps]."""
         exclusive = [
             cost
             for length, cost in zip(self.lengths, self.costs_ns, strict=True)
@@ -129,7 +129,7 @@ class Solution:
 
 def solve(problem: Problem, start: Assignment, *, solver: Solver, limits: SolverLimits) -> Solution:
     """The best assignment found from `start`, and a bound."""
-    model = _Model(problem)
+    model = _PulpProgram(problem)
     model.start_at(_relabelled(problem, start))
     outcome = run(model.program, solver, limits)
     bound = outcome.bound * model.cost_scale * (1 - TOLERANCE)
@@ -165,7 +165,7 @@ def _relabelled(problem: Problem, start: Assignment) -> Assignment:
     )
 
 
-class _Model:
+class _PulpProgram:
     """The PuLP program of a problem, and its variables."""
 
     def __init__(self, problem: Problem) -> None:

@@ -17,10 +17,11 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import (
+    LEFTOVER,
     STEP_ORDER,
     PackerOptions,
     PolicyPacker,
-    build_plans,
+    Pushed,
     check_fits,
     check_s_max,
     permuted,
@@ -32,11 +33,8 @@ from wlb.packing.ilp.solvers import Solver, SolverLimits
 from wlb.packing.var_len import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
-FIXED_POLICY = "ilp_fixed"
-VAR_LEN_POLICY = "ilp_var_len"
 OPTIMAL_GAP = 1e-5
 """A gap that is rounding: solvers and bounds work to 1e-6."""
-LEFTOVER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +108,9 @@ def solve_fixed(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int
 ) -> tuple[Window, IlpReport]:
     """Eq. 1: `pieces` in windows of C tokens; UserError if they do not fit."""
-    start = greedy(
-        pieces,
-        options.attention(pieces),
-        num_micro_batches=num_micro_batches,
-        capacity=options.context_window,
-    )
-    shape = _shape(options, ilp, num_micro_batches, capacity=options.context_window, may_cut=True)
-    return _solve(pieces, start, shape, options.attention, ilp, options.context_window)
+    window, work = options.context_window, options.attention(pieces)
+    start = greedy(pieces, work, num_micro_batches=num_micro_batches, capacity=window)
+    return _solve(pieces, start, options, ilp, options.attention, capacity=window, may_cut=True)
 
 
 def solve_var_len(
@@ -134,25 +127,8 @@ def solve_var_len(
             f"{num_micro_batches} micro-batches of s_max = {s_max} tokens; use more micro-batches "
             f"or a larger s_max"
         )
-    return _solve_var_len(start, options, ilp, s_max)
-
-
-def _solve_var_len(
-    start: Window, options: PackerOptions, ilp: IlpOptions, s_max: int
-) -> tuple[Window, IlpReport]:
-    shape = _shape(options, ilp, len(start.rows), capacity=s_max, may_cut=False)
-    return _solve(start.pieces, start, shape, options.workloads, ilp, options.context_window)
-
-
-def _shape(
-    options: PackerOptions, ilp: IlpOptions, num: int, *, capacity: int, may_cut: bool
-) -> Shape:
-    if num < 1 or num % options.num_micro_batches:
-        raise UserError(
-            f"num_micro_batches = {num} are not whole steps of {options.num_micro_batches}"
-        )
-    per_step = num if ilp.objective == Objective.MAX else options.num_micro_batches
-    return Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)
+    cost = options.workloads
+    return _solve(start.pieces, start, options, ilp, cost, capacity=s_max, may_cut=False)
 
 
 def _greedy_var_len(
@@ -168,11 +144,9 @@ def _greedy_var_len(
     check_fits(pieces, s_max)
     is_new = np.arange(len(pieces)) >= num_leftovers
     pieces = pieces.take(np.lexsort((-pieces.length, is_new)))
+    work = options.workloads(pieces).tolist()
     rows, rest = place(
-        pieces.length.tolist(),
-        options.workloads(pieces).tolist(),
-        num_micro_batches=num_micro_batches,
-        s_max=s_max,
+        pieces.length.tolist(), work, num_micro_batches=num_micro_batches, s_max=s_max
     )
     kept = np.setdiff1d(np.arange(len(pieces)), rest)
     rows = [np.searchsorted(kept, members).tolist() for members in rows]
@@ -182,13 +156,22 @@ def _greedy_var_len(
 def _solve(
     pieces: Pieces,
     start: Window,
-    shape: Shape,
-    cost: Callable[[Pieces], IntArray],
+    options: PackerOptions,
     ilp: IlpOptions,
-    context_window: int,
+    cost: Callable[[Pieces], IntArray],
+    *,
+    capacity: int,
+    may_cut: bool,
 ) -> tuple[Window, IlpReport]:
+    """The better of `start`, a packing of `pieces`, and what the solver makes of it."""
     began = time.perf_counter()
-    below = ilp.below(context_window)
+    num, per_step = len(start.rows), options.num_micro_batches
+    if num < 1 or num % per_step:
+        raise UserError(f"num_micro_batches = {num} are not whole steps of {per_step}")
+    if ilp.objective == Objective.MAX:
+        per_step = num
+    shape = Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)
+    below = ilp.below(options.context_window)
     items = items_of(pieces, start, shape=shape, divisible_below=below, cost=cost)
     limits = SolverLimits(
         time_limit_s=ilp.time_limit_s, gap=ilp.gap_limit, threads=ilp.threads, seed=ilp.seed
@@ -208,23 +191,12 @@ def _solve(
         num_binaries=items.problem.num_binaries,
         time_s=time.perf_counter() - began,
     )
-    return _by_load(window, cost), report
-
-
-def _loads(window: Window, cost: Callable[[Pieces], IntArray]) -> list[int]:
-    cost_ns = cost(window.pieces)
-    return [int(cost_ns[members].sum()) for members in window.rows]
+    return window.by_load(cost(window.pieces)), report
 
 
 def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: int) -> int:
     """Sum over steps of the slowest micro-batch, grouped by load, which no grouping beats."""
-    return sum(sorted(_loads(window, cost), reverse=True)[::per_step])
-
-
-def _by_load(window: Window, cost: Callable[[Pieces], IntArray]) -> Window:
-    load = _loads(window, cost)
-    order = sorted(range(len(load)), key=lambda j: (-load[j], j))
-    return Window(pieces=window.pieces, rows=[window.rows[j] for j in order])
+    return sum(sorted(window.loads(cost(window.pieces)), reverse=True)[::per_step])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +207,7 @@ class IlpFixedPacker(FixedPacker):
     long a solver took, and not kept here, because `push` is pure.
     """
 
-    policy: ClassVar[str] = FIXED_POLICY
+    policy: ClassVar[str] = "ilp_fixed"
     ilp: IlpOptions = field(default_factory=IlpOptions)
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
@@ -254,13 +226,11 @@ class IlpVarLenPacker(PolicyPacker):
 
     Carry: slot 0 = leftovers of the last window, slot i = the i-th batch of the next one. A batch
     without documents is no batch; a step without any is left out. What greedy cannot place within
-    S_max, where greedy cannot place everything, is left over and comes first in the next window.
-
-    s_max: longest micro-batch in tokens, at least the context window. on_report: as in
-    `IlpFixedPacker`.
+    S_max is left over and comes first in the next window. s_max: longest micro-batch in tokens, at
+    least the context window. on_report: as in `IlpFixedPacker`.
     """
 
-    policy: ClassVar[str] = VAR_LEN_POLICY
+    policy: ClassVar[str] = "ilp_var_len"
     s_max: int
     window_batches: int = 1
     ilp: IlpOptions = field(default_factory=IlpOptions)
@@ -270,9 +240,7 @@ class IlpVarLenPacker(PolicyPacker):
         check_at_least("window_batches", self.window_batches, 1)
         check_s_max(self.s_max, self.options)
 
-    def push(
-        self, batch: GlobalBatch | None, carry: Carry
-    ) -> tuple[tuple[PackingPlan, ...], Carry]:
+    def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         step, num_batches = carry.next_step, int(carry.slot.max(initial=LEFTOVER))
         arrived = self.options.arrived(batch, step + num_batches)
         num_batches += len(arrived) > 0
@@ -286,7 +254,7 @@ class IlpVarLenPacker(PolicyPacker):
             plans += made
             step, num_batches = step + len(made), 0
             slot = np.full(len(stream), LEFTOVER, np.int64)
-        return tuple(plans), Carry(policy=self.policy, pieces=stream, slot=slot, next_step=step)
+        return tuple(plans), self._carry(stream, step, slot)
 
     def _steps(
         self, pieces: Pieces, num_leftovers: int, num_steps: int, step: int
@@ -296,18 +264,14 @@ class IlpVarLenPacker(PolicyPacker):
         start, rest = _greedy_var_len(
             pieces, self.options, num_steps * num, self.s_max, num_leftovers=num_leftovers
         )
-        window, report = _solve_var_len(start, self.options, self.ilp, self.s_max)
+        options, cost = self.options, self.options.workloads
+        window, report = _solve(
+            start.pieces, start, options, self.ilp, cost, capacity=self.s_max, may_cut=False
+        )
         if self.on_report is not None:
             self.on_report(report)
         steps = [window.rows[i * num : (i + 1) * num] for i in range(num_steps)]
         # By load, the heaviest step would always come first.
         mixed = permuted(range(num_steps), self.options, step=step, index=STEP_ORDER)
-        plans = build_plans(
-            self.options,
-            policy=self.policy,
-            first_step=step,
-            pieces=window.pieces,
-            steps=[steps[int(i)] for i in mixed if any(steps[int(i)])],
-            num_waiting_tokens=rest.num_tokens,
-        )
-        return plans, rest
+        steps = [steps[int(i)] for i in mixed if any(steps[int(i)])]
+        return self._plans(step, window.pieces, steps, num_waiting_tokens=rest.num_tokens), rest

@@ -29,7 +29,7 @@ _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
 
 class Solver(StrEnum):
-    """What solves the model: CBC ships with PuLP, HiGHS is the package highspy."""
+    """Solver of the model: CBC ships with PuLP, HiGHS is the package highspy."""
 
     CBC = "cbc"
     HIGHS = "highs"

@@ -34,20 +34,22 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
         base = replace(base, num_micro_batches=0)  # says the same, as the other rows do
-    own = Variant(label=f"{_own(base)} (run)", section=base, is_own=True)
+    own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)
     windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
-    others = [
-        ("original", replace(windows, policy=Policy.ORIGINAL, window_cut=WindowCut.ANYWHERE)),
-        ("original, long whole", _original_whole(windows)),
-        *[(f"fixed, W = {w}", _fixed(_in_windows(apart), w)) for w in (1, 2, 4, 8)],
-        *[
-            (f"var_len {_listed(levels)}", _var_len(apart, levels))
-            for levels in _queue_levels(base.queue_thresholds)
-        ],
+    original = replace(windows, policy=Policy.ORIGINAL)
+    fixed = replace(_in_windows(apart), policy=Policy.FIXED)
+    var_len = replace(apart, policy=Policy.VAR_LEN)
+    best_fit = BinMethod.BEST_FIT_DECREASING
+    capacity = replace(windows, policy=Policy.CAPACITY, bin_method=best_fit, window_batches=1)
+    sections = [
+        replace(original, window_cut=WindowCut.ANYWHERE),
+        replace(original, window_cut=WindowCut.SHORT),
+        *(replace(fixed, window_batches=w) for w in (1, 2, 4, 8)),
+        *(replace(var_len, queue_thresholds=q) for q in _queue_levels(base.queue_thresholds)),
         *_bounded(apart),
-        ("capacity, BFD", _capacity(windows)),
     ]
-    rest = [Variant(label=label, section=section) for label, section in others]
+    rest = [Variant(label=_label(section), section=section) for section in sections]
+    rest.append(Variant(label="capacity, BFD", section=capacity))
     return (own, *(v for v in rest if v.section != base and has_room(spec, v.section)))
 
 
@@ -57,7 +59,7 @@ def compare(
     cost: WorkloadModel,
     variants: Sequence[Variant] | None = None,
 ) -> Iterator[PackingRun]:
-    """What each variant does with `batches`, one after the other."""
+    """Run every variant on `batches`, one variant after the other."""
     for variant in variants_of(spec) if variants is None else variants:
         packer = packer_for(replace(spec, packing=variant.section), cost)
         yield measure(packer, batches, cost=cost, label=variant.label)
@@ -69,13 +71,9 @@ def solver_packers(
     """The fixed-length solver (Eq. 1) over W batches, for rows beside the greedy ones."""
     section = replace(_in_windows(spec.packing), layout=Layout.SEPARATE)
     options = options_for(replace(spec, packing=section), cost)
+    ilp = IlpOptions(time_limit_s=time_limit_s)
     return tuple(
-        (
-            f"solver, W = {w}",
-            IlpFixedPacker(
-                options=options, window_batches=w, ilp=IlpOptions(time_limit_s=time_limit_s)
-            ),
-        )
+        (f"solver, W = {w}", IlpFixedPacker(options=options, window_batches=w, ilp=ilp))
         for w in windows
     )
 
@@ -85,36 +83,12 @@ def _in_windows(base: PackingSection) -> PackingSection:
     return replace(base, num_micro_batches=0)
 
 
-def _fixed(base: PackingSection, window_batches: int) -> PackingSection:
-    return replace(base, policy=Policy.FIXED, window_batches=window_batches)
-
-
-def _original_whole(base: PackingSection) -> PackingSection:
-    return replace(base, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
-
-
-def _var_len(base: PackingSection, levels: tuple[float, ...]) -> PackingSection:
-    return replace(base, policy=Policy.VAR_LEN, queue_thresholds=levels)
-
-
-def _capacity(base: PackingSection) -> PackingSection:
-    return replace(
-        base,
-        policy=Policy.CAPACITY,
-        bin_method=BinMethod.BEST_FIT_DECREASING,
-        window_batches=1,
-    )
-
-
-def _bounded(base: PackingSection) -> list[tuple[str, PackingSection]]:
-    """As configured, and with nearly constant tokens per step."""
+def _bounded(base: PackingSection) -> list[PackingSection]:
+    """Return the policy as configured, and with nearly constant tokens per step."""
     section = replace(base, policy=Policy.BOUNDED)
-    cap = f"T {section.step_tokens:g}" if section.step_tokens else f"S_max {section.s_max:g}"
-    out = [(f"bounded {cap} D {section.max_delay}", section)]
-    if min(section.step_tokens or section.s_max, section.s_max) > CONSTANT_TOKENS:
-        label = f"bounded T {CONSTANT_TOKENS:g} D {section.max_delay}"
-        out.append((label, replace(section, step_tokens=CONSTANT_TOKENS)))
-    return out
+    if min(section.step_tokens or section.s_max, section.s_max) <= CONSTANT_TOKENS:
+        return [section]
+    return [section, replace(section, step_tokens=CONSTANT_TOKENS)]
 
 
 def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
@@ -128,20 +102,20 @@ def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
     return list(dict.fromkeys(out))
 
 
-def _own(section: PackingSection) -> str:
-    """The run's policy, with the options that the other rows vary."""
+def _label(section: PackingSection) -> str:
+    """The policy, with the options in which rows differ."""
     match section.policy:
         case Policy.FIXED:
             return f"fixed, W = {section.window_batches}"
         case Policy.VAR_LEN:
-            return f"var_len {_listed(section.queue_thresholds)}"
+            levels = " ".join(f"{t:g}" for t in section.queue_thresholds)
+            return f"var_len L {levels}" if levels else "var_len no queue"
         case Policy.BOUNDED:
-            return _bounded(section)[0][0]
+            cap = (
+                f"T {section.step_tokens:g}" if section.step_tokens else f"S_max {section.s_max:g}"
+            )
+            return f"bounded {cap} D {section.max_delay}"
         case Policy.ORIGINAL if section.window_cut == WindowCut.SHORT:
             return "original, long whole"
         case policy:
             return str(policy)
-
-
-def _listed(levels: tuple[float, ...]) -> str:
-    return "L " + " ".join(f"{t:g}" for t in levels) if levels else "no queue"

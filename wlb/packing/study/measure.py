@@ -8,8 +8,8 @@ Steps of the flush are left out of imbalance, so that holding back cannot look l
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -105,109 +105,76 @@ class PackingRun:
     delay_tokens: IntArray
 
 
-@dataclass(slots=True)
-class PackingTally:
-    """Sums over plans: `add` takes each plan once."""
+class StepLoads:
+    """Work of each step's micro-batches: the slowest one's, and the sum over all of them."""
 
-    cost: WorkloadModel
-    forward: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    attention: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    step: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    bound: list[float] = field(default_factory=list[float])
-    tokens: list[int] = field(default_factory=list[int])
-    held: list[int] = field(default_factory=list[int])
-    num_micro_batches: int = 1
-    longest_micro_batch: int = 0
-    delay: IntArray = field(default_factory=lambda: np.zeros(DELAY_BINS, np.int64))
-    delay_sum: int = 0
-    longest_step: int = 0
-    advance: int = 0
-    max_delay: int = 0
-    num_overdue: int = 0
-    num_tokens: int = 0
-    flushed_tokens: int = 0
-    flush_steps: int = 0
-    labels: list[int] = field(default_factory=list[int])
-    pieces: list[Pieces] = field(default_factory=list[Pieces])
+    def __init__(self) -> None:
+        self._slowest_and_sum: list[tuple[int, int]] = []
+        self._num = 1
 
-    def add(self, plan: PackingPlan, *, is_flush: bool) -> None:
-        pieces = plan.pieces
-        late = plan.step - pieces.arrival_step
-        self.advance += int(np.where(late < 0, -late, 0) @ pieces.length)
-        bins = np.clip(late, 0, DELAY_BINS - 1)
-        self.delay += np.bincount(bins, pieces.length, DELAY_BINS).astype(np.int64)
-        self.delay_sum += int(np.maximum(late, 0) @ pieces.length)
-        self.longest_step = max(self.longest_step, plan.num_tokens)
-        self.max_delay = max(self.max_delay, int(late.max(initial=0)))
-        self.num_overdue += plan.num_overdue
-        self.num_tokens += plan.num_tokens
-        self.longest_micro_batch = max(self.longest_micro_batch, int(plan.tokens.max()))
-        self.pieces.append(pieces)
-        if is_flush:
-            self.flushed_tokens += plan.num_tokens
-            self.flush_steps += 1
-            return
-        self.num_micro_batches = plan.num_micro_batches
-        self.tokens.append(plan.num_tokens)
-        self.labels.append(plan.num_targets)
-        self.held.append(plan.num_held_tokens)
-        lengths, offsets = _segments(plan)
-        self.forward.append(_slowest_and_total(self.cost.forward_latency_ns(lengths), offsets))
-        self.attention.append(_slowest_and_total(self.cost.attention_ns(lengths), offsets))
-        self.step.append((int(plan.workload_ns.max()), int(plan.workload_ns.sum())))
-        mean = self.forward[-1][1] / plan.num_micro_batches
-        # Of a piece in any layout: another packing could join it to less, or pad it less.
-        tallest = int(self.cost.forward_latency_ns(pieces.length).max(initial=0))
-        self.bound.append(max(1.0, tallest / mean if mean else 1.0))
+    def add(self, work_ns: IntArray) -> float:
+        """Adds a step, with work_ns of each micro-batch; returns their mean."""
+        self._num = work_ns.size
+        self._slowest_and_sum.append((int(work_ns.max()), int(work_ns.sum())))
+        return self._slowest_and_sum[-1][1] / self._num
 
-    def ratios(self, pairs: list[tuple[int, int]]) -> FloatArray:
-        """Imbalance of each step; 1 where a step has no work."""
-        return np.array([a * self.num_micro_batches / b if b else 1.0 for a, b in pairs])
+    @property
+    def imbalance(self) -> FloatArray:
+        """Imbalance of each step: 1 where it has no work, and a single 1 without a step."""
+        pairs = self._slowest_and_sum or [(0, 0)]
+        return np.array([a * self._num / b if b else 1.0 for a, b in pairs])
 
-    def long_weight(self, pieces: Pieces, of_document: IntArray) -> float:
-        """pieces: all n, in the order of plans; of_document: number of the document of each."""
-        # A flush is not a step of the stream: what is left in it can be few labels of much weight.
-        of_step = [len(each) for each in self.pieces[: len(self.labels)]]
-        num = sum(of_step)
-        targets, document = pieces.num_targets[:num], of_document[:num]
-        labels = np.bincount(document, targets, of_document.max() + 1)
-        longest = np.argsort(-np.bincount(of_document, pieces.length), kind="stable")
-        before = np.cumsum(labels[longest]) - labels[longest]
-        is_long = np.zeros(labels.size, np.bool_)
-        is_long[longest[before < LONGEST * labels.sum()]] = True
-        weight = np.repeat(label_weights(int_array("labels", self.labels)), of_step)
-        mine = targets * is_long[document]
-        return float(mine @ weight / mine.sum()) if mine.any() else 1.0
-
-    def p99_delay(self) -> int:
-        running = offsets_of(self.delay)
-        most = 0.99 * float(running[-1])
-        return max(0, int(np.searchsorted(running, most)) - 1)
+    @property
+    def time_weighted(self) -> float:
+        """Sum of the slowest over sum of the means."""
+        slowest, total = (sum(pair[i] for pair in self._slowest_and_sum) for i in (0, 1))
+        return slowest * self._num / total if total else 1.0
 
 
 def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
     """`packer` on `batches` and the flush after them; UserError if there is nothing to train."""
-    tally = PackingTally(cost)
+    stream: list[PackingPlan] = []
     times: list[float] = []
     carry = packer.start()
     for batch in batches:
         began = time.perf_counter()
         plans, carry = packer.push(batch, carry)
         times.append(time.perf_counter() - began)
-        for plan in plans:
-            tally.add(plan, is_flush=False)
-    for plan in packer.push(None, carry)[0]:
-        tally.add(plan, is_flush=True)
-    if not tally.num_tokens:
+        stream += plans
+    flush = list(packer.push(None, carry)[0])
+    pieces = Pieces.concat(*(plan.pieces for plan in (*stream, *flush)))
+    if not len(pieces):
         raise UserError("there are no documents to pack; check the lengths or the corpus")
-    forward = tally.ratios(tally.forward) if tally.forward else np.ones(1)
+    forward, of_loads = _balance(stream, cost)
+    delay_tokens, of_delay = _delay([*stream, *flush], pieces)
+    document = _documents(pieces)
+    tokens = int_array("tokens", [plan.num_tokens for plan in stream])
+    some_tokens = tokens if tokens.size else np.zeros(1)
+    mean_tokens = float(some_tokens.mean())
+    summary = PackingSummary(
+        **of_loads,
+        **of_delay,
+        label=label or packer.policy,
+        policy=packer.policy,
+        num_steps=len(stream),
+        num_documents=int(document.max()) + 1,
+        num_tokens=pieces.num_tokens,
+        num_overdue=sum(plan.num_overdue for plan in (*stream, *flush)),
+        tokens_per_step=mean_tokens,
+        tokens_cv=float(some_tokens.std() / mean_tokens) if mean_tokens else 0.0,
+        longest_micro_batch=max(int(plan.tokens.max()) for plan in (*stream, *flush)),
+        longest_step=max(plan.num_tokens for plan in (*stream, *flush)),
+        held_tokens=float(np.mean([plan.num_held_tokens for plan in stream] or [0])),
+        flushed_tokens=sum(plan.num_tokens for plan in flush),
+        flush_steps=len(flush),
+        cut_documents=int(np.count_nonzero(np.bincount(document) > 1)),
+        long_weight=_long_weight(stream, pieces, document),
+        packing_ms=float(np.mean(times)) * 1e3 if times else 0.0,
+    )
     return PackingRun(
-        summary=_summary(tally, forward, times, label or packer.policy, packer.policy),
-        imbalance=forward,
-        tokens=int_array("tokens", tally.tokens),
-        delay_tokens=tally.delay[: min(DELAY_BINS, tally.max_delay + 1)],
+        summary=summary, imbalance=forward.imbalance, tokens=tokens, delay_tokens=delay_tokens
     )
 
 
@@ -218,67 +185,76 @@ def label_weights(labels: IntArray) -> FloatArray:
     return even / np.maximum(1, labels)
 
 
-def _summary(
-    tally: PackingTally, forward: FloatArray, times: list[float], label: str, policy: str
-) -> PackingSummary:
-    tokens = np.array(tally.tokens or [0], np.float64)
-    attention = tally.ratios(tally.attention)
-    pieces = Pieces.concat(*tally.pieces)
-    of_document = _documents(pieces)
-    return PackingSummary(
-        label=label,
-        policy=policy,
-        num_steps=len(tally.tokens),
-        num_documents=int(of_document.max()) + 1,
-        num_tokens=tally.num_tokens,
-        imbalance=float(forward.mean()),
-        imbalance_p95=float(np.percentile(forward, 95)),
-        imbalance_max=float(forward.max()),
-        imbalance_time_weighted=_time_weighted(tally.forward, tally.num_micro_batches),
-        imbalance_attention=_mean(attention),
-        attention_p95=float(np.percentile(attention, 95)) if attention.size else 1.0,
-        attention_time_weighted=_time_weighted(tally.attention, tally.num_micro_batches),
-        imbalance_step=_mean(tally.ratios(tally.step)),
-        step_time_weighted=_time_weighted(tally.step, tally.num_micro_batches),
-        lower_bound=_mean(np.array(tally.bound)),
-        mean_delay=tally.delay_sum / tally.num_tokens,
-        p99_delay=tally.p99_delay(),
-        max_delay=tally.max_delay,
-        mean_advance=tally.advance / tally.num_tokens,
-        num_overdue=tally.num_overdue,
-        tokens_per_step=float(tokens.mean()),
-        tokens_cv=float(tokens.std() / tokens.mean()) if tokens.mean() else 0.0,
-        longest_micro_batch=tally.longest_micro_batch,
-        longest_step=tally.longest_step,
-        held_tokens=float(np.mean(tally.held or [0])),
-        flushed_tokens=tally.flushed_tokens,
-        flush_steps=tally.flush_steps,
-        cut_documents=int(np.count_nonzero(np.bincount(of_document) > 1)),
-        long_weight=tally.long_weight(pieces, of_document),
-        packing_ms=float(np.mean(times)) * 1e3 if times else 0.0,
-    )
+def _balance(
+    stream: Sequence[PackingPlan], cost: WorkloadModel
+) -> tuple[StepLoads, dict[str, float]]:
+    """Forward loads of the steps of the stream, and the summary's fields about balance."""
+    forward, attention, both = StepLoads(), StepLoads(), StepLoads()
+    bounds: list[float] = []
+    for plan in stream:
+        lengths, offsets = _segments(plan)
+        mean = forward.add(_of_micro_batches(cost.forward_latency_ns(lengths), offsets))
+        attention.add(_of_micro_batches(cost.attention_ns(lengths), offsets))
+        both.add(plan.workload_ns)
+        # Of a piece in any layout: another packing could join it to less, or pad it less.
+        tallest = int(cost.forward_latency_ns(plan.pieces.length).max(initial=0))
+        bounds.append(max(1.0, tallest / mean if mean else 1.0))
+    return forward, {
+        "imbalance": float(forward.imbalance.mean()),
+        "imbalance_p95": float(np.percentile(forward.imbalance, 95)),
+        "imbalance_max": float(forward.imbalance.max()),
+        "imbalance_time_weighted": forward.time_weighted,
+        "imbalance_attention": float(attention.imbalance.mean()),
+        "attention_p95": float(np.percentile(attention.imbalance, 95)),
+        "attention_time_weighted": attention.time_weighted,
+        "imbalance_step": float(both.imbalance.mean()),
+        "step_time_weighted": both.time_weighted,
+        "lower_bound": float(np.mean(bounds or [1.0])),
+    }
+
+
+def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict[str, Any]]:
+    """`PackingRun.delay_tokens` of the pieces of all plans, and the summary's fields of delay."""
+    step = np.repeat([plan.step for plan in plans], [len(plan.pieces) for plan in plans])
+    late = step - pieces.arrival_step
+    delay, length = np.maximum(late, 0), pieces.length
+    max_delay = int(delay.max())
+    bins = np.minimum(delay, DELAY_BINS - 1)
+    delay_tokens = np.bincount(bins, length, min(DELAY_BINS, max_delay + 1)).astype(np.int64)
+    running = offsets_of(delay_tokens)
+    most = 0.99 * float(running[-1])
+    return delay_tokens, {
+        "mean_delay": int(delay @ length) / pieces.num_tokens,
+        "p99_delay": max(0, int(np.searchsorted(running, most)) - 1),
+        "max_delay": max_delay,
+        "mean_advance": int((delay - late) @ length) / pieces.num_tokens,
+    }
+
+
+def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: IntArray) -> float:
+    """pieces: of the stream and the flush; of_document: number of the document of each."""
+    # A flush is not a step of the stream: what is left in it can be few labels of much weight.
+    of_step = [len(plan.pieces) for plan in stream]
+    num = sum(of_step)
+    targets, document = pieces.num_targets[:num], of_document[:num]
+    labels = np.bincount(document, targets, of_document.max() + 1)
+    longest = np.argsort(-np.bincount(of_document, pieces.length), kind="stable")
+    before = np.cumsum(labels[longest]) - labels[longest]
+    is_long = np.zeros(labels.size, np.bool_)
+    is_long[longest[before < LONGEST * labels.sum()]] = True
+    labels_of_steps = int_array("labels", [plan.num_targets for plan in stream])
+    weight = np.repeat(label_weights(labels_of_steps), of_step)
+    mine = targets * is_long[document]
+    return float(mine @ weight / mine.sum()) if mine.any() else 1.0
 
 
 def _documents(pieces: Pieces) -> IntArray:
     """A number for each piece's document, from 0: ids are of a source. Shape [n]."""
     order = np.lexsort((pieces.document, pieces.source))
-    source, document = pieces.source[order], pieces.document[order]
-    is_next = (np.diff(source, prepend=source[:1]) != 0) | (
-        np.diff(document, prepend=document[:1]) != 0
-    )
+    keys = np.stack([pieces.source, pieces.document])[:, order]
     out = np.empty(len(pieces), np.int64)
-    out[order] = np.cumsum(is_next)
+    out[order] = np.cumsum((np.diff(keys, prepend=keys[:, :1]) != 0).any(axis=0))
     return out
-
-
-def _time_weighted(pairs: list[tuple[int, int]], num_micro_batches: int) -> float:
-    """Sum of the slowest over sum of the means."""
-    total = sum(b for _, b in pairs)
-    return sum(a for a, _ in pairs) * num_micro_batches / total if total else 1.0
-
-
-def _mean(values: FloatArray) -> float:
-    return float(values.mean()) if values.size else 1.0
 
 
 def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
@@ -289,8 +265,7 @@ def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
     return np.concatenate(segments), offsets_of([each.size for each in segments])
 
 
-def _slowest_and_total(work: IntArray, offsets: IntArray) -> tuple[int, int]:
-    """(most, sum) of the micro-batches' work; work: of each segment in plan order."""
-    running = np.concatenate([[0], np.cumsum(work)])
-    each = running[offsets[1:]] - running[offsets[:-1]]
-    return int(each.max()), int(each.sum())
+def _of_micro_batches(work: IntArray, offsets: IntArray) -> IntArray:
+    """Work of each micro-batch; work: of each segment in plan order."""
+    running = offsets_of(work)
+    return running[offsets[1:]] - running[offsets[:-1]]

@@ -16,7 +16,7 @@ from wlb.cost import WorkloadModel
 from wlb.packing.bounded import DELAY_PRICE
 from wlb.packing.policies import has_room, packer_for
 from wlb.packing.study.measure import PackingSummary, measure
-from wlb.plan import GlobalBatch, UserError
+from wlb.plan import GlobalBatch, UserError, check_at_least
 from wlb.spec import PackingSection, Policy, RunSpec
 
 THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
@@ -31,7 +31,7 @@ OBJECTIVES = ("step_time_weighted", "mean_delay", "p99_delay", "max_delay", "tok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningGrid:
-    """What is tried. max_queues: most outlier queues of Algorithm 1."""
+    """Settings that are tried. max_queues: most outlier queues of Algorithm 1."""
 
     policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)
     thresholds: tuple[float, ...] = THRESHOLDS
@@ -55,8 +55,7 @@ class TuningGrid:
         bad = [t for t in self.thresholds if not 0 < t <= 1]
         if bad:
             raise UserError(f"threshold {bad[0]} must be above 0 and at most 1 context window")
-        if self.max_queues < 0:
-            raise UserError(f"max_queues = {self.max_queues} must be at least 0")
+        check_at_least("max_queues", self.max_queues, 0)
 
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
         """Every setting, on the rest of the run's own; those that mean the same are left out."""
@@ -120,7 +119,7 @@ class TunePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """All points, those on the front (by imbalance), and the recommended one."""
+    """Results: all points, those on the front (by imbalance), and the recommended one."""
 
     points: tuple[TunePoint, ...]
     front: tuple[TunePoint, ...]
@@ -141,9 +140,8 @@ def tune(
     delay_budget: float = 0.5,
 ) -> Tuning:
     """Every setting of `grid` on the same `batches`."""
-    return finish(
-        tune_points(spec, batches, cost, grid=grid or TuningGrid()), delay_budget=delay_budget
-    )
+    points = tune_points(spec, batches, cost, grid=grid or TuningGrid())
+    return finish(points, delay_budget=delay_budget)
 
 
 def tune_points(
@@ -180,12 +178,8 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         best = min(good, key=lambda p: p.objectives)
     else:
         best = min(trained, key=lambda p: (p.summary.mean_delay, p.objectives))
-    return Tuning(
-        points=tried,
-        front=pareto_front(trained),
-        recommended=best,
-        delay_budget=delay_budget,
-    )
+    front = pareto_front(trained)
+    return Tuning(points=tried, front=front, recommended=best, delay_budget=delay_budget)
 
 
 def pareto_front(points: Sequence[TunePoint]) -> tuple[TunePoint, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from wlb.cost import gpu_budget
 from wlb.report.layout.plots import account_figure, memory_figure
 from wlb.report.layout.tables import (
     COLUMNS,
@@ -14,7 +15,6 @@ from wlb.report.layout.tables import (
     refusal_lines,
 )
 from wlb.report.render import render
-from wlb.spec import PLANNED_MEMORY
 
 
 def layout_page(
@@ -46,6 +46,6 @@ def layout_page(
         losers=loser_lines(report),
         refusals=refusal_lines(report),
         toml=toml,
-        planned_memory=PLANNED_MEMORY,
+        budget=gpu_budget(report.winner.spec).explanation,
         provenance=provenance,
     )

@@ -1,6 +1,8 @@
 """Figures of a search of layouts: where a step's time goes, and time against memory."""
 
-from wlb.report.layout.tables import GIB, LayoutReport
+from wlb.cost import planned_gib
+from wlb.cost.memory import GIB
+from wlb.report.layout.tables import LayoutReport
 from wlb.report.plots import COLOURS, new_figure, svg
 from wlb.simulate.layout_search.account import (
     BUBBLE,
@@ -12,7 +14,7 @@ from wlb.simulate.layout_search.account import (
 from wlb.simulate.layout_search.layouts import degrees_of
 from wlb.simulate.layout_search.trial import Trial
 from wlb.simulate.layout_search.why import COMPARED
-from wlb.spec import PLANNED_MEMORY, Recompute
+from wlb.spec import Recompute
 
 GROUPS = (
     ("attention", ("attention",), "#0072B2"),
@@ -64,8 +66,7 @@ def memory_figure(report: LayoutReport) -> str:
     winner = report.winner
     at = (winner.peak_memory_bytes / GIB, winner.time_s)
     axes.plot(*at, "*", ms=15, color="#000000", label=f"winner, tuned: {degrees_of(winner.spec)}")
-    limit = winner.spec.cluster.memory_gib * PLANNED_MEMORY
-    axes.axvline(limit, color="grey", linestyle="--", linewidth=1)
+    axes.axvline(planned_gib(winner.spec), color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="fullest rank (GiB)", ylabel="seconds a global batch")
     figure.legend(frameon=False, loc="outside upper center", ncols=6, fontsize=8)
     return svg(figure, "memory")

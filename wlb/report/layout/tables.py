@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from wlb.cost.memory import GIB
+from wlb.report.tables import new_table
 from wlb.simulate.layout_search.layouts import degrees_of, pipeline_of
 from wlb.simulate.layout_search.search import Search
 from wlb.simulate.layout_search.trial import Trial
 from wlb.simulate.layout_search.why import Loser, References
 from wlb.spec import Recompute
 
-GIB = 2**30
 COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
 LEFT_OUT: tuple[str, ...] = ("ktok/s", "bound", "bubble", "MFU", "gain")
 """Columns that a narrow terminal lacks, the first ones first."""
@@ -61,8 +61,8 @@ class LayoutReport:
 
 
 def fits_own_devices(trial: Trial) -> bool:
-    """Whether a run fits its devices if it may use all of their memory."""
-    return trial.peak_memory_bytes <= trial.spec.cluster.memory_gib * GIB
+    """Whether a run as it is fits what plans may use of its devices."""
+    return trial.fits
 
 
 def lines_of(trial: Trial) -> tuple[str, str, str]:
@@ -102,30 +102,19 @@ def labelled_trials(report: LayoutReport) -> list[tuple[str, Trial]]:
 
 def layout_table(report: LayoutReport, *, title: str, width: int) -> Table:
     """The best layouts, and the run's own settings below them."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=CAPTION,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    room = (width - LAYOUT_WIDTH - 5) // COLUMN_WIDTH
+    too_wide = LEFT_OUT[: max(0, len(COLUMNS) - room)]
+    shown = [name for name in COLUMNS if name not in too_wide]
+    texts = ["layout, pipeline, packing"]
+    table = new_table(
+        title, labels=[""], texts=texts, numbers=shown, is_plain=True, caption=CAPTION
     )
-    table.add_column("", no_wrap=True)
-    table.add_column("layout, pipeline, packing", overflow="fold")
-    shown = [name for name in COLUMNS if name not in _too_wide(width)]
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
     for label, trial in labelled_trials(report):
         style = "bold" if trial is report.winner else ""
         cells = dict(zip(COLUMNS, cells_of(trial, report.own), strict=True))
         text = "\n".join(lines_of(trial))
         table.add_row(label, text, *(cells[name] for name in shown), style=style)
     return table
-
-
-def _too_wide(width: int) -> tuple[str, ...]:
-    room = (width - LAYOUT_WIDTH - 5) // COLUMN_WIDTH
-    return LEFT_OUT[: max(0, len(COLUMNS) - room)]
 
 
 CAPTION = (

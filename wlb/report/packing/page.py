@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from wlb.packing.study.measure import PackingRun
 from wlb.plan import IntArray
 from wlb.report.packing.plots import delay_figure, imbalance_figure, length_figure, trade_figure
-from wlb.report.packing.source import SourceFacts
-from wlb.report.packing.tables import COLUMNS, remarks
+from wlb.report.packing.tables import COLUMNS, SourceFacts, remarks
 from wlb.report.render import render
 
 

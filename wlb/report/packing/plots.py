@@ -8,7 +8,7 @@ import numpy as np
 from wlb.packing.study.measure import PackingRun, PackingSummary
 from wlb.packing.study.tune import Tuning
 from wlb.plan import IntArray
-from wlb.report.plots import COLOURS, new_figure, svg
+from wlb.report.plots import COLOURS, legend_above, new_figure, svg
 
 MARKS = {
     "original": ("#000000", "X"),
@@ -118,45 +118,40 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
 
     A label that is further away gets a thin line to its point.
     """
+    from matplotlib.transforms import Bbox
+
     figure.draw_without_rendering()  # computes the layout, which places need
     pixels = [axes.transData.transform((x, y)) for x, y, _ in points]
     per_point = figure.dpi / 72
     high, dot = 11 * per_point, 6 * per_point
-    taken = [(x - dot, y - dot, x + dot, y + dot) for x, y in pixels]
+    taken = [Bbox.from_extents(x - dot, y - dot, x + dot, y + dot) for x, y in pixels]
     inside = axes.bbox
     for (x, y), (data_x, data_y, label) in zip(pixels, points, strict=True):
         wide = 5.2 * per_point * len(label)
         boxes = [
-            (x + dx, y + dy, x + dx + wide, y + dy + high)
+            Bbox.from_bounds(x + dx, y + up * high - high / 2, wide, high)
             for up in (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
             for dx in (1.4 * dot, -1.4 * dot - wide)
-            for dy in (up * high - high / 2,)
         ]
         fits = (
             b
             for b in boxes
-            if b[0] > inside.x0
-            and b[2] < inside.x1
-            and b[1] > inside.y0
-            and b[3] < inside.y1
-            and not any(_overlap(b, other) for other in taken)
+            if inside.x0 < b.x0 < b.x1 < inside.x1
+            and inside.y0 < b.y0 < b.y1 < inside.y1
+            and not b.count_overlaps(taken)
         )
         box = next(fits, boxes[0])
         taken.append(box)
-        is_far = abs(box[1] + high / 2 - y) > high / 2
+        is_far = abs(box.y0 + high / 2 - y) > high / 2
         axes.annotate(
             label,
             (data_x, data_y),
-            xytext=((box[0] - x) / per_point, (box[1] + high / 2 - y) / per_point),
+            xytext=((box.x0 - x) / per_point, (box.y0 + high / 2 - y) / per_point),
             textcoords="offset points",
             fontsize=8,
             va="center",
             arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkB": 4} if is_far else None,
         )
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def tuning_figure(tuning: Tuning) -> Any:
@@ -189,8 +184,7 @@ def tuning_figure(tuning: Tuning) -> Any:
         axis.set(xlabel=title, yscale="log")
     axes[0].set_ylabel("wait for the slowest micro-batch (%)")
     axes[0].axvline(tuning.delay_budget, color="grey", linestyle=":", linewidth=1)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
+    legend_above(figure, axes[:1])
     return figure
 
 

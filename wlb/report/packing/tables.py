@@ -1,11 +1,19 @@
-"""Comparisons of packing policies as rich tables; a narrow terminal gets fewer columns."""
+"""Comparisons of packing policies as rich tables, and facts of the documents in sentences.
+
+A narrow terminal gets fewer columns.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from rich.table import Table
 
 from wlb.packing.study.measure import PackingSummary
-from wlb.packing.study.tune import TunePoint, Tuning
+from wlb.packing.study.tune import Tuning
+from wlb.plan import IntArray
+from wlb.plan.plain import PlainRecord
+from wlb.report.tables import new_table
 from wlb.spec import LossNormalizer
 
 Cell = Callable[[PackingSummary], str]
@@ -110,11 +118,9 @@ def packing_table(
     summaries: Sequence[PackingSummary], *, title: str, width: int, own: str = ""
 ) -> Table:
     """A row for each summary; the one labelled `own` in bold."""
-    table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
     shown = fitting(summaries, width=width)
-    table.add_column("policy", overflow="fold")
-    for name, _ in shown:
-        table.add_column(name, justify="right", no_wrap=True)
+    names = [name for name, _ in shown]
+    table = new_table(title, texts=["policy"], numbers=names, caption=CAPTION)
     for summary in summaries:
         style = "bold" if summary.label == own else ""
         table.add_row(summary.label, *(cell(summary) for _, cell in shown), style=style)
@@ -127,32 +133,75 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
     if tuning.recommended not in points:
         points.append(tuning.recommended)
     title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("setting", overflow="fold")
-    shown: list[tuple[str, Cell]] = [
-        ("F+B time-w.", lambda s: f"{s.step_time_weighted:.4f}"),
-        ("imbalance", lambda s: f"{s.imbalance:.3f}"),
-        ("delay", lambda s: f"{s.mean_delay:.2f}"),
-        ("p99", lambda s: f"{s.p99_delay}"),
-        ("max", lambda s: f"{s.max_delay}"),
-        ("tok. CV", lambda s: f"{s.tokens_cv:.2f}"),
-        ("long wt", lambda s: f"{s.long_weight:.2f}"),
-    ]
-    for name, _ in shown:
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
+    shown: list[tuple[str, Cell]] = [("F+B time-w.", lambda s: f"{s.step_time_weighted:.4f}")]
+    shown += [(name, cell) for name, cell, _ in COLUMNS if name in names]
+    heads = [name for name, _ in shown]
+    table = new_table(title, labels=[""], texts=["setting"], numbers=heads)
     for point in points:
-        is_best = point == tuning.recommended
+        mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
         cells = [cell(point.summary) for _, cell in shown]
-        table.add_row(
-            "->" if is_best else "", _label(point), *cells, style="bold" if is_best else ""
-        )
+        table.add_row(mark, point.summary.label, *cells, style=style)
     return table
-
-
-def _label(point: TunePoint) -> str:
-    return point.summary.label
 
 
 def _thousands(tokens: float) -> str:
     return f"{tokens / 1000:.0f}K" if tokens >= 1000 else f"{tokens:.0f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFacts(PlainRecord):
+    """Documents of a corpus before they are packed; lengths in tokens.
+
+    short_share: share of tokens in documents shorter than half the window. num_long: documents
+    longer than the window; long_share: their share of tokens.
+    """
+
+    name: str
+    window: int
+    num_documents: int
+    num_tokens: int
+    median: int
+    p99: int
+    longest: int
+    short_share: float
+    num_long: int
+    long_share: float
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The facts in two sentences."""
+        first = (
+            f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens; median "
+            f"{self.median:,}, p99 {self.p99:,}, longest {self.longest:,}."
+        )
+        second = (
+            f"{self.short_share:.0%} of tokens are in documents shorter than half the window of "
+            f"{self.window:,}; "
+        )
+        if self.num_long:
+            second += (
+                f"{self.num_long:,} documents ({self.long_share:.1%} of tokens) are longer than it "
+                f"and are cut into pieces of at most a window."
+            )
+        else:
+            second += "none is longer."
+        return first, second
+
+
+def facts_of(name: str, lengths: IntArray, *, window: int) -> SourceFacts:
+    """Facts of documents of `lengths` (shape [n], n >= 1)."""
+    total = int(lengths.sum())
+    is_long = lengths > window
+    return SourceFacts(
+        name=name,
+        window=window,
+        num_documents=len(lengths),
+        num_tokens=total,
+        median=int(np.median(lengths)),
+        p99=int(np.percentile(lengths, 99)),
+        longest=int(lengths.max()),
+        short_share=int(lengths[lengths < window / 2].sum()) / total,
+        num_long=int(is_long.sum()),
+        long_share=int(lengths[is_long].sum()) / total,
+    )

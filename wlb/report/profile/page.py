@@ -18,57 +18,25 @@ from wlb.cost import (
     ProvenanceKind,
 )
 from wlb.report.plots import require_matplotlib
-from wlb.report.profile.plots import (
-    collective_figure,
-    elementwise_figure,
-    gemm_figure,
-    held_figure,
-    kernel_figure,
-    layer_figure,
-    shown_keys,
-    terms_figure,
+from wlb.report.profile import plots, points
+from wlb.report.profile.points import PASSES, HeldPoint, PlottedSample, Record, TermCurves
+from wlb.report.profile.words import (
+    made_with,
+    rate_text,
+    rates_text,
+    spoken,
+    table_title,
+    time_text,
 )
-from wlb.report.profile.points import (
-    PASSES,
-    HeldPoint,
-    PlottedSample,
-    Record,
-    TermCurves,
-    collective_samples,
-    elementwise_samples,
-    gemm_rate,
-    gemm_samples,
-    grid_samples,
-    kernel_rates,
-    layer_samples,
-    measured_of,
-    terms_of,
-    without_layer,
-    worst,
-)
-from wlb.report.profile.provenance import made_with, source_rows
-from wlb.report.profile.words import rate_text, spoken, table_title, time_text
 from wlb.report.render import render
 from wlb.spec import ModelSpec, ParallelSpec
 
 __all__ = ["HeldPoint", "profile_page"]
 
-HELD = {"held_pair": "equal segments", "held_batch": "varlen batches"}
-"""Kinds of held-out attention calls, in words."""
-KINDS = {
-    "grid": "attention of equal segments",
-    "held_pair": "held-out equal segments",
-    "held_batch": "held-out varlen batches",
-    "gemm": "matrix products",
-    "elementwise": "element-wise operators",
-    "embedding": "the embedding",
-    "head": "the output head",
-    "layer": "whole layers",
-    "held_layer": "held-out whole layers",
-    "collective": "collectives",
-}
-"""Kinds of records, in words."""
-TOTALS = (*PASSES, "total")
+HELD = ("held_pair", "held_batch")
+"""Kinds of held-out attention calls: equal segments, varlen batches."""
+OF_THE_REST = ("gemm", "elementwise", "embedding", "head", "layer", "held_layer", "collective")
+"""Kinds of records that belong to no attention table."""
 Context = dict[str, Any]
 
 
@@ -87,7 +55,7 @@ def profile_page(
     """
     require_matplotlib()
     work = _workload(profile, model)
-    curves = terms_of(work, records)
+    curves = points.terms_of(work, records)
     return render(
         "profile",
         title=f"Kernel profile {profile.name}",
@@ -99,54 +67,42 @@ def profile_page(
             for table, found in zip(profile.attention, residuals, strict=True)
             if "held_batch_total_mape" in found
         ],
-        failed=[_failed(r) for r in records if r["failed"]],
+        failed=[r for r in records if r["failed"]],
         missing=_missing(profile, records, held),
         stand_ins=[c for c in profile.collectives if c.provenance.kind != ProvenanceKind.MEASURED],
         work=work,
         curves=curves,
         communication=_communication(work, curves),
-        figures={"terms": terms_figure(curves, name="terms")},
+        figures={"terms": plots.terms_figure(curves, name="terms")},
         kernels=[
-            _kernel(i, table, records, [p for p in held if p.table == i])
+            _kernel(i, table, records, [p for p in held if p.table == i], residuals[i])
             for i, table in enumerate(profile.attention)
         ],
-        residuals=_residual_rows(profile, held, residuals),
         gemm=_gemm(profile, records),
         elementwise=_elementwise(profile, records),
         layers=_layers(profile, model, records),
         collectives=_collectives(profile, records),
-        sources=source_rows(profile),
         provenance=made_with(profile),
         time=time_text,
         rate=rate_text,
+        rates=rates_text,
         spoken=spoken,
         table_title=table_title,
     )
 
 
-def _failed(record: Record) -> tuple[str, str, str]:
-    """Kind, point and error."""
-    point = ", ".join(f"{name} {value}" for name, value in record["point"].items())
-    kind = str(record["kind"])
-    return KINDS.get(kind, kind), point, record["failed"]
-
-
 def _missing(
     profile: KernelProfile, records: Sequence[Record], held: Sequence[HeldPoint]
-) -> list[str]:
-    """Kinds of points that the sweep does not have, of each attention table and of the rest."""
-    missing: list[str] = []
+) -> list[tuple[str, str]]:
+    """Kinds of points that the sweep does not have: of each attention table, by its title, and of
+    the rest."""
+    missing: list[tuple[str, str]] = []
     for i, table in enumerate(profile.attention):
         has = {p.kind for p in held if p.table == i}
-        has |= {"grid"} if grid_samples(table, records) else set()
-        missing += [
-            f"{KINDS[kind]}, {table_title(table)}" for kind in ("grid", *HELD) if kind not in has
-        ]
-    return missing + [
-        words
-        for kind, words in KINDS.items()
-        if kind not in ("grid", *HELD) and not measured_of(records, kind)
-    ]
+        has |= {"grid"} if points.grid_samples(table, records) else set()
+        missing += [(kind, table_title(table)) for kind in ("grid", *HELD) if kind not in has]
+    rest = [kind for kind in OF_THE_REST if not points.measured_of(records, kind)]
+    return missing + [(kind, "") for kind in rest]
 
 
 def _errors(samples: Sequence[PlottedSample], which: int) -> dict[str, float] | None:
@@ -184,32 +140,37 @@ def _communication(work: ProfiledWorkload, curves: TermCurves) -> Context | None
     return {"sources": sorted(sources), "scope": spoken(costs[0].scope)}
 
 
-# Attention kernels: Figure 10, and held-out calls.
-
-
 def _kernel(
-    index: int, table: AttentionTable, records: Sequence[Record], held: Sequence[HeldPoint]
+    index: int,
+    table: AttentionTable,
+    records: Sequence[Record],
+    held: Sequence[HeldPoint],
+    residuals: Mapping[str, float],
 ) -> Context:
-    samples = grid_samples(table, records)
+    samples = points.grid_samples(table, records)
     return {
         "table": table,
         "title": table_title(table),
         "num_samples": len(samples),
         "passes": [
-            _pass(index, table, samples, which) for which in range(2) if shown_keys(samples)
+            _pass(index, table, samples, which) for which in range(2) if plots.shown_keys(samples)
         ],
-        "held": _held(index, held) if held else None,
+        "residuals": residuals,
+        "num_held": {kind: sum(p.kind == kind for p in held) for kind in HELD},
+        "figure": plots.held_figure(held, name=f"held-{index}") if held else None,
+        "inside": [sum(abs(p.error(i)) <= 0.1 for p in held) for i in range(2)],
+        "worst": [(name, points.worst(held, i)) for i, name in enumerate(PASSES)],
     }
 
 
 def _pass(
     index: int, table: AttentionTable, samples: Sequence[PlottedSample], which: int
 ) -> Context:
-    (tflops, best), *_ = kernel_rates(table, samples, which)
+    (tflops, best), *_ = points.kernel_rates(table, samples, which)
     name = PASSES[which]
     return {
         "name": name,
-        "figure": kernel_figure(table, samples, which=which, name=f"kernel-{index}-{name}"),
+        "figure": plots.kernel_figure(table, samples, which=which, name=f"kernel-{index}-{name}"),
         "steps": _steps(table, samples, which),
         "best_tflops": tflops,
         "best": best,
@@ -220,7 +181,7 @@ def _pass(
 def _steps(table: AttentionTable, samples: Sequence[PlottedSample], which: int) -> Context:
     """How time grows over the most keys: from the fewest rows to one tile and to two; without
     tiles, from the fewest rows to the most."""
-    kv, tile = shown_keys(samples)[-1], table.tile_rows
+    kv, tile = plots.shown_keys(samples)[-1], table.tile_rows
     rows = {s.at["q"]: s for s in samples if s.at["kv"] == kv and s.at["q"] < kv}
     first, last = min(rows), max(rows)
 
@@ -231,7 +192,7 @@ def _steps(table: AttentionTable, samples: Sequence[PlottedSample], which: int) 
     if tile > 1 and first < tile and {tile, 2 * tile} <= rows.keys():
         second = growth(tile, 2 * tile)
         return {**steps, "tile": tile, "growth": growth(first, tile), "second_growth": second}
-    rates = [kernel_rates(table, [rows[q]], which)[0][0] for q in (first, last)]
+    rates = [points.kernel_rates(table, [rows[q]], which)[0][0] for q in (first, last)]
     return {
         **steps,
         "tile": 0,
@@ -241,59 +202,24 @@ def _steps(table: AttentionTable, samples: Sequence[PlottedSample], which: int) 
     }
 
 
-def _held(index: int, held: Sequence[HeldPoint]) -> Context:
-    counts = [sum(p.kind == kind for p in held) for kind in HELD]
-    return {
-        "figure": held_figure(held, name=f"held-{index}"),
-        "num": len(held),
-        "num_pairs": counts[0],
-        "num_batches": counts[1],
-        "inside": [
-            sum(abs(p.predicted_ns[i] / p.measured_ns[i] - 1) <= 0.1 for p in held)
-            for i in range(2)
-        ],
-        "worst": [(name, worst(held, i)) for i, name in enumerate(PASSES)],
-    }
-
-
-def _residual_rows(
-    profile: KernelProfile, held: Sequence[HeldPoint], residuals: Sequence[Mapping[str, float]]
-) -> list[list[str]]:
-    rows: list[list[str]] = []
-    for i, (table, found) in enumerate(zip(profile.attention, residuals, strict=True)):
-        for kind, words in HELD.items():
-            count = sum(p.kind == kind and p.table == i for p in held)
-            for name in TOTALS:
-                errors = [found.get(f"{kind}_{name}_{part}") for part in ("mape", "p95", "max")]
-                again = found.get(f"retest_{name}") if kind == "held_batch" else None
-                cells = [f"{e:.1%}" if e is not None else "not measured" for e in [*errors, again]]
-                if kind == "held_pair":
-                    cells[-1] = ""
-                rows.append([table_title(table), words, name, str(count), *cells])
-    return rows
-
-
-# The linear part.
-
-
 def _gemm(profile: KernelProfile, records: Sequence[Record]) -> Context | None:
-    samples = gemm_samples(profile, records)
+    samples = points.gemm_samples(profile, records)
     if not samples:
         return None
     return {
-        "figure": gemm_figure(profile, samples, name="gemm"),
+        "figure": plots.gemm_figure(profile, samples, name="gemm"),
         "num": len(samples),
-        "peaks": [max(gemm_rate(s, s.measured_ns[i], i) for s in samples) for i in range(2)],
+        "peaks": [max(points.gemm_rate(s, s.measured_ns[i], i) for s in samples) for i in range(2)],
         "errors": _both_errors(samples),
     }
 
 
 def _elementwise(profile: KernelProfile, records: Sequence[Record]) -> Context | None:
-    samples = elementwise_samples(profile, records)
+    samples = points.elementwise_samples(profile, records)
     if not samples:
         return None
     return {
-        "figure": elementwise_figure(profile, samples, name="elementwise"),
+        "figure": plots.elementwise_figure(profile, samples, name="elementwise"),
         "errors": _both_errors(samples),
         "num_too_short": sum(ns <= 0 for s in samples for ns in s.measured_ns),
         "missing": sorted({str(op) for op in Elementwise} - {s.at["op"] for s in samples}),
@@ -302,14 +228,14 @@ def _elementwise(profile: KernelProfile, records: Sequence[Record]) -> Context |
 
 def _layers(profile: KernelProfile, model: ModelSpec, records: Sequence[Record]) -> Context | None:
     kinds = ("layer", "held_layer")
-    fitted, held = (layer_samples(profile, model, records, kind=kind) for kind in kinds)
+    fitted, held = (points.layer_samples(profile, model, records, kind=kind) for kind in kinds)
     if not fitted and not held:
         return None
-    bare = without_layer(profile)
-    operators = [s for kind in kinds for s in layer_samples(bare, model, records, kind=kind)]
+    bare = points.without_layer(profile)
+    operators = [s for kind in kinds for s in points.layer_samples(bare, model, records, kind=kind)]
     operators.sort(key=lambda s: s.at["tokens"])
     return {
-        "figure": layer_figure(fitted, held, operators, name="layers"),
+        "figure": plots.layer_figure(fitted, held, operators, name="layers"),
         "num_fitted": len(fitted),
         "num_held": len(held),
         "fitted": _both_errors(fitted),
@@ -319,12 +245,12 @@ def _layers(profile: KernelProfile, model: ModelSpec, records: Sequence[Record])
 
 
 def _collectives(profile: KernelProfile, records: Sequence[Record]) -> Context | None:
-    samples = collective_samples(profile, records)
+    samples = points.collective_samples(profile, records)
     if not samples:
         return None
     measured = {(s.at["op"], s.at["scope"]) for s in samples}
     return {
-        "figure": collective_figure(profile, samples, name="collectives"),
+        "figure": plots.collective_figure(profile, samples, name="collectives"),
         "fitted": [c for c in profile.collectives if (c.op, c.scope) in measured],
         "missing": [c for c in profile.collectives if (c.op, c.scope) not in measured],
         "error": _errors(samples, 0),

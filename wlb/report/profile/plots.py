@@ -4,15 +4,14 @@ In every figure points are measured and lines are fitted. No axis is limited to 
 points, so nothing that was measured is out of sight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from wlb.cost import AttentionTable, Collective, Elementwise, KernelProfile, Scope
-from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray
-from wlb.report.plots import COLOURS, new_figure, svg
+from wlb.plan import FloatArray, IntArray
+from wlb.report.plots import COLOURS, legend_above, new_figure, svg
 from wlb.report.profile.points import (
     PASSES,
     HeldPoint,
@@ -23,7 +22,7 @@ from wlb.report.profile.points import (
     segment_ns,
     worst,
 )
-from wlb.report.profile.words import rate_unit
+from wlb.report.profile.words import rate_unit, spoken
 
 MARKERS = "osD^vPX"
 DENSE_ROWS = 512
@@ -73,9 +72,6 @@ def terms_figure(terms: TermCurves, *, name: str) -> str:
     return svg(figure, name)
 
 
-# Figure 10.
-
-
 def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
     """A few key counts at which several counts of query rows were measured."""
     rows: dict[int, set[int]] = {}
@@ -94,26 +90,29 @@ def kernel_figure(
     Whole documents (as many keys as rows) are a line of their own.
     """
     figure, (left, right) = new_figure(ncols=2, height=4.0)
-    scale, unit = rate_unit(
-        [attention_rate(table, s, s.measured_ns[which], which) for s in samples]
-    )
+
+    def rates(mine: Sequence[PlottedSample], of: str) -> list[float]:
+        return [attention_rate(table, s, getattr(s, of)[which], which) for s in mine]
+
+    scale, unit = rate_unit(rates(samples, "measured_ns"))
+
+    def draw_rates(mine: Sequence[PlottedSample], marker: str, colour: str, label: str) -> None:
+        rows = [s.at["q"] for s in mine]
+        found = (rates(mine, of) for of in ("measured_ns", "fitted_ns"))
+        measured, fitted = (np.array(of_rows) * scale for of_rows in found)
+        _draw(right, marker, colour, (rows, measured), (rows, fitted), label=label)
+
     for i, kv in enumerate(shown_keys(samples)):
         mine = [s for s in samples if s.at["kv"] == kv and s.at["q"] < kv]
-        style = {"color": COLOURS[i], "marker": MARKERS[i], "markersize": 4, "linestyle": "none"}
+        style, label = (MARKERS[i], COLOURS[i]), f"{tokens_text(kv)} keys"
         dense = [s for s in mine if s.at["q"] <= DENSE_ROWS]
-        left.plot(
-            [s.at["q"] for s in dense],
-            [s.measured_ns[which] * 1e-9 for s in dense],
-            label=f"{tokens_text(kv)} keys",
-            **style,
-        )
         rows, fitted = _fitted(table, mine)
         few = rows <= DENSE_ROWS
-        left.plot(rows[few], fitted[which][few] * 1e-9, color=COLOURS[i], linewidth=1.2)
-        _rates(right, table, mine, which, scale, {**style, "label": f"{tokens_text(kv)} keys"})
-    whole = [s for s in samples if s.at["q"] == s.at["kv"]]
-    style = {"color": "#000000", "marker": "x", "markersize": 4, "linestyle": "none"}
-    _rates(right, table, whole, which, scale, {**style, "label": "keys = rows"})
+        measured = ([s.at["q"] for s in dense], [s.measured_ns[which] * 1e-9 for s in dense])
+        _draw(left, *style, measured, (rows[few], fitted[which][few] * 1e-9), label=label)
+        draw_rates(mine, *style, label)
+    if whole := [s for s in samples if s.at["q"] == s.at["kv"]]:
+        draw_rates(whole, "x", "#000000", "keys = rows")
     left.set(
         xlabel="query rows", ylabel=f"{PASSES[which]}, one segment", yscale="log", xlim=(0, None)
     )
@@ -122,12 +121,7 @@ def kernel_figure(
     left.xaxis.set_major_locator(_locator([0, 64, 128, 192, 256, 320, 384, 448, 512]))
     _engineering(left.yaxis, "s")
     _powers_of_two(right)
-    figure.legend(
-        *right.get_legend_handles_labels(),
-        frameon=False,
-        loc="outside upper center",
-        ncols=MOST_SERIES + 1,
-    )
+    legend_above(figure, [right], ncols=MOST_SERIES + 1)
     return svg(figure, name)
 
 
@@ -146,24 +140,10 @@ def _fitted(
     return rows, segment_ns(table, rows, np.full(rows.size, samples[0].at["kv"]), count)
 
 
-def _rates(
-    axes: Any,
-    table: AttentionTable,
-    samples: Sequence[PlottedSample],
-    which: int,
-    scale: float,
-    style: dict[str, Any],
-) -> None:
-    if not samples:
-        return
-    rows = [s.at["q"] for s in samples]
-    measured = [attention_rate(table, s, s.measured_ns[which], which) * scale for s in samples]
-    fitted = [attention_rate(table, s, s.fitted_ns[which], which) * scale for s in samples]
-    axes.plot(rows, measured, **style)
-    axes.plot(rows, fitted, color=style["color"], linewidth=1.2)
-
-
-# Predicted against measured.
+def _draw(axes: Any, marker: str, colour: str, measured: Any, fitted: Any, *, label: str) -> None:
+    """A series: what was measured as points, what is fitted as a line; x and y of each."""
+    axes.plot(*measured, marker, color=colour, markersize=4, label=label)
+    axes.plot(*fitted, color=colour, linewidth=1.2)
 
 
 def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
@@ -228,34 +208,24 @@ def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
         )
 
 
-# The linear part.
-
-
 def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str) -> str:
     """Throughput of matrix products over tokens, of a few matrices."""
     figure, panels = new_figure(ncols=2, height=3.8)
     sizes = _few(sorted({s.at["weights"] for s in samples}))
-    rates = [gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)]
-    scale, unit = rate_unit(rates)
+    scale, unit = rate_unit([gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)])
     tokens = _between(np.array([s.at["tokens"] for s in samples], np.float64))
     for which, axes in enumerate(panels):
         surface = (profile.gemm.forward, profile.gemm.backward)[which]
         for i, weights in enumerate(sizes):
             mine = [s for s in samples if s.at["weights"] == weights]
-            axes.plot(
-                [s.at["tokens"] for s in mine],
-                [gemm_rate(s, s.measured_ns[which], which) * scale for s in mine],
-                *MARKERS[i],
-                color=COLOURS[i],
-                markersize=4,
-                label=f"{weights:,.0f} weights",
-            )
+            rates = [gemm_rate(s, s.measured_ns[which], which) * scale for s in mine]
             fitted = surface.at(tokens, np.full(tokens.size, weights)) * scale
-            axes.plot(tokens, fitted, color=COLOURS[i], linewidth=1.2)
+            measured, label = ([s.at["tokens"] for s in mine], rates), f"{weights:,.0f} weights"
+            _draw(axes, MARKERS[i], COLOURS[i], measured, (tokens, fitted), label=label)
         axes.set(xscale="log", xlabel="tokens", ylabel=f"{PASSES[which]}, {unit}")
         _from_zero(axes)
         _powers_of_two(axes)
-    _shared_legend(figure, panels)
+    legend_above(figure, panels)
     return svg(figure, name)
 
 
@@ -266,25 +236,24 @@ def elementwise_figure(
     figure, panels = new_figure(ncols=2, height=3.8)
     for which, axes in enumerate(panels):
         for i, op in enumerate(Elementwise):
-            mine = sorted((s.at["bytes"][which], s.measured_ns[which])
-                          for s in samples if s.at["op"] == op)  # fmt: skip
-            mine = [(size, ns) for size, ns in mine if ns > 0]
+            of_op = [s for s in samples if s.at["op"] == op and s.measured_ns[which] > 0]
+            mine = sorted((s.at["bytes"][which], s.measured_ns[which]) for s in of_op)
             if not mine:
                 continue
             sizes, took = np.array(mine).T
-            style = {"color": COLOURS[i], "markersize": 4, "label": str(op)}
-            axes.plot(sizes, sizes / took * 1e9, MARKERS[i], **style)
             cost = profile.elementwise_of(op)
             call = (cost.forward_call_ns, cost.backward_call_ns)[which]
             rate = (cost.forward_bytes_per_s, cost.backward_bytes_per_s)[which]
             line = _between(sizes)
-            axes.plot(line, line / (call * 1e-9 + line / rate), color=COLOURS[i], linewidth=1.2)
+            fitted = (line, line / (call * 1e-9 + line / rate))
+            measured = (sizes, sizes / took * 1e9)
+            _draw(axes, MARKERS[i], COLOURS[i], measured, fitted, label=str(op))
         axes.set(
             xscale="log", yscale="log", xlabel="bytes of a call", ylabel=f"{PASSES[which]}, B/s"
         )
         _bytes_axis(axes)
         _engineering(axes.yaxis, "B/s")
-    _shared_legend(figure, panels)
+    legend_above(figure, panels)
     return svg(figure, name)
 
 
@@ -303,37 +272,27 @@ def layer_figure(
     both = sorted([*fitted, *held], key=lambda s: s.at["tokens"])
     for which, axes in enumerate(panels):
         for i, tp in enumerate(sorted({s.at["tp"] for s in both})):
-            style = {"color": COLOURS[i % len(COLOURS)], "markersize": 5}
-            for samples, line, width, label in (
-                (both, "-", 1.2, f"TP {tp}"),
-                (operators, ":", 1.2, f"TP {tp}, sum of operators"),
-            ):
-                mine = [s for s in samples if s.at["tp"] == tp]
-                axes.plot(
-                    *_times(mine, [s.fitted_ns[which] for s in mine]),
-                    linestyle=line,
-                    linewidth=width,
-                    color=style["color"],
-                    label=label,
-                )
-            for samples, filling in ((fitted, "none"), (held, style["color"])):
-                mine = [s for s in samples if s.at["tp"] == tp]
-                axes.plot(
-                    *_times(mine, [s.measured_ns[which] for s in mine]),
-                    MARKERS[i % len(MARKERS)],
-                    markerfacecolor=filling,
-                    **style,
-                )
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            style = {"linewidth": 1.2, "color": colour}
+            axes.plot(*_times(both, "fitted_ns", tp, which), "-", label=f"TP {tp}", **style)
+            words = f"TP {tp}, sum of operators"
+            axes.plot(*_times(operators, "fitted_ns", tp, which), ":", label=words, **style)
+            for samples, filling in ((fitted, "none"), (held, colour)):
+                style = {"markerfacecolor": filling, "color": colour, "markersize": 5}
+                axes.plot(*_times(samples, "measured_ns", tp, which), marker, **style)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=f"{PASSES[which]}, one layer")
         _powers_of_two(axes)
         _engineering(axes.yaxis, "s")
-    _shared_legend(figure, panels)
+    legend_above(figure, panels)
     return svg(figure, name)
 
 
-def _times(samples: Sequence[PlottedSample], ns: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Tokens and seconds."""
-    return [s.at["tokens"] for s in samples], [t * 1e-9 for t in ns]
+def _times(
+    samples: Sequence[PlottedSample], of: str, tp: int, which: int
+) -> tuple[list[int], list[float]]:
+    """Tokens and seconds of layers of one TP degree."""
+    mine = [s for s in samples if s.at["tp"] == tp]
+    return [s.at["tokens"] for s in mine], [getattr(s, of)[which] * 1e-9 for s in mine]
 
 
 def collective_figure(
@@ -348,32 +307,20 @@ def collective_figure(
             if not mine:
                 continue
             sizes = np.array([s.at["bytes"] for s in mine], np.float64)
-            axes.plot(
-                sizes,
-                [s.measured_ns[0] * 1e-9 for s in mine],
-                *MARKERS[i],
-                color=COLOURS[i],
-                markersize=4,
-                label=op.replace("_", "-"),
-            )
             cost = next(c for c in profile.collectives if (c.op, c.scope) == (op, scope))
-            line = _between(sizes)
-            fitted = [
-                cost.time_ns(n, num_ranks=mine[0].at["ranks"]) * 1e-9 for n in map(float, line)
-            ]
-            axes.plot(line, fitted, color=COLOURS[i], linewidth=1.2)
+            line, ranks = _between(sizes), mine[0].at["ranks"]
+            fitted = [cost.time_ns(n, num_ranks=ranks) * 1e-9 for n in map(float, line)]
+            measured = (sizes, [s.measured_ns[0] * 1e-9 for s in mine])
+            _draw(axes, MARKERS[i], COLOURS[i], measured, (line, fitted), label=spoken(op))
         ranks = " or ".join(
             str(n) for n in sorted({s.at["ranks"] for s in samples if s.at["scope"] == scope})
         )
-        title = f"{scope.replace('_', '-')}, {ranks} ranks"
+        title = f"{spoken(scope)}, {ranks} ranks"
         axes.set(xscale="log", yscale="log", xlabel="bytes of the whole buffer", ylabel=title)
         _bytes_axis(axes)
         _engineering(axes.yaxis, "s")
-    _shared_legend(figure, panels)
+    legend_above(figure, panels)
     return svg(figure, name)
-
-
-# Axes.
 
 
 def tokens_text(count: int) -> str:
@@ -404,11 +351,7 @@ def _from_zero(axes: Any) -> None:
 
 def _powers_of_two(axes: Any) -> None:
     """Ticks of a logarithmic x axis of tokens."""
-
-    def text(x: float, _: int) -> str:
-        return tokens_text(round(x))
-
-    _fixed_ticks(axes, 1, text)
+    _fixed_ticks(axes, 1, lambda x, _: tokens_text(round(x)))
 
 
 def _bytes_axis(axes: Any) -> None:
@@ -421,7 +364,7 @@ def _bytes_axis(axes: Any) -> None:
     _fixed_ticks(axes, 2, text)
 
 
-def _fixed_ticks(axes: Any, least_step: int, text: Any) -> None:
+def _fixed_ticks(axes: Any, least_step: int, text: Callable[[float, int], str]) -> None:
     low, high = (float(np.log2(x)) for x in axes.get_xlim())
     step = max(least_step, int(np.ceil((high - low) / 7)))
     first = int(np.ceil(low / step)) * step
@@ -439,14 +382,3 @@ def _engineering(axis: Any, unit: str, span: tuple[float, float] | None = None) 
     axis.set_major_locator(LogLocator(base=10, subs=subs))
     axis.set_major_formatter(EngFormatter(unit=unit))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _shared_legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Above all panels, each label once."""
-    found: dict[str, Any] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(
-        found.values(), found.keys(), frameon=False, loc="outside upper center", ncols=len(found)
-    )

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from wlb.cost import AttentionTable, Elementwise, KernelProfile, ProfiledWorkload
-from wlb.cost.flops import FloatArray, attention_backward_flops, attention_forward_flops
+from wlb.cost.flops import attention_backward_flops, attention_forward_flops
 from wlb.cost.linear import LinearCost
 from wlb.cost.profile import DTYPE_BYTES, LayerCost
-from wlb.plan import IntArray
+from wlb.plan import FloatArray, IntArray
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 PASSES = ("forward", "backward")
@@ -35,6 +35,9 @@ class HeldPoint:
     label: Mapping[str, int]
     measured_ns: tuple[float, float]
     predicted_ns: tuple[float, float]
+
+    def error(self, which: int) -> float:
+        return self.predicted_ns[which] / self.measured_ns[which] - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,12 @@ def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]
 def _passes(record: Record) -> tuple[float, float]:
     numbers = record["numbers"]
     return float(numbers["forward_ns"]), float(numbers["backward_ns"])
+
+
+def _sample(record: Record, fitted_ns: Iterable[float], **more: Any) -> PlottedSample:
+    """A record of both passes beside its fit. more: what `at` has in addition."""
+    at = {**record["point"], **more}
+    return PlottedSample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted_ns))
 
 
 def layout_of(table: AttentionTable) -> dict[str, int]:
@@ -116,13 +125,7 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
             times * flops * 1e-3 / float(surface.at(*where)[0])
             for times, surface in zip((1, 2), surfaces, strict=True)
         )
-        found.append(
-            PlottedSample(
-                at={**at, "weights": weights, "flops": flops},
-                measured_ns=_passes(record),
-                fitted_ns=tuple(fitted),
-            )
-        )
+        found.append(_sample(record, fitted, weights=weights, flops=flops))
     return found
 
 
@@ -132,20 +135,19 @@ def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> li
     found: list[PlottedSample] = []
     for record in measured_of(records, "elementwise") + measured_of(records, "embedding"):
         at, numbers = record["point"], record["numbers"]
+        op = Elementwise(at.get("op", Elementwise.EMBEDDING))
         if record["kind"] == "embedding":
             # As `elementwise_values`: read and write; backward reads a row and adds to another.
             values = at["tokens"] * at["hidden"] * value_bytes
-            at, sizes = {**at, "op": str(Elementwise.EMBEDDING)}, (2 * values, 3 * values)
+            sizes = (2 * values, 3 * values)
         else:
             sizes = (numbers["forward_bytes"], numbers["backward_bytes"])
-        cost = profile.elementwise_of(Elementwise(at["op"]))
+        cost = profile.elementwise_of(op)
         fitted = (
             cost.forward_call_ns + sizes[0] / cost.forward_bytes_per_s * 1e9,
             cost.backward_call_ns + sizes[1] / cost.backward_bytes_per_s * 1e9,
         )
-        found.append(
-            PlottedSample(at={**at, "bytes": sizes}, measured_ns=_passes(record), fitted_ns=fitted)
-        )
+        found.append(_sample(record, fitted, op=str(op), bytes=sizes))
     return found
 
 
@@ -172,7 +174,7 @@ def layer_samples(
             (per_token[f"gemm_{name}"] + per_token[f"elementwise_{name}"]) * at["tokens"] + call
             for name, call in zip(PASSES, cost.call_ns, strict=True)
         )
-        found.append(PlottedSample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted)))
+        found.append(_sample(record, fitted))
     return found
 
 
@@ -238,11 +240,8 @@ def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
 
 def worst(points: Sequence[HeldPoint], which: int) -> list[tuple[float, HeldPoint]]:
     """The largest errors of a pass, signed, worst first."""
-    errors = [(p.predicted_ns[which] / p.measured_ns[which] - 1, p) for p in points]
+    errors = [(p.error(which), p) for p in points]
     return sorted(errors, key=lambda e: -abs(e[0]))[:MOST_WORST]
-
-
-# Figure 7.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

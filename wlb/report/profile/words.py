@@ -1,8 +1,10 @@
-"""Numbers of a kernel profile with their units, as its page and figures write them."""
+"""Numbers and origin of a kernel profile in words, as its page and figures write them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from wlb.cost import AttentionTable
+from wlb.cost import AttentionTable, KernelProfile
+from wlb.plan import FloatArray
 
 
 def rate_unit(tflops: Sequence[float]) -> tuple[float, str]:
@@ -30,5 +32,55 @@ def rate_text(tflops: float) -> str:
     return f"{tflops * scale:.3g} {unit}"
 
 
+def rates_text(tflops: FloatArray) -> str:
+    """The lowest and the highest of them."""
+    scale, unit = rate_unit([float(tflops.max())])
+    return f"{tflops.min() * scale:.3g} to {tflops.max() * scale:.3g} {unit}"
+
+
 def spoken(name: str) -> str:
     return name.replace("_", "-")
+
+
+def made_with(profile: KernelProfile) -> list[tuple[str, str]]:
+    """Device, command and environment of the sweep, by name."""
+    origin = profile.provenance
+    plain = [
+        ("device", profile.device),
+        ("data type", profile.dtype),
+        ("attention kernels", ", ".join(profile.backends)),
+        ("date", origin.date),
+        ("commit", origin.commit),
+        ("command", origin.command),
+    ]
+    starts: list[dict[str, Any]] = origin.environment.get("starts") or [{}]
+    conditions: dict[str, Any] = starts[-1].get("conditions", {})
+    facts = [(name, _value_text(name, v)) for name, v in origin.environment.items()]
+    facts += [(name, _condition_text(v)) for name, v in conditions.items() if v not in ("", {}, 0)]
+    own = [fact for fact in facts if fact[0] not in ("starts", "name", "dtype", "device")]
+    return [(name, text) for name, text in [*plain, *own] if text]
+
+
+def _value_text(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items())  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(str(v) for v in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return str(value)
+
+
+def _condition_text(value: Any) -> str:
+    """Format three numbers as least, median, most, and shares by reason as percentages."""
+    match value:
+        case [float() | int() as low, float() | int() as middle, float() | int() as high]:
+            return f"{low:g} at least, {middle:g} at the median, {high:g} at most"
+        case Mapping():
+            shares = cast(Mapping[str, Any], value)
+            return ", ".join(
+                f"{spoken(k)} {v:.0%}" if isinstance(v, float) else f"{spoken(k)} ({v})"
+                for k, v in shares.items()
+            )
+        case _:
+            return str(value)

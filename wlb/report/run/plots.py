@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb.plan import TERMS, RankTable
+from wlb.plan import TERMS, FloatArray, RankTable
 from wlb.report.plots import (
     DASHES,
     RUNS,
-    FloatArray,
+    draw_means,
     keep_far_points_at_the_edge,
+    legend_above,
     new_figure,
-    running_mean,
+    stride,
 )
 from wlb.report.run.records import RunRecords
 from wlb.report.simulation.plots import heat_map_figure
@@ -79,14 +80,13 @@ def ratio_figure(records: RunRecords) -> Any:
         ratio = np.array([np.nan if m.ratio is None else m.ratio for m in moments], np.float64)
         weights = np.array([m.predicted_s for m in moments], np.float64)
         keep = ~np.isnan(ratio)
-        colour, dash = RUNS[k + 1], DASHES[k]
-        every = _stride(int(keep.sum()))
-        x, y = steps[keep], ratio[keep]
-        axes.plot(x[::every], y[::every], "o", color=colour, ms=2.5, alpha=0.4, mew=0)
-        line = running_mean(y, weights[keep])
-        axes.plot(
-            x[::every], line[::every], color=colour, ls=dash, lw=1.8, label=name.replace("_", " ")
-        )
+        style: dict[str, Any] = {
+            "color": RUNS[k + 1],
+            "ls": DASHES[k],
+            "label": name.replace("_", " "),
+        }
+        some = (steps[keep], ratio[keep], weights[keep])
+        draw_means(axes, *some, most=MOST_POINTS, alpha=0.4, **style)
     axes.axhline(1.0, color="grey", lw=0.8)
     axes.set(ylabel="measured / predicted time", xlabel="step")
     axes.set_ylim(bottom=0)
@@ -137,7 +137,7 @@ def delay_figure(records: RunRecords) -> Any:
     mean = records.column(lambda s: s.measured.mean_delay)
     _draw(above, records, [StepSeries("mean of a step's tokens", mean, tokens)])
     most = records.column(lambda s: s.measured.max_delay)
-    every = _stride(most.size)
+    every = stride(most.size, MOST_POINTS)
     x = records.steps_done
     above.plot(x[::every], most[::every], "_", color=RUNS[1], ms=5, label="longest of a step")
     above.set_ylabel("delay (steps)")
@@ -166,7 +166,7 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
     # Keep the slowest ranks if there are too many rows.
     order = np.argsort(-values.max(1), kind="stable").tolist()
     kept: list[int] = sorted(order[:MOST_ROWS])
-    every = _stride(values.shape[1], MOST_ROWS)
+    every = stride(values.shape[1], MOST_ROWS)
     values = values[kept][:, ::every]
     rows = len(kept)
     figure, (axes,) = new_figure(height=1.4 + min(5.0, max(1.2, 0.22 * rows)))
@@ -192,25 +192,13 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[StepSeries]) -> None:
         x, y = records.steps_done[keep], values[keep]
         if not y.size:
             continue
-        colour, dash = _colour(series, k), DASHES[k]
-        every = _stride(y.size)
-        faint = 0.25 if y.size > 40 else 0.5
-        axes.plot(x[::every], y[::every], "o", color=colour, ms=2.5, alpha=faint, mew=0)
         weighted = np.ones_like(y) if weights is None else np.nan_to_num(weights[keep])
-        line = running_mean(y, weighted)
-        known = line > 0
-        every = _stride(int(known.sum()))
-        axes.plot(
-            x[known][::every], line[known][::every], color=colour, ls=dash, lw=1.8, label=label
-        )
+        style: dict[str, Any] = {"color": _colour(series, k), "ls": DASHES[k], "label": label}
+        draw_means(axes, x, y, weighted, most=MOST_POINTS, **style)
 
 
 def _colour(series: Sequence[StepSeries], k: int) -> str:
     return RUNS[0 if len(series) == 1 else k + 1]
-
-
-def _stride(count: int, most: int = MOST_POINTS) -> int:
-    return max(1, -(-count // most))
 
 
 def _finish(
@@ -224,7 +212,4 @@ def _finish(
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     if legend:
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9
-        )
+        legend_above(figure, panels[:1], ncols=4, fontsize=9)

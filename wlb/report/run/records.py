@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb.plan import (
+    FloatArray,
     MeasuredStep,
     MeasuredTimeline,
     Place,
@@ -27,8 +27,6 @@ from wlb.plan import (
 )
 from wlb.spec import RunSpec, apply
 
-FloatArray = npt.NDArray[np.float64]
-
 EVENT_KINDS = ("checkpoint", "nonfinite", "stop")
 """Kinds of lines that say what happened besides steps."""
 
@@ -38,7 +36,6 @@ class StepRecord(NamedTuple):
 
     step: int
     steps_done: int
-    learning_rate: float
     measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None
@@ -119,17 +116,17 @@ def read_run(folder: Path) -> RunRecords:
     read = _Reading()
     with path.open(encoding="utf-8") as file:
         read.take(file)
-    if not read.steps:
+    if not read.by_step["step"]:
         raise UserError(f"{path} has no step yet; wait until the run has trained one")
-    steps = [read.steps[i] for i in sorted(read.steps)]
+    found = {kind: [lines[i] for i in sorted(lines)] for kind, lines in read.by_step.items()}
     return RunRecords(
         folder=folder,
         spec=_spec(folder, read.starts),
         starts=read.starts,
-        steps=[_step(line) for line in steps],
-        evaluations=sorted(read.evaluations.items()),
-        tables=[RankTable.from_json(read.tables[i]) for i in sorted(read.tables)],
-        timelines=[MeasuredTimeline.from_json(read.timelines[i]) for i in sorted(read.timelines)],
+        steps=[_step(line) for line in found["step"]],
+        evaluations=[(line["steps_done"], line["heldout_loss"]) for line in found["evaluation"]],
+        tables=[RankTable.from_json(line) for line in found["ranks"]],
+        timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
         events=read.events,
         num_replaced=read.num_replaced,
         num_unreadable=read.num_unreadable,
@@ -144,16 +141,19 @@ def resumed_at(start: dict[str, Any]) -> int | None:
     return int(named[1]) if named else None
 
 
+_Line = dict[str, Any]
+
+
 @dataclass
 class _Reading:
-    """Lines of the file, by step; later ones replace earlier ones."""
+    """Lines of the file. by_step: of kinds where a later line of the same step replaces the earlier
+    one."""
 
-    starts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
-    evaluations: dict[int, float] = field(default_factory=dict[int, float])
-    tables: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
-    timelines: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
-    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    starts: list[_Line] = field(default_factory=list[_Line])
+    by_step: dict[str, dict[int, _Line]] = field(
+        default_factory=lambda: {"step": {}, "evaluation": {}, "ranks": {}, "timeline": {}}
+    )
+    events: list[_Line] = field(default_factory=list[_Line])
     num_replaced: int = 0
     num_unreadable: int = 0
 
@@ -167,37 +167,28 @@ class _Reading:
             self._add(line)
 
     def _add(self, line: dict[str, Any]) -> None:
-        match line["kind"]:
-            case "start":
-                if self.starts and _layout(line) != _layout(self.starts[-1]):
-                    # Ranks of different layouts do not fit in the same table.
-                    self.tables, self.timelines = {}, {}
-                self.starts.append(line)
-                self._roll_back(resumed_at(line))
-            case "step":
-                self.num_replaced += line["step"] in self.steps
-                self.steps[line["step"]] = line
-            case "evaluation":
-                self.evaluations[line["steps_done"]] = line["heldout_loss"]
-            case "ranks":
-                self.tables[line["step"]] = line
-            case "timeline":
-                self.timelines[line["step"]] = line
-            case kind if kind in EVENT_KINDS:
-                self.events.append(line)
-            case _:  # written by a later version
-                pass
+        kind = line["kind"]  # a later version may write others than these
+        if kind == "start":
+            if self.starts and _layout(line) != _layout(self.starts[-1]):
+                # Ranks of different layouts do not fit in the same table.
+                self.by_step |= {"ranks": {}, "timeline": {}}
+            self.starts.append(line)
+            self._roll_back(resumed_at(line))
+        elif kind in self.by_step:
+            number = line["steps_done" if kind == "evaluation" else "step"]
+            self.num_replaced += kind == "step" and number in self.by_step[kind]
+            self.by_step[kind][number] = line
+        elif kind in EVENT_KINDS:
+            self.events.append(line)
 
     def _roll_back(self, steps_done: int | None) -> None:
         if steps_done is None:
             return
-        for lines in (self.steps, self.tables, self.timelines):
-            late = [step for step, line in lines.items() if line["steps_done"] > steps_done]
-            self.num_replaced += len(late) if lines is self.steps else 0
-            for step in late:
-                del lines[step]
-        for done in [d for d in self.evaluations if d > steps_done]:
-            del self.evaluations[done]
+        for kind, lines in self.by_step.items():
+            late = [number for number, line in lines.items() if line["steps_done"] > steps_done]
+            self.num_replaced += len(late) if kind == "step" else 0
+            for number in late:
+                del lines[number]
 
 
 def _layout(start: dict[str, Any]) -> Any:
@@ -209,7 +200,6 @@ def _step(line: dict[str, Any]) -> StepRecord:
     return StepRecord(
         step=line["step"],
         steps_done=line["steps_done"],
-        learning_rate=line["learning_rate"],
         measured=MeasuredStep.from_json(line["measured"]),
         predicted=StepMetrics.from_json(line["predicted"]),
         plain=None if plain is None else StepMetrics.from_json(plain),
@@ -218,19 +208,13 @@ def _step(line: dict[str, Any]) -> StepRecord:
 
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
     """The configuration of the last start, else of the newest checkpoint."""
-    if starts and "spec" in starts[-1]:
-        return apply(
-            RunSpec(), starts[-1]["spec"], source=str(folder / "metrics.jsonl"), is_stored=True
-        )
-    saved = sorted((folder / "checkpoints").glob("step-*/run.json"))
-    if not saved:
-        raise UserError(
-            f"neither {folder / 'metrics.jsonl'} nor a checkpoint in {folder / 'checkpoints'} says "
-            f"how the run was configured"
-        )
-    return apply(
-        RunSpec(),
-        json.loads(saved[-1].read_text("utf-8"))["spec"],
-        source=str(saved[-1]),
-        is_stored=True,
-    )
+    source, stored = folder / "metrics.jsonl", starts[-1].get("spec") if starts else None
+    if stored is None:
+        saved = sorted((folder / "checkpoints").glob("step-*/run.json"))
+        if not saved:
+            raise UserError(
+                f"neither {source} nor a checkpoint in {folder / 'checkpoints'} says how the run "
+                f"was configured"
+            )
+        source, stored = saved[-1], json.loads(saved[-1].read_text("utf-8"))["spec"]
+    return apply(RunSpec(), stored, source=str(source), is_stored=True)

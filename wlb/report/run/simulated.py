@@ -4,17 +4,17 @@ The planner runs from the start of the data to the step, with the run's own stor
 profile. A plan that is not the one that was trained is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice
 from typing import Any
 
 from wlb.cost import workload_for
 from wlb.data import StoreName
-from wlb.plan import StepCounts, StepPlan, UserError
-from wlb.planner import open_planner
+from wlb.plan import StepCounts, UserError
+from wlb.planner import Planner, open_planner
 from wlb.report.run.records import RunRecords, StepRecord
-from wlb.simulate import Simulation, Simulator, sharded_steps
+from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
 
 
 def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
@@ -26,26 +26,31 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     spec = replace(records.spec, planner=replace(records.spec.planner, baseline=False))
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
     planner = open_planner(spec, store, device)
-
-    def wanted() -> Iterator[StepPlan]:
-        until = takewhile(lambda plan: plan.step <= record.step, planner.steps())
-        return (plan for plan in until if plan.step == record.step)
-
-    steps = tuple(sharded_steps(planner, dp=spec.parallel.dp, plans=wanted()))
+    trained = {record.step: record.measured}
+    steps = tuple(planned_again(planner, trained, dp=spec.parallel.dp))
     if not steps:
         raise UserError(f"the run's data ends before step {record.steps_done}")
-    refuse_other_plan(record.measured, steps[0].plan.predicted)
     simulator = Simulator(spec=spec, cost=workload_for(spec, device))
     return simulator.run(simulator.price(steps))
 
 
-def refuse_other_plan(trained: StepCounts, planned: StepCounts, *, written: str = "") -> None:
-    """Raise UserError for a plan that is not the one that was trained."""
-    for name in ("num_documents", "num_tokens", "num_targets", "max_delay"):
-        was, now = getattr(trained, name), getattr(planned, name)
-        if was != now:
-            raise UserError(
-                f"step {planned.step} is planned with {name} = {now}, but {was} is in "
-                f"{written or 'metrics.jsonl'}: the store, the profile that plans are priced with, "
-                f"or the program changed since"
-            )
+def planned_again(
+    planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str = "metrics.jsonl"
+) -> Iterator[ShardedStep]:
+    """The steps that were trained, by their numbers, sharded for `dp` pipelines.
+
+    UserError naming `written` for a plan that is not the one that was trained.
+    """
+    until = islice(planner.steps(), max(trained) + 1)  # steps count from 0
+    plans = (plan for plan in until if plan.step in trained)
+    for step in sharded_steps(planner, dp=dp, plans=plans):
+        planned = step.plan.predicted
+        for name in ("num_documents", "num_tokens", "num_targets", "max_delay"):
+            was, now = getattr(trained[planned.step], name), getattr(planned, name)
+            if was != now:
+                raise UserError(
+                    f"step {planned.step} is planned with {name} = {now}, but {was} is in "
+                    f"{written}: the store, the profile that plans are priced with, or the program "
+                    f"changed since"
+                )
+        yield step

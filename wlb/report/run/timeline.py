@@ -4,17 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from wlb.plan import MeasuredTimeline, TimedPass
+from wlb.report import timeline as bars
 from wlb.report.plots import new_figure
-from wlb.report.timeline import (
-    BAR,
-    CHUNK_SHIFT,
-    Box,
-    colour_handles,
-    draw_passes,
-    legend_below,
-    row_inches,
-    shade_handles,
-)
 from wlb.simulate import PassKind
 from wlb.spec import ParallelSpec
 
@@ -48,23 +39,20 @@ def measured_timeline_figure(
     rows = rows_of(timeline, parallel, pipeline)
     end_us = max(row.wall_us for row in rows)
     unit, scale = ("ms", 1e-3) if end_us < 2e6 else ("s", 1e-6)
-    inches = row_inches(len(rows))
+    inches = bars.row_inches(len(rows))
     figure, (axes,) = new_figure(height=1.5 + inches * len(rows))
-    axes.set(xlim=(0, end_us * scale), ylim=(len(rows) - 0.5, -0.5))
     labels = [f"pp {r.pp}, cp {r.cp}" if parallel.cp > 1 else f"pp {r.pp}" for r in rows]
-    axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel=f"time ({unit})")
-    axes.grid(visible=False)
-    axes.tick_params(axis="y", length=0)
+    bars.frame_rows(axes, labels, end=end_us * scale, unit=unit)
     chunks = 1 + max((p.stage // parallel.pp for row in rows for p in row.passes), default=0)
     if chunks > 1:
         axes.set_title(f"lower in a row: later of {chunks} chunks", fontsize=8, loc="left")
     for (micro_batch, kind), boxes in _boxes(rows, parallel.pp, chunks, scale).items():
-        draw_passes(axes, micro_batch, _KINDS[kind], boxes, inches=inches)
-    for i, row in enumerate(rows):
-        where = axes.get_yaxis_transform()
-        axes.text(1.006, i, f"{row.idle:.0%}", transform=where, va="center", fontsize=8)
-    axes.text(1.006, -0.62, "idle", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
-    _legend(figure, rows)
+        bars.draw_passes(axes, micro_batch, _KINDS[kind], boxes, inches=inches)
+    bars.write_idle(axes, (row.idle for row in rows))
+    passes = [p for row in rows for p in row.passes]
+    splits = any(p.kind == "weight" for p in passes)
+    count = 1 + max((p.micro_batch for p in passes), default=0)
+    bars.legend_below(figure, bars.shade_handles(splits=splits) + bars.colour_handles(count))
     return figure
 
 
@@ -93,22 +81,12 @@ def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -
 
 def _boxes(
     rows: Sequence[TimelineRow], pp: int, chunks: int, scale: float
-) -> dict[tuple[int, str], list[Box]]:
-    """By micro-batch and kind of pass."""
-    boxes: dict[tuple[int, str], list[Box]] = {}
-    height = BAR if chunks == 1 else BAR * (1 - CHUNK_SHIFT)
+) -> dict[tuple[int, str], list[bars.Box]]:
+    """Return the boxes of passes by micro-batch and kind of pass."""
+    boxes: dict[tuple[int, str], list[bars.Box]] = {}
     for i, row in enumerate(rows):
         for timed in row.passes:
-            top = i - BAR / 2
-            top += BAR * CHUNK_SHIFT * (timed.stage // pp) / max(1, chunks - 1)
             left, right = timed.begin_us * scale, (timed.begin_us + timed.time_us) * scale
-            key = (timed.micro_batch, timed.kind)
-            boxes.setdefault(key, []).append((left, right, top, top + height))
+            box = bars.row_box(left, right, row=i, chunk=timed.stage // pp, chunks=chunks)
+            boxes.setdefault((timed.micro_batch, timed.kind), []).append(box)
     return boxes
-
-
-def _legend(figure: Any, rows: Sequence[TimelineRow]) -> None:
-    passes = [p for row in rows for p in row.passes]
-    splits = any(p.kind == "weight" for p in passes)
-    count = 1 + max((p.micro_batch for p in passes), default=0)
-    legend_below(figure, shade_handles(splits=splits) + colour_handles(count))

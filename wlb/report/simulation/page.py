@@ -1,6 +1,6 @@
 """`wlb simulate --html`: which run is faster, and what the time of a step is spent on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,21 @@ from wlb.plan import UserError
 from wlb.report.plots import svg
 from wlb.report.render import render
 from wlb.report.simulation.plots import heat_map_figure, imbalance_figure
-from wlb.report.simulation.tables import GIB, layout_text, worth_of
+from wlb.report.simulation.tables import COMMON, Cell, layout_text, worth_of
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import RunSimulation, Simulation, critical_path
 
-Cell = Callable[[RunSimulation, RunSimulation], str]
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("time (s)", lambda run, _: f"{run.time_s:.2f}"),
     ("steps", lambda run, _: str(run.step_time_s.size)),
     ("tokens/s", lambda run, _: f"{run.tokens_per_s:,.0f}"),
-    ("gain", lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}"),
-    ("bound", lambda run, _: f"{run.balanced_time_s() / run.time_s:.3f}"),
-    ("imbalance", lambda run, _: f"{run.imbalance:.3f}"),
+    ("gain", COMMON["gain"]),
+    ("bound", COMMON["bound"]),
+    ("imbalance", COMMON["imbalance"]),
     ("bubble", lambda run, _: f"{run.mean_bubble:.1%}"),
-    ("delay", lambda run, _: f"{run.mean_delay:.2f}"),
-    ("memory (GiB)", lambda run, _: f"{run.peak_memory_bytes.max() / GIB:.1f}"),
-    ("MFU", lambda run, _: f"{run.mfu(peak_tflops=run.simulator.spec.cluster.peak_tflops):.1%}"),
+    ("delay", COMMON["delay"]),
+    ("memory (GiB)", COMMON["memory"]),
+    ("MFU", COMMON["MFU"]),
 )
 """Heading, and the cell of a run and the baseline; the template explains each heading."""
 

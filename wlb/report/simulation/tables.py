@@ -1,46 +1,46 @@
 """Simulated runs as a table, and the provenance of what they were priced with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from rich import box
 from rich.table import Table
 
 from wlb.cost import KernelProfile
+from wlb.cost.memory import GIB
+from wlb.report.tables import new_table
 from wlb.simulate import RunSimulation
 from wlb.spec import RunSpec
 
-GIB = 2**30
+Cell = Callable[[RunSimulation, RunSimulation], str]
+"""The cell of a run and the baseline."""
+COMMON: Mapping[str, Cell] = {
+    "gain": lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",
+    "bound": lambda run, _: f"{run.balanced_time_s() / run.time_s:.3f}",
+    "imbalance": lambda run, _: f"{run.imbalance:.3f}",
+    "delay": lambda run, _: f"{run.mean_delay:.2f}",
+    "memory": lambda run, _: f"{run.peak_memory_bytes.max() / GIB:.1f}",
+    "MFU": lambda run, _: f"{run.mfu(peak_tflops=run.simulator.spec.cluster.peak_tflops):.1%}",
+}
+"""Columns that the terminal and the page write alike."""
+COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("s/step", lambda run, _: f"{float(run.step_time_s.mean()):.2f}"),
+    ("ktok/s", lambda run, _: f"{run.tokens_per_s / 1e3:,.0f}"),
+    ("gain", COMMON["gain"]),
+    ("bound", COMMON["bound"]),
+    ("imb.", COMMON["imbalance"]),
+    ("bubble", lambda run, _: f"{run.mean_bubble:.0%}"),
+    ("delay", COMMON["delay"]),
+    ("GiB", COMMON["memory"]),
+    ("MFU", COMMON["MFU"]),
+)
 
 
 def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = "") -> Table:
     """A row for each run; speed-up over the first one, which is the baseline."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=CAPTION,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("system", no_wrap=True)
-    for name in ("s/step", "ktok/s", "gain", "bound", "imb.", "bubble", "delay", "GiB", "MFU"):
-        table.add_column(name, justify="right", no_wrap=True)
-    baseline = runs[0]
+    names = [name for name, _ in COLUMNS]
+    table = new_table(title, labels=["system"], numbers=names, is_plain=True, caption=CAPTION)
     for run in runs:
-        cluster = run.simulator.spec.cluster
-        table.add_row(
-            run.label,
-            f"{float(run.step_time_s.mean()):.2f}",
-            f"{run.tokens_per_s / 1e3:,.0f}",
-            f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",
-            f"{run.balanced_time_s() / run.time_s:.3f}",
-            f"{run.imbalance:.3f}",
-            f"{run.mean_bubble:.0%}",
-            f"{run.mean_delay:.2f}",
-            f"{int(run.peak_memory_bytes.max()) / GIB:.1f}",
-            f"{run.mfu(peak_tflops=cluster.peak_tflops):.1%}",
-            style="bold" if run.label == own else "",
-        )
+        cells = [cell(run, runs[0]) for _, cell in COLUMNS]
+        table.add_row(run.label, *cells, style="bold" if run.label == own else "")
     return table
 
 

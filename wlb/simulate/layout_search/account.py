@@ -9,10 +9,7 @@ micro-batches come first and last can be slightly faster than an even one.
 
 from dataclasses import replace
 
-import numpy as np
-
 from wlb.cost import ProfiledWorkload
-from wlb.plan import IntArray
 from wlb.simulate.critical import NAMES
 from wlb.simulate.graph import NodeKind
 from wlb.simulate.prices import StepPrices
@@ -67,7 +64,7 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
     even = sum(out.values())
     with_even_ranks = time_s
     if prices.shape[3] > 1:
-        with_even_ranks = simulator.total_s(prices, _even_ranks)
+        with_even_ranks = simulator.total_s(prices, lambda some: some.evened((3,)))
     out[MICRO_BATCHES] = with_even_ranks - even
     out[CP_RANKS] = time_s - with_even_ranks
     return out
@@ -75,28 +72,8 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 def mean_prices(prices: StepPrices) -> StepPrices:
     """Prices of one step of one pipeline whose micro-batches are the mean of all."""
-
-    def mean(x: IntArray, shape: tuple[int, ...]) -> IntArray:
-        return np.full(shape, round(float(x.mean())), np.int64)
-
-    n = prices.shape[2]
-    return replace(
-        prices,
-        tokens=mean(prices.tokens, (1, 1, n)),
-        attention_forward_ns=mean(prices.attention_forward_ns, (1, 1, n, 1)),
-        attention_backward_ns=mean(prices.attention_backward_ns, (1, 1, n, 1)),
-    )
-
-
-def _even_ranks(prices: StepPrices) -> StepPrices:
-    def mean(x: IntArray) -> IntArray:
-        return np.rint(x.mean(axis=3, keepdims=True)).astype(np.int64)
-
-    return replace(
-        prices,
-        attention_forward_ns=mean(prices.attention_forward_ns),
-        attention_backward_ns=mean(prices.attention_backward_ns),
-    )
+    first = (slice(1), slice(1), slice(None), slice(1))
+    return prices.evened((0, 1, 2, 3)).changed(lambda x: x[first[: x.ndim]])
 
 
 def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload) -> None:

@@ -6,17 +6,14 @@ recompute is dropped once less of it leaves packing all the room that it can use
 a step whose micro-batches are all one window; `Candidate.caps` is the room for longer ones.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from wlb.cost import TokenCaps, token_caps
-from wlb.cost.memory import GIB
+from wlb.cost import TokenCaps, gpu_budget, planned_gib, token_caps
+from wlb.cost.memory import GIB, held_bytes
 from wlb.plan import UserError
-from wlb.simulate.memory import pass_bytes, rest_bytes
-from wlb.simulate.order import Order, PassKind, pipeline_order
-from wlb.spec import PLANNED_MEMORY, ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
+from wlb.simulate.memory import rest_bytes
+from wlb.spec import ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
 
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
 """Room beyond which packing gains nothing: S_max in windows, T in global batches."""
@@ -132,12 +129,8 @@ def pipeline_of(spec: RunSpec) -> str:
     return f"{spec.pp.schedule} v {spec.pp.virtual_stages}"
 
 
-def planned_gib(spec: RunSpec) -> float:
-    """Plannable GiB of a device, as TOML writes it; the rest is for the context and libraries."""
-    return round(spec.cluster.memory_gib * PLANNED_MEMORY, 3)
-
-
 def planned_bytes(spec: RunSpec) -> int:
+    """Bytes of a device that plans may use."""
     return int(planned_gib(spec) * GIB)
 
 
@@ -153,7 +146,6 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
             f"all of dp x cp share; search with fsdp.shard_size = 0 and set it for the one you take"
         )
     out = Layouts()
-    held = _Held()
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
@@ -162,11 +154,11 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
             continue
         for piped in _pipelines(shaped, choices):
             try:
-                kept = held.of(check(piped))
+                check(piped)
             except UserError as error:
                 out.refuse("the schedule or its stages do not divide", piped, str(error))
                 continue
-            _add_fitting(piped, kept, choices, out)
+            _add_fitting(piped, choices, out)
     if not out.candidates:
         raise UserError(_nothing(gpus, out))
     return out
@@ -232,9 +224,7 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
                 yield replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=v))
 
 
-def _add_fitting(
-    spec: RunSpec, kept: "tuple[Counts, ...]", choices: LayoutChoices, out: Layouts
-) -> None:
+def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
     """Adds `spec` with each kind of recompute, least first, until one has all the room."""
     has_all_room = False
     for how in (r for r in Recompute if r in choices.recompute):
@@ -242,7 +232,7 @@ def _add_fitting(
         if has_all_room:
             out.refuse("less recompute leaves all the room that packing can use", made, "")
             continue
-        need, rank = need_of(made, kept)
+        need, rank = need_of(made)
         if need > planned_bytes(made):
             lacking = TooLarge(spec=made, missing_bytes=need - planned_bytes(made), rank=rank)
             out.too_large.append(lacking)
@@ -266,61 +256,15 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
     return caps
 
 
-Counts = tuple[tuple[int, int, int], ...]
-"""States of one rank: (layers with kept activations, stages with kept outputs, layers that wait for
-the weights' pass); each pair of the first two occurs once, with the largest third."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Counts by schedule, computed once for all layouts that share one."""
-
-    known: dict[Hashable, tuple[Counts, ...]] = field(
-        default_factory=dict[Hashable, tuple[Counts, ...]]
-    )
-
-    def of(self, spec: RunSpec) -> tuple[Counts, ...]:
-        v, n = spec.pp.virtual_stages, spec.micro_batches_per_pipeline
-        key = (spec.pp.schedule, spec.parallel.pp, v, n, spec.pp.weight_delay, spec.stage_layers)
-        if key not in self.known:
-            order = pipeline_order(
-                spec.pp.schedule,
-                pp=spec.parallel.pp,
-                virtual_stages=v,
-                num_micro_batches=n,
-                weight_delay=spec.pp.weight_delay,
-            )
-            self.known[key] = held_at_once(order, spec.stage_layers)
-        return self.known[key]
-
-
-def held_at_once(order: Order, layers: Sequence[int]) -> tuple[Counts, ...]:
-    """Counts of each rank, as `peak_activation_bytes` has them for micro-batches of one length."""
-    out: list[Counts] = []
-    for passes in order:
-        kept = outputs = waiting = 0
-        most: dict[tuple[int, int], int] = {}
-        for stage, kind, _ in passes:
-            held = (kind == PassKind.FORWARD) - kind.sends_gradient
-            left = (kind == PassKind.BACKWARD_INPUT) - (kind == PassKind.BACKWARD_WEIGHT)
-            kept, outputs = kept + held * layers[stage], outputs + held
-            waiting += left * layers[stage]
-            most[kept, outputs] = max(waiting, most.get((kept, outputs), 0))
-        out.append(tuple((*key, waiting) for key, waiting in most.items()))
-    return tuple(out)
-
-
-def need_of(spec: RunSpec, kept: Sequence[Counts]) -> tuple[int, int]:
+def need_of(spec: RunSpec) -> tuple[int, int]:
     """(bytes, rank) of the fullest pipeline rank with micro-batches of one window, or of the mean
     length where packing makes more of them."""
-    window = spec.data.context_window
-    one = pass_bytes(spec, np.array([-(-spec.tokens_per_step // spec.num_micro_batches)]))
-    sizes = [int(of_pass[0]) for of_pass in one]
+    tokens = -(-spec.tokens_per_step // spec.num_micro_batches)
     needs: list[tuple[int, int]] = []
-    for rank, counts in enumerate(kept):
-        fixed = rest_bytes(spec, pp_rank=rank, longest=window)
-        held = (sum(c * s for c, s in zip(at, sizes, strict=True)) for at in counts)
-        needs.append((fixed + max(held), -rank))
+    for rank in range(spec.parallel.pp):
+        held = held_bytes(spec, pp_rank=rank, micro_batch_tokens=tokens)
+        fixed = rest_bytes(spec, pp_rank=rank, longest=spec.data.context_window)
+        needs.append((fixed + sum(held), -rank))
     need, rank = max(needs)
     return need, -rank
 
@@ -330,8 +274,8 @@ def _nothing(gpus: int, out: Layouts) -> str:
     if out.too_large:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (
-            f"no layout of {gpus} devices fits within {planned_gib(closest.spec):g} GiB "
-            f"({PLANNED_MEMORY:.0%} of cluster.memory_gib); closest is {closest.message}; use more "
+            f"no layout of {gpus} devices fits within the "
+            f"{gpu_budget(closest.spec).explanation}; closest is {closest.message}; use more "
             f"devices, more ways of recompute or a smaller window"
         )
     if not out.refusals:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from wlb.cost import planned_gib
 from wlb.plan import UserError
-from wlb.simulate.layout_search.layouts import Candidate, planned_gib
+from wlb.simulate.layout_search.layouts import Candidate
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
 QUEUES = ((0.2, 0.63), (0.4,))
@@ -44,7 +45,7 @@ class PackingChoices:
             raise UserError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
-        """All packings of a layout; policies with longer micro-batches only where they fit."""
+        """Return a layout's packings; longer micro-batches are tried only where they fit."""
         base = candidate.spec.packing.ungrouped
         out: list[PackingSection] = []
         for policy in self.policies:

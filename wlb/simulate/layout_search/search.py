@@ -7,7 +7,7 @@ be among the `top` best; `Search.is_cut` says where MOST_TUNED ended that. Deter
 no dependence on the number of workers, ties by name. 1,000 candidates take about a core-minute.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,32 +87,21 @@ class Tuner:
             task: GroupTask = (self.sample, TrialRunner.as_it_is, [own], ())
             (known.own,) = _run_group(task)
         self._outline(layouts.candidates, known.work, is_walked=False)
-        by_work = _sorted(layouts.candidates, lambda c: known.work[c.name].time_s)
         self._best_first(
-            by_work,
-            lower=lambda c: known.work[c.name].time_s,
-            evaluate=lambda block: self._outline(block, known.even, is_walked=True),
+            known.work,
+            layouts,
+            lambda block: self._outline(block, known.even, is_walked=True),
             block=BLOCK_WALKED,
         )
-        by_even = _sorted(
-            [c for c in by_work if c.name in known.even], lambda c: known.even[c.name].time_s
-        )
         self._best_first(
-            by_even,
-            lower=lambda c: known.even[c.name].time_s,
-            evaluate=lambda block: self.pack(block, known),
-            block=BLOCK_PACKED,
+            known.even, layouts, lambda block: self.pack(block, known), block=BLOCK_PACKED
         )
-        by_packed = _sorted(
-            [c for c in by_even if c.name in known.packed], lambda c: known.packed[c.name].time_s
-        )
-        most = max(MOST_TUNED, self.top)
         known.is_cut = self._best_first(
-            by_packed,
-            lower=lambda c: known.packed[c.name].time_s,
-            evaluate=lambda block: self.tune(block, known),
+            known.packed,
+            layouts,
+            lambda block: self.tune(block, known),
             block=BLOCK_TUNED,
-            most=most,
+            most=max(MOST_TUNED, self.top),
         )
         if not known.ranking:
             raise UserError(self._too_late(known))
@@ -150,19 +139,24 @@ class Tuner:
 
     def _best_first(
         self,
-        candidates: Sequence[Candidate],
-        *,
-        lower: Callable[[Candidate], float],
+        bounds: Mapping[str, Outline | Trial],
+        layouts: Layouts,
         evaluate: Callable[[Sequence[Candidate]], list[float]],
+        *,
         block: int,
         most: int | None = None,
     ) -> bool:
-        """Evaluates blocks until the rest is too slow; returns whether `most` ended it."""
+        """Evaluates blocks of the candidates that have bounds until the rest is too slow; returns
+        whether `most` ended it."""
+        found = [c for c in layouts.candidates if c.name in bounds]
+        found.sort(key=lambda c: (bounds[c.name].time_s, c.name))
         times: list[float] = []
-        for start in range(0, len(candidates), block):
+        for start in range(0, len(found), block):
             enough = sorted(times)[self.top - 1] if len(times) >= self.top else float("inf")
             part = [
-                c for c in candidates[start : start + block] if lower(c) * (1 - SLACK) <= enough
+                c
+                for c in found[start : start + block]
+                if bounds[c.name].time_s * (1 - SLACK) <= enough
             ]
             if not part:
                 return False
@@ -198,10 +192,6 @@ class Tuner:
             f"{least.mean_delay:.3f} ({least.packing} on {least.layout}); raise --max-delay-mean "
             f"or try more policies"
         )
-
-
-def _sorted(candidates: Iterable[Candidate], time_s: Callable[[Candidate], float]) -> list[Any]:
-    return sorted(candidates, key=lambda c: (time_s(c), c.name))
 
 
 GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...]]

@@ -23,7 +23,7 @@ from wlb.simulate.layout_search.account import TermSeconds, account, even_terms,
 from wlb.simulate.layout_search.layouts import Candidate, name_of, planned_bytes
 from wlb.simulate.prices import ShardedStep, StepPrices, prices_of
 from wlb.simulate.run import RunSimulation, collected, sharded_steps, simulate_run
-from wlb.simulate.step import CHUNK, Simulator
+from wlb.simulate.step import Simulator, chunked
 from wlb.spec import Policy, RunSpec
 
 RETRIES = 3
@@ -51,11 +51,10 @@ class BatchSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A bound of a layout's time. terms: seconds a global batch. is_walked: `even`, else `work`."""
+    """A bound of a layout's time. terms: seconds a global batch."""
 
     name: str
     terms: TermSeconds
-    is_walked: bool
 
     @property
     def time_s(self) -> float:
@@ -69,7 +68,6 @@ class Trial:
 
     spec: RunSpec
     is_sharded: bool
-    num_batches: int
     num_steps: int
     time_s: float
     balanced_s: float
@@ -165,7 +163,7 @@ class TrialRunner:
             terms = even_terms(Simulator(spec=spec, cost=self.cost), prices)
         else:
             terms = work_terms(prices, self.cost)
-        return Outline(name=candidate.name, terms=terms, is_walked=is_walked)
+        return Outline(name=candidate.name, terms=terms)
 
     def packed(self, spec: RunSpec) -> Trial | None:
         """A `packed` trial; None where memory leaves packing no room."""
@@ -199,7 +197,7 @@ class TrialRunner:
 
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
         caps = effective_caps(spec)
-        key = _packing_key(spec, caps)
+        key = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0), caps
         simulator = Simulator(spec=spec, cost=self.cost)
         if key not in self.plans:
             planner = Planner.from_spec(spec, ListedBatches(self.sample.batches), self.cost)
@@ -232,11 +230,6 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
         s_max, step_tokens = caps_of(spec)
         return TokenCaps(s_max=s_max, step_tokens=step_tokens)
     return TokenCaps(s_max=spec.data.context_window, step_tokens=None)
-
-
-def _packing_key(spec: RunSpec, caps: TokenCaps) -> tuple[Any, ...]:
-    rest = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0)
-    return rest, caps
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
@@ -282,8 +275,8 @@ def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorklo
 
 def _packed_run(simulator: Simulator, plans: tuple[StepPlan, ...]) -> RunSimulation:
     """`simulate_run` without sharding."""
-    chunks = (plans[start : start + CHUNK] for start in range(0, len(plans), CHUNK))
-    parts = [simulator.run(packed_prices(c, simulator.spec, simulator.cost)) for c in chunks]
+    spec, cost = simulator.spec, simulator.cost
+    parts = [simulator.run(packed_prices(chunk, spec, cost)) for chunk in chunked(plans)]
     return collected(parts, plans, tuple(plan.predicted for plan in plans))
 
 
@@ -293,7 +286,6 @@ def _trial(run: RunSimulation, caps: TokenCaps, *, is_sharded: bool, num_batches
     return Trial(
         spec=spec,
         is_sharded=is_sharded,
-        num_batches=num_batches,
         num_steps=run.step_time_s.size,
         time_s=run.time_s / num_batches,
         balanced_s=run.balanced_time_s() / num_batches,

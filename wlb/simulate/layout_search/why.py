@@ -12,9 +12,9 @@ from typing import Any
 
 from wlb.simulate.layout_search.account import BUBBLE, MICRO_BATCHES, RECOMPUTE, TermSeconds
 from wlb.simulate.layout_search.layouts import Candidate, Layouts, degrees_of
-from wlb.simulate.layout_search.packings import POLICIES, PackingChoices, with_settings
+from wlb.simulate.layout_search.packings import POLICIES, with_settings
 from wlb.simulate.layout_search.search import Search, Tuner
-from wlb.simulate.layout_search.trial import BatchSample, Trial, TrialRunner
+from wlb.simulate.layout_search.trial import Trial, TrialRunner
 from wlb.spec import Recompute, RunSpec, Schedule
 
 OWN = "the run's own layout"
@@ -80,9 +80,26 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
 
 def references_of(tuner: Tuner, winner: Trial) -> References:
     """Trials of the winner's layout with every policy and every sharding strategy."""
-    task = (tuner.sample, winner, tuner.choices)
-    (made,) = tuner.workers.map(_references, [task])
-    return made
+    spec, choices = winner.spec, tuner.choices
+    runner = TrialRunner.of(spec, tuner.sample)
+    candidate = Candidate(spec=spec, need_bytes=0, caps=winner.caps)
+    best: dict[str, Trial] = {}
+    for packing in replace(choices, policies=POLICIES).packings(candidate):
+        if packing.policy == spec.packing.policy:
+            continue
+        trial = runner.packed(with_settings(spec, packing, spec.sharding.strategy))
+        if trial is not None:
+            known = best.setdefault(packing.policy, trial)
+            best[packing.policy] = trial if trial.time_s < known.time_s else known
+    policies = [runner.sharded(trial.spec) for trial in (winner, *best.values())]
+    strategies = [
+        runner.sharded(with_settings(spec, spec.packing, strategy))
+        for strategy in (choices.strategies if spec.parallel.cp > 1 else (spec.sharding.strategy,))
+    ]
+    return References(
+        policies=tuple(trial for trial in policies if trial is not None),
+        strategies=tuple(trial for trial in strategies if trial is not None),
+    )
 
 
 def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
@@ -141,7 +158,7 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 
 def _labels(spec: RunSpec) -> list[str]:
-    """All families that a layout may belong to."""
+    """Return all families that a layout may belong to."""
     degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
@@ -190,27 +207,3 @@ def _does_not_fit(label: str, layouts: Layouts) -> str:
         return "no such layout is possible or within the restrictions"
     closest = min(found, key=lambda large: large.missing_bytes)
     return f"does not fit; closest: {closest.message}"
-
-
-def _references(task: tuple[BatchSample, Trial, PackingChoices]) -> References:
-    sample, winner, choices = task
-    runner = TrialRunner.of(winner.spec, sample)
-    candidate = Candidate(spec=winner.spec, need_bytes=0, caps=winner.caps)
-    own = winner.spec.sharding.strategy
-    best: dict[str, Trial] = {str(winner.spec.packing.policy): winner}
-    for packing in replace(choices, policies=POLICIES).packings(candidate):
-        trial = runner.packed(with_settings(winner.spec, packing, own))
-        name = str(packing.policy)
-        if trial is None or (name in best and best[name].time_s <= trial.time_s):
-            continue
-        if name != str(winner.spec.packing.policy):
-            best[name] = trial
-    policies = [runner.sharded(trial.spec) for trial in best.values()]
-    strategies = [
-        runner.sharded(with_settings(winner.spec, winner.spec.packing, strategy))
-        for strategy in (choices.strategies if winner.spec.parallel.cp > 1 else (own,))
-    ]
-    return References(
-        policies=tuple(trial for trial in policies if trial is not None),
-        strategies=tuple(trial for trial in strategies if trial is not None),
-    )

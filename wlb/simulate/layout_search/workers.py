@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from types import TracebackType
 from typing import TypeVar
 
 from wlb.plan import UserError
@@ -32,12 +31,7 @@ class Workers:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
             self.pool = None
@@ -47,9 +41,6 @@ class Workers:
         if self.pool is None or len(tasks) < 2:
             return map(function, tasks)
         return self.pool.map(function, tasks)
-
-    def map(self, function: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
-        return list(self.each(function, tasks))
 
 
 def _leave_interrupts() -> None:

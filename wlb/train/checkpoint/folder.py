@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,8 +37,7 @@ def list_complete(directory: Path) -> list[Path]:
 def resolve_resume(directory: Path, asked: str | None) -> Path | None:
     """Return the checkpoint that `--resume` names; UserError if there is none.
 
-    asked: None = no --resume, "" = the newest, "auto" = the newest if there is one, else the number
-    of a step or the folder of a checkpoint.
+    asked: None = no --resume, "" = the newest, "auto" = the newest if any, else a step or a folder.
     """
     if asked is None:
         return None
@@ -62,10 +62,7 @@ def resolve_resume(directory: Path, asked: str | None) -> Path | None:
 
 
 def resolve(folder: Path, asked: str) -> Path:
-    """Return `folder` if it is a checkpoint, or the newest one of a run's folder.
-
-    UserError, beginning with `asked`, for any other folder.
-    """
+    """`folder` if it is a checkpoint, or a run folder's newest; else UserError about `asked`."""
     if (folder / RUN).is_file():
         return folder
     found = list_complete(folder / "checkpoints")
@@ -77,19 +74,14 @@ def resolve(folder: Path, asked: str) -> Path:
 
 
 def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
-    """Remove partial checkpoints, and rename checkpoints after `resumed`, whose steps run again.
-
-    Returns the new paths of the renamed checkpoints.
-    """
+    """Remove partial checkpoints; rename those after `resumed`, and return the new paths."""
     for partial in directory.glob("partial-*"):
         shutil.rmtree(partial)
     aside: list[Path] = []
     for later in list_complete(directory):
         if step_of(later) > step_of(resumed):
-            number = 1
-            while (target := directory / f"aside-{number}-{later.name}").exists():
-                number += 1
-            aside.append(later.rename(target))
+            names = (directory / f"aside-{number}-{later.name}" for number in count(1))
+            aside.append(later.rename(next(path for path in names if not path.exists())))
     return aside
 
 
@@ -106,7 +98,6 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 in hexadecimal, as sha256sum prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -119,7 +110,6 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
 
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
@@ -132,8 +122,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Return {"bytes", "sha256"} by file name; UserError if the manifest is absent or
-    unreadable."""
+    """{"bytes", "sha256"} by file name; UserError if the manifest is absent or unreadable."""
     path = checkpoint / MANIFEST
     try:
         return json.loads(path.read_text("utf-8"))["files"]
@@ -142,10 +131,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_files(checkpoint: Path) -> None:
-    """Check that every file exists with its size, and the checksums of JSON files.
-
-    UserError for the first damaged file, with the checkpoint before this one.
-    """
+    """UserError for the first file that is missing or damaged; checksums of JSON files only."""
     for name, wanted in read_manifest(checkpoint).items():
         path = checkpoint / name
         if what := _damage(path, wanted["bytes"]):
@@ -163,8 +149,7 @@ def _damage(path: Path, num_bytes: int) -> str:
 
 
 def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
-    """Describe the first of `files` (manifest entries) that this process does not see completely
-    within `within_s`; "" if it sees all. Other nodes may have just written them."""
+    """Name what this process does not see completely of `files` after `within_s`, or ""."""
     end = time.monotonic() + within_s
     for name, about in files.items():
         while what := _damage(folder / name, about["bytes"]):
@@ -175,8 +160,7 @@ def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: fl
 
 
 def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """Wait until this process sees a checkpoint that another node may have just written; UserError
-    after `within_s`."""
+    """Wait for a checkpoint that another node may have just written; UserError after `within_s`."""
     end = time.monotonic() + within_s
     while True:
         try:
@@ -205,7 +189,6 @@ def check_digest(path: Path, wanted: str) -> None:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    """Raise a UserError that names the checkpoint before this one."""
     checkpoint = path.parent
     before = [p for p in list_complete(checkpoint.parent) if p.name < checkpoint.name]
     offer = "there is no checkpoint before it"

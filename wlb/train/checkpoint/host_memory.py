@@ -1,9 +1,8 @@
 """Host memory that was freed goes back to the operating system.
 
-The C library keeps what is freed below its top for the next allocation of that size. Micro-batches
-differ in length, so sizes hardly repeat: of a demo rank's 430 MiB, 100 to 170 were such gaps, and
-they grew over an hour; a save's copies of the state leave theirs. Giving them back takes 1 ms for a
-demo rank (experiments/LOG.md).
+The C library keeps freed memory for allocations of the same size, which hardly repeat as
+micro-batches differ in length: 100 to 170 of a demo rank's 430 MiB were such gaps. Giving them back
+takes 1 ms (experiments/LOG.md).
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: training waits only for a copy of the state in host memory.
+"""Asynchronous checkpoints: training only copies its state to host memory.
 
 A thread then writes the copy with torch.distributed.checkpoint and hashes the files; rank 0 writes
 the manifest and renames the folder. Ranks use a separate Gloo group, so that their messages do not
@@ -20,32 +20,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
 from wlb.parallel.collectives import agree
+from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.plan import PlannerState, UserError
 from wlb.spec import RunSpec
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.host_memory import give_back_freed
 from wlb.train.optimizer import Optimizers
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "state."
 _TIMEOUT = timedelta(hours=2)
 """Timeout of messages about a save: a rank may finish writing much later than others."""
@@ -59,10 +49,9 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A finished save. stall_s: time that training waited, including for the previous save.
-    write_s: time from the start of that wait to the end of the save. num_bytes: of all ranks, on
-    rank 0. error: "" for a complete checkpoint.
-    """
+    """A finished save. stall_s: time that training's host waited, for the previous save too; a GPU
+    also spends the time of the copy. write_s: from the start of that wait to the end of the save.
+    num_bytes: of all ranks, on rank 0. error: why it failed, "" for a complete checkpoint."""
 
     step: int
     stall_s: float
@@ -73,10 +62,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """Arguments of the writing thread. tensors: a copy. began_s: by time.perf_counter."""
+    """Arguments of the writing thread. tensors: a copy, complete after the event `copied` (None: at
+    once). began_s: by time.perf_counter."""
 
     step: int
     tensors: dict[str, Any]
+    copied: torch.cuda.Event | None
     planner: dict[str, Any] | None
     began_s: float
     stall_s: float
@@ -85,8 +76,8 @@ class _Task:
 class CheckpointSaver:
     """Saver of one rank; all ranks construct it and call the same methods in the same order.
 
-    directory: folder of the run's checkpoints. profile: name of the kernel profile. origin: the
-    checkpoint that the run started from; its record of an imported model is copied.
+    directory: of the run's checkpoints. profile: name of the kernel profile. origin: the checkpoint
+    that the run started from; its record of an imported model is copied.
     """
 
     def __init__(
@@ -114,11 +105,11 @@ class CheckpointSaver:
     def save(
         self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Save after `step` executed steps; return the saves that finished.
+        """Save after `step` executed steps (later, if asynchronous); return the saves that
+        finished.
 
         state: the planner's, which rank 0 writes; other ranks may lack it. began_s: when training
-        began to wait, by time.perf_counter; default: now. With `checkpoint.asynchronous`, this save
-        finishes later.
+        began to wait, by time.perf_counter; default: now.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -127,6 +118,7 @@ class CheckpointSaver:
         task = _Task(
             step=step,
             tensors=copies,
+            copied=_event(self.mesh.device),
             planner=state.to_json() if state is not None else None,
             began_s=began_s,
             stall_s=time.perf_counter() - began_s,
@@ -157,6 +149,8 @@ class CheckpointSaver:
     def _write(self, task: _Task) -> Saved:
         num_bytes, error = 0, ""
         try:
+            if task.copied is not None:
+                task.copied.synchronize()
             num_bytes = self._write_all(task)
         # Training continues without this checkpoint. DCP's exception is a BaseException.
         except (Exception, CheckpointException) as failure:
@@ -179,7 +173,7 @@ class CheckpointSaver:
         self._on_rank_0(lambda: self._make_room(partial))
         state_dict_saver.save(
             task.tensors,
-            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            storage_writer=hf_storage.HuggingFaceStorageWriter(str(partial), save_distributed=True),
             process_group=self._group,
         )
         files = self._all_files(partial)
@@ -204,11 +198,11 @@ class CheckpointSaver:
         partial.mkdir(parents=True)
 
     def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Gather the manifest entries of all ranks; CheckpointError on all if one cannot read its
-        files."""
+        """Manifest entries of all ranks; CheckpointError on all if one cannot read its files."""
         own: dict[str, dict[str, Any]] | str
         try:
-            own = self._own_files(partial)
+            paths = sorted(partial.glob(f"shard-{self.mesh.rank + 1:05d}-*"))
+            own = {path.name: checkpoint.manifest_entry(path) for path in paths}
         except OSError as error:
             own = f"rank {self.mesh.rank}: {error}"
         written: list[Any] = [None] * self.mesh.world_size
@@ -216,11 +210,6 @@ class CheckpointSaver:
         if problems := [found for found in written if isinstance(found, str)]:
             raise CheckpointError(problems[0])
         return {name: about for found in written for name, about in found.items()}
-
-    def _own_files(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Return the manifest entries of this rank's files."""
-        paths = partial.glob(f"shard-{self.mesh.rank + 1:05d}-*")
-        return {path.name: checkpoint.manifest_entry(path) for path in sorted(paths)}
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
         assert task.planner is not None, "rank 0 gets the planner's state with every plan"
@@ -249,7 +238,7 @@ class CheckpointSaver:
             _remove(old)
 
 
-class _Reader(HuggingFaceStorageReader):
+class _Reader(hf_storage.HuggingFaceStorageReader):
     """Reads the headers of all files only once."""
 
     _known: Metadata | None = None
@@ -261,10 +250,8 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
-    """Load weights, optimiser and RNG state in place, from any layout; return the executed steps.
-
-    All ranks call it. UserError on all of them for a file with a wrong checksum.
-    """
+    """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
+    returns the executed steps. UserError on all ranks for a file with a wrong checksum."""
     _verify(saved_in, mesh)
     tensors = _tensors(stages, optimizers)
     rng = _rng(mesh.rank)
@@ -272,7 +259,7 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     known = reader.read_metadata().state_dict_metadata
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
-    state_dict_loader.load(tensors | rng, storage_reader=reader)
+    state_dict_loader.load(tensors | rng, storage_reader=reader, process_group=host_group())
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
@@ -281,14 +268,14 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
 
 
 def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
-    """Load only weights, in place, from any layout; all ranks call it. mesh: None in one process
-    without process groups."""
+    """Load only weights, in place, from any layout, on all ranks; mesh: None for one process."""
     if mesh is None:
         checkpoint.check_share(saved_in, index=0, num=1)
     else:
         _verify(saved_in, mesh)
     tensors = _weights(stages)
-    state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(saved_in)))
+    reader = _Reader(str(saved_in))
+    state_dict_loader.load(tensors, storage_reader=reader, process_group=host_group())
     _set_weights(stages, tensors)
 
 
@@ -300,7 +287,7 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
     except UserError as error:
         problem = error
-    group = dist.group.WORLD if mesh.world_size > 1 else None
+    group = host_group() if mesh.world_size > 1 else None
     agree({"checkpoint": saved_in.name}, problem, group=group)
 
 
@@ -309,7 +296,7 @@ def _weights(stages: Stages) -> dict[str, Any]:
     return {
         f"model.{name}": tensor
         for stage in stages.values()
-        for name, tensor in get_model_state_dict(stage).items()
+        for name, tensor in state_dict.get_model_state_dict(stage).items()
     }
 
 
@@ -317,7 +304,9 @@ def _tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
     """Return weights and `optimizer.state.<name>.<moment>`, without hyper-parameters."""
     out = _weights(stages)
     for index, stage in stages.items():
-        state = get_optimizer_state_dict(stage, optimizers.by_stage[index], options=_FLAT)
+        state = state_dict.get_optimizer_state_dict(
+            stage, optimizers.by_stage[index], options=_FLAT
+        )
         out |= {f"optimizer.{n}": t for n, t in state.items() if n.startswith(_STATE)}
     return out
 
@@ -325,24 +314,38 @@ def _tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
 def _set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
     for stage in stages.values():
         names = [name for name, _ in stage.named_parameters()]
-        set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
+        state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
 
 
 def _set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
     for index, stage in stages.items():
         optimizer = optimizers.by_stage[index]
-        state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+        state = state_dict.get_optimizer_state_dict(stage, optimizer, options=_FLAT)
         state |= {n: tensors[f"optimizer.{n}"] for n in state if n.startswith(_STATE)}
-        set_optimizer_state_dict(stage, optimizer, state, options=_FLAT)
+        state_dict.set_optimizer_state_dict(stage, optimizer, state, options=_FLAT)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to the host. torch's stagers deepcopy, which FSDP's parameters do not support. Copies
-    the local part of a DTensor, because the first `to` of each kind of DTensor takes 2 ms."""
+    """Start copying to the host, of a DTensor its local part: the first `to` of each kind of
+    DTensor takes 2 ms, and torch's stagers deepcopy, which FSDP's parameters do not support.
+
+    From a GPU torch copies to pinned memory, and the copy is complete once the current stream has
+    reached it; later work of the stream may overwrite the tensor. torch keeps pinned memory for the
+    next save and rounds each tensor's up to a power of two. It has not run on a GPU.
+    """
     if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    local = tensor._local_tensor.detach().to("cpu", copy=True)
+        return tensor.detach().to("cpu", copy=True, non_blocking=True)
+    local = tensor._local_tensor.detach().to("cpu", copy=True, non_blocking=True)
     return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind what the current stream was given so far; None without a stream."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _rng(rank: int) -> dict[str, torch.Tensor]:
@@ -354,10 +357,9 @@ def _rng(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
-    if (cpu := states.get(f"rng.{rank}.cpu")) is not None:
-        torch.set_rng_state(cpu)
-    if (cuda := states.get(f"rng.{rank}.cuda")) is not None:
-        torch.cuda.set_rng_state(cuda)
+    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if f"rng.{rank}.{device}" in states:
+            set_state(states[f"rng.{rank}.{device}"])
 
 
 def _cause_of(failure: BaseException) -> str:
@@ -370,10 +372,8 @@ def _cause_of(failure: BaseException) -> str:
 
 
 def _remove(checkpoint_folder: Path) -> None:
-    """Rename before removing, so that a crash leaves nothing that looks like a checkpoint.
-
-    A folder that cannot be removed (e.g. on NFS while it is read) only costs space.
-    """
+    """Rename before removing, so that a crash leaves nothing like a checkpoint. A folder that
+    cannot be removed (on NFS while it is read) only costs space."""
     partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
     with contextlib.suppress(OSError):
         checkpoint_folder.rename(partial)

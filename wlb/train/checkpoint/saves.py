@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from wlb.parallel.host import host_group
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
-from wlb.train.telemetry.report import RunReport
 
 
 class SaveCheckpoints(Hook):
@@ -37,12 +37,11 @@ class SaveCheckpoints(Hook):
         self.saver.close()
 
     def newest(self, run: RunContext) -> Path | None:
-        """The newest complete checkpoint as rank 0 sees it, because other nodes may see new folders
-        later. A collective call."""
+        """The newest complete checkpoint, as rank 0 sees it, which sees it first. Collective."""
         self.saver.finish_for_reading()
         there = checkpoint.list_complete(run.job.checkpoints) if run.mesh.rank == 0 else []
         newest = [there[-1].name if there else ""]
-        dist.broadcast_object_list(newest, src=0)
+        dist.broadcast_object_list(newest, src=0, group=host_group())
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
@@ -81,13 +80,9 @@ class SaveCheckpoints(Hook):
                     del self._tallies[step]
             if saved is not self._reported:
                 self._reported = saved
-                _report(saved, run.report)
-
-
-def _report(saved: Saved, report: RunReport) -> None:
-    report.write("checkpoint", **asdict(saved))
-    if saved.error:
-        report.say(
-            f"the checkpoint after step {saved.step} could not be written: {saved.error}; "
-            f"training goes on, those before it are as they were"
-        )
+                run.report.write("checkpoint", **asdict(saved))
+                if saved.error:
+                    run.report.say(
+                        f"the checkpoint after step {saved.step} could not be written: "
+                        f"{saved.error}; training goes on, those before it are as they were"
+                    )

@@ -1,9 +1,8 @@
 """Lock of a run's folder: two trainings at a time would mix their checkpoints.
 
 The launching process, or rank 0 of ranks started by others, holds `.NAME.lock` beside the folder by
-flock, which ends with the process; the file names the owner. An owner on this machine is alive. An
-owner on another machine may be gone with it: a file server then keeps the lock for the client's
-lease, which a requeued job waits for.
+flock, which ends with the process; the file names the owner. An owner on another machine may be
+gone with it: a file server then keeps the lock for a while, which a requeued job waits for.
 """
 
 import contextlib
@@ -37,10 +36,7 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """Take the lock, waiting for an owner that may be ending.
-
-        UserError naming the process that trains the run; OSError if the file cannot be written.
-        """
+        """Wait for an owner that may be ending; UserError names the process that trains the run."""
         begin, is_said = time.monotonic(), False
         while self._file is None:
             if self._attempt():
@@ -60,24 +56,24 @@ class RunLock:
 
     def _attempt(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file may have been removed between opening and locking it.
-            if os.fstat(file.fileno()).st_ino != self.path.stat().st_ino:
-                file.close()
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(self.path.open("a+", encoding="utf-8"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The file may have been removed between opening and locking it.
+                if os.fstat(file.fileno()).st_ino != self.path.stat().st_ino:
+                    return False
+            except (BlockingIOError, FileNotFoundError):
                 return False
-        except (BlockingIOError, FileNotFoundError):
-            file.close()
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                file.close()
-                raise
-            self.console.print(
-                f"{self.path.parent} is on a file system without locks ({error.strerror}): make "
-                f"sure that no second process trains {self.directory.name} at the same time"
-            )
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self.console.print(
+                    f"{self.path.parent} is on a file system without locks ({error.strerror}): "
+                    f"make sure that no second process trains {self.directory.name} at the same "
+                    f"time"
+                )
+            opened.pop_all()
         file.truncate(0)
         since = datetime.now().isoformat(timespec="seconds")
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
@@ -86,7 +82,6 @@ class RunLock:
         return True
 
     def _owner(self) -> dict[str, Any]:
-        """Read the owner; empty while the file is being written."""
         try:
             found = json.loads(self.path.read_text("utf-8"))
         except (OSError, ValueError):

@@ -1,9 +1,8 @@
 """Requests to stop: SIGTERM or SIGUSR1 to any rank, or a file that rank 0 sees.
 
-Slurm and torchrun announce pre-emption by a signal, a batch script may do so by a file. A request
-is only noted here; all ranks learn of it from the all-reduce of the step, finish the step, save and
-exit with status 0. Signals are caught long before ranks start; an early one ends the run before
-step 1.
+A request (as Slurm and torchrun announce pre-emption) is only noted here; all ranks learn of it
+from the all-reduce of the step, finish the step, save and exit with status 0. Signals are caught
+long before ranks start; an early one ends the run before step 1.
 """
 
 import contextlib
@@ -58,10 +57,11 @@ class Signals:
                 self._passed_on.touch()
 
     def pass_on(self, file: Path) -> None:
-        """Create `file` on a signal, now or later, for the ranks that this process starts.
+        """Create `file` on a signal, now or later, for `StopRequest` of the ranks that this process
+        starts.
 
-        `StopRequest` looks for it: forwarding the signal would kill a rank that does not catch
-        signals yet. A second SIGTERM ends this process and thereby its ranks.
+        Forwarding the signal would kill a rank that does not catch it yet. A second SIGTERM ends
+        this process and thereby its ranks.
         """
         self._passed_on = file
         if self.came:
@@ -74,10 +74,8 @@ class Signals:
 
 
 class StopRequest:
-    """Stop requests of one rank; only rank 0 looks for files.
-
-    file: run.stop_file, "" for none. told: the file that the launching process creates on a signal.
-    """
+    """Stop requests of one rank; files are looked for on rank 0: run.stop_file, and `told`, which
+    the launching process creates on a signal."""
 
     def __init__(
         self, file: str, *, rank: int, signals: Signals | None = None, told: Path | None = None

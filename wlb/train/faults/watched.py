@@ -1,18 +1,18 @@
 """Run a rank's training with its own log, watched by the other ranks (`wlb.launch.watch`)."""
 
+import contextlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 from wlb.launch.failure import FailureReport
 from wlb.launch.local import is_launched, report_failure
-from wlb.launch.position import Position, describe
+from wlb.launch.position import Position
 from wlb.launch.watch import Watch, WatchOptions
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
@@ -23,41 +23,37 @@ LOGS = "logs"
 FAILURE = "failure.txt"
 
 
-@contextmanager
+@contextlib.contextmanager
 def watched(
     directory: Path, spec: RunSpec, *, world: World, mesh: Mesh, position: Position
 ) -> Iterator[None]:
-    """Context of one rank's part of the run in `directory`; all ranks enter it together.
+    """One rank's part of the run in `directory`; all ranks enter it together.
 
-    An exception is reported to the other ranks and ends all of them. Single ranks, and runs with
-    training.heartbeat_s = 0, have no watch.
+    An exception ends all ranks with one report; a rank without a watch (a single one, or with
+    training.heartbeat_s = 0) just raises.
     """
-    if world.world_size == 1:
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"in {describe(position.to_json())}")
-            raise
-        return
-    c = mesh.coordinates
+    c = mesh.at
     place = (
         f"tp {c.tp}, cp {c.cp}, pp {c.pp}, dp {c.dp}; process {os.getpid()} on "
         f"{socket.gethostname()}, {mesh.device}"
     )
-    logs = directory / LOGS
-    options = WatchOptions(
-        silence_s=spec.training.heartbeat_s, stuck_s=spec.training.timeout_s, logs=logs, place=place
-    )
-    with rank_log(logs, world.rank, place):
-        watch = None
-        if spec.training.heartbeat_s:
+    logs, is_alone = directory / LOGS, world.world_size == 1
+    watch = None
+    with contextlib.nullcontext() if is_alone else rank_log(logs, world.rank, place):
+        if spec.training.heartbeat_s and not is_alone:
+            options = WatchOptions(
+                silence_s=spec.training.heartbeat_s,
+                stuck_s=spec.training.timeout_s,
+                logs=logs,
+                place=place,
+            )
             watch = Watch(world, position, options, lambda report: _end(report, directory))
         try:
             yield
         except Exception as error:
             if watch is not None:
                 watch.raised(error)
-            error.add_note(f"in {describe(position.to_json())}")
+            error.add_note(f"in {position.now().describe()}")
             raise
         if watch is not None:
             watch.close()
@@ -67,7 +63,10 @@ def _end(report: FailureReport | None, directory: Path) -> None:
     """End this process, or let its launcher do so; only the rank with the report prints it."""
     if report is not None:
         # A full disk may be the cause of the failure; report it anyway.
-        with suppress(OSError), (directory / FAILURE).open("a", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            (directory / FAILURE).open("a", encoding="utf-8") as file,
+        ):
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
         if report_failure(report.rank, report.error, report.text):
             return
@@ -79,23 +78,17 @@ def _end(report: FailureReport | None, directory: Path) -> None:
     os._exit(1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
-    """Copy stderr, and stdout except on rank 0, to `folder/rank-<n>.log`.
-
-    Output that libraries write past Python's streams is not copied.
-    """
+    """Copy stderr, and stdout except on rank 0, as written by Python, to `folder/rank-<n>.log`."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = sys.stdout, sys.stderr
-    with closing(AppendedFile(folder / f"rank-{rank}.log")) as log:
+    with contextlib.closing(AppendedFile(folder / f"rank-{rank}.log")) as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}: {place}\n")
-        sys.stderr = _Tee(sys.stderr, log)
-        if rank:
-            sys.stdout = _Tee(sys.stdout, log)
-        try:
+        out = (
+            contextlib.redirect_stdout(_Tee(sys.stdout, log)) if rank else contextlib.nullcontext()
+        )
+        with contextlib.redirect_stderr(_Tee(sys.stderr, log)), out:
             yield
-        finally:
-            sys.stdout, sys.stderr = before
 
 
 class _Tee:
@@ -107,6 +100,9 @@ class _Tee:
     def write(self, text: str) -> int:
         self._log.write(text)
         return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """A text is with the operating system when `write` returns, so that killing the process loses
-    none. A text that cannot be written is dropped, the first one with a message on stderr.
+    """A file for whole texts, which are with the operating system when `write` returns.
 
-    num_lost: texts that were not written, or not completely.
+    A text that cannot be written is dropped (num_lost), the first one with a message on stderr.
     """
 
     def __init__(self, path: Path) -> None:

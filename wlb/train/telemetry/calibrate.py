@@ -30,7 +30,7 @@ from wlb.train.telemetry.meter import TelemetryMeter
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     """Where --calibrate writes. wanted: a path ending in .json, a name for a file in `folder`, or
-    empty for the name of the run's profile, `priced_by`, with "-calibrated", numbered if taken.
+    empty for the name of `priced_by` with "-calibrated", numbered if taken.
 
     UserError for a file that exists: profiles are never overwritten.
     """
@@ -77,8 +77,7 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """On the rank that has a console: fit, write the profile and say what drifted. If there is
-        nothing to fit, say why; training has succeeded all the same."""
+        """On the rank with a console: fit and write the profile; say what drifted or is missing."""
         if console is None:
             return
         try:
@@ -131,7 +130,7 @@ class WriteProfile(Hook):
                 cost=self.meter.cost,
                 run=run.job.directory,
                 collectives=self.meter.times_hold_collectives,
-                console=run.report.console if run.report.is_shown else None,
+                console=run.report.console if run.report.display is not None else None,
             )
 
 

@@ -2,9 +2,8 @@
 
 A rank's clock is a list of marks. From each mark on, time belongs to one part of one cell (or to
 none, between passes), so parts add up to their pass and nothing is counted twice. Marks are CUDA
-events, read after the step's one wait for the device, or the launching thread's CPU time (wall time
-where operators run on several threads). README.md says what each kind of mark holds. Cost: 3 us a
-mark on CPU; two for each pass, attention call, embedding and head.
+events, read after the step's one wait for the device, or the launching thread's CPU time (3 us
+each). README.md says what each kind of mark holds.
 """
 
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,71 +44,56 @@ class StepTimes:
 
 
 class StepSpans(NamedTuple):
-    """Wall times of a rank's step. began_ns: when the host began it, Unix time. spans: each chunk's
-    cell, its begin since the step's, and what it took, in ns."""
+    """Wall times of a rank's step, which began at the Unix time began_ns. spans: each chunk's cell,
+    its begin since the step's, and what it took, in ns."""
 
     began_ns: int
     wall_ns: int
     spans: tuple[tuple[Cell, int, int], ...]
 
 
-class Marks(Protocol):
-    """Timestamps whose differences are read after the step. Wall points time the whole step."""
+class WallMarks:
+    """Timestamps whose differences are read after the step, and the base of other kinds. These
+    are of wall time, for operators on several threads. Wall points time the whole step."""
+
+    def __init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
         """A step begins; the last step's points are not read any more."""
-        ...
-
-    def now(self) -> Any: ...
-
-    def wall_now(self) -> Any: ...
-
-    def wall_of(self, point: Any) -> Any:
-        """The wall point that belongs to `point`, which was made just now."""
-        ...
-
-    def between_ns(self, start: Any, stop: Any) -> int: ...
-
-
-class ThreadMarks:
-    """CPU time of the thread that runs the step; wall time for the whole step."""
-
-    def __init__(self) -> None:
         self._thread = threading.get_ident()
 
-    def reset(self) -> None:
-        self._thread = threading.get_ident()
-
-    def now(self) -> int:
+    def now(self) -> Any:
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "part of a step ran on another thread than the one whose CPU time is measured; set "
                 "telemetry.enabled = false"
             )
-        return time.thread_time_ns()
-
-    def wall_now(self) -> int:
         return time.perf_counter_ns()
 
-    def wall_of(self, point: int) -> int:
+    def wall_now(self) -> Any:
         return time.perf_counter_ns()
 
-    def between_ns(self, start: int, stop: int) -> int:
+    def wall_of(self, point: Any) -> Any:
+        """The wall point that belongs to `point`, which was made just now."""
+        return point
+
+    def between_ns(self, start: Any, stop: Any) -> int:
         return stop - start
 
 
-class WallMarks(ThreadMarks):
-    """Wall time throughout, for operators that run on several threads."""
+class ThreadMarks(WallMarks):
+    """CPU time of the thread that runs the step; wall time for the whole step."""
 
     def now(self) -> int:
         super().now()
-        return time.perf_counter_ns()
+        return time.thread_time_ns()
 
     def wall_of(self, point: int) -> int:
-        return point
+        return time.perf_counter_ns()
 
 
-class EventMarks:
+class EventMarks(WallMarks):
     """CUDA events on the current stream, from a pool that grows to what a step needs."""
 
     def __init__(self) -> None:
@@ -129,9 +113,6 @@ class EventMarks:
 
     wall_now = now
 
-    def wall_of(self, point: torch.cuda.Event) -> torch.cuda.Event:
-        return point
-
     def between_ns(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> int:
         return round(start.elapsed_time(stop) * 1e6)
 
@@ -143,7 +124,7 @@ _NUM_TRIED = 100
 class StepClock:
     """Times the steps of one rank. Off outside of `step`, so that evaluations leave no record."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: WallMarks) -> None:
         self._marks = marks
         self._points: list[tuple[tuple[Cell, Part] | None, Any]] = []
         self._seen: set[Cell] = set()
@@ -183,10 +164,7 @@ class StepClock:
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = Part.LAYERS
     ) -> AbstractContextManager[None]:
-        """Time a chunk, whose time belongs to `first` until `switch` says otherwise.
-
-        RuntimeError if it ran already in this step: its time would be counted twice.
-        """
+        """Time a chunk, as `first` until `switch` is called. RuntimeError if it ran before."""
         return self._chunk(Cell(kind, stage, micro_batch), first) if self._is_running else _OFF
 
     @contextmanager
@@ -206,7 +184,7 @@ class StepClock:
             self._cell = None
 
     def switch(self, part: Part) -> None:
-        """From now on time belongs to `part` of the chunk at work; nothing outside chunks."""
+        """Attribute time from now on to `part` of the current chunk; outside chunks do nothing."""
         if self._cell is not None:
             self._part = part
             self._points.append(((self._cell, part), self._marks.now()))
@@ -235,7 +213,7 @@ class StepClock:
                 times[key] = times.get(key, 0) + self._marks.between_ns(start, stop)
         return StepTimes(times, self._marks.between_ns(*self._wall))
 
-    def spans(self) -> "StepSpans":
+    def spans(self) -> StepSpans:
         """Where the last step's chunks lie in it; may be called when `take` may."""
         origin = self._wall[0]
         return StepSpans(

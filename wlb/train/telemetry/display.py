@@ -6,7 +6,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work
@@ -50,13 +50,22 @@ class Display:
             self._live.stop()
 
     def step(
-        self,
-        steps_done: int,
-        measured: MeasuredStep,
-        predicted: StepMetrics,
-        plain: StepMetrics | None,
+        self, steps_done: int, m: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
     ) -> None:
-        row = self._row(steps_done, measured, predicted, plain)
+        """A row of the table of steps; plain: of Plain-4D."""
+        seconds = m.step_time_s or 0.0
+        counts = dict(m.sharding_counts)
+        chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
+        row = (
+            f"{steps_done}/{self.total_steps}",
+            "-" if m.loss is None else f"{m.loss:.3f}",
+            f"{m.num_tokens}",
+            f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
+            "-" if plain is None else f"{plain.imbalance:.2f}",
+            f"{predicted.imbalance:.2f}",
+            f"{m.mean_delay:.2f} ({m.max_delay})",
+            chosen or "-",
+        )
         self._rows.append(row)
         if self._live is not None:
             self._live.update(self._table())
@@ -75,23 +84,6 @@ class Display:
     def say(self, line: str) -> None:
         """A line that stays, above a live table."""
         self.console.print(line, soft_wrap=True, markup=False)
-
-    def _row(
-        self, steps_done: int, m: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
-    ) -> tuple[str, ...]:
-        seconds = m.step_time_s or 0.0
-        counts = dict(m.sharding_counts)
-        chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
-        return (
-            f"{steps_done}/{self.total_steps}",
-            "-" if m.loss is None else f"{m.loss:.3f}",
-            f"{m.num_tokens}",
-            f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
-            "-" if plain is None else f"{plain.imbalance:.2f}",
-            f"{predicted.imbalance:.2f}",
-            f"{m.mean_delay:.2f} ({m.max_delay})",
-            chosen or "-",
-        )
 
     def _table(self) -> Group:
         # Eight columns fit into 80 characters only without vertical lines.
@@ -124,9 +116,9 @@ def _line(row: tuple[str, ...]) -> str:
 
 def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: float) -> None:
     """Print a run's losses, balance, times and files."""
-    table = Table(title="Summary", title_justify="left", show_header=False, expand=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = Table(
+        Column(style="bold"), "", title="Summary", title_justify="left", show_header=False
+    )
     losses = tally.losses
     if losses:
         last = losses[-5:]

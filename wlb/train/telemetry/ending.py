@@ -2,7 +2,7 @@
 
 import time
 
-from wlb.train import checkpoint
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.faults.stop import StopRequest
 from wlb.train.hooks import Hook, RunContext
 from wlb.train.telemetry.display import summary
@@ -29,7 +29,7 @@ class ShowSummary(Hook):
     """Prints the summary on rank 0, unless the run was stopped before its first step."""
 
     def finished(self, run: RunContext) -> None:
-        if run.report.is_shown and (run.tally.ours.steps or not run.stop):
+        if run.report.display is not None and (run.tally.ours.steps or not run.stop):
             files = {
                 "metrics": run.report.path,
                 "checkpoint": checkpoint.folder_of(run.job.checkpoints, run.steps_done),

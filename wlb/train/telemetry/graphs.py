@@ -1,9 +1,9 @@
 """The hook that says when a step waited for torch.compile, so that its time explains itself."""
 
 import torch
-import torch.distributed as dist
 
 from wlb.parallel.compiled import num_graphs
+from wlb.parallel.host import all_reduce_hosts
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
@@ -25,7 +25,7 @@ class CountGraphs(Hook):
 
     def finished(self, run: RunContext) -> None:
         most = torch.tensor(num_graphs() - self._num_before)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        all_reduce_hosts(most, "max")
         if self._num_told:
             told = f"{self._num_told} graphs of a layer, {int(most)} at most on a rank"
             run.tally.rows["compiled"] = told

@@ -1,10 +1,9 @@
 """Which tokens every executed step trained (telemetry.ledger), and the proof that each was once.
 
-ledger.jsonl in a run's folder has a line a step, from rank 0: the pieces of documents in its plan,
-which all ranks compare by digest. A training that goes on from a checkpoint writes the step it
-begins with; lines of that step and later ones before it no longer belong to the weights' lineage. A
-killed process may leave half a line before such a beginning. After a full disk, the next line says
-that lines were lost, and the count is not exact.
+ledger.jsonl in a run's folder has a line a step, from rank 0: the pieces of documents in its plan.
+A training that goes on from a checkpoint writes the step it begins with; lines of that step and
+later ones before it no longer belong to the weights' lineage. A killed process may leave half a
+line; after a full disk, the next line says that lines were lost, and the count is not exact.
 """
 
 import json
@@ -22,11 +21,15 @@ from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
 _IN_STEPS = "step"
+_COLUMNS = ("document", "start", "stop", "source")
+
+
+def _columns(pieces: Pieces) -> dict[str, list[int]]:
+    return {name: getattr(pieces, name).tolist() for name in _COLUMNS}
 
 
 class Ledger:
-    """Writes ledger.jsonl. A line is with the operating system when the call returns, so that a
-    killed process loses none."""
+    """Writes ledger.jsonl, line by line (`AppendedFile`)."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +43,7 @@ class Ledger:
     def add(self, plan: StepPlan, *, updated: bool) -> None:
         """A step was executed. updated: it changed the weights."""
         pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
-        columns = {name: getattr(pieces, name).tolist() for name in ("document", "start", "stop")}
-        columns["source"] = pieces.source.tolist()
-        self._write({"step": plan.step, "updated": updated, **columns})
+        self._write({"step": plan.step, "updated": updated, **_columns(pieces)})
 
     def _write(self, data: dict[str, Any], *, before: str = "") -> None:
         file = self._file
@@ -102,8 +103,7 @@ class Count:
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
     """Lines by step that made the run's present weights; numbers of starts and of undone steps.
 
-    UserError for a torn line without a new start after it, or a step that is missing where the file
-    does not say that lines were lost.
+    UserError for a torn line without a start after it, or a step that is missing unsaid.
     """
     path = folder / FILE
     if not path.exists():
@@ -154,20 +154,9 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
     covered = {key: np.zeros(length, np.int64) for key, length in given.items()}
     skipped = 0
     for line in done.values():
-        columns = (line["source"], line["document"], line["start"], line["stop"])
-        for source, document, start, stop in zip(*columns, strict=True):
-            covered[source, document][start:stop] += 1
-            skipped += 0 if line["updated"] else stop - start
-    waiting = 0
-    for source, document, start, stop in zip(
-        held.source.tolist(),
-        held.document.tolist(),
-        held.start.tolist(),
-        held.stop.tolist(),
-        strict=True,
-    ):
-        covered[source, document][start:stop] += 1
-        waiting += stop - start
+        num_tokens = _cover(covered, line)
+        skipped += 0 if line["updated"] else num_tokens
+    waiting = _cover(covered, _columns(held))
     times: IntArray = np.concatenate([np.zeros(0, np.int64), *covered.values()])
     return Count(
         once=int((times == 1).sum()) - waiting,
@@ -182,12 +171,19 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
     )
 
 
-def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
-    """Length of each document that the loader gave until `state`, by (source, id).
+def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) -> int:
+    """Count the pieces' tokens once more; returns how many there are."""
+    num_tokens = 0
+    rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
+    for document, start, stop, source in rows:
+        covered[source, document][start:stop] += 1
+        num_tokens += stop - start
+    return num_tokens
 
-    Reads batches again until as many documents were read: a resumed run may have batches of another
-    size, which changes where they end, not the order of documents.
-    """
+
+def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
+    """Length of each document that the loader gave until `state`, by (source, id). Reads as many
+    documents again: a resumed run may have batches of another size."""
     found: dict[tuple[int, int], int] = {}
     end = _place(state.corpus)
     at = planner.source.start()
@@ -204,8 +200,7 @@ def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
 
 
 def _place(corpus: dict[str, Any]) -> int:
-    """How far a source has been read: documents of `GlobalBatches` and `BlendedBatches`, steps of
-    `PackedBatches`, whose packs have one size."""
+    """How far a source has been read: in documents, or in steps of `PackedBatches`."""
     if _IN_STEPS in corpus:
         return corpus[_IN_STEPS]
     if "documents_read" in corpus:

@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 
 from wlb.parallel.mesh import Mesh
-from wlb.plan import Telemetry
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.clock import StepClock
@@ -19,8 +18,7 @@ class MeasureSteps(Hook):
         self.clock = clock
         self.meter = TelemetryMeter(spec, mesh)
         self.work = WorkMeter(spec, mesh)
-        self.warm_up = WarmUp(spec.telemetry.warmup_steps)
-        self._num_measured = 0
+        self._num_measured = self._num_recorded = 0
 
     def begin(self, run: RunContext) -> None:
         if self.work.note:
@@ -39,7 +37,9 @@ class MeasureSteps(Hook):
         if reduced is None:
             return
         step.telemetry = replace(reduced, work=self.work.take())
-        if self.warm_up.is_over_in(step.telemetry):
+        is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
+        self._num_recorded += reduced.num_steps
+        if is_warm:  # steps of the warm-up are slower
             step.own_ns = own_ns
             run.tally.telemetry.add(step.telemetry)
 
@@ -50,9 +50,7 @@ class MeasureSteps(Hook):
         return self.meter.num_steps == telemetry.interval or run.is_last_step or ends_warm_up
 
     def _exposed(self, run: RunContext, step: ExecutedStep) -> Exposed:
-        """What the step waited for, with the waits for plans since the last record. The time of
-        records is counted with the next step. Waits inside of the step are part of its time, those
-        before it are added."""
+        """Waits of the step, also for its plan; the time of records counts with the next step."""
         step_ns = round((time.perf_counter() - step.began_s) * 1e9) + step.waited_ns
         exposed = Exposed(
             loading_ns=run.inputs.exposed_ns,
@@ -62,17 +60,3 @@ class MeasureSteps(Hook):
         )
         run.feed.waited_ns = run.records_ns = 0
         return exposed
-
-
-class WarmUp:
-    """Tells records of the first `num_steps` steps, which are slower, from those that count."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self._num_seen = 0
-
-    def is_over_in(self, record: Telemetry) -> bool:
-        """Whether `record`, the next one in order, has no step of the warm-up."""
-        is_over = self._num_seen >= self.num_steps
-        self._num_seen += record.num_steps
-        return is_over

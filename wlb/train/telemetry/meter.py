@@ -3,75 +3,60 @@
 A cell is a micro-batch on a stage on a rank. Predictions are those of the profile that plans are
 priced with, for the rank's own spans; on CPU without collectives, which CPU time does not hold
 either. Not compared: cells without a document's token (padding has no price) and, under FSDP, the
-passes that hold its collectives. Cost of a record: two all-reduces of host tensors in flight
-together (through Gloo), a float64 sum of 38 numbers and an int64 maximum of 2 + 3 * K * N * stages.
+passes that hold its collectives.
 """
 
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from wlb.cost import (
-    StageTimes,
-    end_times_ns,
-    stage_times,
-    without_collectives,
-    workload_for,
-)
+from wlb.cost import StageTimes, end_times_ns, stage_times, without_collectives, workload_for
+from wlb.parallel.host import all_reduce_hosts
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Cell, Part, Pass
 from wlb.plan import TERMS, Moments, PipelinePlan, Spread, Telemetry
 from wlb.spec import RunSpec
 from wlb.train.telemetry.clock import StepTimes
 
-_MEASURED, _PREDICTED, _WHOLE = range(3)
+_LATENCIES = ("", "predicted_", "whole_")
+"""Times of a micro-batch in decoder layers, measured and predicted, and of the whole pass."""
 _IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
 _COLUMNS = tuple(f.name for f in fields(Moments))
 
 
 class Exposed(NamedTuple):
-    """Times of a step on a rank, in ns: waits for inputs and for plans, making records, and the
-    whole step."""
+    """Times of a step on a rank, in ns: waits for inputs and for plans, making records, and all."""
 
     loading_ns: int = 0
     planning_ns: int = 0
     records_ns: int = 0
     step_ns: int = 0
 
-    def __add__(self, other: "Exposed") -> "Exposed":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Exposed(*(a + b for a, b in zip(self, other, strict=True)))
+
+_MEANS = ("embedding_ns", "head_ns", "predicted_embedding_ns", "predicted_head_ns")
+_SPREADS = ("compute_ns", "bubble_ns")
+_SUMMED = (*_MEANS, *Exposed._fields, *_SPREADS)
 
 
 class TelemetryMeter:
-    """Collects this rank's steps; `reduce` makes one record of all ranks' steps since the last.
-
-    All ranks add the same steps and reduce together.
-    """
+    """Collects this rank's steps; all ranks add the same ones and `reduce` them together."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
         self.cost = workload_for(spec, mesh.device.type)
-        self._priced = self.cost
-        if not self.times_hold_collectives:
-            self._priced = without_collectives(self.cost)
-        all_layers = spec.stage_layers
-        # Ranks are compared (`telemetry.stragglers`) by terms that hold no wait for other ranks.
+        self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
+        # Ranks are compared (`StragglerWatch`) by terms that hold no wait for other ranks.
         is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
-        self._own_terms = (
-            TERMS if is_alone else tuple(t for t in TERMS if t.startswith("attention"))
-        )
-        self._layers = {stage: all_layers[stage] for stage in spec.stages_of(mesh.pp_rank)}
+        self._own_terms = [t for t in TERMS if is_alone or t.startswith("attention")]
+        self._layers = {s: spec.stage_layers[s] for s in spec.stages_of(mesh.at.pp)}
         self._clear()
 
     def _clear(self) -> None:
         self._moments: dict[str, Moments] = dict.fromkeys(TERMS, Moments())
         self._latencies_ns: list[np.ndarray] = []
-        self._embedding_ns = self._head_ns = self._compute_ns = self._bubble_ns = 0
-        self._predicted_embedding_ns = self._predicted_head_ns = 0
-        self._exposed = Exposed()
+        self._sums = dict.fromkeys(_SUMMED, 0)
         self._own_measured_ns = self._own_predicted_ns = 0
 
     @property
@@ -85,13 +70,13 @@ class TelemetryMeter:
 
     @property
     def own_ns(self) -> np.ndarray:
-        """This rank's times since the last record, int64 [5], for a table of ranks: measured and
-        predicted time of the terms that ranks are compared by, compute, bubble, loading."""
+        """int64 [5]: own time of the terms that ranks are compared by, measured and predicted, and
+        compute, bubble and loading time since the last record."""
         own = (self._own_measured_ns, self._own_predicted_ns)
-        times = (*own, self._compute_ns, self._bubble_ns, self._exposed.loading_ns)
-        return np.array(times, np.int64)
+        times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
+        return np.array([*own, *times], np.int64)
 
-    def add(self, plan: PipelinePlan, times: StepTimes, exposed: "Exposed | None" = None) -> None:
+    def add(self, plan: PipelinePlan, times: StepTimes, exposed: Exposed | None = None) -> None:
         """A step that this rank executed."""
         predicted = {
             layers: stage_times(plan, self._priced, layers=layers)
@@ -101,30 +86,30 @@ class TelemetryMeter:
         latencies = np.zeros((self.spec.num_micro_batches, self.spec.num_stages, 3), np.int64)
         for i in range(num):
             for stage, layers in self._layers.items():
-                row = self.mesh.dp_rank * num + i
+                row = self.mesh.at.dp * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
-                if layers and plan.shardings[i].tokens[self.mesh.cp_rank]:
+                if layers and plan.shardings[i].tokens[self.mesh.at.cp]:
                     self._compare(i, num - 1, stage, predicted[layers], times)
         self._latencies_ns.append(latencies)
-        self._embedding_ns += times.total_ns(Part.EMBEDDING)
-        self._head_ns += times.total_ns(Part.HEAD)
         embedding_ns, head_ns = end_times_ns(plan, self._priced)
-        if 0 in self._layers:
-            self._predicted_embedding_ns += embedding_ns
-        if self.spec.num_stages - 1 in self._layers:
-            self._predicted_head_ns += head_ns
-        self._compute_ns += times.compute_ns
-        self._bubble_ns += times.bubble_ns
-        self._exposed += exposed or Exposed()
+        step = {
+            "embedding_ns": times.total_ns(Part.EMBEDDING),
+            "head_ns": times.total_ns(Part.HEAD),
+            "predicted_embedding_ns": embedding_ns if 0 in self._layers else 0,
+            "predicted_head_ns": head_ns if self.spec.num_stages - 1 in self._layers else 0,
+            "compute_ns": times.compute_ns,
+            "bubble_ns": times.bubble_ns,
+            **(exposed or Exposed())._asdict(),
+        }
+        self._sums = {name: total + step[name] for name, total in self._sums.items()}
 
     def _forward_ns(
         self, i: int, stage: int, predicted: StageTimes, times: StepTimes
     ) -> tuple[int, int, int]:
-        """Forward time of a micro-batch on this rank: measured in decoder layers, predicted, and
-        measured with embedding, head and loss."""
+        """A micro-batch's forward times on this rank, as in `_LATENCIES`."""
         forward = Cell(Pass.FORWARD, stage, i)
         layers = times.part_ns(forward, *_IN_LAYERS)
-        attention = int(predicted.attention_forward_ns[i, self.mesh.cp_rank])
+        attention = int(predicted.attention_forward_ns[i, self.mesh.at.cp])
         whole = layers + times.part_ns(forward, Part.EMBEDDING, Part.HEAD)
         return layers, attention + int(predicted.linear_forward_ns[i]), whole
 
@@ -132,58 +117,40 @@ class TelemetryMeter:
         self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes
     ) -> None:
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
-        cp_rank = self.mesh.cp_rank
-        pairs: dict[str, tuple[int, int]] = {
-            "attention_forward": (
-                predicted.attention_forward_ns[i, cp_rank],
-                times.part_ns(forward, Part.ATTENTION),
-            ),
-            "linear_forward": (
-                predicted.linear_forward_ns[i],
-                times.part_ns(forward, Part.LAYERS),
-            ),
-            "attention_backward": (
-                predicted.attention_backward_ns[i, cp_rank],
-                times.part_ns(backward, Part.ATTENTION, Part.RECOMPUTE),
-            ),
-            "linear_backward": (
-                predicted.linear_backward_ns[i],
-                times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
-            ),
+        measured = {
+            "attention_forward": times.part_ns(forward, Part.ATTENTION),
+            "linear_forward": times.part_ns(forward, Part.LAYERS),
+            "attention_backward": times.part_ns(backward, Part.ATTENTION, Part.RECOMPUTE),
+            "linear_backward": times.part_ns(backward, Part.LAYERS)
+            + times.part_ns(weight, Part.LAYERS),
         }
         has_fsdp = self.mesh.fsdp_size > 1
         left_out = ("forward" if i == 0 else "", "backward" if i == last else "")
-        for name, (expected_ns, measured_ns) in pairs.items():
+        for name, measured_ns in measured.items():
             if measured_ns <= 0:
                 continue
+            column = getattr(predicted, f"{name}_ns")  # of attention by CP rank
+            expected_ns = int(column[i, self.mesh.at.cp] if column.ndim == 2 else column[i])
             if name in self._own_terms:
-                self._own_measured_ns += int(measured_ns)
-                self._own_predicted_ns += int(expected_ns)
+                self._own_measured_ns += measured_ns
+                self._own_predicted_ns += expected_ns
             if not (has_fsdp and name.endswith(tuple(filter(None, left_out)))):
-                self._moments[name] += Moments.of(int(expected_ns) * 1e-9, measured_ns * 1e-9)
+                self._moments[name] += Moments.of(expected_ns * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:
         """The record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
-        sums += [self._embedding_ns, self._head_ns, self._compute_ns, self._bubble_ns]
-        sums += [self._predicted_embedding_ns, self._predicted_head_ns, *self._exposed]
-        total = torch.tensor(sums, dtype=torch.float64)
-        codes = torch.tensor([self._code(self._compute_ns), self._code(self._bubble_ns)])
+        total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
+        codes = torch.tensor([self._code(self._sums[name]) for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
-        waiting = [
-            dist.all_reduce(total, async_op=True),
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, async_op=True),
-        ]
-        for work in waiting:
-            assert work is not None
-            work.wait()
+        all_reduce_hosts(total)
+        all_reduce_hosts(peaks, "max")
         record = self._record(total.tolist(), peaks)
         self._clear()
         return record
 
     def _code(self, time_ns: int) -> int:
-        """Encodes time and rank, so that the maximum over ranks is the largest time and, of the
-        ranks that have it, the lowest."""
+        """Encodes time and rank; a maximum over ranks is the largest time and its lowest rank."""
         world = self.mesh.world_size
         return time_ns * world + world - 1 - self.mesh.rank
 
@@ -192,35 +159,26 @@ class TelemetryMeter:
         width = len(_COLUMNS)
         of_terms = width * len(TERMS)
         terms = (total[i : i + width] for i in range(0, of_terms, width))
-        means = [x * 1e-9 / steps / self.mesh.world_size for x in total[of_terms:]]
-        embedding, head, compute, bubble, predicted_embedding, predicted_head = means[:6]
-        loading, planning, records, step = means[6:]
+        means: dict[str, Any] = {
+            name.replace("_ns", "_s"): x * 1e-9 / steps / self.mesh.world_size
+            for name, x in zip(_SUMMED, total[of_terms:], strict=True)
+        }
+        compute_s, bubble_s = means.pop("compute_s"), means.pop("bubble_s")
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
         latencies = peaks[2:].view(shape).sum(2)  # [steps, micro-batches, 3]
         slowest = latencies.amax(1).sum(0).tolist()
         mean = latencies.double().mean(1).sum(0).tolist()
         return Telemetry(
             num_steps=steps,
-            slowest_ns=slowest[_MEASURED],
-            mean_ns=mean[_MEASURED],
-            predicted_slowest_ns=slowest[_PREDICTED],
-            predicted_mean_ns=mean[_PREDICTED],
-            whole_slowest_ns=slowest[_WHOLE],
-            whole_mean_ns=mean[_WHOLE],
+            **{f"{of}slowest_ns": ns for of, ns in zip(_LATENCIES, slowest, strict=True)},
+            **{f"{of}mean_ns": ns for of, ns in zip(_LATENCIES, mean, strict=True)},
             terms=tuple(
                 (name, Moments(int(count), *sums))
                 for name, (count, *sums) in zip(TERMS, terms, strict=True)
             ),
-            embedding_s=embedding,
-            head_s=head,
-            compute=self._spread(compute, int(peaks[0]), steps),
-            bubble=self._spread(bubble, int(peaks[1]), steps),
-            predicted_embedding_s=predicted_embedding,
-            predicted_head_s=predicted_head,
-            loading_s=loading,
-            planning_s=planning,
-            records_s=records,
-            step_s=step,
+            compute=self._spread(compute_s, int(peaks[0]), steps),
+            bubble=self._spread(bubble_s, int(peaks[1]), steps),
+            **means,
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:

@@ -1,13 +1,14 @@
-"""Tables of all ranks' times and timelines of a few, gathered on rank 0.
+"""Tables of all ranks' times, who is slower than the others, and timelines of a few ranks.
 
 A table gathers five integers from each rank every telemetry.ranks_interval steps (35 bytes a rank
-in the file); a timeline is a message from each of at most `MOST_DRAWN` ranks, TP rank 0 of the
+in the file); a timeline is a message from each of at most `MOST_TIMED` ranks, TP rank 0 of the
 first pipelines (20 bytes a pass). On CPU a timeline's ranks begin when their hosts' clocks say,
 unless those are further apart than the step is long; on CUDA all begin at 0, because a host may be
 ahead of its device.
 """
 
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from wlb.parallel.mesh import Mesh, rank_grid
+from wlb.parallel.host import MOST_TIMED, gather_rows, host_group
+from wlb.parallel.mesh import Mesh, coordinates, rank_grid
 from wlb.parallel.observe import Pass
 from wlb.parallel.world import World
 from wlb.plan import MeasuredTimeline, Place, RankTable, Straggler, TimedPass
@@ -23,11 +25,50 @@ from wlb.spec import ParallelSpec, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.clock import StepClock, StepSpans
 from wlb.train.telemetry.report import RunReport
-from wlb.train.telemetry.stragglers import StragglerWatch
 
-MOST_DRAWN = 64
+LEAST_SHARE = 0.5
+"""Least share of telemetry.ranks_interval that a table needs to change who is a straggler; the last
+table of a run may be shorter."""
+_TABLED = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
 _KINDS = tuple(Pass)
 _NONE = -1
+
+
+class StragglerWatch:
+    """Takes a run's tables in order and names the ranks that are slower for the same work.
+
+    A straggler's ratio of measured to predicted time exceeds the median rank's by
+    telemetry.straggler_threshold in telemetry.straggler_records tables in a row; the first table
+    without it ends that. Times are of decoder layers on CPU, of attention kernels alone on CUDA,
+    where the rest of a layer holds the wait for slower ranks of its TP and CP groups. A rank that
+    is late for another reason (host, link) is not named; its neighbours' bubble shows it.
+    """
+
+    def __init__(self, spec: RunSpec, places: Sequence[Place]) -> None:
+        self.spec, self.places = spec, places
+        self._streaks: dict[int, int] = {}
+        self._named: tuple[Straggler, ...] = ()
+
+    def see(self, table: RankTable) -> tuple[Straggler, ...]:
+        """The stragglers as of `table`, slowest first."""
+        telemetry = self.spec.telemetry
+        if table.num_steps < LEAST_SHARE * telemetry.ranks_interval:
+            return self._named
+        over = table.over_median
+        slow = (over > 1 + telemetry.straggler_threshold).nonzero()[0].tolist()
+        self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
+        known = [r for r, n in self._streaks.items() if n >= telemetry.straggler_records]
+        known.sort(key=lambda rank: (-over[rank], rank))
+        self._named = tuple(
+            Straggler(
+                rank=rank,
+                over=float(over[rank]),
+                **self.places[rank]._asdict(),
+                **coordinates(rank, self.spec.parallel)._asdict(),
+            )
+            for rank in known
+        )
+        return self._named
 
 
 class RankMeter:
@@ -45,8 +86,6 @@ class RankMeter:
         self._own_ns, self._num_steps = np.zeros(5, np.int64), 0
 
     def add(self, own_ns: np.ndarray, num_steps: int) -> None:
-        """This rank's measured, predicted, compute, bubble and loading time of `num_steps` steps
-        (`TelemetryMeter.own_ns`)."""
         self._own_ns = self._own_ns + own_ns
         self._num_steps += num_steps
 
@@ -57,29 +96,14 @@ class RankMeter:
     def table(self, step: int, steps_done: int) -> RankTable | None:
         """The table of the steps since the last one, on rank 0. A collective call."""
         own = torch.from_numpy(self._own_ns // 1000)
-        world, is_root = self.mesh.world_size, self.mesh.rank == 0
-        rows = [torch.empty_like(own) for _ in range(world)] if is_root else None
-        dist.gather(own, rows)
+        rows = gather_rows(own)
         num_steps = self._num_steps
         self._clear()
         if rows is None:
             return None
-        measured, predicted, compute, bubble, loading = torch.stack(rows).numpy().T.copy()
-        table = RankTable(
-            step=step,
-            steps_done=steps_done,
-            num_steps=num_steps,
-            measured_us=measured,
-            predicted_us=predicted,
-            compute_us=compute,
-            bubble_us=bubble,
-            loading_us=loading,
-        )
+        columns = dict(zip(_TABLED, rows.numpy().T.copy(), strict=True))
+        table = RankTable(step=step, steps_done=steps_done, num_steps=num_steps, **columns)
         return replace(table, stragglers=self._watch.see(table))
-
-    def is_timeline_due(self, steps_done: int, *, is_last: bool) -> bool:
-        interval = self.spec.telemetry.timeline_interval
-        return bool(interval) and (is_last or steps_done % interval == 0)
 
     def timeline(self, spans: StepSpans, step: int, steps_done: int) -> MeasuredTimeline | None:
         """The passes of the ranks that are drawn, on rank 0. All ranks call it."""
@@ -88,10 +112,10 @@ class RankMeter:
             return None
         own = self._packed(spans)
         if rank:
-            dist.send(own, dst=0)
+            dist.send(own, dst=0, group=host_group())
             return None
         others = {r: torch.empty_like(own) for r in drawn if r}
-        for work in [dist.irecv(rows, src=r) for r, rows in others.items()]:
+        for work in [dist.irecv(rows, src=r, group=host_group()) for r, rows in others.items()]:
             assert work is not None
             work.wait()
         return timeline_of(
@@ -102,8 +126,7 @@ class RankMeter:
         )
 
     def _packed(self, spans: StepSpans) -> torch.Tensor:
-        """Header (when it began, ns, and its wall time, us), then passes, as many rows on every
-        rank."""
+        """A header (when it began, ns; wall time, us), then passes; every rank has as many rows."""
         spec = self.spec
         most = len(_KINDS) * spec.pp.virtual_stages * spec.micro_batches_per_pipeline
         packed = np.full((1 + most, 5), _NONE, np.int64)
@@ -115,13 +138,12 @@ class RankMeter:
 
 
 def drawn_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
-    """TP rank 0 of as many whole pipelines as `MOST_DRAWN` allows, of CP rank 0 alone if need be;
-    pipeline by pipeline."""
+    """TP rank 0 of as many pipelines as fit into MOST_TIMED, of CP rank 0 alone if need be."""
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)  # [dp, cp, pp]
-    if grid[0].size > MOST_DRAWN:
+    if grid[0].size > MOST_TIMED:
         grid = grid[:, :1]
-    pipelines = max(1, MOST_DRAWN // grid[0].size)
-    return tuple(grid[:pipelines].flatten().tolist()[: max(MOST_DRAWN, parallel.pp)])
+    pipelines = max(1, MOST_TIMED // grid[0].size)
+    return tuple(grid[:pipelines].flatten().tolist()[: max(MOST_TIMED, parallel.pp)])
 
 
 def timeline_of(
@@ -171,7 +193,8 @@ class RecordRanks(Hook):
                 run.report.write("ranks", **table.to_json())
                 run.tally.stragglers.add(table)
                 self._tell(table, run.report)
-        if meter.is_timeline_due(run.steps_done, is_last=is_last):
+        interval = run.spec.telemetry.timeline_interval
+        if interval and (is_last or run.steps_done % interval == 0):
             timeline = meter.timeline(self.clock.spans(), number, run.steps_done)
             if timeline is not None:
                 run.report.write("timeline", **timeline.to_json())
@@ -190,5 +213,6 @@ def gather_places(mesh: Mesh, world: World) -> tuple[Place, ...]:
     """Where every rank computes, on rank 0; () elsewhere. A collective call."""
     found: list[Any] = [None] * mesh.world_size
     own = Place(platform.node(), world.node_rank)
-    dist.gather_object(own, found if mesh.rank == 0 else None)
-    return tuple(p for p in found if p is not None)
+    # A ring; with gather_object rank 0 would connect to every rank.
+    dist.all_gather_object(found, own, group=host_group())
+    return tuple(found) if mesh.rank == 0 else ()

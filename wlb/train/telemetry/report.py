@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from wlb.cost.machine import program_version
-from wlb.plan import MeasuredStep, Place, StepMetrics, places_to_json
+from wlb.plan import Place, places_to_json
 from wlb.spec import RunSpec
 from wlb.train.job import Job
 from wlb.train.telemetry.display import Display, console
@@ -13,11 +13,8 @@ from wlb.train.telemetry.sinks import Sink, open_sinks
 
 
 class RunReport:
-    """metrics.jsonl, other sinks and the screen; a context manager. Silent unless `is_shown`.
-
-    priced: the run's spec with the attention kernel that computes. places: where ranks are.
-    steps_done: what the run goes on from.
-    """
+    """metrics.jsonl, other sinks and the screen; a context manager, silent unless `is_shown`.
+    priced: the run's spec with the kernel that computes. steps_done: what the run goes on from."""
 
     def __init__(
         self,
@@ -29,11 +26,12 @@ class RunReport:
         steps_done: int,
         places: tuple[Place, ...],
     ) -> None:
-        self.job, self.is_shown, self.steps_done = job, is_shown, steps_done
+        self.job, self.steps_done = job, steps_done
         self.places = places
         self.console = console()
         self.path = job.directory / "metrics.jsonl"
-        self._display = Display(self.console, job.title, total_steps=job.spec.training.steps)
+        shown = Display(self.console, job.title, total_steps=job.spec.training.steps)
+        self.display = shown if is_shown else None
         self._sinks: list[Sink] = []
         self._opened = ExitStack()
         self._about: dict[str, Any] = {
@@ -45,13 +43,13 @@ class RunReport:
         }
 
     def __enter__(self) -> Self:
-        if self.is_shown:
+        if self.display is not None:
             job = self.job
             self._sinks = open_sinks(job.spec, job.directory, steps_done=self.steps_done)
             for sink in reversed(self._sinks):
                 self._opened.enter_context(closing(sink))
             self.start(job.resume and str(job.resume), steps_done=self.steps_done)
-            self._opened.enter_context(self._display)
+            self._opened.enter_context(self.display)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,26 +62,11 @@ class RunReport:
 
     def say(self, line: str) -> None:
         """A line on the screen that stays."""
-        if self.is_shown:
-            self._display.say(line)
+        if self.display is not None:
+            self.display.say(line)
 
     def start(self, resumed_from: str | None, *, steps_done: int) -> None:
         """Records after this one are of a training that began, or went on from a checkpoint."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"resumed_from": resumed_from, "steps_done": steps_done, "time": now}
         self.write("start", **about, **self._about)
-
-    def show_step(
-        self,
-        steps_done: int,
-        measured: MeasuredStep,
-        predicted: StepMetrics,
-        plain: StepMetrics | None,
-    ) -> None:
-        """A row of the table of steps; plain: of Plain-4D."""
-        if self.is_shown:
-            self._display.step(steps_done, measured, predicted, plain)
-
-    def show_evaluation(self, steps_done: int, loss: float) -> None:
-        if self.is_shown:
-            self._display.evaluation(steps_done, loss)

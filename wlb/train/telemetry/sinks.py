@@ -60,8 +60,7 @@ def refuse_missing(spec: RunSpec) -> None:
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """Every number of a record, by path ("measured/telemetry/imbalance"). Leaves out sums that
-    exist only to be added up, and the step, which is the axis."""
+    """Numbers of a record by path ("measured/telemetry/imbalance"), without axis and bare sums."""
     return dict(_leaves(record, ""))
 
 
@@ -76,10 +75,7 @@ def _leaves(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 
 
 class JsonLines:
-    """A line for each record, written at once, so that a killed run loses at most the last.
-
-    Ends a line that an earlier start left unfinished. A full disk costs lines (`AppendedFile`).
-    """
+    """A line for each record, written at once; ends a line that an earlier start left torn."""
 
     def __init__(self, path: Path) -> None:
         is_cut = path.exists() and not _ends_a_line(path)
@@ -126,15 +122,18 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project telemetry.wandb, continued after a resume: its id is kept in the run's
-    folder. The library itself reads WANDB_MODE (online or not) and the account."""
+    """A run of the project telemetry.wandb; its id is kept in the run's folder, to resume it. The
+    library itself reads WANDB_MODE (online or not) and the account."""
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
+        kept = folder / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:8], "utf-8")
         self._run = wandb.init(
             project=spec.telemetry.wandb,
             name=spec.run.name,
-            id=_kept_id(folder / "wandb_id"),
+            id=kept.read_text("utf-8"),
             resume="allow",
             dir=str(folder),
             config=spec.to_dict(),
@@ -149,9 +148,3 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _kept_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8], "utf-8")
-    return path.read_text("utf-8")

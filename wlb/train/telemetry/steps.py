@@ -28,7 +28,7 @@ class RecordSteps(Hook):
             telemetry=step.telemetry,
         )
         run.tally.add(measured, predicted, plan.baseline)
-        if not run.report.is_shown:
+        if run.report.display is None:
             return
         run.report.write(
             "step",
@@ -39,7 +39,7 @@ class RecordSteps(Hook):
             predicted=predicted.to_json(),
             plain_4d=None if plan.baseline is None else plan.baseline.to_json(),
         )
-        run.report.show_step(run.steps_done, measured, predicted, plan.baseline)
+        run.report.display.step(run.steps_done, measured, predicted, plan.baseline)
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
         run.tally.refused[str(step.action)] += 1

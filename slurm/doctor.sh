@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Examines the nodes of a preset's job, in about two minutes, before a long one: `wlb doctor`.
+# From the checkout: PRESET=7b_128k sbatch --nodes=8 slurm/doctor.sh      settings: slurm/README.md
+#SBATCH --job-name=doctor
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=00:20:00
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
+
+OUT=${OUT:-doctor-$SLURM_JOB_ID.json} SYSTEM=${SYSTEM:-wlb}
+echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: examined for ${PRESET:=7b_128k}, system $SYSTEM, as $OUT"
+settings=("run.device=${DEVICE:-cuda}" "run.output_dir=${OUTPUT:-runs}")
+if [ -n "${STORE:-}" ]; then settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}"); fi
+# Not killed with the first rank that ends, whose status would be a signal's: a rank that hangs is named and ends all.
+exec srun --label --kill-on-bad-exit=0 --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" \
+    --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
+    "$PYTHON" -m wlb doctor "$PRESET" --system "$SYSTEM" --json "$OUT" --set "${settings[@]}" "${EXTRA[@]}"

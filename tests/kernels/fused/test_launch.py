@@ -1,0 +1,189 @@
+"""Tests that every launch compiles for Hopper and Blackwell, spills nothing and reads vectors.
+
+Triton compiles without a GPU; its own assembler reports registers. Nothing runs.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is for Linux on x86_64")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from tests.sets import full  # noqa: E402
+from wlb.kernels.fused import launch  # noqa: E402
+from wlb.kernels.fused.launch import Launch  # noqa: E402
+
+BF16, FP32, ROWS = torch.bfloat16, torch.float32, 4100
+ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {90: "ptxas", 100: "ptxas-blackwell"}  # compute capability: Triton's assembler for it
+
+
+class NoGpu:
+    """Stands in for the driver of a GPU with this compute capability, and launches nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(params=[90, *full(100)])
+def capability(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> int:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", NoGpu(request.param))
+    return request.param
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def rotate(heads: int, head_size: int, dtype: torch.dtype = BF16) -> Launch:
+    table = empty(ROWS, 1, head_size // 2, dtype=FP32)
+    x, out = (empty(ROWS, heads, head_size, dtype=dtype) for _ in range(2))
+    return launch.rotate(x, table, table, out, inverse=True)
+
+
+def swiglu(width: int, dtype: torch.dtype = BF16) -> Launch:
+    return launch.swiglu(*(empty(ROWS, width, dtype=dtype) for _ in range(3)))
+
+
+def swiglu_backward(width: int, dtype: torch.dtype = BF16) -> Launch:
+    return launch.swiglu_backward(*(empty(ROWS, width, dtype=dtype) for _ in range(5)))
+
+
+def norm(width: int, dtype: torch.dtype = BF16) -> Launch:
+    x, weight = empty(ROWS, width, dtype=dtype), empty(width, dtype=dtype)
+    return launch.norm(x, weight, x, empty(ROWS, dtype=FP32), 1e-5)
+
+
+def norm_backward(width: int, dtype: torch.dtype = BF16) -> Launch:
+    x, weight = empty(ROWS, width, dtype=dtype), empty(width, dtype=dtype)
+    sums = empty(launch.norm_programs(ROWS), width, dtype=FP32)
+    return launch.norm_backward(x, x, weight, empty(ROWS, dtype=FP32), x, sums)
+
+
+def sum_uses(heads: int, head_size: int, dtype: torch.dtype = BF16) -> Launch:
+    grads = empty(5000, heads, head_size, dtype=dtype)
+    inverse = empty(3, ROWS, dtype=torch.int64)
+    return launch.sum_uses(grads, grads, inverse, empty(ROWS, 2, heads, head_size, dtype=FP32))
+
+
+def compiled(of: Launch) -> Any:
+    return of.kernel.warmup(*of.arguments, grid=of.grid, **of.options)
+
+
+def resources(ptx: str, capability: int, folder: Path) -> str:
+    """Returns what the assembler reports of registers and spills."""
+    assembler = ASSEMBLERS / TARGETS[capability]
+    if not assembler.exists():
+        assembler = ASSEMBLERS / "ptxas"
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target is not None
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [assembler, "-v", f"-arch={target[1]}", source, "-o", folder / "kernel.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+def accesses(ptx: str) -> Counter[str]:
+    """Counts the reads and writes of global memory, by width."""
+    return Counter(re.findall(r"(?:ld|st)\.global\S*", ptx))
+
+
+# What a kernel reads or writes once for each row, one number at a time.
+SCALARS = {norm: {"st.global.b32"}, norm_backward: {"ld.global.b32"}}
+# The table of uses: a thread reads the entry of its row.
+SCALARS[sum_uses] = {"ld.global.b64"}
+
+PRESETS = [  # each kernel at the sizes of 550M to 405B models, by tp rank
+    (rotate, (16, 64)),
+    (rotate, (32, 128)),
+    (rotate, (1, 128)),
+    (swiglu, (1376,)),
+    (swiglu, (11008,)),
+    (swiglu_backward, (1376,)),
+    (swiglu_backward, (11008,)),
+    (norm, (1024,)),
+    (norm, (4096,)),
+    (norm, (16384,)),
+    (norm_backward, (1024,)),
+    (norm_backward, (4096,)),
+    (norm_backward, (8192,)),
+    (norm_backward, (16384,)),
+    (sum_uses, (1, 128)),
+    (sum_uses, (32, 128)),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, *full(FP32)], ids=str)
+@pytest.mark.parametrize(("make", "sizes"), PRESETS)
+def test_no_spills_and_vectors_of_16_bytes(
+    capability: int, make: Any, sizes: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    kernel = compiled(make(*sizes, dtype))
+    assert kernel.asm["cubin"]
+    ptx = kernel.asm["ptx"]
+    found = accesses(ptx)
+    assert {name for name in found if ".v4.b32" not in name} <= SCALARS.get(make, set()), found
+    assert any(name.startswith("ld.") for name in found if ".v4." in name)
+    assert any(name.startswith("st.") for name in found if ".v4." in name)
+    report = resources(ptx, capability, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    if dtype == BF16 and make is not sum_uses:  # rounded to nearest even, as the plain code does
+        assert "cvt.rn.bf16" in ptx
+
+
+def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
+    """Every micro-batch has its own numbers of rows, keys and uses; some are multiples of 16."""
+    made: list[object] = []
+    for rows, uses in ((16, 1), (17, 2), (1, 3), (4096, 16)):
+        x, weight = empty(rows, 64), empty(64)
+        table, grads = empty(rows, 1, 8, dtype=FP32), empty(3 * rows, 2, 32)
+        of_rows, inverse = empty(rows, dtype=FP32), empty(uses, rows, dtype=torch.int64)
+        sums = empty(launch.norm_programs(rows), 64, dtype=FP32)
+        heads = x.view(rows, 4, 16)
+        launches = (
+            launch.rotate(heads, table, table, heads, inverse=False),
+            launch.swiglu(x, x, x),
+            launch.swiglu_backward(x, x, x, x, x),
+            launch.norm(x, weight, x, of_rows, 1e-5),
+            launch.norm_backward(x, x, weight, of_rows, x, sums),
+            launch.sum_uses(grads, grads, inverse, empty(rows, 2, 2, 32, dtype=FP32)),
+        )
+        made.append([compiled(of).hash for of in launches])
+    assert all(hashes == made[0] for hashes in made)
+
+
+def test_no_rows_launch_nothing() -> None:
+    class Refuses:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise AssertionError(f"launched {grid}")
+
+    Launch(kernel=Refuses(), grid=(0, 3), arguments=(), options={}).run()
+    with pytest.raises(AssertionError, match=r"launched \(2, 3\)"):
+        Launch(kernel=Refuses(), grid=(2, 3), arguments=(), options={}).run()
+
+
+def test_rows_of_each_summing_program() -> None:
+    """At most 512 programs, whatever the GPU: 1024 rows are two each, 1025 rows three."""
+    assert [launch.norm_programs(rows) for rows in (0, 1, 512, 1024, 1025)] == [0, 1, 512, 512, 342]

@@ -1,0 +1,88 @@
+"""Tests where fused kernels compute, and what is said where they do not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.words import lacks
+from wlb.kernels.fused import choose_fused, select
+from wlb.plan import UserError
+from wlb.spec import FusedKernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+AUTO, TRITON, OFF = FusedKernels
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Plays an H100 with Triton on which kernels launch, and lets tests break it."""
+    select.launch_problem.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(select, "find_spec", lambda name: object())
+    monkeypatch.setattr(select, "fused_swiglu", lambda gate, up: gate)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: None)
+    yield monkeypatch
+    select.launch_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("requested", [AUTO, TRITON])
+def test_a_gpu_computes_fused(requested: FusedKernels) -> None:
+    choice = choose_fused(requested, device=CUDA, dtype=BF16)
+    assert choice.fused
+    assert "fused (Triton)" in choice.line
+
+
+@pytest.mark.usefixtures("hopper")
+def test_off_is_plain_torch() -> None:
+    choice = choose_fused(OFF, device=CUDA, dtype=BF16)
+    assert not choice.fused
+    assert choice.line == (
+        "RoPE, SwiGLU, RMSNorm and key gradients plain torch (kernels.fused = off; torch.bfloat16 "
+        "on cuda)"
+    )
+
+
+def test_a_cpu_is_plain_torch() -> None:
+    choice = choose_fused(AUTO, device=CPU, dtype=BF16)
+    assert not choice.fused
+    assert choice.line.endswith("(auto; torch.bfloat16 on cpu; not fused: they need an NVIDIA GPU)")
+
+
+def test_a_run_prepared_without_a_gpu_counts_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_fused(AUTO, device=CUDA, dtype=BF16).fused
+
+
+def refuse(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+
+BROKEN = [
+    (select, "find_spec", lambda name: None, "Triton is not installed"),
+    (torch.cuda, "get_device_capability", lambda device: (7, 5), "they need Ampere"),
+    (select, "fused_swiglu", refuse, "cannot launch a kernel here: Failed to find C compiler."),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "value", "reason"), BROKEN)
+def test_what_is_missing_is_said(
+    hopper: pytest.MonkeyPatch, owner: object, name: str, value: object, reason: str
+) -> None:
+    hopper.setattr(owner, name, value)
+    choice = choose_fused(AUTO, device=CUDA, dtype=BF16)
+    assert not choice.fused
+    assert reason in choice.line
+    with pytest.raises(UserError, match=reason) as refused:
+        choose_fused(TRITON, device=CUDA, dtype=BF16)
+    facts = ("kernels.fused = triton", "set kernels.fused = auto or off")
+    assert not lacks(str(refused.value), *facts)
+
+
+def test_float64_is_plain_torch(hopper: pytest.MonkeyPatch) -> None:
+    choice = choose_fused(AUTO, device=CUDA, dtype=torch.float64)
+    assert not choice.fused
+    assert "they compute torch.float32, torch.bfloat16, torch.float16" in choice.line

@@ -1,0 +1,309 @@
+"""Tests the three FlashAttention packages by stand-ins that take the real signatures.
+
+The real packages need a GPU and are not among the test requirements; `flash_stand_ins` takes their
+place. These tests show that calls fit the signatures and mean the right thing. That the kernels
+compute it is left to the parity tests of test_attend.py, on a GPU.
+"""
+
+import sys
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.flash_stand_ins import CALLS, STAND_INS, flash2_forward
+from tests.words import lacks
+from wlb.kernels.backend import SavedTensors
+from wlb.kernels.flash import FLASH2, FLASH3, FLASH4, Flash2Backend, Flash3Backend, Flash4Backend
+from wlb.kernels.flash_package import FlashFunction, FlashPackage
+from wlb.kernels.reference import REFERENCE
+from wlb.kernels.segments import Segments
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = torch.bfloat16
+BACKENDS = {"2": Flash2Backend, "3": Flash3Backend, "4": Flash4Backend}
+
+
+def install(monkeypatch, which: str, **replaced: Any) -> None:
+    """Puts a stand-in where the package would be imported from."""
+    path, functions = STAND_INS[which]
+    parts = path.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    module = sys.modules[path]
+    for name, function in {**functions, **replaced}.items():
+        if function is not None:
+            monkeypatch.setattr(module, name, function, raising=False)
+
+
+def on_gpu(monkeypatch, *capability: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    CALLS.clear()
+
+
+def tensors(queries: int, keys: int) -> list[Tensor]:
+    """Returns q, k, v and the gradient of the output: four query heads, two key heads of 16."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(queries, 4, 16), (keys, 2, 16), (keys, 2, 16), (queries, 4, 16)]
+    return [torch.randn(shape, generator=random) for shape in shapes]
+
+
+@pytest.mark.parametrize("which", BACKENDS)
+def test_results_are_those_of_the_reference(monkeypatch, which):
+    install(monkeypatch, which)
+    segments = Segments.from_offsets([0, 5, 5, 8], [0, 5, 7, 16], device=CPU)
+    q, k, v, grad = tensors(8, 16)
+    backend = BACKENDS[which]()
+    with torch.no_grad():
+        out, lse = backend.forward(q, k, v, segments)
+        found = backend.backward(grad, SavedTensors(q, k, v, out, lse), segments)
+        expected_out, expected_lse = REFERENCE.forward(q, k, v, segments)
+        expected = REFERENCE.backward(
+            grad, SavedTensors(q, k, v, expected_out, expected_lse), segments
+        )
+    assert lse.shape == (4, 8)
+    assert lse.dtype == torch.float32
+    for a, b in zip((out, lse, *found), (expected_out, expected_lse, *expected), strict=True):
+        assert torch.equal(a, b)
+
+
+COMMON = {"max_seqlen_q": 5, "max_seqlen_k": 9, "softmax_scale": 0.25}
+PASSED = {
+    "2": (
+        {
+            "causal": True,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "dropout_p": 0.0,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            "zero_tensors": False,
+        },
+        {"return_softmax": False, "seqused_k": None, "block_table": None},
+        {"rng_state": None},
+    ),
+    "3": (
+        {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0},
+        {"causal": True, "num_splits": 1, "attention_chunk": 0, "seqused_q": None},
+        {"is_causal": True, "sequed_q": None, "sequed_k": None},
+    ),
+    "4": (
+        {"causal": True, "window_size_left": None, "window_size_right": None},
+        {"return_lse": True, "softcap": None, "qv": None, "seqused_k": None},
+        {"softcap": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("which", BACKENDS)
+def test_what_the_kernels_are_passed(monkeypatch, which, deterministic):
+    install(monkeypatch, which)
+    segments = Segments.from_offsets([0, 5, 8], [0, 5, 14], device=CPU)
+    q, k, v, grad = tensors(8, 14)
+    backend = BACKENDS[which](deterministic=deterministic)
+    out, lse = backend.forward(q, k, v, segments)
+    backend.backward(grad, SavedTensors(q, k, v, out, lse), segments)
+    both, forward_only, backward_only = PASSED[which]
+    for call, only in zip(CALLS, (forward_only, backward_only), strict=True):
+        expected = COMMON | both | only
+        assert {name: call[name] for name in expected} == expected
+        assert call["cu_seqlens_q"].tolist() == [0, 5, 8]
+        assert call["cu_seqlens_k"].tolist() == [0, 5, 14]
+        assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32
+        assert call["q"].shape == (8, 4, 16)
+        assert call["k"].shape == call["v"].shape == (14, 2, 16)
+    assert CALLS[1]["deterministic"] is deterministic
+
+
+@pytest.mark.parametrize("which", BACKENDS)
+def test_gradients_are_contiguous_where_inputs_are_views(monkeypatch, which):
+    install(monkeypatch, which)
+    segments = Segments.from_offsets([0, 6], [0, 6], device=CPU)
+    q, k, v = torch.randn(6, 8, 16).split([4, 2, 2], 1)
+    backend = BACKENDS[which]()
+    out, lse = backend.forward(q, k, v, segments)
+    found = backend.backward(out, SavedTensors(q, k, v, out, lse), segments)
+    for x, grad in zip((q, k, v), found, strict=True):
+        assert grad.shape == x.shape
+        assert grad.is_contiguous() or which == "4"  # this package makes its own
+
+
+def test_flash2_never_decodes(monkeypatch):
+    """Its maximum of 1 query with grouped heads would ask for one query in every segment."""
+    install(monkeypatch, "2")
+    segments = Segments.from_offsets([0, 1, 1], [0, 3, 4], device=CPU)
+    q, k, v, _ = tensors(1, 4)
+    Flash2Backend().forward(q, k, v, segments)
+    assert CALLS[0]["max_seqlen_q"] == 2
+
+
+def test_shared_instances():
+    assert [b.name for b in (FLASH2, FLASH3, FLASH4)] == [
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+    ]
+    assert not any(b.takes_key_rows for b in (FLASH2, FLASH3, FLASH4))
+    assert not any(b.deterministic for b in (FLASH2, FLASH3, FLASH4))
+
+
+@pytest.mark.parametrize("which", BACKENDS)
+def test_a_missing_package_is_named(monkeypatch, which):
+    path, _ = STAND_INS[which]
+    monkeypatch.setitem(sys.modules, path, None)
+    monkeypatch.setitem(sys.modules, path.partition(".")[0], None)
+    backend = BACKENDS[which]()
+    q, k, v, _ = tensors(3, 3)
+    with pytest.raises(ValueError, match=r"package flash-attn(-\d)? is not installed"):
+        backend.forward(q, k, v, Segments.from_offsets([0, 3], [0, 3], device=CPU))
+    on_gpu(monkeypatch, 9, 0)
+    why = backend.why_not(device=CUDA, dtype=BF16, head_size=128)
+    assert why is not None
+    assert "is not installed" in why
+
+
+def test_one_package_does_not_pass_for_another(monkeypatch):
+    """flash-attn-4 brings the folder flash_attn, but not flash-attn's module in it."""
+    install(monkeypatch, "4")
+    on_gpu(monkeypatch, 9, 0)
+    why = Flash2Backend().why_not(device=CUDA, dtype=BF16, head_size=128)
+    assert why == "package flash-attn is not installed"
+    assert Flash4Backend().why_not(device=CUDA, dtype=BF16, head_size=128) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ImportError("undefined symbol:\n _ZN3c10"), "ImportError: undefined symbol: _ZN3c10"),
+        (
+            ModuleNotFoundError("No module named 'einops'", name="einops"),
+            "No module named 'einops'",
+        ),
+        (RuntimeError("CUDA driver too old"), "RuntimeError: CUDA driver too old"),
+    ],
+)
+def test_a_package_that_fails_to_import_says_why(monkeypatch, error, words):
+    def broken(name):
+        raise error
+
+    monkeypatch.setattr("wlb.kernels.flash_package.importlib.import_module", broken)
+    monkeypatch.setattr(metadata, "version", lambda name: "3.0.0")
+    problem = FLASH3.package.problem()
+    assert problem is not None
+    assert problem.startswith("flash-attn-3 3.0.0 can't be imported: ")
+    assert problem.endswith(words)
+
+
+CAPABILITIES = [
+    ("2", (8, 0), 256, None),
+    ("2", (9, 0), 128, None),
+    ("2", (7, 5), 128, "compute capability 8.0 or newer only, not 7.5"),
+    ("2", (8, 0), 264, "heads up to 256 in steps of 8 only, not 264"),
+    ("2", (8, 0), 20, "heads up to 256 in steps of 8 only, not 20"),
+    ("3", (9, 0), 192, None),
+    ("3", (9, 0), 256, "heads up to 192 in steps of 8 only, not 256"),
+    ("3", (10, 0), 128, "compute capability 9.x (Hopper) only, not 10.0"),
+    ("3", (8, 0), 128, "compute capability 9.x (Hopper) only, not 8.0"),
+    ("4", (9, 0), 256, None),
+    ("4", (10, 0), 128, None),
+    ("4", (10, 3), 256, None),
+    ("4", (10, 0), 192, "heads up to 128 in steps of 8 only, not 192"),
+    ("4", (8, 0), 128, "compute capability 9.x or 10.x only, not 8.0"),
+    ("4", (12, 0), 128, "compute capability 9.x or 10.x only, not 12.0"),
+]
+
+
+@pytest.mark.parametrize(("which", "capability", "head_size", "expected"), CAPABILITIES)
+def test_devices_and_head_sizes(monkeypatch, which, capability, head_size, expected):
+    install(monkeypatch, which)
+    on_gpu(monkeypatch, *capability)
+    backend = BACKENDS[which](deterministic=True)
+    assert backend.why_not(device=CUDA, dtype=BF16, head_size=head_size) == expected
+
+
+def test_heads_of_256_on_hopper_without_determinism(monkeypatch):
+    install(monkeypatch, "3")
+    on_gpu(monkeypatch, 9, 0)
+    backend = Flash3Backend(deterministic=False)
+    assert backend.why_not(device=CUDA, dtype=BF16, head_size=256) is None
+
+
+@pytest.mark.parametrize("which", BACKENDS)
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, BF16), (CUDA, torch.float32)])
+def test_other_dtypes_and_devices(monkeypatch, which, device, dtype):
+    install(monkeypatch, which)
+    on_gpu(monkeypatch, 9, 0)
+    why = BACKENDS[which]().why_not(device=device, dtype=dtype, head_size=128)
+    assert why == "bfloat16 and float16 on CUDA only"
+
+
+def test_a_machine_without_a_gpu(monkeypatch):
+    install(monkeypatch, "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    why = Flash2Backend().why_not(device=CUDA, dtype=BF16, head_size=128)
+    assert why is not None
+    assert "no GPU here" in why
+
+
+def older(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, **options):
+    raise AssertionError("must not be called")
+
+
+def newer(*, new_mask, **options):
+    raise AssertionError("must not be called")
+
+
+DRIFTS = [
+    ("2", {"_flash_attn_varlen_forward": None}, "_flash_attn_varlen_forward is missing"),
+    ("2", {"_flash_attn_varlen_backward": flash2_forward}, "does not take dout, out, softmax_lse"),
+    ("3", {"_flash_attn_backward": older}, "softmax_scale, .*is_causal, .*deterministic"),
+    ("3", {"_flash_attn_forward": newer}, "does not take q, .* and asks for new_mask"),
+    ("4", {"_flash_attn_fwd": older}, "does not take max_seqlen_q, max_seqlen_k"),
+]
+
+
+@pytest.mark.parametrize(("which", "replaced", "difference"), DRIFTS)
+def test_other_signatures_are_refused(monkeypatch, which, replaced, difference):
+    """They are never called on trust: the error names the installed version and the known one."""
+    install(monkeypatch, which, **replaced)
+    monkeypatch.setattr(metadata, "version", lambda name: "9.8.7")
+    backend = BACKENDS[which]()
+    package = backend.package
+    q, k, v, _ = tensors(3, 3)
+    with pytest.raises(ValueError, match=difference) as caught:
+        backend.forward(q, k, v, Segments.from_offsets([0, 3], [0, 3], device=CPU))
+    assert str(caught.value).startswith(f"{package.distribution} 9.8.7 is not supported: ")
+    assert str(caught.value).endswith(f"supported is {package.supported}")
+    on_gpu(monkeypatch, 9, 0)
+    assert backend.why_not(device=CUDA, dtype=BF16, head_size=128) == str(caught.value)
+    assert not CALLS
+
+
+def test_a_package_without_metadata_is_named_by_its_module(monkeypatch):
+
+    def attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, a
+    ) -> None: ...
+
+    module = SimpleNamespace(attend=attend)
+    monkeypatch.setitem(sys.modules, "wlb_test_kernels", module)
+    package = FlashPackage(
+        distribution="wlb-test-kernels",
+        module="wlb_test_kernels",
+        supported="wlb-test-kernels 1.0",
+        install="never",
+        functions=(FlashFunction("attend", ("a", "b"), {}), FlashFunction("attend", (), {})),
+    )
+    problem = package.problem() or ""
+    assert (
+        lacks(problem, "no known version", "attend does not take b", "wlb-test-kernels 1.0") == []
+    )

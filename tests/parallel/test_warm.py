@@ -1,0 +1,70 @@
+"""Tests that every communicator is used once before the first step, and what is found then."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wlb.launch.local import RankFailure, run_local
+from wlb.parallel import collectives, mesh
+from wlb.parallel import world as worlds
+from wlb.parallel.warm import warm
+from wlb.spec.run import ParallelSpec
+
+CPU = torch.device("cpu")
+
+
+def _warmed(world: worlds.World, parallel: ParallelSpec, shard_size: int, wraps: bool) -> object:
+    built = mesh.build_mesh(parallel, CPU, shard_size=shard_size)
+    done = warm(built, wraps=wraps)
+    dist.barrier()  # nothing is left in a communicator that later calls would receive
+    assert done.seconds > 0
+    return done.communicators, done.neighbours
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("parallel", "shard_size", "wraps", "expected"),
+    [
+        # World, tp, cp and fsdp: the last two have the same ranks, and a group each.
+        (ParallelSpec(tp=2, cp=2, dp=1), 0, False, [(4, 0)] * 4),
+        # Two pipeline ranks are each other's neighbours on both sides if stages wrap around. Their
+        # group is the world's.
+        pytest.param(ParallelSpec(pp=2, dp=1), 0, True, [(1, 2)] * 2, marks=pytest.mark.full),
+        pytest.param(
+            ParallelSpec(pp=4, dp=1),
+            0,
+            False,
+            [(1, n) for n in (1, 2, 2, 1)],
+            marks=pytest.mark.full,
+        ),
+        # HSDP: world, replicate, shard.
+        pytest.param(ParallelSpec(dp=4), 2, False, [(3, 0)] * 4, marks=pytest.mark.full),
+    ],
+)
+def test_each_communicator_that_steps_use_is_used_once(
+    parallel: ParallelSpec, shard_size: int, wraps: bool, expected: list[tuple[int, int]]
+) -> None:
+    call = (_warmed, parallel.world_size, parallel, shard_size, wraps)
+    assert run_local(*call, start_group=True, timeout_s=600) == expected
+
+
+def _broken(world: worlds.World, parallel: ParallelSpec) -> None:
+    built = mesh.build_mesh(parallel, CPU)
+    if world.rank == 1:
+        gather = collectives.all_gather
+        collectives.all_gather = lambda x, group: gather(x, group) + 1
+    warm(built, wraps=False)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("parallel", "name"), [(ParallelSpec(tp=2, dp=1), "world"), (ParallelSpec(pp=2, dp=1), "pp")]
+)
+def test_a_communicator_that_carries_wrong_values_is_named(
+    parallel: ParallelSpec, name: str
+) -> None:
+    """With pipeline ranks alone, "pp" is the communicator in which steps add their metrics."""
+    wrong = rf"rank 1: .*wrong values \(all-gather of {name}: 3\.0 for"
+    with pytest.raises(RankFailure, match=wrong):
+        run_local(_broken, 2, parallel, start_group=True, timeout_s=600)

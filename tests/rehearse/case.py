@@ -1,0 +1,22 @@
+"""A small job on all four axes, and rehearsals of it."""
+
+from wlb.rehearse.run import Rehearsed, rehearse
+from wlb.spec import RunSpec, load
+
+SMALL = (
+    *("model.num_layers=4", "model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=2"),
+    *("model.ffn_hidden_size=512", "model.vocab_size=512", "data.context_window=4096"),
+    *("data.num_windows=0", "eval.steps=0"),
+)
+ON_ALL_AXES = (
+    *("parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.dp=1"),
+    "pp.virtual_stages=2",
+)
+
+
+def small_job(*overrides: str) -> RunSpec:
+    return load("550m_64k", [*SMALL, *ON_ALL_AXES, *overrides])
+
+
+def rehearsed(*overrides: str, ranks: str = "all", steps: int = 2) -> Rehearsed:
+    return rehearse(small_job(*overrides), ranks=ranks, steps=steps, jobs=2)

@@ -1,0 +1,81 @@
+"""`wlb.rehearse.worker` with a fault planted, whose name is the first argument."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from wlb.rehearse import worker
+
+
+def index_on_the_cpu() -> None:
+    from wlb.parallel import context_op
+
+    right = context_op.gradients_by_row
+    context_op.gradients_by_row = lambda dk, dv, inverse, **_: right(dk, dv, inverse.cpu())
+
+
+def host_wait_in_every_norm() -> None:
+    from wlb.parallel.tensor import TensorParallelOps
+
+    right = TensorParallelOps.norm
+
+    def norm(self: Any, *args: Any) -> Any:
+        out = right(self, *args)
+        assert out.sum().item() == 0, "what the host reads is zero"
+        return out
+
+    TensorParallelOps.norm = norm
+
+
+def wrong_dtype() -> None:
+    from wlb.model import llama
+
+    right = llama.rotate
+    llama.rotate = lambda *args, **options: right(*args, **options).float()
+
+
+def no_event_of_the_input_stream() -> None:
+    from wlb.train.prefetch import InputPrefetcher
+
+    right = InputPrefetcher._load
+    InputPrefetcher._load = lambda self, *args: (right(self, *args)[0], None)
+
+
+def no_record_stream() -> None:
+    import torch
+
+    torch.Tensor.record_stream = lambda *_: None
+
+
+def one_rank_drops_a_collective() -> None:
+    import torch.distributed as dist
+
+    from wlb.parallel import data
+    from wlb.train import loop
+
+    right = data.gradient_square
+
+    def square(parameters: Any, mesh: Any) -> Any:
+        if mesh.rank != 3:
+            dist.all_reduce(next(iter(parameters.values())).new_zeros(()).to_local())
+        return right(parameters, mesh)
+
+    loop.gradient_square = square
+
+
+def _plant(apply: Callable[[], None]) -> None:
+    right = worker.rehearse_ranks
+
+    def rehearse_ranks(request: Any) -> None:
+        from wlb.rehearse import rank
+
+        assert rank
+        apply()
+        right(request)
+
+    worker.rehearse_ranks = rehearse_ranks
+
+
+if __name__ == "__main__":
+    _plant(globals()[sys.argv[1]])
+    sys.exit(worker.main(sys.argv[2:]))

@@ -1,0 +1,197 @@
+"""Tests that a rehearsal runs the whole trainer, proves all ranks, and finds planted faults."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.rehearse.case import rehearsed, small_job
+from wlb.cli.main import main
+from wlb.plan import UserError
+from wlb.rehearse import run
+from wlb.rehearse.run import Rehearsed, chosen_ranks, rehearse
+from wlb.rehearse.show import verdict
+from wlb.spec import load
+from wlb.spec.write import to_toml
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def whole() -> Rehearsed:
+    """All eight ranks of three steps, with evaluation and a checkpoint."""
+    return rehearsed("eval.steps=1", "eval.interval=1", "checkpoint.interval=2", steps=3)
+
+
+def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
+    assert whole.passed, verdict(whole)
+    assert whole.proof.is_complete
+    assert whole.proof.num_communicators == whole.proof.num_seen > 10
+    assert whole.proof.num_collectives > 500
+    assert whole.proof.num_transfers > 50
+    assert [len(result.steps) for result in whole.ranks] == [3] * 8
+
+
+def test_what_is_counted_is_what_a_step_does(whole: Rehearsed) -> None:
+    spec = small_job()
+    (first, *_), plan = whole.ranks, spec.model
+    parts = first.steps[-1].parts
+    # Each TP rank has half of the heads and columns; 3 matrix products of 2 FLOPs a weight.
+    per_token = 6 * sum(
+        layers * weights
+        for layers, weights in [
+            (plan.num_layers, 2 * plan.hidden_size * (plan.q_dim + plan.kv_dim)),
+            (plan.num_layers, 3 * plan.hidden_size * plan.ffn_hidden_size),
+        ]
+    )
+    assert parts["GEMM"]["flops"] == pytest.approx(
+        first.steps[-1].num_tokens * per_token / 8, rel=0.02
+    )
+    assert {"attention", "GEMM", "element-wise", "tp", "cp", "pp", "fsdp"} <= set(parts)
+    for result in whole.ranks:
+        for step in result.steps:
+            for part, exposed in step.exposed_ns.items():
+                if part in step.parts:
+                    assert exposed <= step.parts[part]["time_ns"] * 1.0001 or part == "pp"
+
+
+def test_memory_is_counted_by_kind_and_reserved_by_the_allocator(whole: Rehearsed) -> None:
+    for result in whole.ranks:
+        assert sum(result.at_peak.values()) == result.peak_bytes
+        assert {"weights", "activations", "gathered parameters"} <= set(result.at_peak)
+        for taken in result.reserved.values():
+            assert taken.peak_bytes >= taken.allocated_bytes >= result.peak_bytes
+
+
+def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
+    """Steps that neither evaluate nor save."""
+    found = rehearsed(ranks="0,7", steps=2)
+    for result in found.ranks:
+        (wait,) = result.steps[1].host_waits
+        assert (wait.what, wait.where.split(":")[0]) == ("tolist()", "wlb/train/reduce.py")
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("index_on_the_cpu", "context_op.py"),
+        ("wrong_dtype", "UserError: k is"),
+        ("no_event_of_the_input_stream", "without waiting for it"),
+        ("no_record_stream", "call record_stream"),
+        ("one_rank_drops_a_collective", "differs"),
+    ],
+)
+def test_a_planted_fault_is_found(plant: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "WORKER", ("tests.rehearse.planted", plant))
+    found = rehearsed(ranks="0,1,2,3", steps=3)
+    assert not found.passed
+    lines = verdict(found)
+    assert any(line.startswith("FAULT") and said in line for line in lines), lines
+
+
+def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "WORKER", ("tests.rehearse.planted", "host_wait_in_every_norm"))
+    (result,) = rehearsed(ranks="0", steps=2).ranks
+    assert sum(wait.what == "item()" for wait in result.steps[1].host_waits) >= 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("pp.schedule=1f1b", "pp.virtual_stages=1"),
+        ("pp.schedule=interleaved_zero_bubble",),
+        ("parallel.dp=2", "fsdp.shard_size=2"),
+    ],
+)
+def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
+    found = rehearsed(*overrides)
+    assert found.passed, verdict(found)
+    assert found.proof.is_complete
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("fsdp.reshard_after_forward=true", "training.recompute=full"),
+        ("tp.overlap=true", "training.recompute=selective"),
+        ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
+        ("kernels.deterministic=true", "kernels.fused=off"),
+        ("packing.policy=var_len", "sharding.strategy=per_document"),
+    ],
+)
+def test_an_option_runs_and_waits_once_a_step(overrides: tuple[str, ...]) -> None:
+    found = rehearsed(*overrides, ranks="0,7")
+    assert found.passed, verdict(found)
+    assert [len(result.steps[1].host_waits) for result in found.ranks] == [1, 1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
+    """They multiply, attend and communicate as plain layers do, and wait once a step."""
+    options = (f"training.recompute={recompute}", "eval.steps=1", "eval.interval=1")
+    plain, compiled = (
+        rehearsed(f"training.compile={on}", *options, ranks="0,7", steps=3)
+        for on in ("false", "true")
+    )
+    assert compiled.passed, verdict(compiled)
+    for one, other in zip(plain.ranks, compiled.ranks, strict=True):
+        assert [step.graphs > 0 for step in other.steps] == [True, False, False]
+        assert not any(step.graphs for step in one.steps)
+        for a, b in zip(one.steps, other.steps, strict=True):
+            assert len(a.host_waits) == len(b.host_waits)
+            assert b.peak_bytes <= b.estimate_bytes
+            for part in ("attention", "GEMM", "tp", "cp", "pp", "fsdp"):
+                assert a.parts[part]["flops"] == b.parts[part]["flops"]
+                assert a.parts[part]["num_bytes"] == pytest.approx(b.parts[part]["num_bytes"])
+
+
+def test_another_compiler_is_refused_with_a_remedy() -> None:
+    with pytest.raises(UserError, match="only the graphs of 'inductor' are known"):
+        rehearsed("training.compile=true", "training.compile_backend=aot_eager", ranks="0")
+
+
+def test_too_little_memory_is_refused_as_on_the_cluster() -> None:
+    with pytest.raises(UserError, match="needs about"):
+        rehearsed("run.memory_gib=0.001", ranks="0")
+
+
+def test_ranks_are_chosen() -> None:
+    parallel = small_job().parallel
+    assert chosen_ranks("all", parallel) == tuple(range(8))
+    assert chosen_ranks("one-per-stage", parallel) == (0, 4)
+    assert chosen_ranks("7,0", parallel) == (0, 7)
+    for wrong in ("8", "x", ""):
+        with pytest.raises(UserError, match="--ranks"):
+            chosen_ranks(wrong, parallel)
+
+
+def test_the_command_prints_tables_and_writes_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(small_job()))
+    trace, data = tmp_path / "trace.json", tmp_path / "figures.json"
+    words = ["rehearse", str(config), "--steps", "1", "--ranks", "0,4"]
+    assert main([*words, "--trace", str(trace), "--json", str(data)]) == 0
+    out = capsys.readouterr().out
+    assert "reserved" in out
+    assert "2 of 8 ranks" in out
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 4}
+    assert any(event.get("cat") == "attention" for event in events)
+    assert json.loads(data.read_text())["passed"] is True
+
+
+PRESETS = ("550m_64k", "7b_128k")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_of_one_layer_a_stage_runs(name: str) -> None:
+    spec = load(name, [])
+    layers = spec.parallel.pp * spec.pp.virtual_stages
+    found = rehearse(load(name, [f"model.num_layers={layers}", "eval.steps=0"]), steps=2, jobs=2)
+    assert found.passed, verdict(found)

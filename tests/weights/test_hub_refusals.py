@@ -1,0 +1,256 @@
+"""Tests what import and export refuse: with the value and the remedy, leaving nothing behind."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.weights.case import SPEC, hub_tensors, write_hub
+from wlb.train.checkpoint.folder import write_manifest
+from wlb.weights import export, hub_export, import_folder
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown model_type": (
+        {"model_type": "qwen2"},
+        r"model_type = 'qwen2' is not known here; wlb reads LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not known"),
+    "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not known"),
+    "another head": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        r"architectures = \['LlamaForSequenceClassification'\] is not known",
+    ),
+    "attention bias": ({"attention_bias": True}, "attention_bias = True asks for biases"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias = True asks for biases"),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not silu"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        r"quantization_config = .*gptq.* means quantised weights; import the original",
+    ),
+    "sliding window": (
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+        "sliding_window = 4096: wlb's attention has no window",
+    ),
+    "a mistral that does not say": (
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        "sliding_window = 4096: wlb's attention has no window",
+    ),
+    "yarn": (
+        {"rope_parameters": ..., "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rope_scaling: rope_type = 'yarn' is not known here; wlb computes default and llama3",
+    ),
+    "rope by layer type": (
+        {"rope_scaling": None, "rope_parameters": {"full": {"rope_type": "default"}}},
+        r"rope_parameters: full = .* differs between layers",
+    ),
+    "contradicting bases": ({"rope_theta": 7.0}, r"rope_theta = 7.0 contradicts the 5000.0 of"),
+    "contradicting scalings": (
+        {"rope_parameters": {"rope_theta": 5000.0}},
+        "rope_parameters = .* and rope_scaling = .* contradict each other",
+    ),
+    "partly rotated": (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor = 0.5 is not 1: wlb rotates whole heads",
+    ),
+    "llama3 without its numbers": (
+        {"rope_parameters": ..., "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        r"rope_scaling: low_freq_factor = \(missing\) must be a number",
+    ),
+    "no width": ({"hidden_size": ...}, r"hidden_size = \(missing\) must be an integer"),
+    "text as a number": ({"vocab_size": "301"}, "vocab_size = '301' must be an integer"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "is not a multiple of model.num_kv"),
+    "a token that is text": ({"eos_token_id": "</s>"}, "eos_token_id = '</s>' must be a token"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_wlb_does_not_compute_is_refused(name: str, tmp_path: Path) -> None:
+    change, says = CONFIGS[name]
+    hub = write_hub(tmp_path / "hub", **change)
+    with pytest.raises(ValueError, match=says) as refused:
+        import_folder(hub, tmp_path / "out")
+    assert str(hub / "config.json") in str(refused.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["hub"]
+
+
+def _refused(hub: Path, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        import_folder(hub, hub.parent / "out")
+    assert not list(hub.parent.glob("*out*"))
+
+
+def test_tensors_that_are_missing_too_many_or_of_another_shape(tmp_path: Path) -> None:
+    tensors = hub_tensors(SPEC)
+    name = "model.layers.1.mlp.up_proj.weight"
+    less = {n: value for n, value in tensors.items() if n != name}
+    _refused(write_hub(tmp_path / "a", tensors=less), rf"a lacks {name} of the model of .*config")
+    more = tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}
+    _refused(write_hub(tmp_path / "b", tensors=more), r"b has .*q_proj.bias, which the model of")
+    other = tensors | {name: tensors[name].T.contiguous()}
+    says = rf"{name} has shape \[32, 48\], the model of .* wants \[48, 32\]"
+    _refused(write_hub(tmp_path / "c", tensors=other), says)
+    headless = {n: value for n, value in tensors.items() if n != "lm_head.weight"}
+    says = r"lacks lm_head.weight .* set tie_word_embeddings = true in config.json"
+    _refused(write_hub(tmp_path / "d", tensors=headless), says)
+    few = {n: value for n, value in tensors.items() if "layers.0" not in n}
+    _refused(write_hub(tmp_path / "e", tensors=few), r"layers.0.* and 6 more of the model")
+    # What a configuration determines may lie in old files.
+    old = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}
+    import_folder(write_hub(tmp_path / "f", tensors=old), tmp_path / "imported")
+
+
+def test_weights_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    tensors = hub_tensors(SPEC)
+    name = "model.norm.weight"
+    eight = tensors | {name: tensors[name].to(torch.int8)}
+    _refused(write_hub(tmp_path / "a", tensors=eight), rf"{name} has dtype I8; .* quantised")
+    pickled = write_hub(tmp_path / "b")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    _refused(pickled, r"pickled weights only \(pytorch_model.bin\).* convert them to safetensors")
+    (pickled / "pytorch_model.bin").rename(pickled / "consolidated.pth")
+    _refused(pickled, r"pickled weights only \(consolidated.pth\)")
+    (pickled / "consolidated.pth").rename(pickled / "part.safetensors")
+    _refused(pickled, "has part.safetensors but neither model.safetensors nor")
+    (pickled / "part.safetensors").unlink()
+    _refused(pickled, "has no weights")
+
+
+def test_folders_that_are_not_there_or_there_already(tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub")
+    with pytest.raises(ValueError, match=r"nothing is not a Hugging Face folder: there is no"):
+        import_folder(tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match=r"--out .*there exists already; remove it or give"):
+        import_folder(hub, tmp_path / "there")
+    made = import_folder(hub, tmp_path / "imported")
+    with pytest.raises(ValueError, match=r"--out .*there exists already; remove it or give"):
+        export(made.checkpoint, tmp_path / "there")
+    with pytest.raises(ValueError, match=r"nothing is neither a checkpoint \(a folder with"):
+        export(tmp_path / "nothing", tmp_path / "out")
+    (hub / "config.json").write_text("{", "utf-8")
+    _refused(hub, r"config.json: not valid JSON")
+    (hub / "config.json").write_text("[]", "utf-8")
+    _refused(hub, r"config.json: must be a JSON object, got list")
+
+
+def _sharded(tmp_path: Path) -> Path:
+    made = import_folder(write_hub(tmp_path / "one"), tmp_path / "imported")
+    return export(made.checkpoint, tmp_path / "hub", shard_bytes=50_000).folder
+
+
+def test_corrupt_files_are_named(tmp_path: Path) -> None:
+    hub = _sharded(tmp_path)
+    shard = hub / "model-00002-of-00004.safetensors"
+    whole = shard.read_bytes()
+    says = r"model-00002-of-00004.safetensors is not a whole safetensors file \(.*download it again"
+    shard.write_bytes(whole[:-100])  # an interrupted download
+    _refused(hub, says)
+    shard.write_bytes(b"\xff" * 8 + whole[8:])  # a header of absurd length
+    _refused(hub, says)
+    shard.write_bytes(b"<html>not found</html>")
+    _refused(hub, says)
+    shard.write_bytes(b"")
+    _refused(hub, says)
+    shard.unlink()
+    _refused(hub, r"hub lacks model-00002-of-00004.safetensors of model.safetensors.index.json")
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
+    hub = _sharded(tmp_path)
+    index = hub / "model.safetensors.index.json"
+    good = json.loads(index.read_text("utf-8"))
+
+    def write(weight_map: Any) -> None:
+        index.write_text(json.dumps(good | {"weight_map": weight_map}), "utf-8")
+
+    write(good["weight_map"] | {"lm_head.weight": "model-00001-of-00004.safetensors"})
+    _refused(hub, r"00001-of-00004.safetensors does not have lm_head.weight, which .* says it has")
+    write(good["weight_map"] | {"lm_head.weight": "../other.safetensors"})
+    _refused(hub, r"lm_head.weight is in '../other.safetensors', which is not a file's name")
+    write(good["weight_map"] | {"lm_head.weight": "model.bin"})
+    _refused(hub, r"lm_head.weight is in 'model.bin'; wlb reads only .safetensors")
+    write([])
+    _refused(hub, "weight_map must say which tensor is in which file")
+    # Tensors that the index does not name are not read.
+    write(good["weight_map"])
+    file = hub / good["weight_map"]["lm_head.weight"]
+    save_file(load_file(file) | {"more": torch.zeros(3)}, file)
+    import_folder(hub, tmp_path / "again")
+
+
+def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
+    made = import_folder(write_hub(tmp_path / "hub"), tmp_path / "imported").checkpoint
+    out = tmp_path / "out"
+
+    def broken(says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            export(tmp_path / "broken", out)
+        assert not list(tmp_path.glob("*out*"))
+        shutil.rmtree(tmp_path / "broken")
+
+    def copy() -> Path:
+        return Path(shutil.copytree(made, tmp_path / "broken"))
+
+    def rewritten() -> None:
+        """Rewrites the manifest, which says what is there; checksums do not matter here."""
+        (tmp_path / "broken" / "manifest.json").unlink()
+        write_manifest(tmp_path / "broken")
+
+    run = json.loads((made / "run.json").read_text("utf-8"))
+    run["spec"]["model"]["num_layers"] = 3
+    (copy() / "run.json").write_text(json.dumps(run), "utf-8")
+    rewritten()
+    broken(r"broken lacks model.layers.2.input_layernorm.weight of .*run.json's model")
+    run["spec"]["model"] |= {"num_layers": 2, "ffn_hidden_size": 64}
+    (copy() / "run.json").write_text(json.dumps(run), "utf-8")
+    rewritten()
+    broken(r"gate_proj.weight in shape \[48, 32\], .* wants \[64, 32\]")
+    (copy() / "run.json").write_text("{}", "utf-8")
+    rewritten()
+    broken(r"run.json does not describe its model \(KeyError\('spec'\)\)")
+    (copy() / "manifest.json").unlink()
+    broken(r"manifest.json cannot be read .*there is no checkpoint before it")
+    next(copy().glob("*.safetensors")).unlink()
+    broken(r"safetensors is missing; this checkpoint cannot be used")
+    shard = next(copy().glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    broken(r"safetensors is corrupt: its SHA-256 is not the manifest's")
+    shard = next(copy().glob("*.safetensors"))
+    shard.write_bytes(b"no safetensors")
+    rewritten()
+    broken(r"broken is not a whole checkpoint .*; use another one")
+
+
+def test_an_export_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = import_folder(write_hub(tmp_path / "hub"), tmp_path / "imported").checkpoint
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(hub_export, "_write_configs", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(made, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "imported"]
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    made = import_folder(write_hub(tmp_path / "hub"), tmp_path / "imported").checkpoint
+    with pytest.raises(ValueError, match=r"there is no such file; give a tokenizer.json"):
+        export(made, tmp_path / "out", tokenizer=tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"config.json is not a tokenizer.json: "):
+        export(made, tmp_path / "out", tokenizer=tmp_path / "hub" / "config.json")
+    large = tmp_path / "large.json"
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(302)}, unk_token="w0")).save(str(large))
+    with pytest.raises(ValueError, match=r"large.json has 302 tokens, but the model has 301; give"):
+        export(made, tmp_path / "out", tokenizer=large)
+    with pytest.raises(ValueError, match="--shard-size 0 must be at least 1 byte"):
+        export(made, tmp_path / "out", shard_bytes=0)
+    assert not list(tmp_path.glob("*out*"))

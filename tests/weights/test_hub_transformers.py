@@ -1,0 +1,174 @@
+"""Tests for transformers' logits: of its folders imported here, and of ours loaded there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.sets import full
+from tests.train.case import relaid, small_spec, train, write_corpus
+from tests.weights.case import SPEC, hub_tensors, logits, model_of, some_tokens, write_hub
+from wlb.spec import Dtype, RopeScaling
+from wlb.weights import export, import_folder
+
+transformers = pytest.importorskip(
+    "transformers", reason="compares with transformers: pip install 'wlb-llm[test]'"
+)
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"rms_norm_eps": 1e-5},
+    "many-heads": {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 300.0}},
+    "head-dim": {"head_dim": 12, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    "llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
+    "llama3-tied": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@torch.no_grad()
+def their_logits(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens[None], use_cache=False).logits[0]
+
+
+def loaded(folder: Path) -> Any:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_imported_llama_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**COMMON | CONFIGS[name], attn_implementation="eager")
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    made = import_folder(tmp_path / "hub", tmp_path / "imported")
+    ours = model_of(made.checkpoint)
+    tokens = some_tokens(200, 301)  # beyond original_max_position_embeddings
+    want = their_logits(theirs, tokens)
+    assert want.abs().max() > 0.5
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    # At these sizes the comparison sees a rotation that is wrong by little.
+    ours.spec = replace(ours.spec, rope_theta=ours.spec.rope_theta * 1.01)
+    assert (logits(ours, tokens) - want).abs().max() > 1e-3
+    assert made.model.is_tied == (name == "llama3-tied")
+    assert made.model.eos_ids == (3,)
+
+
+def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        **COMMON, head_dim=12, sliding_window=None, attn_implementation="eager"
+    )
+    theirs = transformers.MistralForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hub")
+    ours = model_of(import_folder(tmp_path / "hub", tmp_path / "imported").checkpoint)
+    tokens = some_tokens(100, 301)
+    torch.testing.assert_close(
+        logits(ours, tokens), their_logits(theirs, tokens), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_transformers_computes_the_logits_of_an_export(tmp_path: Path, is_scaled: bool) -> None:
+    spec = SPEC if is_scaled else replace(SPEC, rope_scaling=RopeScaling(), head_dim=0)
+    hub = write_hub(tmp_path / "hub", spec=spec)
+    made = import_folder(hub, tmp_path / "imported")
+    export(made.checkpoint, tmp_path / "exported")
+    tokens = some_tokens(200, 301)
+    want = logits(model_of(made.checkpoint), tokens)
+    theirs = loaded(tmp_path / "exported")
+    torch.testing.assert_close(their_logits(theirs, tokens), want, atol=1e-5, rtol=0)
+    assert theirs.config.bos_token_id is None
+    assert theirs.config.eos_token_id is None
+
+
+def test_transformers_reads_the_keys_of_version_4_as_those_of_5(tmp_path: Path) -> None:
+    """Both spellings are in a config.json of ours; either alone says the same model."""
+    hub = write_hub(tmp_path / "hub")
+    whole = json.loads((hub / "config.json").read_text("utf-8"))
+    found: list[Any] = []
+    for drop in ((), ("rope_parameters",), ("rope_theta", "rope_scaling")):
+        kept = {name: value for name, value in whole.items() if name not in drop}
+        (hub / "config.json").write_text(json.dumps(kept), "utf-8")
+        config = transformers.AutoConfig.from_pretrained(hub)
+        found.append(config.rope_parameters)
+        made = import_folder(hub, tmp_path / f"without-{len(drop)}")
+        assert made.model.spec == SPEC
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("weights") / "corpus")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", *full("tp2-pp2-v2")])
+def test_transformers_computes_the_logits_of_a_run(
+    corpus: Path, tmp_path: Path, layout: str
+) -> None:
+    spec = relaid(small_spec(tmp_path, corpus, training={"steps": 2}), layout)
+    run, _ = train(spec)
+    made = export(run.folder, tmp_path / "hub", shard_bytes=30_000)
+    assert made.checkpoint == run.folder / "checkpoints" / "step-00000002"
+    assert made.num_shards > 2
+    theirs = loaded(made.folder)
+    tokens = some_tokens(100, theirs.config.vocab_size)
+    want = logits(model_of(made.checkpoint), tokens)
+    torch.testing.assert_close(their_logits(theirs, tokens), want, atol=1e-5, rtol=0)
+    # The run's store was made with a tokenizer, which encodes text as the store has it.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made.folder)
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == 0
+    assert tokenizer.decode(tokenizer.encode("the plan waits")) == "the plan waits"
+    assert len(tokenizer) == theirs.config.vocab_size
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", *full("tp2-pp2-v2", "dp2-tp2")])
+def test_any_layout_begins_with_imported_weights(corpus: Path, tmp_path: Path, layout: str) -> None:
+    """A run that hardly learns saves the weights that it was given, to the bit."""
+    base = small_spec(tmp_path, corpus)
+    model = replace(base.model, vocab_size=320, head_dim=8)
+    tensors = hub_tensors(model, torch.bfloat16)
+    hub = write_hub(tmp_path / "hub", spec=model, tensors=tensors)
+    made = import_folder(hub, tmp_path / "imported")
+    assert made.dtypes == ("bfloat16",)
+    training = replace(
+        base.training, steps=1, learning_rate=1e-30, min_learning_rate=0.0, weight_decay=0.0
+    )
+    init = replace(base.checkpoint, init_from=str(made.checkpoint))
+    spec = replace(base, model=made.model.spec, training=training, checkpoint=init)
+    run, said = train(relaid(spec, layout))
+    assert f"weights of {made.checkpoint}" in said
+    theirs = loaded(export(run.folder, tmp_path / "back", dtype=Dtype.BFLOAT16).folder)
+    for name, value in theirs.named_parameters():
+        assert torch.equal(value, tensors[name].float()), name

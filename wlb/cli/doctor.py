@@ -1,0 +1,114 @@
+"""`wlb doctor`: examine the machines of a run before it starts."""
+
+import argparse
+import datetime
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from wlb.cli.options import add_flag, add_json, add_overrides, add_text, add_value
+from wlb.cli.output import command_of, needs_train_extra
+from wlb.cli.sources import check_outputs
+from wlb.cli.system import with_system
+from wlb.plan import UserError
+from wlb.spec import SYSTEMS, Device, load, presets
+
+PRESETS = {"cpu": "demo_single", "cuda": "7b_128k"}
+"""What a machine is examined for without a name."""
+
+_DESCRIPTION = """\
+Examine what a run needs of its machines: driver and GPUs, NVLink between TP ranks, NUMA binding,
+file descriptors, memory, /dev/shm, disk, a shared folder and token stores, clocks of GPUs and of
+nodes, ECC, every attention kernel against the definition, every communicator with its bandwidth
+beside the kernel profile's, and the speed of matrix products on each rank.
+
+  wlb doctor                                        this machine
+  wlb doctor 7b_128k                                this machine, for a run of 64 ranks
+  srun ... wlb doctor 7b_128k --json found.json     all ranks of a job (slurm/doctor.sh)
+
+Without a launcher as many local ranks are started as the layout has, if this machine has so many
+GPUs (or, on the CPU, if they are few); otherwise one process skips what lies between ranks.
+
+fail: the run would not start, would hang, or would compute wrong numbers; warn: slower than it
+should be, or close to a limit. Exit status: 0 without a fail, 1 with one, 2 for a wrong command."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="examine GPUs, kernels and network before a run",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = (
+        f"a TOML file, or a preset: {', '.join(presets())} (default: demo_single on a CPU, 7b_128k "
+        f"on a GPU)"
+    )
+    parser.add_argument("name", nargs="?", help=text)
+    text = f"settings of a compared system, as in wlb train: {', '.join(SYSTEMS)}"
+    add_text(parser, "--system", "SYSTEM", text)
+    add_overrides(parser, metavar="KEY=VALUE", help="override keys of the run")
+    add_flag(parser, "--quick", "only the kernel that the run takes, and short measurements")
+    text = "seconds that a group of checks may take before ranks that hang are named"
+    add_value(parser, "--timeout", 300.0, text, metavar="S")
+    add_json(parser, "findings")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if not options.timeout > 0:
+        raise UserError(f"--timeout = {options.timeout:g} must be above 0")
+    check_outputs(options.json, needs_plots=False)
+    with needs_train_extra("the examination needs"):
+        from wlb.doctor import Options, examine
+        from wlb.launch.local import RankFailure
+        from wlb.parallel.world import choose_device
+    if options.name is None:
+        options.name = PRESETS[choose_device(Device.AUTO, local_ranks=1).kind]
+    spec = load(options.name, with_system(options.name, options.overrides, options.system))
+    tell = functools.partial(_tell, options.name, command_of(options), options.json)
+    try:
+        is_well = examine(spec, Options(is_quick=options.quick, limit_s=options.timeout, tell=tell))
+    except RankFailure as failure:
+        print(f"wlb doctor: {failure}", file=sys.stderr)
+        return 1
+    return 0 if is_well else 1
+
+
+def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:
+    """Prints and writes the findings, in rank 0's process."""
+    from wlb.doctor import Verdict, counts, is_failed
+    from wlb.train.telemetry.display import console
+
+    summary = {str(verdict): count for verdict, count in counts(findings).items()}
+    if json_to is not None:
+        data = {
+            "command": command,
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "verdict": str(Verdict.FAIL if is_failed(findings) else Verdict.PASS),
+            "counts": summary,
+            "findings": [finding.to_json() for finding in findings],
+        }
+        text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        if json_to == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        Path(json_to).write_text(text, "utf-8")
+    colours = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+    table = Table(title=f"wlb doctor {name}", title_justify="left")
+    for heading in ("check", "", "found"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        colour = colours.get(finding.verdict, "dim")
+        found = finding.found + (f"\n-> {finding.remedy}" if finding.remedy else "")
+        table.add_row(finding.check, f"[{colour}]{finding.verdict}[/]", escape(found))
+    screen = console()
+    screen.print(table)
+    screen.print(", ".join(f"{count} {verdict}" for verdict, count in summary.items() if count))

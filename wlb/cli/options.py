@@ -1,0 +1,43 @@
+"""Declare options in one call each: flags, texts, values whose default says their type."""
+
+from enum import StrEnum
+from typing import Any
+
+
+def add_flag(parser: Any, name: str, text: str) -> None:
+    """Add an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def add_text(parser: Any, name: str, metavar: str, text: str, **more: Any) -> None:
+    """Add an option that takes a text or a file's name. more: keywords of `add_argument`."""
+    parser.add_argument(name, metavar=metavar, help=text, **more)
+
+
+def add_value(parser: Any, name: str, usual: Any, text: str, **more: Any) -> None:
+    """Add an option with a default, which is shown and decides the type.
+
+    usual: the default; an enumeration's offers its members, a tuple takes several values. more:
+    keywords of `add_argument`, which win.
+    """
+    kind: Any = type(usual)
+    shown, settings = usual, {"default": usual}
+    if isinstance(usual, StrEnum):
+        settings |= {"choices": list(kind), "metavar": "|".join(kind)}
+    elif isinstance(usual, tuple):
+        kind, shown = type(usual[0]), " ".join(f"{value:g}" for value in usual)
+        settings = {"default": list(usual), "nargs": "+"}
+    settings |= {"type": kind, "help": f"{text} (default: {shown})", **more}
+    parser.add_argument(name, **settings)
+
+
+def add_overrides(parser: Any, **more: Any) -> None:
+    """Add --set, whose values `options.overrides` holds in order."""
+    more = {"nargs": "+", "action": "extend", "default": [], **more}
+    parser.add_argument("--set", dest="overrides", **more)
+
+
+def add_json(parser: Any, what: str) -> None:
+    """Add --json [FILE]."""
+    text = f"{what} as JSON, to stdout or a file"
+    add_text(parser, "--json", "FILE", text, nargs="?", const="-")

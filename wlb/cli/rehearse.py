@@ -1,0 +1,76 @@
+"""`wlb rehearse`: run ranks of a cluster's job on fake GPUs, on one CPU."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from wlb.cli import output
+from wlb.cli.options import add_json, add_overrides, add_text, add_value
+from wlb.cli.system import with_system
+from wlb.plan import UserError, check_at_least
+from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
+from wlb.rehearse.show import as_json, show
+from wlb.rehearse.trace import write_trace
+from wlb.spec import SYSTEMS, load, presets
+
+_DESCRIPTION = """\
+Run ranks of a job on fake GPUs, without a GPU: the real planner, mesh, trainer, backward pass,
+optimiser, evaluation and checkpoint copies, on tensors that have shapes and no values.
+
+  wlb rehearse 7b_128k                        one rank of each pipeline position, three steps
+  wlb rehearse run.toml --ranks 0,63          some ranks
+  wlb rehearse 7b_128k --ranks all --jobs 8   all ranks; proves that they match and cannot deadlock
+
+Prints memory by kind beside the estimate and what torch's allocator would reserve, kernels and
+communication with priced times (exposed = the compute stream waits for it), and where the host
+waits for the device. A fault names rank, step, operator, file and line: a tensor on the wrong
+device, a race between streams, memory freed while in use, collectives that differ between ranks,
+transfers that do not pair up, a deadlock, too little memory. Values, kernels' results and real
+times are not rehearsed. Needs a C++ compiler for a small library, which is compiled once."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "rehearse",
+        help="run ranks of a cluster's job on fake GPUs",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
+    text = "override keys, as in --set data.store=... parallel.tp=4"
+    add_overrides(parser, metavar="KEY=VALUE", help=text)
+    add_text(parser, "--system", "SYSTEM", f"settings of a system: {', '.join(SYSTEMS)}")
+    text = f"{ALL}, {ONE_PER_STAGE} (of each pipeline position), or numbers as in 0,63"
+    add_value(parser, "--ranks", ONE_PER_STAGE, text)
+    add_value(parser, "--steps", 3, "steps to rehearse")
+    add_value(parser, "--jobs", 1, "ranks that are rehearsed at a time, a process each")
+    add_text(parser, "--trace", "FILE", "write kernels and transfers for Perfetto")
+    add_json(parser, "figures")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    check_at_least("--steps", options.steps, 1)
+    check_at_least("--jobs", options.jobs, 1)
+    overrides = with_system(options.name, options.overrides, options.system)
+    for path in (options.trace, None if options.json == "-" else options.json):
+        if path and not Path(path).parent.is_dir():
+            raise UserError(f"{path}: its folder does not exist")
+    quiet = Console(stderr=True)
+    with output.needs_train_extra("a rehearsal needs"):
+        found = rehearse(
+            load(options.name, overrides),
+            ranks=options.ranks,
+            steps=options.steps,
+            jobs=options.jobs,
+            traces=bool(options.trace),
+            tell=lambda line: quiet.print(line, highlight=False) if quiet.is_terminal else None,
+        )
+    if options.trace:
+        write_trace(Path(options.trace), found.ranks)
+    if not output.write_json(options, as_json(found)):
+        show(found, Console(width=None if sys.stdout.isatty() else 140))
+    return 0 if found.passed else 1

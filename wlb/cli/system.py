@@ -1,0 +1,37 @@
+"""`--system`: the overrides of a system, with the alternative that memory leaves room for."""
+
+import sys
+from dataclasses import replace
+
+from wlb.cost import planned_gib
+from wlb.packing import first_with_room
+from wlb.spec import RunSpec, load, system_choices
+
+
+def with_system(name: str, overrides: list[str], system: str) -> list[str]:
+    """Return overrides of `system` ("" = none), then `overrides`, which win and may set the memory.
+
+    Of its alternatives the first that leaves packing room is taken; stderr tells if it is another
+    than the first.
+    """
+    if not system:
+        return overrides
+    choices = system_choices(system, planned_gib=planned_gib(load(name, overrides)))
+    alternatives = [[*choice, *overrides] for choice in choices]
+    if len(alternatives) == 1:
+        return alternatives[0]
+    index = first_with_room([_with_vocabulary(load(name, a)) for a in alternatives])
+    if index:
+        differs = ", ".join(a for a in choices[index] if a not in choices[0])
+        print(
+            f"--system {system} is {system}:{index + 1} ({differs}): without it memory leaves "
+            f"packing too little room",
+            file=sys.stderr,
+        )
+    return alternatives[index]
+
+
+def _with_vocabulary(spec: RunSpec) -> RunSpec:
+    """Fill in the vocabulary size of data.corpus; a store, which may have another, is not open."""
+    size = spec.model.vocab_size or spec.data.bpe_vocab_size
+    return replace(spec, model=replace(spec.model, vocab_size=size))

@@ -1,0 +1,106 @@
+"""What plans may use of a device's memory: all of it, less what stands beside tensors.
+
+On a GPU these are the CUDA context, NCCL's buffers and the gaps that torch's caching allocator
+leaves between tensors, each with a key of [cluster]. The defaults come from NCCL's sources, from a
+replay of the allocator's rules and from reports of others; none was measured on a GPU by us.
+"""
+
+import math
+from dataclasses import dataclass
+
+from wlb.spec import RunSpec
+
+GIB = 2**30
+ROUNDING = 1.001
+"""Tolerance of comparisons: caps fit to the byte, while estimates round rows up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """gib: memory of a rank's device. source: the key or device that says so. gaps: share of what
+    the other terms leave."""
+
+    gib: float
+    source: str
+    context_bytes: int = 0
+    nccl_bytes: int = 0
+    gaps: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{size_text(int(self.gib * GIB))} ({self.source})"
+
+    @property
+    def gaps_bytes(self) -> int:
+        left = int(self.gib * GIB) - self.context_bytes - self.nccl_bytes
+        return math.ceil(max(0, left) * self.gaps)
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """What is set aside, in bytes, by name."""
+        return {
+            "CUDA context": self.context_bytes,
+            "NCCL buffers": self.nccl_bytes,
+            "allocator's gaps": self.gaps_bytes,
+        }
+
+    @property
+    def planned_bytes(self) -> int:
+        """What the memory estimate of a rank may come to; 0 if nothing is left."""
+        return max(0, int(self.gib * GIB) - sum(self.terms.values()))
+
+    @property
+    def reservable_bytes(self) -> int:
+        """What the caching allocator may reserve: for tensors and for gaps between them."""
+        return self.planned_bytes + self.gaps_bytes
+
+    @property
+    def planned_gib(self) -> float:
+        """`planned_bytes` in GiB, from 1 GiB on rounded down to 3 decimals, as TOML writes it."""
+        gib = self.planned_bytes / GIB
+        return math.floor(gib * 1000) / 1000 if gib >= 1 else gib
+
+    @property
+    def explanation(self) -> str:
+        """As in "71.6 GiB that plans may use of 80 GiB (cluster.memory_gib; NCCL buffers ...)"."""
+        aside = ", ".join(f"{name} {size_text(size)}" for name, size in self.terms.items() if size)
+        of = f"{size_text(int(self.gib * GIB))} ({self.source}{'; ' if aside else ''}{aside})"
+        return f"{size_text(self.planned_bytes)} that plans may use of {of}"
+
+
+def gpu_budget(
+    spec: RunSpec, *, gib: float | None = None, source: str = "cluster.memory_gib"
+) -> Budget:
+    """The budget of a GPU with `gib` of memory, or with cluster.memory_gib."""
+    cluster = spec.cluster
+    return Budget(
+        gib=cluster.memory_gib if gib is None else gib,
+        source=source,
+        context_bytes=int(cluster.context_gib * GIB),
+        nccl_bytes=int(num_communicators(spec) * cluster.communicator_gib * GIB),
+        gaps=cluster.allocator_gaps,
+    )
+
+
+def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
+    """The budget of a CPU rank, which has neither a CUDA context nor NCCL."""
+    return Budget(gib=gib, source=source, gaps=spec.cluster.allocator_gaps)
+
+
+def planned_gib(spec: RunSpec) -> float:
+    """What plans may use of a GPU with cluster.memory_gib."""
+    return gpu_budget(spec).planned_gib
+
+
+def num_communicators(spec: RunSpec) -> int:
+    """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, and of the
+    groups of HSDP. Groups of one rank have none."""
+    p = spec.parallel
+    sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
+    if spec.shard_size < p.fsdp_size:
+        sizes += [spec.shard_size, p.fsdp_size // spec.shard_size]
+    return sum(size > 1 for size in sizes)
+
+
+def size_text(size_bytes: int) -> str:
+    """ "79.2 GiB" or "3.5 MiB", with three digits."""
+    return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.3g} MiB"

@@ -1,0 +1,8 @@
+"""What a CPU cannot prove, a cluster proves in two minutes before a long job."""
+
+from wlb.doctor.finding import Finding as Finding
+from wlb.doctor.finding import Verdict as Verdict
+from wlb.doctor.finding import is_failed as is_failed
+from wlb.doctor.start import Options as Options
+from wlb.doctor.start import counts as counts
+from wlb.doctor.start import examine as examine

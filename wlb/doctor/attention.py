@@ -1,0 +1,175 @@
+"""Every attention kernel that can compute here against the definition in float64.
+
+Several documents and CP-like tails (fewer queries than keys), the run's heads and grouped heads,
+output and gradients. Tolerance as in wlb's own tests: at most twice the root mean square error of
+the definition in the kernel's dtype, three times its largest. **No GPU's kernel was examined yet.**
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wlb.doctor.facts import Patient
+from wlb.doctor.finding import Finding, failed, passed, skipped, warned
+from wlb.kernels import Segments, attend
+from wlb.kernels.backend import kernel_name
+from wlb.parallel.build import compute_dtype, kernel_of
+from wlb.plan import UserError
+from wlb.spec.run import AttentionBackend
+
+MOST_HEADS = 4
+MEAN_TIMES, MAX_TIMES = 2.0, 3.0
+FLOOR_EPS = 16
+LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
+LONG = [(600, 600), (257, 900)]
+"""(queries, keys) of each document."""
+REMEDY = "kernels.attention = {other} computes the run until it is mended; report it with versions"
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.num_heads} heads of {self.head_size}, {self.num_kv_heads} of keys"
+
+
+class Deviation(NamedTuple):
+    """Of one tensor. times: its error over what is allowed, at most 1 if right; eps: error in units
+    of the dtype's spacing at the tensor's root mean square."""
+
+    what: str
+    times: float
+    eps: float
+
+
+def kernels(patient: Patient) -> list[Finding]:
+    """The kernel that the run would take, and, unless quick, every other that can compute here."""
+    spec, device = patient.spec, patient.device
+    try:
+        choice = kernel_of(spec, device)
+    except UserError as error:
+        return [failed("attention kernel", str(error), "kernels.attention = auto")]
+    found = [passed("attention kernel", choice.line)]
+    names = [choice.backend]
+    if not patient.is_quick:
+        others = (name for name in AttentionBackend if name != AttentionBackend.AUTO)
+        names += [name for name in others if name != choice.backend and _computes(name, patient)]
+    for name in names:
+        found.append(
+            examine_kernel(name, patient, compute_dtype(spec), is_taken=name == choice.backend)
+        )
+    return found
+
+
+def _computes(name: AttentionBackend, patient: Patient) -> bool:
+    kernels = replace(patient.spec.kernels, attention=name)
+    try:
+        kernel_of(replace(patient.spec, kernels=kernels), patient.device)
+    except UserError:
+        return False
+    return True
+
+
+def examine_kernel(
+    name: AttentionBackend, patient: Patient, dtype: torch.dtype, *, is_taken: bool
+) -> Finding:
+    """fail if the run's own kernel is wrong or raises, warn for another one."""
+    check = f"attention {name}"
+    sdpa = AttentionBackend.SDPA
+    other = AttentionBackend.TORCH_VARLEN if name == sdpa else sdpa
+    lengths = LENGTHS if patient.is_quick else LENGTHS + LONG
+    say, remedy = failed if is_taken else warned, REMEDY.format(other=other)
+    kernel = kernel_name(name, deterministic=patient.spec.kernels.deterministic)
+    worst: list[Deviation] = []
+    try:
+        for heads in _heads_of(patient):
+            worst += deviations(kernel, heads, lengths, dtype=dtype, device=patient.device)
+    except torch.OutOfMemoryError as error:
+        return skipped(check, f"no memory to compare: {str(error).splitlines()[0]}")
+    except Exception as error:  # of any kind: packages' kernels raise their own
+        return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)
+    wrong = [d for d in worst if not d.times <= 1]  # not a number is wrong too
+    top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
+    found = (
+        f"{str(dtype).removeprefix('torch.')} on {patient.device.type}: error of {top.what} is "
+        f"{top.times:.2f} of what is allowed ({top.eps:.1f} eps)"
+    )
+    if wrong:
+        return say(check, f"WRONG: {found}", remedy)
+    return passed(check, found)
+
+
+def _heads_of(patient: Patient) -> list[Heads]:
+    """Heads of a TP rank of the run, at most a few, and grouped heads of the same size."""
+    model, tp = patient.spec.model, patient.spec.parallel.tp
+    group = max(1, model.num_heads // model.num_kv_heads)
+    kv = min(max(1, model.num_kv_heads // tp), max(1, MOST_HEADS // group))
+    run = Heads(kv * group, kv, model.head_size)
+    return list(dict.fromkeys([run, Heads(4, 2, model.head_size)]))
+
+
+def deviations(
+    name: str,
+    heads: Heads,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Deviation]:
+    """Errors of output and gradients of q, k and v."""
+    queries, keys = zip(*lengths, strict=True)
+    segments = Segments.from_offsets(_offsets(queries), _offsets(keys), device=device)
+    tensors = _inputs(heads, sum(queries), sum(keys), dtype, device)
+    exact = _results([x.double() for x in tensors], segments, "reference")
+    same = _results(tensors, segments, "reference")
+    got = _results(tensors, segments, name)
+    eps = torch.finfo(dtype).eps
+    floor_eps = FLOOR_EPS * min(eps, torch.finfo(torch.float32).eps)
+    found: list[Deviation] = []
+    for what, x, reference, truth in zip(
+        ("output", "dq", "dk", "dv"), got, same, exact, strict=True
+    ):
+        floor = floor_eps * max(1.0, float(truth.abs().max()))
+        error, usual = (x - truth).abs(), (reference - truth).abs()
+        times = max(
+            _rms(error) / (MEAN_TIMES * _rms(usual) + floor),
+            float(error.max()) / (MAX_TIMES * float(usual.max()) + floor),
+            key=lambda value: np.nan_to_num(value, nan=np.inf),
+        )
+        found.append(Deviation(f"{what}, {heads.text},", times, _rms(error) / eps / _rms(truth)))
+    return found
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _inputs(
+    heads: Heads, queries: int, keys: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """q, k, v and the gradient of the output, the same on every rank."""
+    random = torch.Generator().manual_seed(0)
+    q, kv = (queries, heads.num_heads), (keys, heads.num_kv_heads)
+    return [
+        torch.randn(*shape, heads.head_size, generator=random).to(dtype).to(device)
+        for shape in (q, kv, kv, q)
+    ]
+
+
+def _results(tensors: list[Tensor], segments: Segments, backend: str) -> list[Tensor]:
+    *qkv, grad = tensors
+    q, k, v = (x.detach().clone().requires_grad_() for x in qkv)
+    out = attend(q, k, v, segments, backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), grad)
+    return [x.detach().double() for x in (out, *grads)]
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())

@@ -1,0 +1,56 @@
+"""Whether all ranks see the run's output folder and its token stores."""
+
+import tempfile
+from pathlib import Path
+
+from wlb.data import TokenStore, open_store
+from wlb.doctor.facts import Patient
+from wlb.doctor.finding import Finding, failed, passed, skipped
+from wlb.plan import UserError
+from wlb.spec.blend import parse_blend
+from wlb.train.checkpoint.folder import SEEN_WITHIN_S
+from wlb.train.checkpoint.shared_folder import refuse_unshared
+
+QUICK_WITHIN_S = 15.0
+_TRIED_BYTES = 1 << 12
+
+
+def shared_folder(patient: Patient) -> Finding:
+    """run.output_dir can be written, and every rank sees what rank 0 writes there; a collective
+    call. It makes the folder."""
+    check, folder = "shared folder", Path(patient.spec.run.output_dir)
+    try:
+        if patient.world.world_size > 1:
+            within_s = QUICK_WITHIN_S if patient.is_quick else SEEN_WITHIN_S
+            refuse_unshared(folder, patient.world, within_s=within_s)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except (UserError, OSError) as error:
+        remedy = "set run.output_dir to a folder that all nodes share and you may write to"
+        return failed(check, str(error), remedy)
+    seen = "every rank sees it" if patient.world.world_size > 1 else "seen by one process only"
+    return passed(check, f"{folder.absolute()}: {seen}")
+
+
+def token_stores(patient: Patient) -> Finding:
+    """The stores that the run names can be opened on this node; one that `data.corpus` makes need
+    not exist yet."""
+    check, data = "token stores", patient.spec.data
+    prefixes = [data.store, data.heldout_store, *(prefix for prefix, _ in parse_blend(data.blend))]
+    given = [prefix for prefix in prefixes if prefix]
+    if not given:
+        return skipped(check, f"none is named; data.corpus = {data.corpus} makes one")
+    try:
+        sizes = [TokenStore(prefix).num_tokens for prefix in given]
+    except (UserError, OSError) as error:
+        return failed(check, str(error), "wlb prepare, or a path that all nodes see")
+    return passed(check, f"{', '.join(given)}: {sum(sizes):,} tokens")
+
+
+def vocabulary_of(patient_store: str, otherwise: int) -> int:
+    """Entries of a store's vocabulary; `otherwise` if there is no such store or it does not say."""
+    try:
+        return open_store(patient_store).vocab_size or otherwise if patient_store else otherwise
+    except (UserError, OSError):
+        return otherwise

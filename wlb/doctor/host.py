@@ -1,0 +1,158 @@
+"""What a node gives a rank: cores near its GPU, file descriptors, shared memory, disk, memory."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import torch
+
+from wlb.cost import planned_gib
+from wlb.doctor.facts import Patient, affinity
+from wlb.doctor.finding import Finding, failed, passed, skipped, warned
+from wlb.doctor.gpu import NO_GPU
+from wlb.packing import with_s_max
+from wlb.parallel.host import open_files_needed
+from wlb.plan import UserError
+from wlb.train.memory import GIB, budget_of, estimate_of, hold_against, within
+
+PCI, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
+SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")
+
+SHM_A_RANK_BYTES = 64 << 20
+"""NCCL's buffers between GPUs of one node without peer access take tens of MB a rank."""
+STATE_BYTES = 12
+"""Of a checkpoint for each parameter: float32 weight and two moments."""
+
+
+def descriptors(patient: Patient) -> Finding:
+    """Open files that rank 0, which has most, may need; `wlb.parallel.world.init` raises the soft
+    limit as far as the hard one allows."""
+    name, world = "file descriptors", patient.spec.parallel.world_size
+    need = open_files_needed(0, world, patient.device.type)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"ulimit -n is {_limit(soft)} of {_limit(hard)}; {world} ranks need about {need}"
+    most = max(soft, hard) if resource.RLIM_INFINITY not in (soft, hard) else need
+    if most >= need:
+        return passed(name, found)
+    remedy = "raise the hard limit: LimitNOFILE of slurmd or of the container"
+    return failed(name, found, remedy)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def numa(patient: Patient) -> Finding:
+    """Whether this process may run only on cores of its GPU's NUMA node. Has not run on a GPU;
+    tested with folders like sysfs."""
+    name, gpu = "NUMA binding", patient.facts.gpu
+    if gpu is None:
+        return skipped(name, NO_GPU)
+    try:
+        node = int((PCI / gpu.bus / "numa_node").read_text("utf-8"))
+        near = cores_of((NODES / f"node{node}" / "cpulist").read_text("utf-8"))
+    except (OSError, ValueError):
+        return skipped(name, f"sysfs names no NUMA node of {gpu.bus or gpu.name}")
+    mine = affinity()
+    found = f"GPU on node {node}; {len(mine & near)} of this rank's {len(mine)} cores are there"
+    if mine <= near:
+        return passed(name, found)
+    how = "srun --cpu-bind=..., --gpu-bind=closest, or numactl --cpunodebind"
+    if mine & near:
+        return warned(name, found, f"bind ranks near their GPUs: {how}")
+    return warned(name, f"{found}: bound to another node", f"bind ranks near their GPUs: {how}")
+
+
+def cores_of(text: str) -> frozenset[int]:
+    """Cores of a list such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def shared_memory(patient: Patient) -> Finding:
+    """Room in /dev/shm. That NCCL is content with it has not been seen on a GPU."""
+    name = "shared memory"
+    try:
+        usage = shutil.disk_usage(SHM)
+    except OSError as error:
+        return failed(name, f"{SHM} cannot be read: {error}", f"mount a tmpfs on {SHM}")
+    need = SHM_A_RANK_BYTES * max(1, patient.world.local_world_size)
+    found = f"{SHM} has {_size(usage.free)} free of {_size(usage.total)}"
+    if usage.free >= need:
+        return passed(name, found)
+    remedy = "docker run --shm-size=16g or --ipc=host; a larger tmpfs on /dev/shm"
+    if patient.is_cuda and patient.world.local_world_size > 1:
+        return failed(name, f"{found}; NCCL may need {_size(need)}", remedy)
+    return warned(name, found, remedy)
+
+
+def disk(patient: Patient) -> Finding:
+    """Room for checkpoints, of run.output_dir or of the folder above that exists."""
+    name, spec = "disk for checkpoints", patient.spec
+    folder = Path(spec.run.output_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    one = spec.model.num_parameters * STATE_BYTES
+    most = one * (spec.checkpoint.keep + 1)
+    found = f"{folder} has {_size(free)} free; a checkpoint takes about {_size(one)}"
+    if free < one:
+        return failed(name, found, "free room there, or set run.output_dir to a larger disk")
+    if free < most:
+        remedy = f"free room for {spec.checkpoint.keep + 1} of them, or lower checkpoint.keep"
+        return warned(name, found, remedy)
+    return passed(name, found)
+
+
+def memory(patient: Patient) -> Finding:
+    """Free memory of this rank's device beside the run's estimate; on the CPU a share of what the
+    system has available. Has not run on a GPU."""
+    name, spec = "memory", patient.spec
+    budget = budget_of(spec, patient.device.type)
+    try:
+        room = budget.planned_gib if budget else planned_gib(spec)
+        filled = with_s_max(spec, planned_gib=room)
+        filled, _ = within(filled, budget)
+        told = hold_against(filled, budget)
+        need = estimate_of(filled).total_bytes
+    except UserError as error:
+        remedy = "training.recompute, a smaller data.context_window, or more ranks (parallel.*)"
+        return failed(name, str(error), remedy)
+    free, what = _free_bytes(patient)
+    is_partial = patient.world.world_size < spec.parallel.world_size and not patient.is_cuda
+    if is_partial:
+        found = f"the fullest rank needs about {_size(need)} of its device; this one is a CPU"
+        return skipped(name, found)
+    if free is None:
+        return skipped(name, f"the estimate is {_size(need)}; free memory is not known")
+    found = f"{_size(free)} of {what} free; the fullest rank needs about {_size(need)}"
+    if need > free:
+        remedy = "nvidia-smi: end what else holds memory; training.recompute, or more ranks"
+        return failed(name, found, remedy)
+    if told[1:]:  # run.over_memory = warn
+        return warned(name, told[-1], "a lower packing.s_max, or more ranks")
+    gaps = spec.cluster.allocator_gaps
+    if need > free * (1 - gaps):
+        return warned(name, found, f"less than {gaps:.0%} is left for gaps: lower packing.s_max")
+    return passed(name, found)
+
+
+def _free_bytes(patient: Patient) -> tuple[int | None, str]:
+    if patient.is_cuda:
+        free, total = torch.cuda.mem_get_info(patient.device)
+        return free, _size(total)
+    try:
+        lines = MEM_INFO.read_text("utf-8").splitlines()
+        sizes = {line.partition(":")[0]: int(line.split()[1]) << 10 for line in lines}
+        share = max(1, patient.world.local_world_size)
+        return sizes["MemAvailable"] // share, f"{_size(sizes['MemTotal'] // share)} a rank"
+    except (OSError, KeyError, ValueError, IndexError):
+        return None, ""
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,60 @@
+"""Speed of matrix products on each rank, and ranks that are slower than the others."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from wlb.cost import known_peak_tflops
+from wlb.doctor.facts import Facts
+from wlb.doctor.finding import Finding, passed, skipped, warned
+from wlb.doctor.network import synchronize
+
+SIZE = {"cpu": 512, "cuda": 8192}
+SECONDS = {"cpu": (0.1, 0.5), "cuda": (0.5, 4.0)}
+"""Quick and not."""
+AT_ONCE = 10
+LEAST_OF_MEDIAN = 0.9
+
+
+def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[], None]) -> float:
+    """TFLOP/s of square products (bfloat16 on CUDA, float32 on the CPU). meanwhile: called while
+    the device computes. Has not run on a GPU."""
+    size, seconds = SIZE[device.type], SECONDS[device.type][not is_quick]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    torch.mm(a, b)
+    synchronize(device)
+    began, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - began < seconds:
+        for _ in range(AT_ONCE):
+            torch.mm(a, b)
+        meanwhile()
+        synchronize(device)
+        count += AT_ONCE
+    return 2 * size**3 * count / (time.perf_counter() - began) / 1e12
+
+
+def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
+    """Slow GPUs among all ranks, on rank 0; cores of CPUs share what they compute with, so that
+    there speeds are shown and not judged. tflops: by rank, 0 where not measured."""
+    check = "matrix products"
+    measured = [speed for speed in tflops if speed]
+    if not measured:
+        return skipped(check, "not measured")
+    usual = median(measured)
+    found = f"{min(measured):.3g} to {max(measured):.3g} TFLOP/s"
+    gpu = everyone[0].gpu
+    peak = known_peak_tflops(gpu.name) if gpu else None
+    if peak:
+        found += f", {usual / peak:.0%} of the peak of {peak:.0f}"
+    slow = [
+        f"rank {facts.rank} ({facts.host}) {speed:.0f}"
+        for speed, facts in zip(tflops, everyone, strict=True)
+        if facts.gpu and 0 < speed < LEAST_OF_MEDIAN * usual
+    ]
+    if slow:
+        remedy = "leave these nodes out: every rank waits for the slowest; see the row of clocks"
+        return warned(check, f"{found}; slow: {', '.join(slow)}", remedy)
+    return passed(check, found)

@@ -1,0 +1,190 @@
+"""Every communicator of a layout: made, its sums checked, its bandwidth measured.
+
+Bandwidth follows nccl-tests (bytes that a rank puts on the wire over time). All groups of an axis
+run at once, as in training. **Over NCCL this has not run**; over Gloo figures are shown and not
+judged, because they hang on what else the cores do.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from wlb.cost.profile import Collective, KernelProfile
+from wlb.doctor.facts import Facts, Patient
+from wlb.doctor.finding import Finding, failed, passed, ranges, skipped, warned
+from wlb.parallel import collectives
+from wlb.parallel.mesh import used_groups
+from wlb.parallel.warm import checked_collectives
+
+WORLD = "world"
+OPS = {"pp": Collective.P2P, WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
+"""What is measured of an axis; others gather, as their ranks do most."""
+SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
+"""Bytes of the whole buffer, quick and not."""
+REPEATS = (5, 20)
+LEAST_OF_PROFILE = 0.5
+REMEDY = (
+    "NCCL_DEBUG=INFO shows the transport; compare with nccl-tests, see NCCL_SOCKET_IFNAME and "
+    "NCCL_IB_HCA, and leave out nodes that stay slow"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTiming:
+    """One communicator, as one rank measured it. first_s: of all first calls.
+    latency_s: of 8 bytes. seconds: of size_bytes. is_right: sums and rows were as they must be."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    op: Collective
+    size_bytes: int
+    first_s: float
+    latency_s: float
+    seconds: float
+    is_right: bool
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes * self.op.wire_share(len(self.ranks)) / self.seconds
+
+
+def measure_groups(patient: Patient) -> list[GroupTiming]:
+    """This rank's communicators, one after the other; a collective call."""
+    if patient.mesh is None:
+        return []
+    return [measure_group(axis, group, patient) for axis, group in used_groups(patient.mesh)]
+
+
+def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
+    device, count = patient.device, group.size()
+    op = OPS.get(axis, Collective.ALL_GATHER)
+    is_full = not patient.is_quick
+    size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
+    began = time.perf_counter()
+    calls = list(checked_collectives(axis, group, device))
+    is_right = all(found.item() == due.item() for _, found, due in calls)  # waits for the device
+    first_s = time.perf_counter() - began
+    small, repeats = torch.zeros(2, device=device), REPEATS[is_full]
+    latency_s = _seconds(lambda: dist.all_reduce(small, group=group), device, repeats)
+    call, check = _call(op, group, size, device)
+    seconds = _seconds(call, device, repeats)
+    return GroupTiming(
+        axis=axis,
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        op=op,
+        size_bytes=size,
+        first_s=first_s,
+        latency_s=latency_s,
+        seconds=seconds,
+        is_right=is_right and check(),
+    )
+
+
+def _call(
+    op: Collective, group: dist.ProcessGroup, size: int, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], bool]]:
+    """The collective, and whether its last result is right."""
+    rank, count = dist.get_rank(group), group.size()
+    if op == Collective.ALL_REDUCE:
+        # Sums of zeros stay as they are however often they are added up.
+        total = torch.zeros(size // 4, device=device)
+        return lambda: dist.all_reduce(total, group=group), lambda: not bool(total.any())
+    if op == Collective.P2P:
+        sent = torch.full((size // 4,), float(rank), device=device)
+        received = torch.full_like(sent, -1.0)
+        call = _shift(sent, received, group)
+        return call, lambda: bool((received == (rank - 1) % count).all())
+    mine = torch.full((size // 4 // count,), float(rank), device=device)
+    rows = torch.arange(count, device=device, dtype=torch.float32)
+    return (
+        lambda: collectives.all_gather(mine, group),
+        lambda: bool((collectives.all_gather(mine, group).view(count, -1) == rows[:, None]).all()),
+    )
+
+
+def _shift(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Sends to the next rank and receives from the one before, around the group."""
+    rank, count = dist.get_rank(group), group.size()
+    following, before = (dist.get_global_rank(group, (rank + i) % count) for i in (1, -1))
+
+    def call() -> None:
+        send = dist.P2POp(dist.isend, sent, following, group)
+        receive = dist.P2POp(dist.irecv, received, before, group)
+        for request in dist.batch_isend_irecv([send, receive]):
+            request.wait()
+
+    return call
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Mean over the repeats, after one that is not counted."""
+    call()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def link_findings(
+    timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
+) -> list[Finding]:
+    """A finding an axis, on rank 0. profile: what bandwidths are held against; None = nothing."""
+    by_axis: dict[str, list[GroupTiming]] = {}
+    for timing in timings:
+        by_axis.setdefault(timing.axis, []).append(timing)
+    if not by_axis:
+        return [skipped("communicators", "one rank has none", "start the layout's ranks")]
+    return [_of_axis(axis, found, everyone, profile) for axis, found in by_axis.items()]
+
+
+def _of_axis(
+    axis: str, found: list[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
+) -> Finding:
+    check, groups = f"communicator {axis}", {timing.ranks for timing in found}
+    wrong = {timing.ranks for timing in found if not timing.is_right}
+    if wrong:
+        where = "; ".join(f"ranks {ranges(r)} on {_hosts(r, everyone)}" for r in sorted(wrong))
+        remedy = "do not train here: NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell what is broken"
+        return failed(check, f"WRONG numbers in {where}", remedy)
+    slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
+    text = (
+        f"{len(groups)} of {len(slow.ranks)} ranks, {slow.op}: {slow.bytes_per_s / 1e9:.2f} to "
+        f"{fast.bytes_per_s / 1e9:.2f} GB/s, 8 bytes in {_most(found, 'latency_s') * 1e6:.0f} us, "
+        f"made in {_most(found, 'first_s'):.2f} s"
+    )
+    if profile is None:
+        return passed(check, text)
+    expected = expected_bytes_per_s(slow, profile)
+    text += f"; profile {profile.name} {expected / 1e9:.2f} GB/s"
+    if everyone[slow.ranks[0]].gpu is not None and slow.bytes_per_s < LEAST_OF_PROFILE * expected:
+        where = f"slowest: ranks {ranges(slow.ranks)} on {_hosts(slow.ranks, everyone)}"
+        return warned(check, f"{text}; {where}", REMEDY)
+    return passed(check, text)
+
+
+def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
+    """Bandwidth on the wire that the profile prices this call with, its start included."""
+    count, span = len(timing.ranks), max(timing.ranks) - min(timing.ranks) + 1
+    cost = profile.collective(timing.op, span_ranks=span, num_ranks=count)
+    seconds = cost.time_ns(timing.size_bytes, num_ranks=count) / 1e9
+    return timing.size_bytes * timing.op.wire_share(count) / seconds
+
+
+def _hosts(ranks: Sequence[int], everyone: Sequence[Facts]) -> str:
+    return ", ".join(dict.fromkeys(everyone[rank].host for rank in ranks))
+
+
+def _most(timings: Sequence[GroupTiming], name: str) -> float:
+    return max(getattr(timing, name) for timing in timings)

@@ -1,0 +1,104 @@
+"""Attention by the three optional FlashAttention packages: 2 (flash-attn), 3 and 4.
+
+All compute float16 and bfloat16 with heads in steps of 8. Their parameters were read in the source
+of the versions below and are tested with stand-ins; **none has run on a GPU here**.
+"""
+
+from wlb.kernels.flash_package import (
+    FlashBackend,
+    FlashFunction,
+    FlashPackage,
+    before_ampere,
+    wrong_head_size,
+)
+from wlb.spec import AttentionBackend
+
+_WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
+_NO_WINDOW = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
+_FLASH2 = {**_NO_WINDOW, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}
+_FLASH4 = {"window_size_left": None, "window_size_right": None, "causal": True}
+
+
+class Flash2Backend(FlashBackend):
+    """FlashAttention-2: the kernels that torch_varlen uses inside torch, in their own build.
+
+    The deterministic backward keeps ceil(SMs / (segments * heads)) float32 copies of dQ: on an H100
+    five of 2.1 GB for one segment of 131,072 tokens and 32 heads of 128.
+    """
+
+    backend = AttentionBackend.FLASH_ATTENTION_2
+    package = FlashPackage(
+        distribution="flash-attn",
+        module="flash_attn.flash_attn_interface",
+        supported="flash-attn 2.8.3",
+        install="pip install flash-attn==2.8.3 --no-build-isolation, with nvcc",
+        functions=(
+            FlashFunction("_flash_attn_varlen_forward", (), {**_FLASH2, "return_softmax": False}),
+            FlashFunction("_flash_attn_varlen_backward", _WRITTEN, _FLASH2),
+        ),
+    )
+    # With a maximum of 1 and grouped heads the package assumes decoding, with exactly one query in
+    # every segment, but ours may have none. A larger maximum only changes the launch size.
+    least_max_q = 2
+
+    def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
+        return before_ampere(major, minor) or wrong_head_size(head_size, 256)
+
+
+class Flash3Backend(FlashBackend):
+    """FlashAttention-3 for Hopper; the package's Ampere kernels are not offered.
+
+    Read in the folder hopper of the flash-attention repository, February to August 2026. Betas
+    before autumn 2025 differ and are refused.
+    """
+
+    backend = AttentionBackend.FLASH_ATTENTION_3
+    package = FlashPackage(
+        distribution="flash-attn-3",
+        module="flash_attn_interface",
+        supported="flash-attn-3 3.0.0",
+        install="pip install flash-attn-3, from PyTorch's wheel index for torch.version.cuda",
+        functions=(
+            # More splits are for decoding, and every number of splits rounds differently.
+            FlashFunction(
+                "_flash_attn_forward", (), _NO_WINDOW | {"causal": True, "num_splits": 1}
+            ),
+            FlashFunction("_flash_attn_backward", _WRITTEN, {**_NO_WINDOW, "is_causal": True}),
+        ),
+    )
+
+    def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
+        if major != 9:
+            return f"compute capability 9.x (Hopper) only, not {major}.{minor}"
+        return wrong_head_size(head_size, 192 if self.deterministic else 256)
+
+
+class Flash4Backend(FlashBackend):
+    """FlashAttention-4 for Hopper and Blackwell, so far as pre-releases.
+
+    The first call for a shape of heads compiles. flash-attn 2.8.3 brings an older copy, which is
+    refused.
+    """
+
+    backend = AttentionBackend.FLASH_ATTENTION_4
+    package = FlashPackage(
+        distribution="flash-attn-4",
+        module="flash_attn.cute.interface",
+        supported="flash-attn-4 4.0.0b36",
+        install="pip install 'wlb-llm[flash]', on CUDA 13 with 'flash-attn-4[cu13]'",
+        functions=(
+            FlashFunction("_flash_attn_fwd", (), {**_FLASH4, "return_lse": True}),
+            FlashFunction("_flash_attn_bwd", ("dout", "out", "lse", "deterministic"), _FLASH4),
+        ),
+    )
+
+    def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
+        is_blackwell = major == 10
+        if major != 9 and not is_blackwell:
+            return f"compute capability 9.x or 10.x only, not {major}.{minor}"
+        return wrong_head_size(head_size, 128 if is_blackwell and head_size != 256 else 256)
+
+
+FLASH2, FLASH3, FLASH4 = Flash2Backend(), Flash3Backend(), Flash4Backend()
+FLASH_BACKENDS: tuple[FlashBackend, ...] = (FLASH2, FLASH3, FLASH4)
+DETERMINISTIC_FLASH_BACKENDS = tuple(type(x)(deterministic=True) for x in FLASH_BACKENDS)

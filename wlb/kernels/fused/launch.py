@@ -1,0 +1,132 @@
+"""Which kernel, grid and options each fused op launches, from its tensors' shapes and strides.
+
+A `Launch` is data, so tests compile for a GPU exactly what a run would launch. Block sizes are
+chosen by inspecting the compiled code (registers, spills, vectors), **never timed on a GPU**.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from wlb.kernels.fused import kernels
+
+_SUMMING_PROGRAMS = 512
+"""Programs of `norm_backward`, a constant, so that sums have one order on all GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """kernel: of `kernels`. grid: programs. arguments: tensors and numbers, then by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        if all(self.grid):
+            self.kernel[self.grid](*self.arguments, **self.options)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _blocks(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse: bool) -> Launch:
+    num_rows, num_heads, head_size = x_THD.shape
+    half = head_size // 2
+    block = _power_of_2(half)
+    rows, heads = max(1, 1024 // block), min(4, _power_of_2(num_heads))
+    return Launch(
+        kernel=kernels.rotate_kernel,
+        grid=(_blocks(num_rows, rows) * _blocks(num_heads, heads),),
+        arguments=(x_THD, cos, sin, out_THD, *x_THD.stride()[:2], num_rows),
+        options={
+            "num_heads": num_heads,
+            "half": half,
+            "inverse": inverse,
+            "ROWS": rows,
+            "HEADS": heads,
+            "BLOCK": block,
+            "num_warps": 4,
+        },
+    )
+
+
+def swiglu(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor) -> Launch:
+    return _by_row(kernels.swiglu_kernel, gate_TF, up_TF, out_TF)
+
+
+def swiglu_backward(
+    grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, d_gate: Tensor, d_up: Tensor
+) -> Launch:
+    return _by_row(kernels.swiglu_backward_kernel, grad_TF, gate_TF, up_TF, d_gate, d_up)
+
+
+def _by_row(kernel: Any, *tensors_TF: Tensor) -> Launch:
+    num_rows, width = tensors_TF[0].shape
+    block = min(2048, _power_of_2(width))
+    return Launch(
+        kernel=kernel,
+        grid=(num_rows, _blocks(width, block)),
+        arguments=(*tensors_TF, width),
+        options={"BLOCK": block, "num_warps": 8},
+    )
+
+
+def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: float) -> Launch:
+    num_rows, width = x_TC.shape
+    block = _power_of_2(width)
+    return Launch(
+        kernel=kernels.norm_kernel,
+        grid=(num_rows,),
+        arguments=(x_TC, weight_C, out_TC, rstd_T, width, eps),
+        options={"BLOCK": block, "num_warps": _norm_warps(block)},
+    )
+
+
+def _norm_warps(block: int) -> int:
+    return min(32, max(1, block // 512))
+
+
+def norm_programs(num_rows: int) -> int:
+    """Rows of `norm_backward`'s partial sums of the weight's gradient."""
+    return _blocks(num_rows, _rows_each(num_rows)) if num_rows else 0
+
+
+def _rows_each(num_rows: int) -> int:
+    return _blocks(num_rows, _SUMMING_PROGRAMS)
+
+
+def norm_backward(
+    grad_TC: Tensor, x_TC: Tensor, weight_C: Tensor, rstd_T: Tensor, dx_TC: Tensor, sums_PC: Tensor
+) -> Launch:
+    num_rows, width = x_TC.shape
+    block = _power_of_2(width)
+    tensors = (grad_TC, x_TC, weight_C, rstd_T, dx_TC, sums_PC)
+    return Launch(
+        kernel=kernels.norm_backward_kernel,
+        grid=(norm_programs(num_rows),),
+        arguments=(*tensors, num_rows, _rows_each(num_rows), width),
+        options={"BLOCK": block, "RELOAD": block > 8192, "num_warps": _norm_warps(block)},
+    )
+
+
+def sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, out_R2GD: Tensor) -> Launch:
+    num_uses, num_rows = inverse_UR.shape
+    width = dk_KGD.shape[1] * dk_KGD.shape[2]
+    tensors = (dk_KGD, dv_KGD, inverse_UR, out_R2GD)
+    block = min(1024, _power_of_2(width))
+    rows = max(1, 1024 // block)
+    strides = (dk_KGD.stride(0), dv_KGD.stride(0))
+    return Launch(
+        kernel=kernels.sum_uses_kernel,
+        grid=(_blocks(num_rows, rows), _blocks(width, block)),
+        arguments=(*tensors, *strides, num_uses, num_rows, dk_KGD.shape[0], width),
+        options={"ROWS": rows, "BLOCK": block, "num_warps": 4},
+    )

@@ -1,0 +1,132 @@
+"""The custom ops of the fused kernels, and their autograd.
+
+torch.compile keeps one graph per layer, since it does not look into them; tensors without memory
+(fake, meta) never reach Triton. All compute in float32 and round once, where plain torch code
+rounds after every operation. Shapes: T rows, H heads, D head size, C width, F the MLP's width, K
+keys, R gathered rows, G key/value heads, U most uses of a row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wlb.kernels.backend import sum_dtype
+from wlb.kernels.op import contiguous_like, custom_op
+
+
+@custom_op("fused_rotate", fake=lambda x, *_: x.new_empty(x.shape))
+def fused_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Rotary embedding (`wlb.model.rope.rotate`), or with `inverse` by the opposite angles."""
+    from wlb.kernels.fused import launch
+
+    if x_THD.stride(-1) != 1:
+        x_THD = x_THD.contiguous()
+    out_THD = x_THD.new_empty(x_THD.shape)
+    launch.rotate(x_THD, cos.contiguous(), sin.contiguous(), out_THD, inverse=inverse).run()
+    return out_THD
+
+
+def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotate_back(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None, None]:
+    return fused_rotate(grad_THD, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+fused_rotate.register_autograd(_rotate_back, setup_context=_keep_tables)
+
+
+@custom_op("fused_swiglu", fake=lambda gate, _: gate.new_empty(gate.shape))
+def fused_swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up; keeps gate and up for backward."""
+    from wlb.kernels.fused import launch
+
+    out_TF = gate_TF.new_empty(gate_TF.shape)
+    launch.swiglu(gate_TF.contiguous(), up_TF.contiguous(), out_TF).run()
+    return out_TF
+
+
+@custom_op("fused_swiglu_backward", fake=lambda _, *inputs: tuple(contiguous_like(*inputs)))
+def fused_swiglu_backward(grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    from wlb.kernels.fused import launch
+
+    d_gate, d_up = contiguous_like(gate_TF, up_TF)
+    grad, gate, up = (x.contiguous() for x in (grad_TF, gate_TF, up_TF))
+    launch.swiglu_backward(grad, gate, up, d_gate, d_up).run()
+    return d_gate, d_up
+
+
+fused_swiglu.register_autograd(
+    lambda ctx, grad_TF: fused_swiglu_backward(grad_TF, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def _norm_like(x_TC: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x_TC.new_empty(x_TC.shape), x_TC.new_empty(x_TC.shape[:1], dtype=torch.float32)
+
+
+@custom_op("fused_norm", fake=_norm_like)
+def fused_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of rows, and each row's reciprocal root mean square, [T]; the first has gradients."""
+    from wlb.kernels.fused import launch
+
+    out_TC, rstd_T = _norm_like(x_TC)
+    launch.norm(x_TC.contiguous(), weight_C.contiguous(), out_TC, rstd_T, eps).run()
+    return out_TC, rstd_T
+
+
+@custom_op("fused_norm_backward", fake=lambda _, x, weight, *__: tuple(contiguous_like(x, weight)))
+def fused_norm_backward(
+    grad_TC: Tensor, x_TC: Tensor, weight_C: Tensor, rstd_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weight; the weight's is added in float32, in one order for each T."""
+    from wlb.kernels.fused import launch
+
+    grad_TC, x_TC, weight_C = (x.contiguous() for x in (grad_TC, x_TC, weight_C))
+    num_rows, width = x_TC.shape
+    dx_TC = torch.empty_like(x_TC)
+    sums_PC = rstd_T.new_empty((launch.norm_programs(num_rows), width))
+    launch.norm_backward(grad_TC, x_TC, weight_C, rstd_T, dx_TC, sums_PC).run()
+    return dx_TC, sums_PC.sum(0).to(weight_C.dtype)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_TC, weight_C, _ = inputs
+    ctx.save_for_backward(x_TC, weight_C, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_norm(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grads[0] is None:  # nothing depends on the output
+        return None, None, None
+    return *fused_norm_backward(grads[0], *ctx.saved_tensors), None
+
+
+fused_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+
+
+def _rows_like(dk_KGD: Tensor, _: Tensor, inverse_UR: Tensor) -> Tensor:
+    shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
+    return dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
+
+
+@custom_op("fused_sum_uses", fake=_rows_like)
+def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
+    """Gradients of the gathered rows, [R, 2, G, D] float32 (float64 for float64): of K and V, each
+    row's uses added in order, bit-equal to the plain code. inverse: see `AttentionRows`."""
+    from wlb.kernels.fused import launch
+
+    dk_KGD, dv_KGD = (_with_flat_rows(x) for x in (dk_KGD, dv_KGD))
+    out = _rows_like(dk_KGD, dv_KGD, inverse_UR)
+    launch.sum_uses(dk_KGD, dv_KGD, inverse_UR.contiguous(), out).run()
+    return out
+
+
+def _with_flat_rows(x_KGD: Tensor) -> Tensor:
+    """The tensor, copied only if a row's [G, D] values are not next to each other."""
+    return x_KGD if x_KGD.stride()[1:] == (x_KGD.shape[2], 1) else x_KGD.contiguous()

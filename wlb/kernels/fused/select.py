@@ -1,0 +1,74 @@
+"""Whether a run computes RoPE, SwiGLU, RMSNorm and key gradients with the fused kernels, and why.
+
+They are bound by memory and launches, not by arithmetic: README.md of this room counts both.
+"""
+
+import functools
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from wlb.kernels.fused.op import fused_swiglu
+from wlb.plan import UserError
+from wlb.spec.run import FusedKernels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedChoice:
+    """Whether fused kernels compute, and one line saying why."""
+
+    fused: bool
+    reason: str
+
+    @property
+    def line(self) -> str:
+        """The line that a run's log shows."""
+        how = "fused (Triton)" if self.fused else "plain torch"
+        return f"RoPE, SwiGLU, RMSNorm and key gradients {how} ({self.reason})"
+
+
+def choose_fused(
+    requested: FusedKernels, *, device: torch.device, dtype: torch.dtype
+) -> FusedChoice:
+    """UserError for kernels.fused = triton where they cannot compute."""
+    run = f"{dtype} on {device.type}"
+    if requested == FusedKernels.OFF:
+        return FusedChoice(fused=False, reason=f"kernels.fused = off; {run}")
+    why = _why_not(device, dtype)
+    if requested == FusedKernels.TRITON and why:
+        raise UserError(
+            f"kernels.fused = triton can't compute this run: {why}, but the run is {run}; set "
+            f"kernels.fused = auto or off"
+        )
+    asked = "asked for" if requested == FusedKernels.TRITON else "auto"
+    reason = f"{asked}; {run}" + (f"; not fused: {why}" if why else "")
+    return FusedChoice(fused=why is None, reason=reason)
+
+
+def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return "they need an NVIDIA GPU"
+    if dtype not in _DTYPES:
+        return f"they compute {', '.join(map(str, _DTYPES))}"
+    if not torch.cuda.is_available():
+        return None  # a run prepared on a machine without GPUs: CUDA builds of torch bring Triton
+    return launch_problem(device)
+
+
+@functools.cache
+def launch_problem(device: torch.device) -> str | None:
+    """Why no kernel can be compiled and launched on this GPU (tries one), or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton, as torch's CUDA builds for Linux do)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need Ampere (compute capability 8.0) or newer"
+    try:
+        one = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
+        fused_swiglu(one, one)
+    except Exception as error:  # of a C compiler, a driver or a cache folder: classes differ
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"Triton cannot launch a kernel here: {reason}"
+    return None

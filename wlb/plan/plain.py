@@ -1,0 +1,47 @@
+"""Records as plain values and back: what is no record is refused by its name."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import StrEnum
+from typing import Any, cast
+
+import numpy as np
+
+from wlb.plan.errors import UserError
+
+
+class PlainRecord:
+    """A dataclass that is written as its fields, by their names and in their order."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`; `from_json` reads them again."""
+        return {f.name: plain(getattr(self, f.name)) for f in fields(cast(Any, self))}
+
+
+def plain(value: Any) -> Any:
+    """A field's JSON value: records by their `to_json`, arrays and tuples as lists."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if isinstance(value, np.ndarray):
+        return cast(Any, value).tolist()
+    if isinstance(value, tuple):
+        return [plain(part) for part in cast("tuple[Any, ...]", value)]
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+@contextmanager
+def parsing(what: str) -> Generator[None, None, None]:
+    """Turn what a missing or misplaced value raises into a UserError that names the record.
+
+    A ValueError passes unchanged, because the records themselves name the value that is wrong.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"this is no {what} as `to_json` writes it ({reason}); give all of what it wrote"
+        ) from error

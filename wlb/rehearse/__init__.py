@@ -1,0 +1,1 @@
+"""Rehearse a cluster's job without a GPU: any rank, on fake CUDA tensors. See README.md."""

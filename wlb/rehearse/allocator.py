@@ -1,0 +1,168 @@
+"""What torch's caching allocator reserves for a sequence of requests (c10/cuda, torch 2.11-2.13).
+
+Requests are rounded to 512 bytes. Those of up to 1 MiB share segments of 2 MiB, those below 10 MiB
+segments of 20 MiB, larger ones get their own, rounded to 2 MiB. The smallest free block that fits
+is taken, and split if more than 512 bytes (small) or 1 MiB (large) are left; free neighbours merge.
+Every stream has its own blocks. An expandable segment, one a stream and size class, grows by pages
+of 2 MiB (small) or 20 MiB (large), so that blocks do not end at segments. When the device is full,
+free segments are given back.
+"""
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from wlb.rehearse.results import Reserved
+
+MIB = 1 << 20
+SMALL, LARGE = MIB, 10 * MIB
+PAGE_SMALL, PAGE_LARGE = 2 * MIB, 20 * MIB
+_FREED = -1
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A part of a segment, with its neighbours there."""
+
+    size: int
+    is_free: bool = True
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Free blocks of a stream and size class, by size; with expandable segments the last block."""
+
+    is_small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    last: Block | None = None
+
+    def put(self, block: Block) -> None:
+        bisect.insort(self.free, (block.size, id(block), block))
+
+    def remove(self, block: Block) -> None:
+        del self.free[bisect.bisect_left(self.free, (block.size, id(block)))]
+
+    def fitting(self, size: int) -> Block | None:
+        i = bisect.bisect_left(self.free, (size, 0))
+        return self.free.pop(i)[2] if i < len(self.free) else None
+
+
+class _Full(Exception):
+    """The device has no memory left."""
+
+
+class Allocator:
+    """limit: bytes of the device that tensors may take."""
+
+    def __init__(self, *, limit: int, expandable: bool) -> None:
+        self.limit, self.expandable = limit, expandable
+        self.reserved = self.peak = self.allocated = self.retries = self.peak_allocated = 0
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._living: dict[int, tuple[Block, _Pool]] = {}
+
+    def request(self, number: int, size: int, stream: int) -> None:
+        """Allocate `size` bytes as `number`; raises _Full."""
+        is_small = size <= SMALL
+        pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
+        block = pool.fitting(size) or self._more(pool, size)
+        rest = block.size - size
+        if rest >= 512 if is_small else rest > MIB:
+            self._split(pool, block, size)
+        block.is_free = False
+        self._living[number] = block, pool
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, number: int) -> None:
+        block, pool = self._living.pop(number)
+        self.allocated -= block.size
+        block.is_free = True
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                pool.remove(other)
+                first, second = (other, block) if other is block.before else (block, other)
+                first.size += second.size
+                first.after = second.after
+                if second.after is not None:
+                    second.after.before = first
+                if pool.last is second:
+                    pool.last = first
+                block = first
+        pool.put(block)
+
+    def _split(self, pool: _Pool, block: Block, size: int) -> None:
+        rest = Block(block.size - size, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        if pool.last is block:
+            pool.last = rest
+        pool.put(rest)
+
+    def _more(self, pool: _Pool, size: int) -> Block:
+        """A block of a new segment, or at the end of the expandable one."""
+        if not self.expandable:
+            segment = PAGE_SMALL if pool.is_small else PAGE_LARGE
+            if size >= LARGE:
+                segment = -(-size // PAGE_SMALL) * PAGE_SMALL
+            self._take(segment)
+            return Block(segment)
+        page = PAGE_SMALL if pool.is_small else PAGE_LARGE
+        last = pool.last
+        have = last.size if last is not None and last.is_free else 0
+        more = -(-(size - have) // page) * page
+        self._take(more)
+        if last is not None and last.is_free:
+            pool.remove(last)
+            last.size += more
+            return last
+        block = Block(more, before=last)
+        if last is not None:
+            last.after = block
+        pool.last = block
+        return block
+
+    def _take(self, size: int) -> None:
+        if self.reserved + size > self.limit:
+            self.retries += 1
+            self._give_back()
+            if self.reserved + size > self.limit:
+                raise _Full
+        self.reserved += size
+        self.peak = max(self.peak, self.reserved)
+
+    def _give_back(self) -> None:
+        """Free segments without a used block; of expandable ones the free pages at their end."""
+        for pool in self._pools.values():
+            for _, _, block in list(pool.free):
+                is_whole = block.before is None and block.after is None
+                if is_whole or (self.expandable and block is pool.last):
+                    pool.remove(block)
+                    self.reserved -= block.size
+                    if self.expandable:
+                        pool.last = block.before
+                        if block.before is not None:
+                            block.before.after = None
+
+
+def reserved(requests: Iterable[tuple[int, int, int]], *, limit: int, expandable: bool) -> Reserved:
+    """Replay requests (number, bytes or -1 to free, stream)."""
+    allocator = Allocator(limit=limit, expandable=expandable)
+    failed = 0
+    for number, size, stream in requests:
+        if size == _FREED:
+            allocator.free(number)
+            continue
+        try:
+            allocator.request(number, size, stream)
+        except _Full:
+            failed = size
+            break
+    return Reserved(
+        peak_bytes=allocator.peak,
+        allocated_bytes=allocator.peak_allocated,
+        retries=allocator.retries,
+        failed_bytes=failed,
+    )

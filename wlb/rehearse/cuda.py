@@ -1,0 +1,352 @@
+"""torch.cuda and torch.distributed as a rehearsed rank sees them; replaced for the whole process.
+
+Streams and events are this room's, collectives go to torch's fake process group, transfers between
+pipeline stages are recorded, and what the host reads from the device is zero.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+
+from wlb.kernels.fused import select
+from wlb.rehearse import compiler, record
+from wlb.rehearse.gpu import GPU, FakeEvent, FakeStream, RankMessage, called_from
+from wlb.rehearse.memory import FOOTPRINT
+from wlb.rehearse.record import Recorder
+from wlb.train import refuse
+
+DEVICE = torch.device("cuda", 0)
+HOPPER = (9, 0)
+NUM_SMS = 132
+_KERNELS = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
+_libraries: list[Any] = []
+
+
+def install() -> None:
+    """Replace torch's view of the device; called once, before `describe`."""
+    GPU.device = DEVICE
+    _streams()
+    _tensors()
+    # Autograd's threads would not see the modes of this one.
+    torch.autograd.set_multithreading_enabled(False)
+    setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    _votes()
+    _register_kernels()
+    setattr(select, "launch_problem", lambda _: None)  # noqa: B010  # a CUDA build brings Triton
+    setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
+    _groups()
+
+
+def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
+    """Name and memory of the GPU that is rehearsed, and how many a node has."""
+    cuda = torch.cuda
+    major, minor = HOPPER
+    properties = SimpleNamespace(
+        name=name,
+        total_memory=memory_bytes,
+        major=major,
+        minor=minor,
+        multi_processor_count=NUM_SMS,
+        uuid="rehearsed",
+    )
+    fixed: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": local_ranks,
+        "current_device": 0,
+        "set_device": None,
+        "get_device_capability": HOPPER,
+        "get_device_name": name,
+        "get_device_properties": properties,
+        "can_device_access_peer": True,
+        "is_current_stream_capturing": False,
+        "_lazy_init": None,
+        "empty_cache": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }
+    for attribute, value in fixed.items():
+        setattr(cuda, attribute, lambda *_, value=value, **__: value)
+    setattr(cuda, "synchronize", lambda *_: GPU.host_waits("torch.cuda.synchronize"))  # noqa: B010
+    setattr(cuda, "mem_get_info", lambda *_: (memory_bytes - FOOTPRINT.now, memory_bytes))  # noqa: B010
+    setattr(cuda, "memory_allocated", lambda *_: FOOTPRINT.now)  # noqa: B010
+    setattr(cuda, "max_memory_allocated", lambda *_: FOOTPRINT.peak)  # noqa: B010
+
+
+class _OnStream:
+    """`torch.cuda.stream(stream)`, a class because the compiler asks for its instances."""
+
+    def __init__(self, stream: FakeStream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            GPU.stack.append(self.stream)
+
+    def __exit__(self, *_: Any) -> None:
+        if self.stream is not None:
+            GPU.stack.pop()
+
+
+def _streams() -> None:
+    FakeStream(name="compute")
+    for owner in (torch.cuda, torch):
+        setattr(owner, "Stream", FakeStream)  # noqa: B010
+        setattr(owner, "Event", FakeEvent)  # noqa: B010
+    for owner in (torch.cuda, torch.accelerator):  # a function each, as the compiler wants
+        setattr(owner, "current_stream", lambda *_: GPU.current)  # noqa: B010
+    for attribute, value in (
+        ("default_stream", lambda *_: GPU.streams[0]),
+        ("stream", _OnStream),
+        ("StreamContext", _OnStream),
+    ):
+        setattr(torch.cuda, attribute, value)
+
+
+def _tensors() -> None:
+    def pin(tensor: Tensor, *_: Any) -> Tensor:
+        pinned = tensor.clone()
+        record.PINNED[pinned] = True
+        return pinned
+
+    def record_stream(tensor: Tensor, stream: FakeStream) -> None:
+        if tensor.device.type == "cuda":
+            FOOTPRINT.told(tensor, stream)
+
+    tolist, numpy = Tensor.tolist, Tensor.numpy
+
+    def read_list(tensor: Tensor) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return tolist(tensor)
+        GPU.host_waits("tolist()")
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
+
+    def read_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if isinstance(tensor, FakeTensor):  # on the host, so the copy was counted
+            return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
+        return numpy(tensor, *args, **options)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "pin_memory": pin,
+        "is_pinned": lambda tensor, *_: record.is_pinned(tensor),
+        "record_stream": record_stream,
+        "tolist": read_list,
+        "numpy": read_numpy,
+    }
+    for attribute, value in replaced.items():
+        setattr(Tensor, attribute, value)
+    setattr(FakeTensor, "tolist", read_list)  # noqa: B010
+
+
+def _votes() -> None:
+    # Stages of a pipeline vote before their first step; 1 means that shapes need no inference.
+    from torch.distributed.pipelining import schedules
+
+    schedule: Any = schedules._PipelineSchedule  # pyright: ignore[reportPrivateUsage]
+    vote = getattr(schedule, "_warmup_p2p", None)
+    if vote is None:  # before torch 2.12
+        return
+
+    def voted(*args: Any, **options: Any) -> Any:
+        GPU.read = 1
+        try:
+            return vote(*args, **options)
+        finally:
+            GPU.read = 0
+
+    setattr(schedule, "_warmup_p2p", voted)  # noqa: B010
+
+
+def _register_kernels() -> None:
+    # A CPU build has no CUDA kernels for these and would take them apart, which keeps more for
+    # backward. What is registered is never called: fake tensors only ask whether it is there.
+    library = torch.library.Library("aten", "IMPL")
+    for name in _KERNELS:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, _never_called, "CUDA")
+    _libraries.append(library)
+
+
+def _never_called(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a kernel of the rehearsed GPU was called with a real tensor")
+
+
+def _groups() -> None:
+    new_group = dist.new_group
+
+    def fake_group(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **{**options, "backend": "fake"})
+
+    for owner in (dist, distributed_c10d):
+        setattr(owner, "new_group", fake_group)  # noqa: B010
+
+    for function in (broadcast_object_list, gather, gather_object, all_gather_object):
+        logged = _logged(function)
+        for owner in (dist, distributed_c10d):
+            setattr(owner, function.__name__, logged)
+
+
+def broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
+    """Ranks keep what they have."""
+
+
+def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, *_: Any, **__: Any) -> None:
+    """Every rank has what this one has."""
+    for row in gather_list or []:
+        row.copy_(tensor)
+
+
+def gather_object(obj: Any, found: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    """Every rank has what this one has."""
+    if found is not None:
+        found[:] = [obj] * len(found)
+
+
+def all_gather_object(found: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+    """Every rank has what this one has."""
+    found[:] = [obj] * len(found)
+
+
+def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, group: Any = None, **options: Any) -> Any:
+        where = recorder().communicator(_group(group))
+        what = ("objects on hosts",)
+        message = RankMessage(
+            where, "collective", function.__name__, what, called_from(1), GPU.step
+        )
+        GPU.messages.append(message)
+        return function(*args, **options)
+
+    return call
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+_recorders: list[Recorder] = []
+
+
+def recorder() -> Recorder:
+    return _recorders[-1]
+
+
+def use(made: Recorder) -> None:
+    """Let messages of hosts and transfers go to this recorder; called once."""
+    _recorders.append(made)
+    setattr(torch, "compile", compiler.compiling(made))  # noqa: B010
+    _transfers()
+    _async_works()
+
+
+_ASYNC = (
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor"),
+    *("reduce_scatter_single", "all_reduce", "broadcast"),
+)
+
+
+def _async_works() -> None:
+    """Let an asynchronous collective return a Work whose `wait` joins the streams."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
+            work = function(*args, async_op=async_op, **options)
+            return FakeWork(recorder().last) if async_op else work
+
+        return call
+
+    for name in _ASYNC:
+        if hasattr(dist, name):
+            call = wrapped(getattr(dist, name))
+            for owner in (dist, distributed_c10d):
+                setattr(owner, name, call)
+
+
+class FakeWork:
+    """Stands for the Work of an asynchronous collective of c10d."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self._done = FakeEvent().record(stream)
+
+    def wait(self, *_: Any) -> bool:
+        self._done.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Transfer(FakeWork):
+    """Stands for the Work of a send or receive. index: of its message."""
+
+    def __init__(self, index: int, stream: FakeStream) -> None:
+        super().__init__(stream)
+        self.index = index
+
+    def wait(self, *_: Any) -> bool:
+        GPU.messages.append(RankMessage(None, "wait", None, self.index, called_from(1), GPU.step))
+        return super().wait()
+
+
+def _transfers() -> None:
+    def post(kind: str, tensor: Tensor, peer: int, group: Any, batch: int = -1) -> _Transfer:
+        where = recorder().communicator(_group(group))
+        what = (tuple(tensor.shape), str(tensor.dtype))
+        here = called_from(2)
+        GPU.messages.append(RankMessage(where, kind, peer, what, here, GPU.step, batch))
+        index = len(GPU.messages) - 1
+        if tensor.device.type != "cuda":
+            if kind == "recv":
+                tensor.zero_()  # nobody sends
+            return _Transfer(index, GPU.current)
+        ins, outs = ([tensor], []) if kind == "send" else ([], [tensor])
+        # Transfers of a group share its communicator, which was split off the world's.
+        between = tuple(sorted((dist.get_rank(), peer)))
+        stream = recorder().transfer(where, kind, ins, outs, is_async=True, between=between)
+        return _Transfer(index, stream)
+
+    def isend(
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+    ) -> _Transfer:
+        peer = dist.get_global_rank(group, group_dst) if dst is None else dst  # pyright: ignore[reportArgumentType]
+        return post("send", tensor, peer, group)
+
+    def irecv(
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_src: int | None = None,
+    ) -> _Transfer:
+        peer = dist.get_global_rank(group, group_src) if src is None else src  # pyright: ignore[reportArgumentType]
+        return post("recv", tensor, peer, group)
+
+    def batch(ops: list[dist.P2POp]) -> list[_Transfer]:
+        peers = [dist.get_global_rank(_group(op.group), op.group_peer) for op in ops]
+        kinds = ["send" if op.op is isend else "recv" for op in ops]
+        number = len(GPU.messages)
+        return [
+            post(kind, op.tensor, peer, op.group, number)
+            for kind, op, peer in zip(kinds, ops, peers, strict=True)
+        ]
+
+    for function in (isend, irecv):
+        for owner in (dist, distributed_c10d):
+            setattr(owner, function.__name__, function)
+    for owner in (dist, distributed_c10d):
+        setattr(owner, "batch_isend_irecv", batch)  # noqa: B010

@@ -1,0 +1,110 @@
+"""The job of a rehearsal: a run's spec on the GPUs that `[cluster]` describes, and its first plans.
+
+Documents come from data.store or data.blend if the run names one; otherwise their lengths are drawn
+as the presets' are (`wlb.data.lengths`) and their tokens are zeros in a sparse file.
+"""
+
+from array import array
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from wlb.data import lengths_of_family
+from wlb.data.index import write_index
+from wlb.data.store import store_path, token_dtype
+from wlb.packing import with_s_max
+from wlb.plan import PipelinePlan, StepPlan, UserError
+from wlb.planner import Planner
+from wlb.spec import Device, RunSpec, resolve_dp
+from wlb.train.job import Job
+from wlb.train.memory import budget_of, hold_against, within
+from wlb.train.refuse import refuse_early
+from wlb.train.stores import Stores, open_stores, ready
+
+VOCABULARY = 128_256
+"""Size where the run does not say: Llama 3's."""
+_MEAN_LENGTH = 900
+_SPARE_STEPS = 8
+"""Global batches beyond the rehearsed ones, for documents that are held back and plans ahead."""
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """job: for every rank. planner: of its steps, already planned in `plans`."""
+
+    job: Job
+    planner: Planner
+    plans: list[StepPlan]
+
+    def items(self, pipeline: int) -> list[tuple[StepPlan, PipelinePlan]]:
+        """The steps of one pipeline."""
+        return [(plan, self.planner.shard(plan, pipeline)) for plan in self.plans]
+
+
+def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
+    """The job and plans of `steps` steps; folder: temporary, for the run's files. UserError for a
+    run that would be refused on the cluster."""
+    spec = resolve_dp(spec, spec.parallel.world_size)
+    spec = _for_rehearsal(spec, folder, steps)
+    stores = _stores(spec, folder, steps)
+    spec = ready(spec, stores, spec.parallel.world_size)
+    budget = budget_of(spec, "cuda")
+    spec = with_s_max(spec, planned_gib=budget.planned_gib if budget else None)
+    spec, _ = within(spec, budget)
+    hold_against(spec, budget)
+    planner = refuse_early(
+        spec, train=stores.train, heldout=stores.heldout, device="cuda", resume=None, init_from=None
+    )
+    job = Job(
+        spec=spec,
+        train_store=stores.train,
+        heldout_store=stores.heldout,
+        resume=None,
+        title="rehearsal",
+        started_s=0.0,
+    )
+    # The loop looks two steps ahead.
+    plans = list(islice(planner.steps(), steps + 2))
+    if len(plans) < steps:
+        raise UserError(
+            f"the documents give {len(plans)} steps of the {steps} to rehearse; lower --steps or "
+            f"raise data.epochs"
+        )
+    return Rehearsal(job, planner, plans)
+
+
+def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
+    model = replace(spec.model, vocab_size=spec.model.vocab_size or VOCABULARY)
+    run = replace(
+        spec.run,
+        device=Device.CUDA,
+        output_dir=str(folder),
+        stop_file="",
+        memory_gib=spec.run.memory_gib or spec.cluster.memory_gib,
+    )
+    training = replace(spec.training, steps=steps, heartbeat_s=0.0)
+    # A timeline is made of messages between hosts, which have no content here.
+    telemetry = replace(spec.telemetry, timeline_interval=0)
+    planner = replace(spec.planner, baseline=False)
+    made = {"model": model, "run": run, "training": training, "planner": planner}
+    return replace(spec, telemetry=telemetry, **made)
+
+
+def _stores(spec: RunSpec, folder: Path, steps: int) -> Stores:
+    if spec.data.store or spec.data.blend:
+        return open_stores(spec, Console(quiet=True))
+    tokens = spec.tokens_per_step * (steps + _SPARE_STEPS)
+    source = lengths_of_family(
+        window=spec.data.context_window, num_documents=max(4096, tokens // _MEAN_LENGTH), seed=0
+    )
+    prefix = folder / "drawn"
+    dtype = token_dtype(spec.model.vocab_size)
+    with store_path(prefix, ".idx").open("wb") as file:
+        write_index(file, array("q", source.lengths.tolist()), dtype)
+    with store_path(prefix, ".bin").open("wb") as file:
+        file.truncate(int(source.lengths.sum()) * dtype.itemsize)
+    held = str(prefix) if spec.eval.steps else ""
+    vocabulary = spec.model.vocab_size
+    return Stores(train=str(prefix), heldout=held, vocab_size=vocabulary, note="drawn lengths")

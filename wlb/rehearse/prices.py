@@ -1,0 +1,118 @@
+"""Times of kernels and transfers on the rehearsed GPU, by the run's kernel profile.
+
+Matrix products and attention have the profile's throughput for their shapes; all else is bytes over
+the profile's bandwidth of norms, at least a launch.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wlb.cost import AttentionCall, ProfiledWorkload, attention_workspace_bytes
+from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
+from wlb.cost.profile import Collective, Elementwise
+from wlb.kernels.segments import Segments
+from wlb.spec.run import KernelSection
+
+LAUNCH_NS = 2_500.0
+"""Shortest time of a kernel."""
+ATTENTION, GEMM, REST = "attention", "GEMM", "element-wise"
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::bmm": 0}
+"""Index of the first factor."""
+_COLLECTIVES = (
+    ("all_gather", Collective.ALL_GATHER),
+    ("allgather", Collective.ALL_GATHER),
+    ("reduce_scatter", Collective.REDUCE_SCATTER),
+    ("all_reduce", Collective.ALL_REDUCE),
+    ("allreduce", Collective.ALL_REDUCE),
+)
+
+
+class Prices:
+    """cost: the workload model that prices the run's plans, with its kernel profile. kernels: of
+    the run, whose attention kernel is one that computes."""
+
+    def __init__(self, cost: ProfiledWorkload, kernels: KernelSection) -> None:
+        self.table, self.profile, self.kernels = cost.table, cost.profile, kernels
+        self._bytes_per_ns = self.profile.elementwise_of(Elementwise.NORM).forward_bytes_per_s / 1e9
+
+    def kernel(
+        self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor]
+    ) -> tuple[str, float, float, float, int]:
+        """(part, FLOPs, bytes, ns, workspace in bytes) of an operator."""
+        num_bytes = size_of(ins) + size_of(outs)
+        if name in _PRODUCTS:
+            a, b = args[_PRODUCTS[name] :][:2]
+            return self._product(a, b, num_bytes)
+        if "varlen_attn" in name or "flash_attn" in name:
+            return self._attention(name, args, num_bytes)
+        time_ns = max(LAUNCH_NS, num_bytes / self._bytes_per_ns)
+        return REST, 0.0, num_bytes, time_ns, 0
+
+    def _product(
+        self, a: Tensor, b: Tensor, num_bytes: float
+    ) -> tuple[str, float, float, float, int]:
+        rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+        flops = 2.0 * a.numel() * columns
+        surface = self.profile.gemm.forward
+        at = surface.cells(np.array([float(max(1, rows))]), np.array([float(inner * columns)]))
+        time_ns = flops / float(surface.read(at)[0]) * 1e-3
+        return GEMM, flops, num_bytes, max(LAUNCH_NS, time_ns, num_bytes / self._bytes_per_ns), 0
+
+    def _attention(
+        self, name: str, args: tuple[Any, ...], num_bytes: float
+    ) -> tuple[str, float, float, float, int]:
+        is_backward = "backward" in name or "bwd" in name
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        queries = tensors[1] if is_backward else tensors[0]
+        heads, head_dim = queries.shape[1], queries.shape[2]
+        segments = _segments(args)
+        q = np.diff(segments.offsets_q).astype(np.float64)
+        k = np.diff(segments.offsets_k).astype(np.float64)
+        pairs = float((q * k - q * (q - 1) / 2).sum()) * heads * head_dim
+        times = self.table.times_ns(q, k, num_heads=heads, head_dim=head_dim)
+        launch = self.table.launch_backward_ns if is_backward else self.table.launch_forward_ns
+        per_pair = BACKWARD_FLOPS_PER_PAIR if is_backward else FORWARD_FLOPS_PER_PAIR
+        time_ns = max(LAUNCH_NS, float(times[is_backward].sum()) + launch)
+        workspace = 0
+        if is_backward:
+            call = AttentionCall(
+                num_segments=segments.num_segments,
+                num_queries=segments.num_queries,
+                num_keys=segments.num_keys,
+                max_q=segments.max_q,
+                max_k=segments.max_k,
+                num_heads=heads,
+                num_kv_heads=tensors[2].shape[1],
+                head_size=head_dim,
+                value_bytes=queries.element_size(),
+            )
+            workspace = attention_workspace_bytes(
+                self.kernels.attention, call, deterministic=self.kernels.deterministic
+            )
+        return ATTENTION, pairs * per_pair, num_bytes, time_ns, workspace
+
+    def transfer(self, op: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        """ns of a collective of `ranks`, or of a message between two (op "send" or "recv")."""
+        kind = next((k for name, k in _COLLECTIVES if name in op), Collective.P2P)
+        if len(ranks) < 2:
+            return 0.0
+        per_node = self.profile.ranks_per_node
+        is_inside = ranks[0] // per_node == ranks[-1] // per_node
+        span = len(ranks) if is_inside else ranks[-1] - ranks[0] + 1
+        cost = self.profile.collective(kind, span_ranks=span, num_ranks=len(ranks))
+        return float(cost.time_ns(num_bytes, num_ranks=len(ranks)))
+
+
+def _segments(args: tuple[Any, ...]) -> Segments:
+    """The segments of a call, from its cu_seqlens, which are its two vectors of int32."""
+    vectors = [a for a in args if isinstance(a, Tensor) and a.ndim == 1]
+    cu = [a for a in vectors if a.dtype == torch.int32]
+    longest = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+    return Segments.of(cu[0], cu[1], longest[0], longest[1])
+
+
+def size_of(tensors: list[Tensor]) -> float:
+    return float(sum(x.numel() * x.element_size() for x in tensors))

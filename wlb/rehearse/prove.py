@@ -1,0 +1,229 @@
+"""Do the rehearsed ranks agree? Matching of messages, and progress under NCCL's rules.
+
+Matching: the i-th collective of a communicator is the same on every member, and the i-th transfer
+from one rank to another is sent as it is received. Progress, under the harshest order that NCCL and
+torch may impose: a collective holds its rank until all members have come to it; a rank's transfers
+in a communicator are served in the order in which it posted them, because they share a stream,
+those of one batch together; waiting for one holds the rank.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from wlb.rehearse.gpu import Communicator, RankMessage
+
+Programs = Mapping[int, Sequence[RankMessage]]
+_MOST = 8
+
+
+@dataclass(slots=True)
+class Proof:
+    """num_communicators: whose members were all rehearsed, of num_seen. problems: sentences."""
+
+    num_ranks: int
+    num_seen: int = 0
+    num_communicators: int = 0
+    num_collectives: int = 0
+    num_transfers: int = 0
+    is_complete: bool = True
+    problems: list[str] = field(default_factory=list)
+
+
+def prove(programs: Programs, *, world_size: int) -> Proof:
+    """programs: messages of each rehearsed rank, in the order in which its host issued them.
+
+    Ranks that were not rehearsed are taken to do what the others expect of them.
+    """
+    proof = Proof(num_ranks=len(programs), is_complete=len(programs) == world_size)
+    _match_collectives(programs, proof)
+    _match_transfers(programs, proof)
+    if not proof.problems:
+        _progress(programs, proof)
+    return proof
+
+
+def _match_collectives(programs: Programs, proof: Proof) -> None:
+    sequences: dict[Communicator, dict[int, list[RankMessage]]] = defaultdict(dict)
+    for rank, program in programs.items():
+        own: dict[Communicator, list[RankMessage]] = defaultdict(list)
+        for message in program:
+            if message.kind == "collective":
+                assert message.communicator is not None
+                own[message.communicator].append(message)
+        for where, messages in own.items():
+            sequences[where][rank] = messages
+    proof.num_seen = len(sequences)
+    for where, by_rank in sequences.items():
+        members = [rank for rank in where.ranks if rank in programs]
+        proof.num_communicators += len(members) == len(where.ranks)
+        first = members[0]
+        proof.num_collectives += len(by_rank.get(first, ()))
+        for rank in members[1:]:
+            problem = _differing(where, first, by_rank.get(first, []), rank, by_rank.get(rank, []))
+            if problem and len(proof.problems) < _MOST:
+                proof.problems.append(problem)
+
+
+def _differing(
+    where: Communicator, first: int, a: list[RankMessage], rank: int, b: list[RankMessage]
+) -> str:
+    for i in range(max(len(a), len(b))):
+        one = a[i] if i < len(a) else None
+        other = b[i] if i < len(b) else None
+        if one is None or other is None or (one.op, one.what) != (other.op, other.what):
+            return (
+                f"collective {i} of {_named(where)} differs: rank {first} issues {_text(one)}, "
+                f"rank {rank} {_text(other)}"
+            )
+    return ""
+
+
+def _match_transfers(programs: Programs, proof: Proof) -> None:
+    sent: dict[tuple[int, int], list[RankMessage]] = defaultdict(list)
+    received: dict[tuple[int, int], list[RankMessage]] = defaultdict(list)
+    for rank, program in programs.items():
+        for message in program:
+            if message.kind == "send" and message.op in programs:
+                sent[rank, message.op].append(message)
+            if message.kind == "recv" and message.op in programs:
+                received[message.op, rank].append(message)
+    for pair in sorted(set(sent) | set(received)):
+        sends, receives = sent[pair], received[pair]
+        proof.num_transfers += len(sends)
+        for i in range(max(len(sends), len(receives))):
+            one = sends[i] if i < len(sends) else None
+            other = receives[i] if i < len(receives) else None
+            if one is None or other is None or one.what != other.what:
+                if len(proof.problems) < _MOST:
+                    proof.problems.append(
+                        f"transfer {i} from rank {pair[0]} to rank {pair[1]} does not pair up: "
+                        f"sent is {_text(one)}, received {_text(other)}"
+                    )
+                break
+
+
+def _progress(programs: Programs, proof: Proof) -> None:
+    """Let every rank go on as far as it can, until all have ended or none can."""
+    hosts = _Hosts(programs)
+    while hosts.ready:
+        hosts.go_on(hosts.ready.popleft())
+    stuck = [rank for rank in programs if hosts.at[rank] < len(programs[rank])]
+    if stuck:
+        shown = "; ".join(
+            f"rank {rank} at {_text(programs[rank][hosts.at[rank]], programs[rank])}"
+            for rank in stuck[:_MOST]
+        )
+        proof.problems.append(f"deadlock: {len(stuck)} ranks wait for each other: {shown}")
+
+
+class _Hosts:
+    """Ranks that issue their messages. at: of each rank, its next message. ready: ranks that may be
+    able to go on."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self.at = dict.fromkeys(programs, 0)
+        self.ready = deque(programs)
+        self._posted: dict[tuple[int, Communicator], deque[_Batch]] = defaultdict(deque)
+        self._served: set[tuple[int, int]] = set()
+        self._arrived: dict[Communicator, set[int]] = defaultdict(set)
+
+    def go_on(self, rank: int) -> None:
+        """Issue messages of a rank until it has to wait for another."""
+        program = self.programs[rank]
+        while self.at[rank] < len(program):
+            message = program[self.at[rank]]
+            if message.kind == "collective":
+                if not self._meet(rank, message.communicator):
+                    return
+                continue
+            if message.kind == "wait":
+                if (rank, message.what) not in self._served:
+                    return
+            elif message.op in self.programs:
+                self._post(rank, message)
+            else:
+                self._served.add((rank, self.at[rank]))
+            self.at[rank] += 1
+
+    def _meet(self, rank: int, where: Communicator | None) -> bool:
+        """Whether all members have come to a collective, after which each goes on."""
+        assert where is not None
+        self._arrived[where].add(rank)
+        members = [r for r in where.ranks if r in self.programs]
+        if len(self._arrived[where]) < len(members):
+            return False
+        del self._arrived[where]
+        for member in members:
+            self.at[member] += 1
+            if member != rank:
+                self.ready.append(member)
+        return True
+
+    def _post(self, rank: int, message: RankMessage) -> None:
+        assert message.communicator is not None
+        posted = self._posted[rank, message.communicator]
+        if not posted or message.batch < 0 or posted[-1].number != message.batch:
+            posted.append(_Batch(message.batch))
+        posted[-1].waiting.append((message.kind, message.op, self.at[rank]))
+        self._serve(rank, message.communicator)
+
+    def _serve(self, rank: int, where: Communicator) -> None:
+        """Serve transfers of `rank` that are first in both queues, and what becomes first by it."""
+        changed = [rank]
+        while changed:
+            one = changed.pop()
+            queue = self._posted[one, where]
+            while queue:
+                for transfer in tuple(queue[0].waiting):
+                    changed += self._paired(one, transfer, queue[0], where)
+                if queue[0].waiting:
+                    break
+                queue.popleft()
+
+    def _paired(
+        self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
+    ) -> list[int]:
+        """Serve a transfer if its peer has posted the other half next; the peer if it goes on."""
+        kind, peer, index = transfer
+        others = self._posted[peer, where]
+        halves = others[0].waiting if others else []
+        half = next((h for h in halves if h[1] == rank and h[0] != kind), None)
+        if half is None:
+            return []
+        batch.waiting.remove(transfer)
+        halves.remove(half)
+        self._served |= {(rank, index), (peer, half[2])}
+        self.ready.append(peer)
+        if halves:
+            return []
+        others.popleft()
+        return [peer]
+
+
+_Transfer = tuple[str, int, int]
+"""Kind, peer, and index of the message."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Transfers that start together, those that are not served yet."""
+
+    number: int
+    waiting: list[_Transfer] = field(default_factory=list)
+
+
+def _named(where: Communicator) -> str:
+    ranks = ", ".join(map(str, where.ranks[:4])) + (", ..." if len(where.ranks) > 4 else "")
+    return f"{where.axis} ({ranks})"
+
+
+def _text(message: RankMessage | None, program: Sequence[RankMessage] = ()) -> str:
+    if message is None:
+        return "nothing"
+    if message.kind == "wait":
+        awaited = program[message.what]
+        return f"waiting for its {awaited.kind} with rank {awaited.op} (step {message.step})"
+    what = f"{message.op}" if message.kind == "collective" else f"{message.kind} {message.op}"
+    return f"{what} of {message.what} in step {message.step} at {message.where}"

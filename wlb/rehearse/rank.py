@@ -1,0 +1,223 @@
+"""Rehearses one rank: the trainer's steps on fake CUDA tensors, in a process of its own."""
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from wlb.cost import gpu_budget, workload_for
+from wlb.parallel import build, world
+from wlb.parallel.compiled import num_graphs
+from wlb.parallel.mesh import Mesh, build_mesh, coordinates
+from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.rehearse import cuda
+from wlb.rehearse.allocator import reserved
+from wlb.rehearse.gpu import GPU, Communicator
+from wlb.rehearse.memory import FOOTPRINT
+from wlb.rehearse.prices import Prices
+from wlb.rehearse.record import Recorder
+from wlb.rehearse.results import Fault, RankResult, StepResult
+from wlb.simulate.memory import peak_of_step
+from wlb.spec import RunSpec
+from wlb.train import loop
+from wlb.train.checkpoint import saver
+from wlb.train.job import Job
+from wlb.train.prefetch import InputPrefetcher
+from wlb.train.refuse import with_backend
+
+Item = tuple[StepPlan, PipelinePlan]
+
+
+class PlannedFeed:
+    """Gives steps that were planned before, as `PlanFeed` gives those of the planner's process."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items, self._at = items, -1
+        self.waited_ns = 0
+
+    def next(self) -> Item | None:
+        self._at += 1
+        return self._items[self._at] if self._at < len(self._items) else None
+
+    def peek(self, steps_ahead: int) -> list[Item]:
+        at = self._at + steps_ahead
+        return self._items[at : at + 1]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _InlinePool:
+    """Runs what is submitted at once, because another thread would not see this one's modes."""
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self, **_: Any) -> None:
+        """Nothing runs."""
+
+
+class UnwrittenSaver(saver.CheckpointSaver):
+    """Copies the state to the host as a run does, and writes nothing."""
+
+    def _write(self, task: Any) -> saver.Saved:
+        sizes = (t.numel() * t.element_size() for t in task.tensors.values())
+        return saver.Saved(step=task.step, stall_s=0.0, write_s=0.0, num_bytes=sum(sizes))
+
+
+class RehearsedTrainer(loop.Trainer):
+    """The trainer with steps planned before; says which step is at work."""
+
+    items: list[Item]
+    results: list[StepResult]
+
+    def _open_feed(self, state: PlannerState | None) -> tuple[Any, InputPrefetcher]:
+        inputs = InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
+        setattr(inputs, "_pool", _InlinePool() if self.spec.data.prefetch else None)  # noqa: B010
+        return PlannedFeed(self.items), inputs
+
+    def _step(self, plan: StepPlan, pipeline: PipelinePlan) -> None:
+        GPU.step = plan.step
+        GPU.parts.clear()
+        GPU.exposed_ns.clear()
+        before, begin_ns = len(GPU.waits), GPU.streams[0].time_ns
+        before_peak, graphs = FOOTPRINT.restart_peak(), num_graphs()
+        super()._step(plan, pipeline)
+        batches = [batch.num_tokens for batch in pipeline.micro_batches]
+        self.results.append(
+            StepResult(
+                step=plan.step,
+                num_tokens=sum(batches),
+                longest=max(batches, default=0),
+                peak_bytes=FOOTPRINT.peak,
+                estimate_bytes=peak_of_step(
+                    self.spec,
+                    pp_rank=self.mesh.at.pp,
+                    tokens=[rows * self.spec.parallel.cp for rows in pipeline.local_tokens],
+                ),
+                parts={name: asdict(part) for name, part in GPU.parts.items()},
+                exposed_ns=dict(GPU.exposed_ns),
+                time_ns=GPU.streams[0].time_ns - begin_ns,
+                host_waits=tuple(GPU.waits[before:]),
+                graphs=num_graphs() - graphs,
+            )
+        )
+        FOOTPRINT.keep_peak(*before_peak)
+
+
+def rehearse_rank(
+    rank: int, job: Job, items: Callable[[int], list[Item]], *, traces: bool
+) -> RankResult:
+    """Run the job's steps as `rank`; a fault is part of the result. items: of a pipeline."""
+    began = time.perf_counter()
+    spec = job.spec
+    GPU.traces = traces
+    RehearsedTrainer.results = []
+    with contextlib.ExitStack() as stack:
+        fault: Fault | None = None
+        try:
+            _trainer(rank, job, items, stack).run()
+        except Exception as error:
+            fault = _fault(rank, error)
+        for text in GPU.faults[:1] if fault is None else ():
+            fault = Fault(rank=rank, step=GPU.step, error=text, op="", where="", trace="")
+        limit = gpu_budget(spec).reservable_bytes
+        return RankResult(
+            rank=rank,
+            coordinates=coordinates(rank, spec.parallel),
+            steps=tuple(RehearsedTrainer.results),
+            messages=GPU.messages,
+            spans=GPU.spans,
+            streams=tuple(stream.name for stream in GPU.streams),
+            host_waits=tuple(GPU.waits),
+            peak_bytes=FOOTPRINT.peak,
+            at_peak=FOOTPRINT.at_peak,
+            reserved={
+                kind: reserved(FOOTPRINT.requests, limit=limit, expandable=kind == "expandable")
+                for kind in ("expandable", "segments")
+            },
+            fault=fault,
+            wall_s=time.perf_counter() - began,
+        )
+
+
+def _trainer(
+    rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
+) -> RehearsedTrainer:
+    spec = job.spec
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    priced = with_backend(spec, "cuda")
+    recorder = Recorder(Prices(workload_for(priced, "cuda"), priced.kernels), fakes)
+    cuda.use(recorder)
+    world_size = spec.parallel.world_size
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    mesh = build_mesh(spec.parallel, cuda.DEVICE, shard_size=spec.fsdp.shard_size)
+    recorder.axes.update(_axes(mesh))
+    FOOTPRINT.parameter_shapes = _weight_shapes(spec)
+    stack.enter_context(recorder)
+    stack.enter_context(_weights_without_values(fakes))
+    setattr(loop, "CheckpointSaver", UnwrittenSaver)  # noqa: B010
+    RehearsedTrainer.items = items(mesh.at.dp)
+    place = world.World(rank=rank, world_size=world_size, master_address="rehearsed", master_port=1)
+    return RehearsedTrainer(job, place, mesh)
+
+
+def _axes(mesh: Mesh) -> dict[str, Communicator]:
+    """Communicators of the mesh by the name of their process group; the first axis names one that
+    several share."""
+    named = [(axis, mesh.group(axis)) for axis in ("tp", "cp", "pp", "dp", "fsdp")]
+    if mesh.sharding is not mesh.fsdp:
+        kinds = mesh.sharding.mesh_dim_names or ()
+        named += [(f"fsdp {kind}", mesh.sharding.get_group(kind)) for kind in kinds]
+    out: dict[str, Communicator] = {}
+    for axis, group in named:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        out.setdefault(group.group_name, Communicator(axis, ranks))
+    return out
+
+
+def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
+    """Shapes of whole weights on this TP rank, by which their gradients are known."""
+    model, tp = spec.model, spec.parallel.tp
+    q, kv, ffn = model.q_dim // tp, model.kv_dim // tp, model.ffn_hidden_size // tp
+    hidden, vocab = model.hidden_size, model.padded_vocab_size // tp
+    return {(q, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (hidden, ffn), (vocab, hidden)}
+
+
+@contextlib.contextmanager
+def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
+    before = build.initial_weight
+
+    def initial_weight(name: str, shape: Any, *_: Any, **__: Any) -> torch.Tensor:
+        with fakes:
+            return torch.empty(tuple(shape))
+
+    setattr(build, "initial_weight", initial_weight)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(build, "initial_weight", before)  # noqa: B010
+
+
+def _fault(rank: int, error: Exception) -> Fault:
+    op, where = GPU.failing or ("", "")
+    cause: BaseException = error  # which torch's pipeline wraps
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [f for f in frames if "/wlb/" in f.filename and "/rehearse/" not in f.filename]
+    if own:
+        where = f"wlb/{own[-1].filename.rpartition('/wlb/')[2]}:{own[-1].lineno}"
+    text = f"{type(cause).__name__}: {cause}"
+    trace = "".join(traceback.format_exception(error))
+    return Fault(rank=rank, step=GPU.step, error=text, op=op, where=where, trace=trace)

@@ -1,0 +1,262 @@
+"""Runs operators on fake CUDA tensors, and records what a GPU would do for each.
+
+CPU tensors stay real, so that plans, index arrays and messages between hosts are what they are in a
+run; a tensor that moves to the GPU loses its values. What the host reads from the GPU is zero.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from wlb.rehearse.gpu import GPU, Communicator, FakeStream, RankMessage, called_from
+from wlb.rehearse.memory import FOOTPRINT
+from wlb.rehearse.prices import Prices, size_of
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer}
+_NO_KERNEL = {
+    f"aten::{name}"
+    for name in (
+        *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_"),
+        *("detach", "alias", "lift_fresh", "set_", "is_pinned", "_reshape_alias", "lift"),
+        *("_unsafe_view",),
+    )
+} | {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
+ONE_KERNEL = {f"wlb::fused_{name}" for name in ("rotate", "swiglu", "norm", "sum_uses")}
+ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("swiglu", "norm")}
+"""Custom ops that launch a kernel of their own, which takes memory and cannot run; of other custom
+ops the body runs."""
+PINNED = WeakTensorKeyDictionary()
+"""Tensors in pinned memory of the host."""
+_SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
+
+
+class Recorder(TorchDispatchMode):
+    """prices: of kernels and transfers. axes: names of process groups -> axis of the mesh; set once
+    the mesh is built."""
+
+    def __init__(self, prices: Prices, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.prices, self.fakes = prices, fakes
+        self.axes: dict[str, Communicator] = {}
+        self.last = GPU.current
+        self._written: dict[Any, tuple[int, ...]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # a subclass, such as DTensor, takes itself apart first
+        try:
+            return self._run(func, args, kwargs)
+        except Exception:
+            if GPU.failing is None:
+                GPU.failing = (str(func), called_from(1))
+            raise
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        name: str = func._schema.name
+        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        ours = [x for x in flat if x.device.type == "cuda"]
+        if not ours and not _makes_cuda(kwargs):
+            if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+                self._communicate(name, args, flat)
+            if name == "c10d::recv_":
+                flat[0].zero_()  # nobody sends
+            return func(*args, **kwargs)
+        if name.startswith("wlb::") and name in OPDEFS and name not in ONE_KERNEL:
+            with self:  # what is inside shall be seen
+                return OPDEFS[name]._init_fn(*args, **kwargs)
+        if name.startswith("aten::") and _has_kernel(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inside custom ops, products such as linear are not yet taken apart
+                return func.decompose(*args, **kwargs)
+        if name == "aten::_local_scalar_dense":
+            GPU.host_waits("item()")
+            return float(GPU.read) if args[0].dtype.is_floating_point else GPU.read
+        if name in _SYNCHRONIZES:
+            GPU.host_waits(f"{name}: the length of its result depends on values")
+        with self.fakes:
+            out = func(*args, **kwargs)
+        if name != "prim::device":
+            self._account(func, name, args, kwargs, ours, out)
+        return out
+
+    def _account(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        ours: list[Tensor],
+        out: Any,
+    ) -> None:
+        outs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.is_cuda]
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            if "wait_tensor" in name:
+                self._wait_for(ours[0])
+            elif "wrap_tensor" not in name:  # which is for autograd and runs nothing
+                self._communicate(name, args, ours, outs)
+            return
+        if func.is_view or name in _NO_KERNEL:
+            for x in outs:
+                FOOTPRINT.add(x)
+            return
+        if _copies_between_hosts(name, args, out):
+            _host_copy(name, args, kwargs, out)
+        stream = GPU.current
+        self._touch(func, args, ours, outs, stream)
+        part, flops, num_bytes, time_ns, workspace = self.prices.kernel(name, args, ours, outs)
+        FOOTPRINT.temporary("attention workspace", workspace)
+        GPU.count(part, num_bytes=num_bytes, flops=flops, time_ns=time_ns)
+        stream.run(name, part, time_ns, called_from(3) if GPU.traces else "")
+
+    def _touch(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        ours: list[Tensor],
+        outs: list[Tensor],
+        stream: FakeStream,
+    ) -> None:
+        """Check what a kernel reads and writes."""
+        for x in ours:
+            FOOTPRINT.read(x, stream)
+        written = self._arguments_written(func)
+        for i in written:
+            for x in tree_flatten(args[i] if i < len(args) else None)[0]:
+                if isinstance(x, Tensor) and x.is_cuda:
+                    FOOTPRINT.write(x, stream)
+        for x in () if written else outs:
+            FOOTPRINT.made(x, stream)
+
+    def _arguments_written(self, func: Any) -> tuple[int, ...]:
+        found = self._written.get(func)
+        if found is None:
+            arguments = func._schema.arguments
+            found = tuple(
+                i
+                for i, a in enumerate(arguments)
+                if a.alias_info is not None and a.alias_info.is_write
+            )
+            self._written[func] = found
+        return found
+
+    def communicator(self, group: dist.ProcessGroup) -> Communicator:
+        known = self.axes.get(group.group_name)
+        if known is None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            is_world = len(ranks) == dist.get_world_size()
+            known = Communicator("world" if is_world else group.group_name, ranks)
+            self.axes[group.group_name] = known
+        return known
+
+    def _communicate(
+        self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor] | None = None
+    ) -> None:
+        op = name.split("::")[1]
+        if name.startswith("c10d::"):
+            flat = tree_flatten(args)[0]
+            boxed = next(a for a in flat if isinstance(a, torch.ScriptObject) and _is_group(a))
+            group = dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportAttributeAccessIssue]
+            waits = not any(a is True for a in args)  # asyncOp
+        else:
+            group = distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore
+            waits = False
+        where = self.communicator(group)
+        if op in ("send", "recv_"):
+            peer = where.ranks[next(a for a in args if type(a) is int)]
+            what = (tuple(ins[0].shape), str(ins[0].dtype))
+            kind = op.rstrip("_")
+            GPU.messages.append(RankMessage(where, kind, peer, what, called_from(3), GPU.step))
+            return
+        options = [a for a in args if isinstance(a, str)][:-1] if not waits else []
+        what = ([(tuple(x.shape), str(x.dtype), x.device.type) for x in ins], options)
+        GPU.messages.append(RankMessage(where, "collective", op, what, called_from(3), GPU.step))
+        if any(x.is_cuda for x in ins):
+            self.transfer(where, op, ins, outs or [], is_async=not waits)
+
+    def transfer(
+        self,
+        where: Communicator,
+        op: str,
+        ins: list[Tensor],
+        outs: list[Tensor],
+        *,
+        is_async: bool,
+        between: tuple[int, ...] = (),
+    ) -> FakeStream:
+        """Account for a collective on its communicator's stream or the current one. between: the
+        two ranks of a send or receive."""
+        stream = current = GPU.current
+        if is_async:
+            stream = _nccl_stream(where)
+            stream.join(current.seen, current.time_ns, current.part)
+            self.last = stream
+        for x in ins:
+            FOOTPRINT.write(x, stream) if not outs else FOOTPRINT.read(x, stream)
+        for x in outs:
+            FOOTPRINT.made(x, stream)
+        size = max(size_of([x]) for x in [*ins, *outs])
+        time_ns = self.prices.transfer(op, size, between or where.ranks)
+        GPU.count(where.axis, num_bytes=size, flops=0, time_ns=time_ns)
+        stream.run(op, where.axis, time_ns, called_from(4) if GPU.traces else "")
+        return stream
+
+    def _wait_for(self, tensor: Tensor) -> None:
+        record = FOOTPRINT.add(tensor)
+        source = GPU.streams[record.writer]
+        GPU.current.join(source.seen, source.time_ns, source.part)
+
+
+def _nccl_stream(where: Communicator) -> FakeStream:
+    name = f"NCCL {where.axis} {where.ranks[0]}-{where.ranks[-1]} of {len(where.ranks)}"
+    found = next((s for s in GPU.streams if s.name == name), None)
+    return found or FakeStream(name=name)
+
+
+def _is_group(a: Any) -> bool:
+    return "ProcessGroup" in str(a._type())
+
+
+def _makes_cuda(kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _copies_between_hosts(name: str, args: tuple[Any, ...], out: Any) -> bool:
+    if name == "aten::copy_":
+        return args[0].device.type != args[1].device.type
+    return name == "aten::_to_copy" and args[0].device.type != out.device.type
+
+
+def _host_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    """A copy between host and device: the host waits unless it is asynchronous and pinned."""
+    source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], out)
+    is_up = target.device.type == "cuda"
+    host = source if is_up else target
+    asked = args[2] if name == "aten::copy_" and len(args) > 2 else kwargs.get("non_blocking")
+    kind = "to the device" if is_up else "to the host"
+    if not asked:
+        GPU.host_waits(f"copy {kind}")
+    elif name == "aten::_to_copy" and not is_up:
+        PINNED[host] = True  # torch takes pinned memory for what such a copy returns
+    elif not is_pinned(host):
+        GPU.host_waits(f"copy {kind}, whose memory is not pinned")
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return tensor in PINNED

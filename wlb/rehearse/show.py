@@ -1,0 +1,158 @@
+"""Tables of a rehearsal."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from wlb.cost import gpu_budget
+from wlb.rehearse.results import RankResult, StepResult
+from wlb.rehearse.run import Rehearsed
+
+GIB = 1 << 30
+_PARTS = ("attention", "GEMM", "element-wise", "tp", "cp", "fsdp", "pp")
+
+
+def show(found: Rehearsed, console: Console) -> None:
+    """Print memory, kernels, communication, host waits, and what was proven."""
+    console.print(_memory(found))
+    console.print(_parts(found))
+    for line in [*_graphs(found.ranks), *_host_waits(found.ranks)]:
+        console.print(line, markup=False)
+    for line in verdict(found):
+        console.print(line, markup=False)
+
+
+def verdict(found: Rehearsed) -> list[str]:
+    """Sentences: faults, what was proven over ranks, and whether memory suffices."""
+    proof = found.proof
+    lines = [f"FAULT: {fault}" for fault in found.faults]
+    lines += [f"FAULT: {problem}" for problem in proof.problems]
+    limit = gpu_budget(found.spec).reservable_bytes / GIB
+    for result in found.ranks:
+        for kind, taken in result.reserved.items():
+            if taken.failed_bytes:
+                is_fault = kind == "expandable"
+                lines.append(
+                    f"{'FAULT' if is_fault else 'warning'}: rank {result.rank} runs out of "
+                    f"{limit:.1f} GiB with {_segments(kind)}: {taken.failed_bytes / GIB:.2f} GiB "
+                    f"are asked for when {taken.allocated_bytes / GIB:.1f} GiB are allocated"
+                )
+    if not found.faults and not proof.problems:
+        whole = "no deadlock" if proof.is_complete else "no deadlock among the rehearsed ranks"
+        lines.append(
+            f"{proof.num_ranks} of {found.spec.parallel.world_size} ranks: "
+            f"{proof.num_communicators} of {proof.num_seen} communicators have all their members "
+            f"here, {proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers "
+            f"match; {whole}"
+        )
+    return lines
+
+
+def as_json(found: Rehearsed) -> dict[str, Any]:
+    """The same figures, and every host wait, without messages and spans."""
+    return {
+        "passed": found.passed,
+        "verdict": verdict(found),
+        "proof": asdict(found.proof),
+        "ranks": [
+            {
+                "rank": result.rank,
+                "coordinates": dict(zip(("tp", "cp", "pp", "dp"), result.coordinates, strict=True)),
+                "peak_bytes": result.peak_bytes,
+                "at_peak": result.at_peak,
+                "reserved": {kind: asdict(taken) for kind, taken in result.reserved.items()},
+                "steps": [_step(step) for step in result.steps],
+                "fault": None if result.fault is None else asdict(result.fault),
+                "wall_s": result.wall_s,
+            }
+            for result in found.ranks
+        ],
+    }
+
+
+def _step(step: StepResult) -> dict[str, Any]:
+    return {**asdict(step), "host_waits": [wait._asdict() for wait in step.host_waits]}
+
+
+def _segments(kind: str) -> str:
+    return "expandable segments" if kind == "expandable" else "torch's default segments"
+
+
+def _memory(found: Rehearsed) -> Table:
+    title = f"Memory, GiB of {found.spec.cluster.memory_gib:g}"
+    table = Table(title=title, title_justify="left")
+    names = ("rank", "peak", "estimate", "reserved", "without\nexpandable", "largest kinds at peak")
+    for name in names:
+        table.add_column(name, justify="left" if name.startswith("largest") else "right")
+    for result in found.ranks:
+        estimate = max((step.estimate_bytes for step in result.steps), default=0)
+        kinds = sorted(result.at_peak.items(), key=lambda item: -item[1])[:5]
+        expandable, plain = result.reserved["expandable"], result.reserved["segments"]
+        table.add_row(
+            str(result.rank),
+            f"{result.peak_bytes / GIB:.2f}",
+            f"{estimate / GIB:.2f}",
+            f"{expandable.peak_bytes / GIB:.2f}",
+            f"{plain.peak_bytes / GIB:.2f}",
+            ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds),
+        )
+    return table
+
+
+def _parts(found: Rehearsed) -> Table:
+    """Kernels and transfers of the last step of each rank."""
+    title = f"Last step: calls, and time in ms priced by profile {found.spec.cost.profile!r}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("rank", justify="right")
+    for part in _PARTS:
+        exposed = "\n(exposed)" if part in ("tp", "cp", "fsdp", "pp") else ""
+        table.add_column(f"{part}{exposed}", justify="right")
+    for result in found.ranks:
+        if not result.steps:
+            continue
+        step = result.steps[-1]
+        row = [str(result.rank)]
+        for part in _PARTS:
+            totals = step.parts.get(part)
+            if totals is None:
+                row.append("-")
+                continue
+            text = f"{totals['calls']:,.0f}  {totals['time_ns'] / 1e6:,.1f}"
+            if part in ("tp", "cp", "fsdp", "pp"):
+                text += f"\n({step.exposed_ns.get(part, 0.0) / 1e6:,.1f})"
+            row.append(text)
+        table.add_row(*row)
+    return table
+
+
+def _graphs(ranks: Iterable[RankResult]) -> list[str]:
+    """One line if layers are compiled: later graphs than the first step's stop a run meanwhile."""
+    counts: Counter[int] = Counter()
+    for result in ranks:
+        for step in result.steps:
+            counts[step.step] += step.graphs
+    if not counts.total():
+        return []
+    made = ", ".join(f"{count} in step {step}" for step, count in sorted(counts.items()) if count)
+    return [
+        f"torch.compile's graphs of layers: {made}; element-wise kernels are counted before "
+        f"inductor fuses them"
+    ]
+
+
+def _host_waits(ranks: Iterable[RankResult]) -> list[str]:
+    """One line for each place where the host waits in a step after the first."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_steps = 0
+    for result in ranks:
+        for step in result.steps[1:]:
+            num_steps += 1
+            counts.update((wait.what, wait.where) for wait in step.host_waits)
+    return [
+        f"host waits for the device: {what} at {where}, {count / num_steps:g} times a step"
+        for (what, where), count in counts.most_common()
+    ]
