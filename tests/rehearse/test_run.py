@@ -1,6 +1,7 @@
 """Tests that a rehearsal runs the whole trainer, proves all ranks, and finds planted faults."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,21 +76,27 @@ def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
+    ("plant", "said", "ranks"),
     [
-        ("index_on_the_cpu", "context_op.py"),
-        ("wrong_dtype", "UserError: k is"),
-        ("no_event_of_the_input_stream", "without waiting for it"),
-        ("no_record_stream", "call record_stream"),
-        ("one_rank_drops_a_collective", "differs"),
+        ("index_on_the_cpu", "context_op.py", "0"),
+        ("wrong_dtype", "UserError: k is", "0"),
+        ("no_event_of_the_input_stream", "without waiting for it", "0"),
+        ("no_record_stream", "call record_stream", "0"),
+        ("no_event_of_the_checkpoint", "before its copy", "0"),
+        ("one_rank_drops_a_collective", "differs", "0,1,2,3"),
+        ("one_rank_swaps_two_transfers", "from rank 0 to rank 4 does not pair up", "0,4"),
     ],
 )
-def test_a_planted_fault_is_found(plant: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(
+    plant: str, said: str, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is told with the step, and with the file and line that it concerns."""
     monkeypatch.setattr(run, "WORKER", ("tests.rehearse.planted", plant))
-    found = rehearsed(ranks="0,1,2,3", steps=3)
+    found = rehearsed("checkpoint.interval=1", ranks=ranks, steps=3)
     assert not found.passed
-    lines = verdict(found)
-    assert any(line.startswith("FAULT") and said in line for line in lines), lines
+    lines = [line for line in verdict(found) if line.startswith("FAULT") and said in line]
+    assert lines, verdict(found)
+    assert all(re.search(r"step \d", line) and re.search(r"\w+\.py:\d", line) for line in lines)
 
 
 def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def _streams() -> None:
 def _tensors() -> None:
     def pin(tensor: Tensor, *_: Any) -> Tensor:
         pinned = tensor.clone()
-        record.PINNED[pinned] = True
+        record.PINNED[pinned] = None
         return pinned
 
     def record_stream(tensor: Tensor, stream: FakeStream) -> None:

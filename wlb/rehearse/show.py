@@ -39,7 +39,8 @@ def verdict(found: Rehearsed) -> list[str]:
                 lines.append(
                     f"{'FAULT' if is_fault else 'warning'}: rank {result.rank} runs out of "
                     f"{limit:.1f} GiB with {_segments(kind)}: {taken.failed_bytes / GIB:.2f} GiB "
-                    f"are asked for when {taken.allocated_bytes / GIB:.1f} GiB are allocated"
+                    f"are asked for when {taken.allocated_bytes / GIB:.1f} GiB are allocated "
+                    f"({taken.failed_at})"
                 )
     if not found.faults and not proof.problems:
         whole = "no deadlock" if proof.is_complete else "no deadlock among the rehearsed ranks"
@@ -66,7 +67,7 @@ def as_json(found: Rehearsed) -> dict[str, Any]:
                 "at_peak": result.at_peak,
                 "reserved": {kind: asdict(taken) for kind, taken in result.reserved.items()},
                 "steps": [_step(step) for step in result.steps],
-                "fault": None if result.fault is None else asdict(result.fault),
+                "faults": [asdict(fault) for fault in result.faults],
                 "wall_s": result.wall_s,
             }
             for result in found.ranks
