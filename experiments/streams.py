@@ -41,7 +41,7 @@ def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
             seed=0,
             sample_bytes=24_000_000,
         )
-        return LengthSource(name="stdlib", lengths=TokenStore(made.train).lengths)
+        return LengthSource(name="stdlib", lengths=TokenStore(made.prefix).lengths)
     return lengths_of_file(name)
 
 

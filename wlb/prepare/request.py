@@ -4,7 +4,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from wlb.data.store import file_checksum
+import numpy as np
+
+from wlb.data.store import TokenStore, file_checksum
 from wlb.plan import UserError, check_at_least
 from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
@@ -114,6 +116,37 @@ class StoreReport:
     num_kept: int = 0
     reused: bool = True
     time_s: float = 0.0
+
+
+def report_of(
+    train: TokenStore, heldout: TokenStore | None = None, *, num_files: int, num_bytes: int
+) -> StoreReport:
+    """The report of stores that exist, made of `num_files` inputs of `num_bytes` together."""
+    info, lengths = train.info, train.lengths
+    assert info is not None
+    p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
+    # Stores of earlier versions have no counts.
+    unknown: dict[str, Any] = {"counts": {}, "skipped": {}, "examples": {}, "num_unknown": 0}
+    about: dict[str, Any] = {**unknown, **info.preparation}
+    return StoreReport(
+        prefix=train.prefix,
+        heldout=heldout.prefix if heldout else "",
+        tokenizer=str(Path(train.prefix).parent / info.tokenizer) if info.tokenizer else "",
+        vocab_size=info.vocab_size,
+        num_documents=train.num_documents,
+        num_tokens=train.num_tokens,
+        num_targets=int(train.num_targets.sum()),
+        num_heldout_documents=heldout.num_documents if heldout else 0,
+        num_heldout_tokens=heldout.num_tokens if heldout else 0,
+        num_heldout_targets=int(heldout.num_targets.sum()) if heldout else 0,
+        lengths_p50=p50,
+        lengths_p99=p99,
+        longest=int(lengths.max()),
+        **{name: about[name] for name in ("counts", "skipped", "examples", "num_unknown")},
+        checksum=info.checksum,
+        num_files=num_files,
+        num_bytes=num_bytes,
+    )
 
 
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:

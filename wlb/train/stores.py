@@ -69,7 +69,7 @@ def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None)
         note += f"; left out: {left_out}"
     vocab = spec.model.vocab_size or made.vocab_size
     heldout = made.heldout if made.num_heldout_documents else ""
-    return Stores(train=made.train, heldout=heldout, vocab_size=vocab, note=note)
+    return Stores(train=made.prefix, heldout=heldout, vocab_size=vocab, note=note)
 
 
 def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
@@ -77,8 +77,8 @@ def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
         made = prepare_docstrings(spec.data.cache_dir, **_docstring_options(spec))
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(
-        train=made.train,
-        heldout=made.heldout,
+        train=made.prefix,
+        heldout=made.heldout if made.num_heldout_documents else "",
         vocab_size=spec.model.vocab_size or made.vocab_size,
         note=f"{made.num_documents:,} conversations, {made.num_tokens:,} tokens, "
         f"{made.num_targets / made.num_tokens:.0%} trained ({how})",

@@ -213,10 +213,10 @@ class Study:
             heldout_fraction=HELDOUT_FRACTION,
             seed=0,
         )
-        info = TokenStore(made.train).info
+        info = TokenStore(made.prefix).info
         assert info is not None
-        tokenizer = str(Path(made.train).parent / str(info.tokenizer))
-        return cls(folder=folder, train=made.train, heldout=made.heldout, tokenizer=tokenizer)
+        tokenizer = str(Path(made.prefix).parent / str(info.tokenizer))
+        return cls(folder=folder, train=made.prefix, heldout=made.heldout, tokenizer=tokenizer)
 
     @property
     def base(self) -> Path:
