@@ -16,6 +16,7 @@ from math import ceil
 from typing import Any, TypeVar, cast
 
 from wlb.adapters.versions import require
+from wlb.plan import check_at_least
 
 require("transformers>=5.23", "accelerate>=1.15")
 
@@ -100,8 +101,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         accumulation_steps: int = 1,
         epochs: int = 1,
     ) -> None:
-        if epochs < 1:
-            raise UserError(f"epochs = {epochs} must be at least 1, as all are planned at once")
+        check_at_least("epochs", epochs, 1, ", as all are planned at once")
         self.lengths = int_array("lengths", lengths)
         self.balance, self.epochs, self.epoch = balance, epochs, 0
         planner = balance.planner(

@@ -18,7 +18,7 @@ from wlb.cost import KernelProfile, gpu_budget, planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
-from wlb.plan import UserError, check_at_least
+from wlb.plan import UserError, check_at_least, check_between
 from wlb.report import worth_line, worth_of
 from wlb.report.layout.tables import (
     LayoutReport,
@@ -145,12 +145,8 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse wrong options before any work."""
     check_at_least("--gpus", options.gpus, 1)
     check_at_least("--top", options.top, 1)
-    if options.jobs < 0:
-        raise UserError(f"--jobs = {options.jobs} must be at least 0 (0 = as many as cores)")
-    if not 0 <= options.max_delay_mean < math.inf:
-        raise UserError(
-            f"--max-delay-mean = {options.max_delay_mean} must be at least 0 and finite"
-        )
+    check_at_least("--jobs", options.jobs, 0, " (0 = as many as cores)")
+    check_between("--max-delay-mean", options.max_delay_mean, 0, math.inf)
     sources.check_outputs(
         options.html, options.json, needs_plots=bool(options.html), settings=options.out
     )

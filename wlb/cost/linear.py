@@ -12,7 +12,7 @@ import numpy as np
 
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, elementwise_values, head_flops, layer_matrices
 from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
-from wlb.plan import UserError
+from wlb.plan import check_between
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -74,8 +74,7 @@ class LinearCost:
     kv_gradient_bytes: int = GRADIENT_BYTES
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tp_overlap <= 1:
-            raise UserError(f"tp_overlap = {self.tp_overlap} must be in [0, 1]")
+        check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
 
     @property
     def num_layers(self) -> int:

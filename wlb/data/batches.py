@@ -230,8 +230,7 @@ def stream_rows(
 def check_settings(tokens_per_batch: int, epochs: int) -> None:
     """UserError for a batch without tokens, and for negative epochs."""
     check_at_least("tokens_per_batch", tokens_per_batch, 1)
-    if epochs < 0:
-        raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+    check_at_least("epochs", epochs, 0, " (0 = without end)")
 
 
 def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:

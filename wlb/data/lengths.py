@@ -93,8 +93,7 @@ class LengthFamily:
     def sample(self, num_documents: int, *, window: int, seed: int) -> IntArray:
         """`num_documents` lengths in [1, window], in random order."""
         check_at_least("num_documents", num_documents, 1)
-        if window < 2:
-            raise UserError(f"window = {window} must be at least 2 tokens")
+        check_at_least("window", window, 2, " tokens")
         rng = np.random.Generator(np.random.PCG64(seed))
         body, tail, _ = self.document_shares
         part = np.searchsorted([body, body + tail], rng.random(num_documents), side="right")

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from wlb.parallel import world as worlds
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least
 
 PRELOAD = (
     "__main__",
@@ -106,8 +106,7 @@ def run_local(
     SIGTERM and SIGHUP end this process and the ranks, unless the caller handles them. Raises
     RankFailure.
     """
-    if world_size < 1:
-        raise UserError(f"world_size = {world_size} must be at least 1")
+    check_at_least("world_size", world_size, 1)
     task = _pickled_task(fn, args)
     environment = worlds.environment(OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size)))
     with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():

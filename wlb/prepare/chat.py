@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wlb.data.targets import spans_of
-from wlb.plan import BoolArray, IntArray, UserError, offsets_of
+from wlb.plan import BoolArray, IntArray, UserError, check_at_least, offsets_of
 from wlb.prepare.chat_template import (
     BuiltInTemplate,
     ChatTemplate,
@@ -209,8 +209,7 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
     num = made.tokens.size
     if limit is None or num <= limit:
         return [made]
-    if limit < 2:
-        raise UserError(f"limit = {limit} must be at least 2 tokens: one to predict from")
+    check_at_least("limit", limit, 2, " tokens: one to predict from")
     match too_long:
         case TooLong.SPLIT:
             return _split(made, limit)

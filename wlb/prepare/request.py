@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wlb.data.store import TokenStore, file_checksum
-from wlb.plan import UserError, check_at_least
+from wlb.plan import UserError, check_at_least, check_between
 from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
 
@@ -46,8 +46,7 @@ class PrepareOptions:
             raise UserError(
                 f"--vocab-size = {self.vocab_size} must be above 256: 256 bytes and {END_OF_TEXT}"
             )
-        if not 0 <= self.heldout_fraction < 1:
-            raise UserError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
+        check_between("--heldout-fraction", self.heldout_fraction, 0, 1)
         if self.tokenizer == BYTES and (self.bos or self.eos):
             raise UserError("--bos and --eos are for a tokenizer.json; bytes have their own")
         if self.tokenizer != BPE:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb.data.store import TokenStore, file_checksum, store_path
-from wlb.plan import IntArray, UserError, check_at_least
+from wlb.plan import IntArray, UserError, check_at_least, check_between
 from wlb.prepare.encode import END_OF_TEXT, TextChoice, Vocabulary
 from wlb.prepare.files import found_or_made, write_text
 from wlb.prepare.parts import PartJob, heldout_rows, merge_parts, totals
@@ -55,8 +55,7 @@ def prepare(
             f"data.bpe_vocab_size = {vocab_size} must be above {_NUM_BYTES}: 256 bytes and "
             f"{END_OF_TEXT}"
         )
-    if not 0 <= heldout_fraction < 1:
-        raise UserError(f"data.heldout_fraction = {heldout_fraction} must be in [0, 1)")
+    check_between("data.heldout_fraction", heldout_fraction, 0, 1)
     check_at_least("sample_bytes", sample_bytes, 1)
     began = time.perf_counter()
     listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]

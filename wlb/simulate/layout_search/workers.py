@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TypeVar
 
-from wlb.plan import UserError
+from wlb.plan import check_at_least
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,8 +21,7 @@ class Workers:
     pool: ProcessPoolExecutor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.jobs < 1:
-            raise UserError(f"jobs = {self.jobs} must be at least 1")
+        check_at_least("jobs", self.jobs, 1)
 
     def __enter__(self) -> "Workers":
         if self.jobs > 1:
