@@ -98,18 +98,15 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
 
 
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
-    ops = _plain_ops(spec, mesh)
-    ops.fused = fused_of(spec, mesh.device).fused
-    return ops
-
-
-def _plain_ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.parallel.tp > 1:
         queue = WeightQueue() if spec.splits_backward else None
         made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
         overlaps = spec.tp.overlap
-        return made(mesh.group("tp"), spec.model.padded_vocab_size, queue, overlaps=overlaps)
-    return DeferringOps() if spec.splits_backward else Ops()
+        ops = made(mesh.group("tp"), spec.model.padded_vocab_size, queue, overlaps=overlaps)
+    else:
+        ops = DeferringOps() if spec.splits_backward else Ops()
+    ops.fused = fused_of(spec, mesh.device).fused
+    return ops
 
 
 def _distribute(stage: Llama, mesh: Mesh) -> None:

@@ -50,12 +50,11 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
 
 
 def check_between(
-    name: str, value: float, low: float, high: float, *, closed: bool = False, remedy: str = ""
+    name: str, value: float, low: float, high: float, *, closed: bool = False
 ) -> None:
     """UserError naming a number outside [low, high), or [low, high] where `closed`."""
     if not (low <= value < high or (closed and value == high)):
-        end = "]" if closed else ")"
-        raise UserError(f"{name} = {value} must be in [{low}, {high}{end}{remedy}")
+        raise UserError(f"{name} = {value} must be in [{low}, {high}{']' if closed else ')'}")
 
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:

@@ -141,7 +141,7 @@ def _rates(
         work = float(tile_pairs(*sides, tile_rows=layout.tile_rows)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
         # The point with one row less than keys stands for the diagonal with a prefix.
-        node = kv if is_apart and q == kv - 1 else _tiled(layout, rows)
+        node = kv if is_apart and q == kv - 1 else -(-rows // layout.tile_rows) * layout.tile_rows
         found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
     square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
     axis_q = np.array(sorted({q for _, q, _ in found}), np.float64)
@@ -168,10 +168,6 @@ def _computed(layout: HeadLayout, length: int) -> int:
     if not steps or length > steps[-1]:
         return length
     return next(n for n in steps if n >= length)
-
-
-def _tiled(layout: HeadLayout, rows: int) -> int:
-    return -(-rows // layout.tile_rows) * layout.tile_rows
 
 
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:

@@ -320,7 +320,11 @@ class _Rank:
         num_rows = [int(r) for r in step.rows[mesh.at.dp]]
         tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.at.pp == 0 else None
         micro_batches = self._micro_batches(step, factor)
-        self.timer.restart(self._common_start_s())
+        # A common instant, because ranks would leave a barrier at different times.
+        ahead_s = _START_S + _START_PER_RANK_S * mesh.world_size
+        start_s = _latest(time.perf_counter()) + ahead_s
+        _sleep_until(start_s)
+        self.timer.restart(start_s)
         if self.pipeline is None:
             assert tokens is not None
             for tokens_T, micro_batch in zip(tokens, micro_batches, strict=True):
@@ -339,13 +343,6 @@ class _Rank:
             _WaitingMicroBatch(i, {kind: s[dp, i, :, cp] * factor for kind, s in kinds})
             for i in range(step.shape[1])
         ]
-
-    def _common_start_s(self) -> float:
-        """Wait for a common instant; ranks would leave a barrier at different times."""
-        ahead_s = _START_S + _START_PER_RANK_S * self.mesh.world_size
-        start_s = _latest(time.perf_counter()) + ahead_s
-        _sleep_until(start_s)
-        return start_s
 
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:

@@ -26,7 +26,10 @@ class Workers:
     def __enter__(self) -> "Workers":
         if self.jobs > 1:
             self.pool = ProcessPoolExecutor(
-                self.jobs, mp_context=get_context("spawn"), initializer=_leave_interrupts
+                self.jobs,
+                mp_context=get_context("spawn"),
+                initializer=signal.signal,  # this process handles Ctrl-C
+                initargs=(signal.SIGINT, signal.SIG_IGN),
             )
         return self
 
@@ -40,8 +43,3 @@ class Workers:
         if self.pool is None or len(tasks) < 2:
             return map(function, tasks)
         return self.pool.map(function, tasks)
-
-
-def _leave_interrupts() -> None:
-    """Ignores Ctrl-C, which the parent process handles."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -141,18 +141,15 @@ class TelemetryMeter:
         """The record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
-        codes = torch.tensor([self._code(self._sums[name]) for name in _SPREADS])
+        # Times and ranks in one number: its maximum is the largest time and its lowest rank.
+        world, rank = self.mesh.world_size, self.mesh.rank
+        codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
         all_reduce_hosts(total)
         all_reduce_hosts(peaks, "max")
         record = self._record(total.tolist(), peaks)
         self._clear()
         return record
-
-    def _code(self, time_ns: int) -> int:
-        """Encodes time and rank; a maximum over ranks is the largest time and its lowest rank."""
-        world = self.mesh.world_size
-        return time_ns * world + world - 1 - self.mesh.rank
 
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
         steps = self.num_steps
