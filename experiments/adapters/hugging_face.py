@@ -211,7 +211,9 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.worker:
         worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
-        work(options.worker, options.out, options.seed)
-        torch.distributed.destroy_process_group()  # otherwise its threads can abort the exit
+        try:
+            work(options.worker, options.out, options.seed)
+        finally:
+            worlds.shutdown()  # otherwise Gloo's threads can abort the exit
     else:
         print_rows(compare())

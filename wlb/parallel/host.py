@@ -32,6 +32,13 @@ def new_host_group(timeout_s: float) -> None:
     dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=HOSTS)
 
 
+def destroy_gloo_groups() -> None:
+    """Destroy this process's Gloo groups, and their threads, without waiting for other ranks."""
+    for group in list(distributed_c10d._world.pg_map):
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            dist.destroy_process_group(group)
+
+
 def host_group() -> dist.ProcessGroup | None:
     """The group of all ranks for CPU tensors and objects; None without torch.distributed."""
     if not dist.is_initialized():
