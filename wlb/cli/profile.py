@@ -4,6 +4,7 @@ import argparse
 import datetime
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +161,9 @@ def _page(built: Any, settings: Any) -> str:
     return profile_page(
         built.profile,
         model=settings.model,
-        records=[
-            {"kind": r.kind, "point": dict(r.point), "numbers": r.numbers, "failed": r.failed}
-            for r in built.records
-        ],
+        records=[asdict(record) for record in built.records],
         held=[
-            HeldPoint(
-                table=i,
-                kind=point.kind,
-                label=dict(point.label),
-                measured_ns=point.measured_ns,
-                predicted_ns=point.predicted_ns,
-            )
+            HeldPoint(table=i, **asdict(point))
             for i, fitted in enumerate(built.attention)
             for point in fitted.points
         ],

@@ -5,6 +5,8 @@ kernel FLOPs (`attention_backward_flops`, kernel profiles) are 2.5 x forward, be
 recomputes QK^T; model FLOPs (`document_flops`, MFU) are 2 x forward, without recomputation.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -60,6 +62,17 @@ def attention_backward_flops(
 ) -> IntArray:
     """Backward FLOPs of a flash kernel: 2.5 x forward, recomputation included."""
     return BACKWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
+
+
+def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
+    """A model whose layers have a TP rank's matrices, and norms of all tokens."""
+    return replace(
+        model,
+        num_heads=model.num_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        head_dim=model.head_size,
+        ffn_hidden_size=model.ffn_hidden_size // tp,
+    )
 
 
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:

@@ -66,13 +66,9 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
-def _fake_gather(
-    k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return _gathered(k_TGD, cp * k_TGD.shape[0]), _slot(k_TGD, k_TGD.shape[0], wire)
-
-
-@custom_op("gather_kv", fake=_fake_gather)
+@custom_op(
+    "gather_kv", fake=lambda k, _, cp, __, wire: (_gathered(k, cp * len(k)), _slot(k, len(k), wire))
+)
 def gather_kv(
     k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -147,13 +143,10 @@ class AddAndGatherAgain(torch.autograd.Function):
         return grad_SC, grad_SC, gathering, None, None, None, None
 
 
-def _fake_attend(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *attention_like(q_THD), _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
-
-
-@custom_op("context_attend", fake=_fake_attend)
+@custom_op(
+    "context_attend",
+    fake=lambda q, k, _, kv, *__: (*attention_like(q), _slot(k, kv.shape[0], k.dtype)),
+)
 def context_attend(
     q_THD: Tensor,
     k_TGD: Tensor,

@@ -10,10 +10,8 @@ import ast
 import hashlib
 import json
 import platform
-import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +175,6 @@ def prepare_docstrings(
     prefix = docstring_prefix(
         folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
     )
-    began = time.perf_counter()
     conversations = store_path(prefix, ".jsonl")
     options = PrepareOptions(
         inputs=(str(conversations),),
@@ -194,8 +191,7 @@ def prepare_docstrings(
         prepare_store(options, encoder=ChatChoice(template="chatml", limit=limit))
 
     lock = store_path(prefix, ".jsonl.lock")
-    found, was_there = found_or_made(lock, lambda: _find(prefix, heldout_fraction), make)
-    return replace(found, reused=was_there, time_s=time.perf_counter() - began)
+    return found_or_made(lock, lambda: _find(prefix, heldout_fraction), make)
 
 
 def docstring_prefix(

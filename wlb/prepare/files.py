@@ -1,14 +1,14 @@
 """Files that are complete or absent, and locks that let one process prepare a store."""
 
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from wlb.data.store import temporary_name
-
-Found = TypeVar("Found")
+from wlb.prepare.request import StoreReport
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,18 +34,18 @@ def locked(path: Path) -> Generator[None]:
 
 
 def found_or_made(
-    lock: Path, find: Callable[[], Found | None], make: Callable[[], object]
-) -> tuple[Found, bool]:
-    """Return what `find` finds and whether it was there already; else one process makes it."""
-    if (found := find()) is not None:
-        return found, True
-    with locked(lock):
-        if (found := find()) is not None:  # another process was faster
-            return found, True
-        make()
-        if (found := find()) is None:
-            raise RuntimeError(
-                f"what was made beside {lock} cannot be read, or another process replaced it with "
-                f"other settings"
-            )
-        return found, False
+    lock: Path, find: Callable[[], StoreReport | None], make: Callable[[], object]
+) -> StoreReport:
+    """Return the report of the stores; one process makes them where `find` finds none."""
+    began = time.perf_counter()
+    if (found := find()) is None:
+        with locked(lock):
+            if (found := find()) is None:  # no other process was faster
+                make()
+                if (found := find()) is None:
+                    raise RuntimeError(
+                        f"what was made beside {lock} cannot be read, or another process replaced "
+                        f"it with other settings"
+                    )
+                found = replace(found, reused=False)
+    return replace(found, time_s=time.perf_counter() - began)

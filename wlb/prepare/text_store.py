@@ -10,9 +10,7 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +55,6 @@ def prepare(
         )
     check_between("data.heldout_fraction", heldout_fraction, 0, 1)
     check_at_least("sample_bytes", sample_bytes, 1)
-    began = time.perf_counter()
     listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]
     asked = (vocab_size, heldout_fraction, seed, sample_bytes)
     inputs = json.dumps([_FORMAT, platform.python_version(), listing, *asked])
@@ -86,8 +83,7 @@ def prepare(
             _write(documents, prefix, job, fingerprint=fingerprint, progress=progress)
 
     lock = store_path(prefix, ".lock")
-    found, was_there = found_or_made(lock, lambda: _find(documents, prefix, fingerprint), make)
-    return replace(found, reused=was_there, time_s=time.perf_counter() - began)
+    return found_or_made(lock, lambda: _find(documents, prefix, fingerprint), make)
 
 
 def _paths(prefix: str | Path) -> tuple[str, str, Path]:

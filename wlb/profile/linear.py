@@ -8,7 +8,7 @@ tokens, since no other rank shares them. Tasks allocate when they run and keep n
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wlb.cost.flops import layer_matrices
+from wlb.cost.flops import layer_matrices, rank_model
 from wlb.kernels.fused import choose_fused
 from wlb.model import Ops
 from wlb.model.llama import DecoderLayer, LocalAttend, Rows
@@ -152,17 +152,6 @@ def linear_tasks(
     for count, tp in product(held_tokens, tp_degrees):
         add("held_layer", _layer, model, tokens=count, tp=tp)
     return list(tasks.values())
-
-
-def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
-    """A model whose layers have a TP rank's matrices."""
-    return replace(
-        model,
-        num_heads=model.num_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
-        head_dim=model.head_size,
-        ffn_hidden_size=model.ffn_hidden_size // tp,
-    )
 
 
 def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:

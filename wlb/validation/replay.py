@@ -24,7 +24,7 @@ from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.mesh import Mesh, build_mesh
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.world import World
-from wlb.plan import FloatArray, IntArray
+from wlb.plan import FloatArray, IntArray, check_at_least
 from wlb.simulate import PassKind, pipeline_order
 from wlb.spec import ParallelSpec, PipelineSection, RunSpec, Schedule
 
@@ -38,6 +38,8 @@ TOO_SHORT = (
 _START_S = 0.02
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
+_WIDTH = 16
+"""Width of the messages' rows (float32)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,20 +129,14 @@ class Replayed:
 
 
 def replay(
-    steps: Sequence[StepWaits],
-    pipeline: PipelineSection,
-    *,
-    pp: int,
-    repeats: int = 3,
-    width: int = 16,
+    steps: Sequence[StepWaits], pipeline: PipelineSection, *, pp: int, repeats: int = 3
 ) -> list[list[Replayed]]:
     """Run every step `repeats` times, on dp * pp * cp processes; TP is 1.
 
     Each step first runs once without waits, which opens its connections. pp = 1 runs F and B of
-    each micro-batch in turn. width: width of the messages' rows (float32).
+    each micro-batch in turn.
     """
-    if repeats < 1 or width < 1:
-        raise ValueError(f"repeats = {repeats} and width = {width} must be at least 1")
+    check_at_least("repeats", repeats, 1)
     if not steps:
         return []
     for index, step in enumerate(steps):
@@ -151,7 +147,7 @@ def replay(
             raise ValueError(f"step {index}: {error}") from None
     dp, _, _, cp = steps[0].shape
     spec = RunSpec(parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp), pp=pipeline)
-    job = _ReplaySettings(spec=spec, repeats=repeats, width=width)
+    job = _ReplaySettings(spec=spec, repeats=repeats)
     ranks: list[list[list[_RankTimes]]] = run_local(
         _run_rank,
         dp * pp * cp,
@@ -200,7 +196,6 @@ class _ReplaySettings:
 
     spec: RunSpec
     repeats: int
-    width: int
 
 
 class _RankTimes(NamedTuple):
@@ -263,7 +258,7 @@ class _WaitingStage(nn.Module):
         super().__init__()
         self.index, self.timer, self.queue = index, timer, queue
         self.is_first, self.is_last = index == 0, index == job.spec.num_stages - 1
-        self.scale = nn.Parameter(torch.ones(job.width))
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
 
     def forward(self, x: Tensor, rows: _WaitingMicroBatch) -> Tensor:
         out: Any = _WaitingPass.apply(x, self.scale, self, rows)
@@ -379,7 +374,7 @@ def _build_rank(job: _ReplaySettings) -> _Rank:
                     stage.index,
                     job.spec.num_stages,
                     mesh=mesh,
-                    width=job.width,
+                    width=_WIDTH,
                     dtype=torch.float32,
                     queue=stage.queue,
                 )

@@ -102,22 +102,19 @@ def balance_figure(records: RunRecords) -> Any:
             "ours, predicted",
             records.column(lambda s: s.predicted.imbalance),
             records.column(lambda s: s.predicted.mean_workload_ns),
-        )
-    ]
-    if any(s.plain is not None for s in records.steps):
-        plain = StepSeries(
+        ),
+        StepSeries(
             "Plain-4D, predicted, same documents",
-            records.column(lambda s: None if s.plain is None else s.plain.imbalance),
-            records.column(lambda s: 0.0 if s.plain is None else s.plain.mean_workload_ns),
-        )
-        series.append(plain)
-    if any(s.measured.imbalance is not None for s in records.steps):
-        measured = StepSeries(
+            records.column(lambda s: s.plain and s.plain.imbalance),
+            records.column(lambda s: s.plain and s.plain.mean_workload_ns),
+        ),
+        StepSeries(
             "ours, measured",
             records.column(lambda s: s.measured.imbalance),
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
-        )
-        series.append(measured)
+        ),
+    ]
+    series = [s for s in series if not np.isnan(s.values).all()]
     _draw(axes, records, series)
     axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
     points = [
