@@ -64,11 +64,14 @@ def test_memory_is_counted_by_kind_and_reserved_by_the_allocator(whole: Rehearse
 
 
 def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
-    """Steps that neither evaluate nor save."""
-    found = rehearsed(ranks="0,7", steps=2)
-    for result in found.ranks:
-        (wait,) = result.steps[1].host_waits
-        assert (wait.what, wait.where.split(":")[0]) == ("tolist()", "wlb/train/reduce.py")
+    """An evaluation after it waits once more, the last one after all steps; a checkpoint never."""
+    reduces, evaluates = ("tolist()", "wlb/train/reduce.py"), ("item()", "wlb/train/evaluate.py")
+    for result in whole.ranks:
+        found = [
+            [(wait.what, wait.where.split(":")[0]) for wait in step.host_waits]
+            for step in result.steps
+        ]
+        assert found == [[reduces, evaluates], [reduces, evaluates], [reduces]]
 
 
 @pytest.mark.parametrize(

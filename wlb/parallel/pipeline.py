@@ -231,11 +231,28 @@ class Pipeline:
         stages: Any = self.stages
         match self.schedule:
             case Schedule.ONE_F_ONE_B:
-                return Schedule1F1B(stages[0], n, **options)
+                made = Schedule1F1B(stages[0], n, **options)
             case Schedule.INTERLEAVED_1F1B:
                 made = ScheduleInterleaved1F1B(stages, n, **options)
             case Schedule.INTERLEAVED_ZERO_BUBBLE:
                 made = LateWeights(stages, n, weight_delay=self.weight_delay, **options)
-        for rank, actions in made.pipeline_order_with_comms.items():
-            made.pipeline_order_with_comms[rank] = gathered_once(actions)
+        if not isinstance(made, Schedule1F1B):
+            for rank, actions in made.pipeline_order_with_comms.items():
+                made.pipeline_order_with_comms[rank] = gathered_once(actions)
+        if hasattr(made, "_warmup_p2p"):
+            setattr(made, "_warmup_p2p", _skip_vote)  # noqa: B010  # private to torch
         return made
+
+
+def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Replaces the vote of torch >= 2.12 on whether shapes must be inferred: ours never must be.
+
+    The vote sends messages through all stages and reads the result on the host, before a
+    schedule's first step and whenever training and evaluation alternate
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py).
+    `wlb.parallel.warm` has connected the neighbours already.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.12
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

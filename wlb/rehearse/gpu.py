@@ -157,9 +157,8 @@ class FakeEvent:
 
 @dataclass(slots=True)
 class FakeGpu:
-    """State of the rehearsed device. step: -1 before the first. read: what the host reads from the
-    device. failing: the innermost operator that raised, and where. faults: memory that was freed
-    too early."""
+    """State of the rehearsed device. step: -1 before the first. failing: the innermost operator
+    that raised, and where. faults: memory that was freed too early."""
 
     device: Any = None
     streams: list[FakeStream] = field(default_factory=list)
@@ -172,7 +171,6 @@ class FakeGpu:
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host_ns: float = 0.0
     step: int = -1
-    read: int = 0
     traces: bool = False
     failing: tuple[str, str] | None = None
 

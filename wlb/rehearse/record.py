@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if name == "aten::_local_scalar_dense":
             GPU.host_waits("item()")
-            return float(GPU.read) if args[0].dtype.is_floating_point else GPU.read
+            return 0.0 if args[0].dtype.is_floating_point else 0
         if name in _SYNCHRONIZES:
             GPU.host_waits(f"{name}: the length of its result depends on values")
         with self.fakes:
