@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         help="turn text, JSONL or Parquet into a token store",
         description="Turn text files, JSONL (.jsonl, .ndjson), Parquet, each also .gz, .bz2 or .xz "
         "but Parquet, folders of them and glob patterns into a token store (.bin + .idx + .json) "
-        "for data.store; with --chat, conversations into one that says which tokens are trained. "
+        "for data.store; with --chat, turn conversations into a store that marks the tokens that are trained. "
         "Interrupted, the same command goes on where it was.",
     )
     what = "files, folders (read recursively), quoted patterns; with --verify alone: stores"
