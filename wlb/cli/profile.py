@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
         require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Files and pipes have no width; wide tables keep cells on one line.
+    # A console on a file or pipe assumes 80 columns, which would wrap cells; wider is safe there.
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     command = command_of(options)
     if world is not None:

@@ -161,7 +161,8 @@ def batches_of(
     elif options.in_order:
         raise UserError(f"--in-order: {source.name} are mixed and have no order; leave it out")
     else:
-        # Only lengths, as for a single store; the tokens that are trained do not matter here.
+        # Only lengths are used, as for a single store: predicted times do not depend on which
+        # tokens are trained.
         lengths = [LengthSource(name=s.prefix, lengths=s.lengths) for s in source.stores.stores]
         stream = BlendedBatches(lengths, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
@@ -201,8 +202,7 @@ def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntAr
 
 
 def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
-    """UserError before any work if a file cannot be written or plots cannot be drawn.
-
+    """Raise UserError, before any work, if a file cannot be written or plots cannot be drawn.
     settings: an output for settings, which may be a .toml file.
     """
     for path in paths:

@@ -1,4 +1,4 @@
-"""Tables prices by length that never fall, so that a longer piece never costs less.
+"""Tables of prices by length that never fall, so that a longer piece never costs less.
 
 Tile-quantised work over measured throughput dips by a few percent inside a tile; the table holds
 the greatest price of any length up to each. Exact below DENSE; beyond it linear between 512 knots

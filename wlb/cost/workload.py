@@ -187,7 +187,7 @@ class ProfiledWorkload:
             num_kv_heads=max(1, self.model.num_kv_heads // self.parallel.tp),
         )
         object.__setattr__(self, "table", table)
-        # The arguments of `LinearCost` have the names and meanings of this class's.
+        # The arguments of `LinearCost` are fields of this class with the same names.
         linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
@@ -327,7 +327,7 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
 
 
 def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> ProfiledWorkload:
-    """The workload of a run priced with `profile`; machine: what it runs on, for `.notes`."""
+    """The workload of a run priced with `profile`; machine: name of the device, for `.notes`."""
     backend = str(spec.kernels.attention)
     return ProfiledWorkload(
         model=spec.model,

@@ -280,7 +280,8 @@ class TokenStore:
             self.num_targets = self._targets.num_targets
         self.num_targets.flags.writeable = False
         self._tokens: TokenArray = np.zeros(0, index.dtype)
-        if index.num_tokens:  # an empty file cannot be mapped
+        # An empty file cannot be mapped.
+        if index.num_tokens:
             self._tokens = np.asarray(np.memmap(bin_path, index.dtype, mode="r"))
 
     def _open_targets(self) -> Targets | None:
@@ -317,7 +318,7 @@ class TokenStore:
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends every document; None where it is not known."""
+        """The token that ends every document; None if it is not known."""
         return self.info.eos_id if self.info else None
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:

@@ -244,7 +244,8 @@ class Carry(PlainRecord):
 
     def save(self, path: str | Path) -> None:
         """Write an `.npz` file: arrays only, no pickle; smaller and faster than JSON."""
-        with open(path, "wb") as file:  # numpy would add a suffix to a name
+        # The file is opened here because numpy would add a suffix to a name.
+        with open(path, "wb") as file:
             arrays: dict[str, Any] = {
                 "policy": np.array(self.policy),
                 "next_step": np.array(self.next_step, np.int64),

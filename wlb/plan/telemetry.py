@@ -87,7 +87,7 @@ class Moments:
         if self.num_cells < 2:
             return None
         x, y, variance_x, variance_y, covariance = self._spread
-        # A smaller difference of sums is rounding.
+        # A smaller difference of sums is a rounding error.
         if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
             return None
         return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))

@@ -1,8 +1,8 @@
 """Conversations: messages with roles, in the three shapes that records of them usually have.
 
 README.md lists the shapes. Text under "system" is a system message before the others, and null is
-a key that is absent, as in Parquet. Nothing is guessed: what is out of order, no text, or would be
-lost is refused with the message's number.
+a key that is absent, as in Parquet. Nothing is guessed: messages that are out of order, have no
+text or would lose a part are refused with their number.
 """
 
 from collections.abc import Mapping, Sequence

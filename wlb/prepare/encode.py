@@ -1,4 +1,4 @@
-"""Records to tokens: which tokenizer, and which special tokens stand around a document.
+"""Records to tokens: the tokenizer, and the special tokens before and after a document.
 
 All that a preparation knows of a kind of records is its `EncoderChoice`, plain data that travels to
 worker processes and opens an encoder there. Special tokens come from the policy alone.
@@ -239,7 +239,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+    # tokenizers raises plain Exception.
+    except Exception as error:
         raise UserError(f"{path} is not a tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -30,7 +30,8 @@ def locked(path: Path) -> Generator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except (ImportError, OSError):
             pass
-        yield  # closing the file releases the lock, also when the process dies
+        # Closing the file releases the lock, also when the process dies.
+        yield
 
 
 def found_or_made(
@@ -40,7 +41,8 @@ def found_or_made(
     if (found := find()) is not None:
         return found, True
     with locked(lock):
-        if (found := find()) is not None:  # another process was faster
+        # Another process made it while this one waited for the lock.
+        if (found := find()) is not None:
             return found, True
         make()
         if (found := find()) is None:

@@ -1,4 +1,4 @@
-"""What a preparation was asked for, kept beside its parts and in its store.
+"""The arguments and inputs of a preparation, kept beside its parts and in its store.
 
 An interrupted preparation continues only with equal arguments and unchanged inputs.
 """
@@ -73,7 +73,7 @@ def open_manifest(path: Path, manifest: Manifest) -> bool:
         ) from None
     if found:
         raise UserError(
-            f"an interrupted preparation in {path.parent} was asked for something else: "
+            f"an interrupted preparation in {path.parent} has other arguments or inputs:  "
             f"{'; '.join(found)}. Go on with what it was asked for, or start anew with --overwrite"
         )
     return True

@@ -66,7 +66,7 @@ def encode_shards(
 def _open_pool(
     job: PartJob, num_workers: int, *, in_threads: bool
 ) -> tuple[Executor, Any, Callable[[int, AnyShard], PartSummary]]:
-    """The pool, the event that stops its workers, and what they call with a shard."""
+    """The pool, the event that stops its workers, and the function that they call with a shard."""
     if in_threads:
         stop, encoder = threading.Event(), job.open_encoder()
 
@@ -90,13 +90,14 @@ def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
     raise AssertionError("no shard failed")
 
 
-# The job of a worker process; a pool's initializer can only store it in a global.
+# The job of a worker process. It is global because a pool's initializer cannot pass it otherwise.
 _worker: tuple[PartJob, RecordEncoder, Any] | None = None
 
 
 def _start_worker(job: PartJob, stop: Any) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt and sets `stop`
+    # The parent handles the interrupt and sets `stop`.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = (job, job.open_encoder(), stop)
 

@@ -36,7 +36,7 @@ def from_spans(lengths: IntArray, spans: RankedSpans, *, cp: int, strategy: str)
     """
     piece, start, stop, rank = spans
     if rank.size > 1 and (rank[1:] < rank[:-1]).any():
-        # int16 where it fits: NumPy sorts that by counting.
+        # NumPy sorts int16 by counting, so ranks are cast to int16 if they fit.
         order = np.argsort(rank.astype(np.int16 if cp < 2**15 else np.int64), kind="stable")
         piece, start, stop, rank = piece[order], start[order], stop[order], rank[order]
     if (filled := stop > start).sum() < start.size:
