@@ -108,7 +108,8 @@ def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
     which gathers whole stages before their passes and drops parameters after a step's last one."""
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
-    nothing = SimpleNamespace(wait=lambda: None)  # an unshard handle of nothing
+    # A handle like that of FSDP's unshard, with nothing to wait for.
+    nothing = SimpleNamespace(wait=lambda: None)
     for layer in layers:
         setattr(layer, "unshard", lambda **_: nothing)  # noqa: B010
 
@@ -119,7 +120,8 @@ def shard_start(num_rows: int, mesh: Mesh) -> int:
 
 
 def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
-    """Without a pipeline: reduce gradients in the next backward only if it is the step's last."""
+    """Have FSDP reduce gradients in the next backward only if it is the step's last (no
+    pipeline)."""
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(is_last)
         stage.set_is_last_backward(is_last)
@@ -157,7 +159,8 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
         for name, p in parameters.items()
         if p.grad is not None and placement(name).is_replicate()
     ]
-    if not grads:  # as on all tp ranks of this stage
+    # Then no tp rank of this stage has any.
+    if not grads:
         return
     flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.group("tp"))
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

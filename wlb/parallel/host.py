@@ -65,7 +65,8 @@ def gather_rows(own: Tensor) -> Tensor | None:
         if rank & step:
             dist.send(rows, dst=rank - step, group=group)
             return None
-        if rank + step < size:  # its rows are those of ranks rank + step ... rank + 2 * step - 1
+        # The peer's rows are those of ranks rank + step ... rank + 2 * step - 1.
+        if rank + step < size:
             theirs = rows.new_empty(min(step, size - rank - step), own.numel())
             dist.recv(theirs, src=rank + step, group=group)
             rows = torch.cat([rows, theirs])
@@ -74,7 +75,7 @@ def gather_rows(own: Tensor) -> Tensor | None:
 
 
 class HostCost(NamedTuple):
-    """What a job's Gloo groups, rendezvous store and watch cost. sockets, root_sockets: of a rank
+    """Costs of a job's Gloo groups, rendezvous store and watch. sockets, root_sockets: of a rank
     and of rank 0. messages: in a row for a sum over all ranks. store_requests, store_bytes: to rank
     0's store, by all ranks. full_mesh_*: of one Gloo group that connects everybody, for comparison.
     """

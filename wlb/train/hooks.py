@@ -1,6 +1,6 @@
 """Hooks: everything that watches training, called at named events of the loop.
 
-`wlb.train.loop` trains; what measures, records, shows, evaluates or saves is a `Hook`.
+`wlb.train.loop` trains; everything that measures, records, shows, evaluates or saves is a `Hook`.
 `wlb.train.watchers` lists a run's hooks in the order of their calls, which is the same on all ranks
 because some of them communicate. Modelled on OLMo-core's callbacks
 (https://github.com/allenai/OLMo-core, olmo_core/train/callbacks).

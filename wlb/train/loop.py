@@ -1,6 +1,6 @@
 """The training loop of one rank: plan, load, forward and backward, reduce, update (Figure 2).
 
-What watches a step hangs on hooks (`wlb.train.hooks`), listed in `wlb.train.watchers`.
+Hooks (`wlb.train.hooks`) watch the steps; `wlb.train.watchers` lists them.
 """
 
 import math
@@ -141,7 +141,8 @@ class Trainer:
             waited_ns=waited_ns,
         )
         self.position.enter("recording the step")
-        begin_ns = time.thread_time_ns()  # without waits for ranks whose step is longer
+        # Thread time does not count waits for ranks whose step is longer.
+        begin_ns = time.thread_time_ns()
         for hook in self.hooks:
             hook.record(run, step)
         run.records_ns += time.thread_time_ns() - begin_ns

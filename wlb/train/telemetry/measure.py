@@ -39,13 +39,14 @@ class MeasureSteps(Hook):
         step.telemetry = replace(reduced, work=self.work.take())
         is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
         self._num_recorded += reduced.num_steps
-        if is_warm:  # steps of the warm-up are slower
+        # Steps of the warm-up are slower and are not recorded.
+        if is_warm:
             step.own_ns = own_ns
             run.tally.telemetry.add(step.telemetry)
 
     def _is_due(self, run: RunContext) -> bool:
         telemetry = run.spec.telemetry
-        # A record ends with the warm-up, so that none holds steps of both.
+        # A record ends with the warm-up, so that no record holds steps of both.
         ends_warm_up = self._num_measured == telemetry.warmup_steps
         return self.meter.num_steps == telemetry.interval or run.is_last_step or ends_warm_up
 

@@ -1,4 +1,4 @@
-"""Where a run's records and messages go while it trains: the sinks and the screen, on rank 0."""
+"""Sends a run's records and messages to the sinks and the screen, on rank 0."""
 
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
@@ -66,7 +66,7 @@ class RunReport:
             self.display.say(line)
 
     def start(self, resumed_from: str | None, *, steps_done: int) -> None:
-        """Records after this one are of a training that began, or went on from a checkpoint."""
+        """Write that training begins, or continues from a checkpoint."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"resumed_from": resumed_from, "steps_done": steps_done, "time": now}
         self.write("start", **about, **self._about)
