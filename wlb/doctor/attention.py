@@ -93,9 +93,11 @@ def examine_kernel(
             worst += deviations(kernel, heads, lengths, dtype=dtype, device=patient.device)
     except torch.OutOfMemoryError as error:
         return skipped(check, f"no memory to compare: {str(error).splitlines()[0]}")
-    except Exception as error:  # of any kind: packages' kernels raise their own
+    # Packages raise exceptions of their own classes.
+    except Exception as error:
         return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)
-    wrong = [d for d in worst if not d.times <= 1]  # not a number is wrong too
+    # The comparison is negated so that NaN counts as wrong.
+    wrong = [d for d in worst if not d.times <= 1]
     top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
     found = (
         f"{str(dtype).removeprefix('torch.')} on {patient.device.type}: error of {top.what} is "

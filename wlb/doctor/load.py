@@ -13,7 +13,7 @@ from wlb.doctor.network import synchronize
 
 SIZE = {"cpu": 512, "cuda": 8192}
 SECONDS = {"cpu": (0.1, 0.5), "cuda": (0.5, 4.0)}
-"""Quick and not."""
+"""Seconds of the measurement in a quick and in a full examination, by type of device."""
 AT_ONCE = 10
 LEAST_OF_MEDIAN = 0.9
 

@@ -1,4 +1,4 @@
-"""Clocks of nodes held against rank 0's, and ranks that come late."""
+"""Clocks of nodes compared with rank 0's, and ranks that start late."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the three optional FlashAttention packages share: finding, checking and late import.
+"""Shared by the three optional FlashAttention packages: finding, checking and late import.
 
 A package is imported at first use, so that wlb runs without any. We call the functions below the
 public ones, because only those separate forward from backward. As they are private and may change,
@@ -160,8 +160,8 @@ class FlashBackend:
         values |= {"lse": lse_HT, "deterministic": self.deterministic}
         if "dq" not in function.by_name:
             return self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
-        # The function writes into given tensors. They need no zeros: kernels also write the rows of
-        # a segment without queries.
+        # The function writes into given tensors, which need not be zeroed, because kernels also
+        # write the rows of a segment without queries.
         dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
         values |= {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
         self._call(function, (q_THD, k_SGD, v_SGD), segments, values)

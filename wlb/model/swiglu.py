@@ -35,4 +35,5 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         (grad,) = grads
         d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return d_gate, silu(gate).mul_(grad)  # in place: at most three tensors of this size
+        # The product is made in place, so that at most three tensors of this size exist.
+        return d_gate, silu(gate).mul_(grad)

@@ -19,7 +19,7 @@ from wlb.spec import RunSpec
 
 class PassBytes(NamedTuple):
     """Bytes by micro-batch, [..., n]. kept: activations of a layer that forward keeps. output: of a
-    stage. waiting: what the inputs' pass of a layer leaves for the weights' pass."""
+    stage. waiting: tensors that the inputs' pass of a layer keeps for the weights' pass."""
 
     kept: IntArray
     output: IntArray

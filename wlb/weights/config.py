@@ -1,7 +1,7 @@
 """Convert between Hugging Face's config.json and ModelSpec.
 
 Reads the keys of transformers 4 and 5 with transformers' defaults for missing keys, and writes both
-forms. What `wlb.model` would compute differently is refused with key, value and remedy.
+forms. Models that `wlb.model` would compute differently are refused with key, value and remedy.
 """
 
 import json

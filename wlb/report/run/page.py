@@ -45,7 +45,8 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         timeline=_timeline(records, step),
         command=command,
         toml=to_toml(
-            spec, comments=("What wlb train ran; most keys at their defaults are left out.",)
+            spec,
+            comments=("The configuration of the run; most keys at their defaults are left out.",),
         ),
     )
 

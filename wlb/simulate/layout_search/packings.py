@@ -74,7 +74,8 @@ class PackingChoices:
         windows = spec.num_windows // dp
         for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
             packing = replace(spec.packing, num_micro_batches=number * dp)
-            with suppress(UserError):  # a schedule may need rounds of equal size
+            # A schedule may need rounds of equal size.
+            with suppress(UserError):
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
@@ -87,7 +88,8 @@ class PackingChoices:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    continue  # S_max alone keeps a step shorter
+                    # With this number of micro-batches, S_max alone keeps a step below T.
+                    continue
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)
                 if section.policy == Policy.BOUNDED:
                     yield replace(made, delay_price=0.0)
