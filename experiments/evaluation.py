@@ -27,7 +27,7 @@ SEED = 1
 GIB = 2**30
 MEMORY_GIB = 80.0
 PLANNED_GIB = 76.0
-"""What plans use of it in all results here; today a run plans with 71.1 to 71.6 GiB of 80."""
+"""GiB of 80 that plans use in all results here; a run now plans with 71.1 to 71.6."""
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:

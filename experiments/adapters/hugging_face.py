@@ -210,8 +210,10 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
+        # accelerate starts Gloo, whose groups need one worker each (`wlb.parallel.gloo`).
+        worlds.one_gloo_worker(is_one_machine=True)
         work(options.worker, options.out, options.seed)
-        torch.distributed.destroy_process_group()  # otherwise its threads can abort the exit
+        # The group is destroyed because its threads could otherwise abort the exit.
+        torch.distributed.destroy_process_group()
     else:
         print_rows(compare())

@@ -1,4 +1,4 @@
-"""Reads what an ended run left: curves, gradient norms, held-out losses by document length."""
+"""Reads the results of an ended run: curves, gradient norms, held-out losses by document length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Writes the text of the page: what the figures say, with their numbers, and what they do not."""
+"""Writes the text of the page, with the figures' numbers and their limits."""
 
 from collections.abc import Sequence
 

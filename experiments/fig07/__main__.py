@@ -2,12 +2,9 @@
 
 `python -m experiments.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of one
 pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise, and
-total linear, their sum without attention. It says where attention crosses total linear, for this
-configuration and for the others of Table 1.
-
-The paper measured a training job of LLaMA2-7B on 16 GPUs and prints no numbers with the figure.
-Here every time is a prediction: `ProfiledWorkload.terms` with the chosen kernel profile. The linear
-terms are linear by construction.
+total linear, their sum without attention, and where attention crosses it, also for Table 1's other
+configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure; here
+every time is predicted by `ProfiledWorkload.terms`. Linear terms are linear by construction.
 """
 
 import argparse

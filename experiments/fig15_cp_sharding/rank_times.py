@@ -3,8 +3,8 @@
 A rank's call is what it runs inside context parallelism: its queries, a copy of the keys of all its
 spans, one `attend` forward and its gradient. Collectives and the copying of keys are not in it. On
 CUDA times are between events on the stream; on CPU they are the calling thread's own time (torch
-runs one thread), which leaves out being preempted. What a backend works out from the offsets once
-for all layers happens before the first timed call.
+runs one thread), which leaves out being preempted. Work that a backend derives from the offsets
+once for all layers happens before the first timed call.
 """
 
 import time

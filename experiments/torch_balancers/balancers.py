@@ -86,7 +86,7 @@ def processing_time(lengths: IntArray, cp: int) -> Shuffled:
 
 
 class _DocumentCausal:
-    """Provides what PTRR reads of a BlockMask."""
+    """Provides the members of a BlockMask that PTRR reads."""
 
     def __init__(self, lengths: IntArray) -> None:
         offsets = offsets_of(lengths)

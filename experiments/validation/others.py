@@ -64,7 +64,8 @@ def _own_ticks(pid: int) -> int:
             continue
         try:
             _, _, rest = (path / "stat").read_text().rpartition(")")
-        except OSError:  # the process has just ended
+        # The process has just ended.
+        except OSError:
             continue
         values = rest.split()
         parents[int(path.name)] = int(values[1])

@@ -1,4 +1,4 @@
-"""Defines what is trained: the data, the base model, and every run by name.
+"""Defines the data, the base model, and every run by name.
 
 Each run is one `wlb train` in a process of its own on one thread, so that processor time and peak
 memory are its own and two runs can go on at once. A run that finished has left `result.json` and is
@@ -105,7 +105,8 @@ class Case:
             "packing.method": self.method,
             "packing.examples": BS,
             "packing.bin_windows": BS,
-            "packing.window_batches": 100_000,  # offline methods pack the whole epoch at once
+            # With a window this large, offline methods pack the whole epoch at once.
+            "packing.window_batches": 100_000,
             "data.num_windows": self.gas * (BS if self.is_fixed else 1),
             "training.learning_rate": self.learning_rate,
             "training.min_learning_rate": self.learning_rate / 10,
@@ -299,7 +300,8 @@ class Study:
             "data.heldout_store": self.heldout,
             "data.context_window": MSL,
             "data.epochs": 1,
-            "eval.steps": 1_000,  # enough for the whole held-out store
+            # This number covers the whole held-out store.
+            "eval.steps": 1_000,
         }
 
     def _train(self, name: str, keys: dict[str, Any], *, threads: int, cap_mib: int = 0) -> Result:

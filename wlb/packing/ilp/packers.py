@@ -1,12 +1,10 @@
 """ilp: packing by integer linear program, the paper's Fixed-Len Solver (Eq. 1) and its Eq. 2.
 
-`ilp_fixed` packs windows of `fixed`, `ilp_var_len` whole documents of W batches under S_max.
-The solver starts from the greedy packing, short documents are placed as divisible totals (a
-"fluid"), and the better of both packings is kept. Deviations: `Objective.SUM_OF_STEP_MAX` by
-default (one maximum is degenerate once a document dominates), CBC or HiGHS for a limited time in
-place of a commercial solver. Guarantees: never slower than greedy by the objective;
-`IlpReport.bound_ns` is a lower bound. A solve stopped by time differs from host to host: solve
-offline or on one rank. Cost: README.md.
+`ilp_fixed` packs windows of `fixed`, `ilp_var_len` whole documents of W batches under S_max. The
+solver starts from the greedy packing; short documents are a fluid (divisible totals). Deviations:
+`Objective.SUM_OF_STEP_MAX` by default (one maximum is degenerate once a document dominates), CBC or
+HiGHS for a limited time. Guarantees: never slower than greedy by the objective;
+`IlpReport.bound_ns` is a lower bound. Solves stopped by time differ between hosts: solve on one.
 """
 
 import math
