@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 BPE = "bpe"
 BYTES_BOS, BYTES_EOS, BYTES_VOCAB = 256, 257, 258
-_PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 20
 
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofsentence|>")
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
@@ -256,14 +256,14 @@ def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
 
 def _in_pieces(tokenizer: "Tokenizer", text: str) -> TokenArray:
     """Encodes a long text piece by piece: an encoding takes some 100 bytes a token until freed."""
-    return np.concatenate([_whole(tokenizer, piece) for piece in _pieces(text)])
+    return np.concatenate([_whole(tokenizer, piece) for piece in text_pieces(text)])
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Pieces of at most `_PIECE_CHARACTERS`, which end with a line where they can."""
+def text_pieces(text: str) -> Iterator[str]:
+    """Yield pieces of at most PIECE_CHARACTERS, which end with a line where possible."""
     start = 0
     while start < len(text):
-        stop = start + _PIECE_CHARACTERS
+        stop = start + PIECE_CHARACTERS
         if stop < len(text):
             stop = (text.rfind("\n", start, stop) + 1) or stop
         yield text[start:stop]
