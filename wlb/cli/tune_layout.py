@@ -183,7 +183,8 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, planned_gib=planned_gib(own))
-        effective_caps(own)  # raises UserError if memory leaves packing no room to catch up
+        # effective_caps raises UserError if memory leaves packing no room to catch up.
+        effective_caps(own)
         return own, ""
     except UserError as error:
         return None, f"the run's own layout is not compared: {error}"

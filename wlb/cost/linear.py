@@ -272,8 +272,8 @@ WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
 class SplitBackward:
     """Weights' gradients computed apart from inputs' gradients (zero-bubble): times of a pipeline
     rank's layers. weight_*: of the weights' pass, which has one of the two products of each
-    linear layer's backward. saved_*: what backward saves. product_ns_per_token: of those products,
-    part of both. *_call_ns: a micro-batch."""
+    linear layer's backward. saved_*: time by which the inputs' pass is shorter than a whole
+    backward. product_ns_per_token: of those products, part of both. *_call_ns: a micro-batch."""
 
     product_ns_per_token: float
     weight_ns_per_token: float

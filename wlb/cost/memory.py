@@ -1,8 +1,9 @@
 """Bytes that must be resident on one rank, with the longest micro-batch packing may make.
 
-An upper bound on tensors and on what attention kernels allocate beside them. The allocator's gaps,
-NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations follow Korthikanti
-et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/README.md has the formulas.
+An upper bound on tensors and on the memory that attention kernels allocate besides them. The
+allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations
+follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/README.md has the
+formulas.
 """
 
 import math

@@ -62,7 +62,8 @@ class MonotoneTable:
 
 
 def _check_range(price: float, length: float) -> None:
-    if not price < 2.0**63:  # also NaN
+    # The comparison is negated so that it also refuses NaN.
+    if not price < 2.0**63:
         raise UserError(
             f"the cost model gives {price} ns for a piece of {length:.0f} tokens; check the "
             f"kernel profile's numbers"

@@ -333,10 +333,11 @@ class CollectiveCost:
 class KernelProfile:
     """All tables of one device and dtype; runs log its `name`.
 
-    device, dtype: what was measured. ranks_per_node: where collectives' scope changes. provenance:
-    where the numbers come from. attention: one table for each kernel and head layout; the first
-    kernel is the default. gemm: matrix products. elementwise: each operator once. layer, head:
-    further costs of a decoder layer and of the output head. collectives: one for each op and scope.
+    device, dtype: those that were measured. ranks_per_node: larger groups use collectives between
+    nodes. provenance: source of the numbers. attention: one table for each kernel and head layout;
+    the first kernel is the default. gemm: matrix products. elementwise: each operator once. layer,
+    head: further costs of a decoder layer and of the output head. collectives: one for each op and
+    scope.
     """
 
     name: str

@@ -145,14 +145,14 @@ class FlopsWorkload:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    model, parallel, profile: what is priced. backend: attention kernel; the profile's first where
-    None or without a table.
-    micro_batch_tokens: tokens at which GEMM throughput is read. keep_gathered_kv, recompute: as in
-    [cp] and [training]. tp_overlap: share of TP collectives hidden behind matrix products.
-    kv_gradient_bytes: of a value of dK and dV between CP ranks. machine, dtype, longest (most
-    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear
-    (all else), ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled
-    at construction (about 2 ms) so that pricing is a look-up.
+    model, parallel: the model and layout that are priced. profile: the kernel profile. backend:
+    attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
+    at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
+    tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
+    of dK and dV between CP ranks. machine, dtype, longest (most tokens of a piece): for `notes`
+    only; "" or 0 if unknown. Derived: table (attention), linear (all else), ns_per_token by linear
+    term, forward_ns and backward_ns: attention by length, tabled at construction (about 2 ms) so
+    that pricing is a look-up.
     """
 
     model: ModelSpec

@@ -41,8 +41,8 @@ class Heads(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Of one tensor. times: its error over what is allowed, at most 1 if right; eps: error in units
-    of the dtype's spacing at the tensor's root mean square."""
+    """Error of one tensor. times: its error over the allowed one, at most 1 if right; eps: error in
+    units of the dtype's spacing at the tensor's root mean square."""
 
     what: str
     times: float

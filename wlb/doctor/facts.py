@@ -60,7 +60,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
-    """What checks of a rank get. spec: with dp and vocabulary size filled in, also where one
+    """Inputs of a rank's checks. spec: with dp and vocabulary size filled in, also where one
     process examines the machine for a larger layout, and `mesh` is None."""
 
     spec: RunSpec

@@ -110,8 +110,8 @@ def disk(patient: Patient) -> Finding:
 
 
 def memory(patient: Patient) -> Finding:
-    """Free memory of this rank's device beside the run's estimate; on the CPU a share of what the
-    system has available. Has not run on a GPU."""
+    """Free memory of this rank's device beside the run's estimate; on the CPU a share of the
+    system's available memory. Has not run on a GPU."""
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)
     try:

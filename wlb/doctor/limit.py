@@ -18,7 +18,8 @@ GRACE_S = 20.0
 
 
 class StageLimit:
-    """Ends this process when a stage takes longer than `limit_s`; rank 0 first tells who is late.
+    """Ends this process when a stage takes longer than `limit_s`; rank 0 first reports the late
+    ranks.
 
     tell: called on rank 0 from another thread with the stage and the ranks that have not ended it.
     """

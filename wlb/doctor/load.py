@@ -37,8 +37,8 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
-    """Slow GPUs among all ranks, on rank 0; cores of CPUs share what they compute with, so that
-    there speeds are shown and not judged. tflops: by rank, 0 where not measured."""
+    """Slow GPUs among all ranks, on rank 0; cores of a CPU share caches and memory, so that their
+    speeds are shown and not judged. tflops: by rank, 0 where not measured."""
     check = "matrix products"
     measured = [speed for speed in tflops if speed]
     if not measured:

@@ -2,7 +2,7 @@
 
 Bandwidth follows nccl-tests (bytes that a rank puts on the wire over time). All groups of an axis
 run at once, as in training. **Over NCCL this has not run**; over Gloo figures are shown and not
-judged, because they hang on what else the cores do.
+judged, because they depend on other work of the cores.
 """
 
 import time
@@ -143,7 +143,7 @@ def synchronize(device: torch.device) -> None:
 def link_findings(
     timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> list[Finding]:
-    """A finding an axis, on rank 0. profile: what bandwidths are held against; None = no
+    """A finding an axis, on rank 0. profile: source of the bandwidths to compare with; None = no
     comparison."""
     by_axis: dict[str, list[GroupTiming]] = {}
     for timing in timings:

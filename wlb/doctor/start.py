@@ -51,8 +51,8 @@ NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
 
 
 class Options(NamedTuple):
-    """is_quick: about ten seconds, fewer and smaller measurements. limit_s: what a stage may take.
-    tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable."""
+    """is_quick: about ten seconds, fewer and smaller measurements. limit_s: time that a stage may
+    take. tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable."""
 
     is_quick: bool
     limit_s: float
@@ -74,7 +74,7 @@ def examine(spec: RunSpec, options: Options) -> bool:
     the same on all ranks. UserError for a layout that does not fit the launcher's ranks.
 
     Without a launcher, a layout that is larger than this machine is examined by one process, which
-    skips what lies between ranks.
+    skips the checks between ranks.
     """
     world = worlds.discover()
     if world is not None:

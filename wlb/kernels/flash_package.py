@@ -33,7 +33,7 @@ _EVERY_CALL = (
 
 
 class FlashFunction(NamedTuple):
-    """A function of a package, and what we pass it besides `_EVERY_CALL`, by name or constant."""
+    """A function of a package, and the arguments besides `_EVERY_CALL`, by name or constant."""
 
     name: str
     by_name: tuple[str, ...]
@@ -143,7 +143,7 @@ class FlashBackend:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The package's functions, loaded and checked once; UserError says what is wrong."""
+        """The package's functions, loaded and checked once; UserError describes a problem."""
         return self.package.load()
 
     def forward(

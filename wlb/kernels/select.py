@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Computed:
-    """What an attention kernel must compute."""
+    """The run that an attention kernel must compute."""
 
     device: torch.device
     dtype: torch.dtype

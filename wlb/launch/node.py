@@ -1,8 +1,8 @@
 """The watch of one node: receives its ranks' messages and summarises them for the root.
 
-Positions wait for the next beat, and only those that changed are sent. What ends a run (a rank that
-died, is silent or failed), stacks and goodbyes are sent at once. If the root is lost, the node goes
-to the standby with all that it knows.
+Positions wait for the next beat, and only those that changed are sent. Events that end a run (a
+rank that died, is silent or failed), stacks and goodbyes are sent at once. If the root is lost, the
+node connects to the standby and sends all its state.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Uplink(asyncio.Protocol):
 
 
 class NodeAggregator:
-    """Hears the ranks of a node and speaks for them.
+    """Receives the messages of a node's ranks and reports them to the root.
 
     ranks: of this node. roots: addresses of the root and its standby. name: this process, in words.
     on_root_lost: called before the node connects to the standby; its argument is whether the root

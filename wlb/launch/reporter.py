@@ -41,7 +41,7 @@ class Reporting:
 
 @dataclass(slots=True)
 class _Told:
-    """What a connection has carried: messages without an answer, and the rank's news."""
+    """News that a connection has carried, and the number of messages without an answer."""
 
     unanswered: int = 0
     num_changes: int = -1

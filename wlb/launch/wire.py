@@ -139,7 +139,7 @@ class Line:
 
 
 class Listener(Protocol):
-    """What an aggregator does with its members."""
+    """An aggregator's reactions to its members."""
 
     def joined(self, member: "Member") -> None: ...
     def heard(self, member: "Member", updates: dict[str, Any]) -> None: ...

@@ -16,7 +16,7 @@ from wlb.kernels.fused import fused_swiglu
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor, *, fused: bool = False) -> Tensor:
     """silu(gate) * up, shape [T, F] like both. fused: in one kernel, which also saves gate and up
-    alone. Without it torch.compile chooses itself what it saves."""
+    alone. Otherwise torch.compile chooses the tensors that it saves."""
     if fused:
         return fused_swiglu(gate_TF, up_TF)
     if torch.compiler.is_compiling():

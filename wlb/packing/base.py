@@ -37,7 +37,7 @@ LEFTOVER = 0
 """Slot of pieces that an earlier packing left over, in policies whose carry has several slots."""
 
 Pushed = tuple[tuple[PackingPlan, ...], Carry]
-"""The steps that can be made, none or several, and what waits after them."""
+"""The steps that can be made, none or several, and the carry after them."""
 
 
 class Packer(Protocol):
@@ -55,7 +55,8 @@ class Packer(Protocol):
         ...
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """The steps that can be made once `batch` has come, none or several, and what waits after.
+        """Return the steps that can be made once `batch` has come, none or several, and the carry
+        after them.
 
         batch: None at the end of data, when all that is carried is placed. Pure: the same batch and
         carry give the same plans, so a carry is all that a checkpoint keeps. UserError for a
@@ -211,7 +212,8 @@ class PolicyPacker:
     ) -> tuple[PackingPlan, ...]:
         """Plans of consecutive steps out of the same pieces; `steps[s][i]`: rows of micro-batch i.
 
-        num_waiting_tokens: what still waits after the last step. Tokens of later steps wait too.
+        num_waiting_tokens: tokens that still wait after the last step. Tokens of later steps wait
+        too.
         """
         work, length = self.options.workloads(pieces), pieces.length
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]

@@ -92,7 +92,7 @@ class OriginalPacker(PolicyPacker):
         held: Pieces,
         slot: IntArray | None,
     ) -> Pushed:
-        """Plans of N windows each, and what waits; `rows` are the pieces of each window."""
+        """Make plans of N windows each, and the carry; `rows` are the pieces of each window."""
         num, step = self.num_micro_batches, carry.next_step
         steps = [rows[i : i + num] for i in range(0, len(rows), num)]
         plans = self._plans(step, pieces, steps, num_waiting_tokens=held.num_tokens, shuffle=False)

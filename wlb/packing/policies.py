@@ -102,8 +102,8 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
 
     The longest of at most 2 windows (tried in twentieths) beside which a step of 1.1 global batches
     fits, or else of any more than one: packing.memory_gib, or planned_gib where that is 0, also
-    lowers T (`caps_of`). planned_gib: what plans may use of a device (`wlb.cost.Budget`). UserError
-    where it is None (not known) or nothing fits.
+    lowers T (`caps_of`). planned_gib: memory of a device that plans may use (`wlb.cost.Budget`).
+    UserError where it is None (not known) or nothing fits.
     """
     packing, window = spec.packing, spec.data.context_window
     if not packing.takes_s_max_from_memory:

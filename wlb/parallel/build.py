@@ -89,8 +89,8 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
 
     FULL keeps a layer's input alone. SELECTIVE recomputes the second norm and the MLP, and keeps
     attention's tensors. In both, the down projection and its reduce-scatter do not run again:
-    torch's checkpoint stops once backward has what it needs, and linear layers save their input
-    before they compute (`wlb.parallel.deferred.Product`).
+    torch's checkpoint stops once backward has all tensors that it needs, and linear layers save
+    their input before they compute (`wlb.parallel.deferred.Product`).
     """
     if how == Recompute.NONE:
         return

@@ -62,7 +62,7 @@ def _gathered(x_TGD: Tensor, num_rows: int) -> Tensor:
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory, [num_rows, 2, G, D], whose gradient is what counts."""
+    """A tensor without memory, [num_rows, 2, G, D], of which only the gradient is used."""
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 

@@ -56,9 +56,9 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
     """Have FSDP communicate on the same streams for all stages of a rank; before their first pass.
 
     A stage is a root of FSDP's with four streams of its own, and torch's caching allocator gives no
-    stream what another one freed. torch's `share_comm_ctx` would also share the order of forward
-    passes, which one stage's last backward pass clears while others still prefetch by it, and makes
-    new streams whenever another root begins.
+    stream memory that another one freed. torch's `share_comm_ctx` would also share the order of
+    forward passes, which one stage's last backward pass clears while others still prefetch by it,
+    and makes new streams whenever another root begins.
     """
     streams: dict[str, Any] = {}
     for stage in stages:
@@ -90,8 +90,8 @@ def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
 
     modules: the stage, which begins both passes, then its layers. By default torch posts a gather
     when its module begins, which is too late if the host lags, as at a step's first micro-batch. In
-    backward torch prefetches what ran before in forward, which is not always the next layer if
-    several micro-batches are in flight.
+    backward torch prefetches the module that ran before in forward, which is not always the next
+    layer if several micro-batches are in flight.
     """
     if not ahead:
         return
@@ -170,8 +170,8 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
 def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's share of the squared gradient norm, float64 scalar; sum it over ALL ranks.
 
-    Each element counts once: what is replicated (over tp, or in HSDP copies) counts on its first
-    rank only. A single sum over the world can share an all-reduce with other values.
+    Each element counts once: replicated parameters (over tp, or in HSDP copies) count on their
+    first rank only. A single sum over the world can share an all-reduce with other values.
     """
     counted = [
         local_tensor(p.grad)

@@ -39,7 +39,7 @@ class WeightQueue:
             self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue; returns a function that computes and accumulates what was in it."""
+        """Empty the queue; returns a function that computes and accumulates its gradients."""
         waiting, self._waiting = self._waiting, []
 
         def begin_next() -> Tensor | None:

@@ -109,7 +109,7 @@ class Work:
     model_flops: forward and backward (3 x forward) of real tokens with their documents' attention,
     without recomputation or padding. rank_s: wall time times ranks. window_flops: the same tokens
     counted as full windows, as Megatron-LM does without lengths, which overstates short documents.
-    peak_flops: what the ranks' devices could do in that time; 0 if unknown for any part.
+    peak_flops: FLOPs of the ranks' devices at their peak in that time; 0 if unknown for any part.
     """
 
     rank_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Conversations to tokens, with the spans that are trained; README.md says what is trained.
+"""Conversations to tokens, with the spans that are trained (README.md has the rules).
 
 Special tokens are matched only in the template's own text. Text is cut where training begins and
 ends, so that every token is trained or not as a whole; if contents hold no special token and no

@@ -14,7 +14,7 @@ from wlb.plan import UserError
 
 
 class Role(StrEnum):
-    """Who speaks."""
+    """Author of a message."""
 
     SYSTEM = "system"
     USER = "user"
@@ -95,7 +95,7 @@ class Conversation:
 
 
 def conversation_of(record: object) -> Conversation:
-    """The conversation that a JSON object holds; UserError names what is wrong with it."""
+    """The conversation that a JSON object holds; UserError names the problem."""
     if not isinstance(record, Mapping):
         raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)

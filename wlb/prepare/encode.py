@@ -1,8 +1,8 @@
 """Records to tokens: the tokenizer, and the special tokens before and after a document.
 
-All that a preparation knows of a kind of records is its `EncoderChoice`, plain data that travels to
-worker processes and opens an encoder there. Special tokens come from the policy alone.
-Cost: 2 to 3 MB/s a process for BPE, and some 100 bytes a token of the longest piece of text.
+A preparation knows a kind of records only by its `EncoderChoice`, plain data that travels to worker
+processes and opens an encoder there. Special tokens come from the policy alone. Cost: 2 to 3 MB/s a
+process for BPE, and some 100 bytes a token of the longest piece of text.
 """
 
 import json
@@ -288,8 +288,8 @@ def read_vocabulary(
 ) -> Vocabulary:
     """Size and special tokens of a tokenizer file.
 
-    bos, eos: tokens by name; "" for what the tokenizer_config.json in `folder` (that of the file)
-    says, or else the one special token with a usual name. size: the largest id, added tokens
+    bos, eos: tokens by name; "" for the token of the tokenizer_config.json in `folder` (that of the
+    file), or else the one special token with a usual name. size: the largest id, added tokens
     included, plus one.
     """
     tokenizer = load_tokenizer(path)

@@ -37,7 +37,8 @@ def locked(path: Path) -> Generator[None]:
 def found_or_made(
     lock: Path, find: Callable[[], Found | None], make: Callable[[], object]
 ) -> tuple[Found, bool]:
-    """Return what `find` finds and whether it was there already; else one process makes it."""
+    """Return the result of `find` and whether it existed already; otherwise one process makes
+    it."""
     if (found := find()) is not None:
         return found, True
     with locked(lock):

@@ -1,8 +1,8 @@
 """Jinja chat templates in exact parts, found by running the template in jinja2's sandbox.
 
 1. Render a sequence of roles once with a marker for each content; all must come out, in order.
-2. Trained is what {% generation %} blocks hold. Without them a turn ends where the text of the
-conversation up to there ends, which must start the longer text.
+2. The contents of {% generation %} blocks are trained. Without them a turn ends where the text of
+the conversation up to there ends, which must start the longer text.
 3. Render each conversation with its contents too: the parts must add up to the same text.
 """
 

@@ -32,7 +32,7 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """Describe what changed between two manifests; empty if they are equal."""
+    """Describe the changes between two manifests; empty if they are equal."""
     if old.get("format") != new["format"]:
         return [f"it was made by another version of this program (format {old.get('format')})"]
     sides = [

@@ -90,9 +90,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPosition:
-    """Where a record is. offset: bytes before a line, rows before a row; None for a whole file.
-
-    name: what the held-out rule hashes; it does not depend on the corpus's folder.
+    """Position of a record. offset: bytes before a line, rows before a row; None for a whole file.
+    name: text that the held-out rule hashes; it does not depend on the corpus's folder.
     """
 
     file: InputFile
@@ -350,7 +349,7 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
-    """UserError for the first Parquet file that lacks what `columns` looks for."""
+    """UserError for the first Parquet file that lacks columns that `columns` needs."""
     for file in files:
         if file.kind == FileKind.PARQUET:
             names = open_parquet(file.path).schema_arrow.names

@@ -36,8 +36,8 @@ def encode_shards(
     """Encodes the shards of `numbers`; summaries as they are made, in any order.
 
     in_threads: with threads of this process, which need no main module that can be imported.
-    A UserError of a shard stops the others; of several that of the first shard is raised. What is
-    complete stays. RuntimeError if a worker dies. One process encodes in this one.
+    A UserError of a shard stops the others; of several that of the first shard is raised. Complete
+    parts stay. RuntimeError if a worker dies. One process encodes in this one.
     """
     if processes == 1 or len(numbers) <= 1:
         encoder = job.open_encoder() if numbers else None

@@ -88,7 +88,8 @@ def build(
     grid: AttentionGrid,
     origin: SweepOrigin,
 ) -> BuiltProfile:
-    """Fits all blocks; raises UserError, naming what is missing, if too little was measured."""
+    """Fits all blocks; raises UserError, naming missing measurements, if too little was
+    measured."""
     provenance = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:

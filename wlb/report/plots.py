@@ -63,7 +63,8 @@ def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
 def svg(figure: Any, name: str) -> str:
     """The figure as an <svg> element. `name` prefixes its ids and must be unique on the page."""
     out = StringIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # else it contains links
+    # Without this, the metadata would contain links.
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with importlib.import_module("matplotlib").rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": name}
     ):

@@ -1,7 +1,7 @@
 """From spans and their ranks to a ShardingPlan: shared by every strategy.
 
-A strategy only says which tokens go to which rank. Here empty spans are left out, neighbours on one
-rank merged (each span is a kernel segment), and spans laid out rank-major.
+A strategy only assigns tokens to ranks. Here empty spans are left out, neighbours on one rank
+merged (each span is a kernel segment), and spans laid out rank-major.
 """
 
 from typing import NamedTuple

@@ -40,8 +40,7 @@ from wlb.train.watchers import hooks_of
 class Trainer:
     """Runs a job on one rank; all ranks construct it and call `run` together.
 
-    position: is told what the rank is doing. stop_request: where requests to stop arrive, also
-    early ones.
+    position: receives the rank's activity. stop_request: requests to stop, also early ones.
     """
 
     def __init__(

@@ -9,7 +9,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
 class ConnectRanks(Hook):
-    """Uses every communicator once, before hooks that communicate begin, and says how many."""
+    """Uses every communicator once, before hooks that communicate begin, and reports their
+    number."""
 
     def begin(self, run: RunContext) -> None:
         if dist.get_world_size() == 1:

@@ -27,7 +27,7 @@ from wlb.parallel.rows import IGNORE, LabelReader, TokenReader
 from wlb.plan import IntArray, IntLike, Layout, MicroBatch, UserError, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
-"""int64, or what `FlatOptions.dtype` says."""
+"""Integers of `FlatOptions.dtype`, int64 by default."""
 
 
 _PACKED_TOKENS = 256

@@ -92,7 +92,7 @@ class PackingSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingRun:
-    """A policy's summary and what plots need.
+    """A policy's summary and the data of plots.
 
     imbalance, tokens: of each step, shape [num_steps]. delay_tokens: tokens by delay in iterations,
     shape [max_delay + 1] (at most DELAY_BINS).

@@ -22,8 +22,9 @@ STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingChoices:
     """Values to try. s_max in windows and step_tokens in global batches (0 = no cap), as in
-    [packing], are lowered to what memory allows. queues: thresholds of Algorithm 1, micro_batches:
-    per window, weight_delays: of zero-bubble; each in addition to the run's own or 1."""
+    [packing], are lowered as far as memory requires. queues: thresholds of Algorithm 1,
+    micro_batches: per window, weight_delays: of zero-bubble; each in addition to the run's own or
+    1."""
 
     policies: tuple[Policy, ...] = CHOSEN
     s_max: tuple[float, ...] = (1.25, 1.5, 2.0)

@@ -141,7 +141,7 @@ def check_files(checkpoint: Path) -> None:
 
 
 def _damage(path: Path, num_bytes: int) -> str:
-    """Describe what is wrong with a file's size; "" if nothing."""
+    """Describe the defect of a file's size; "" if there is none."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Decide what follows a non-finite loss or gradient (`training.on_nonfinite`).
+"""Decide the reaction to a non-finite loss or gradient (`training.on_nonfinite`).
 
 All ranks see the same sums, so they decide alike without communication.
 """

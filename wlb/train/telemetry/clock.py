@@ -45,7 +45,7 @@ class StepTimes:
 
 class StepSpans(NamedTuple):
     """Wall times of a rank's step, which began at the Unix time began_ns. spans: each chunk's cell,
-    its begin since the step's, and what it took, in ns."""
+    its begin since the step's, and its duration, in ns."""
 
     began_ns: int
     wall_ns: int
@@ -94,7 +94,7 @@ class ThreadMarks(WallMarks):
 
 
 class EventMarks(WallMarks):
-    """CUDA events on the current stream, from a pool that grows to what a step needs."""
+    """CUDA events on the current stream, from a pool that grows to the number that a step needs."""
 
     def __init__(self) -> None:
         self._pool: list[torch.cuda.Event] = []

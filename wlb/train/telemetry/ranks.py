@@ -175,7 +175,7 @@ def timeline_of(
 
 
 class RecordRanks(Hook):
-    """Writes tables of ranks and timelines where they are due, and says who became a straggler."""
+    """Writes tables of ranks and timelines when they are due, and reports new stragglers."""
 
     def __init__(self, meter: RankMeter, clock: StepClock) -> None:
         self.meter, self.clock = meter, clock

@@ -35,7 +35,8 @@ class Sink(Protocol):
 
 
 def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
-    """The configured sinks, metrics.jsonl first. steps_done: what a resumed run goes on from."""
+    """The configured sinks, metrics.jsonl first. steps_done: executed steps of the checkpoint that
+    a resumed run continues from."""
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     if spec.telemetry.tensorboard:
