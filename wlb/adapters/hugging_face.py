@@ -311,7 +311,7 @@ def _read_by_ours(dataset: Any, *, remove: bool) -> Any:
     masks = [name for name in LOSS_MASKS if name in names]
     if masks and "labels" not in names:
         raise UserError(
-            f"train_dataset has {masks[0]} and no labels, so what it masks would be trained; give "
+            f"train_dataset has {masks[0]} and no labels, so masked tokens would be trained; give "
             f"labels that are {IGNORE} where nothing is trained"
         )
     if not remove or _is_transformed(dataset):

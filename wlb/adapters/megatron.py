@@ -204,7 +204,8 @@ class PlannedP2P(P2PCommunicator):
         at = self._taken[way]
         if at >= len(self._shapes):
             raise RuntimeError(
-                "more micro-batches are received than PlannedP2P.begin was told; call it before "
+                "more micro-batches are received than PlannedP2P.begin got shapes for; call it "
+                "before "
                 "every forward-backward with the shapes of all its micro-batches"
             )
         self._taken = [n + (i == way) for i, n in enumerate(self._taken)]

@@ -135,7 +135,7 @@ class GlobalBatches(SourceBatches):
             self._lengths = int_array("lengths", self._lengths)
         if self._lengths.size != source.num_documents:
             raise UserError(
-                f"the corpus says {source.num_documents} documents and has "
+                f"the corpus has num_documents = {source.num_documents}, but "
                 f"{self._lengths.size} lengths"
             )
         check_lengths(self._lengths)

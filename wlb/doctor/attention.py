@@ -27,7 +27,7 @@ FLOOR_EPS = 16
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
 LONG = [(600, 600), (257, 900)]
 """(queries, keys) of each document."""
-REMEDY = "kernels.attention = {other} computes the run until it is mended; report it with versions"
+REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
 
 
 class Heads(NamedTuple):
@@ -101,7 +101,7 @@ def examine_kernel(
     top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
     found = (
         f"{str(dtype).removeprefix('torch.')} on {patient.device.type}: error of {top.what} is "
-        f"{top.times:.2f} of what is allowed ({top.eps:.1f} eps)"
+        f"{top.times:.2f} of the allowed error ({top.eps:.1f} eps)"
     )
     if wrong:
         return say(check, f"WRONG: {found}", remedy)

@@ -132,7 +132,9 @@ def memory(patient: Patient) -> Finding:
         return skipped(name, f"the estimate is {_size(need)}; free memory is not known")
     found = f"{_size(free)} of {what} free; the fullest rank needs about {_size(need)}"
     if need > free:
-        remedy = "nvidia-smi: end what else holds memory; training.recompute, or more ranks"
+        remedy = (
+            "nvidia-smi: end other processes that hold memory; training.recompute, or more ranks"
+        )
         return failed(name, found, remedy)
     # `hold_against` has a second line if run.over_memory = warn let an excess pass.
     if told[1:]:

@@ -160,7 +160,7 @@ def _of_axis(
     wrong = {timing.ranks for timing in found if not timing.is_right}
     if wrong:
         where = "; ".join(f"ranks {ranges(r)} on {_hosts(r, everyone)}" for r in sorted(wrong))
-        remedy = "do not train here: NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell what is broken"
+        remedy = "do not train here: NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 find the broken link"
         return failed(check, f"WRONG numbers in {where}", remedy)
     slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
     text = (

@@ -170,7 +170,7 @@ def _line(error: Exception) -> str:
 
 
 def _no_meeting(error: RuntimeError, world: World) -> Finding:
-    remedy = "is the first node's address reachable from all (GLOO_SOCKET_IFNAME)? did all start?"
+    remedy = "check that all ranks started and reach the first node's address (GLOO_SOCKET_IFNAME)"
     found = f"{world.world_size} ranks did not meet: {_line(error)}"
     return failed("rendezvous", found, remedy)
 

@@ -213,7 +213,7 @@ class NodeAggregator:
                 )
                 await _first_of(self._uplink.welcomed, self._uplink.lost)
             if not self._uplink.welcomed.is_set():
-                return f"{self.name} was not let in at {host}:{port}"
+                return f"{self.name} was not accepted by the root at {host}:{port}"
         # TimeoutError is an OSError.
         except OSError as error:
             return f"{self.name} cannot reach the root at {host}:{port} ({error!r})"

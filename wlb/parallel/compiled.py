@@ -91,7 +91,8 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"training.compile = true, but torch's backend {backend!r} cannot compile for "
-            f"{device.type} here: {reason}; install what it needs (for training.compile_backend = "
+            f"{device.type} here: {reason}; install its requirements (for training.compile_backend "
+            f"= "
             f"inductor: on CPU a C++ compiler and Python's headers, Debian's g++ and python3-dev; "
             f"on CUDA Triton) or set training.compile = false"
         ) from error

@@ -44,5 +44,5 @@ def parsing(what: str) -> Generator[None, None, None]:
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"this is no {what} as `to_json` writes it ({reason}); give all of what it wrote"
+            f"this is no {what} as `to_json` writes it ({reason}); give the whole value"
         ) from error

@@ -300,7 +300,7 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
     ]
     if encoded[0] != encoded[1] + encoded[2]:
         raise UserError(
-            "the tokenizer puts white space in front of what it encodes, so a conversation cannot "
+            "the tokenizer puts white space in front of each text, so a conversation cannot "
             "be encoded in parts and contents be kept apart from special tokens; use a tokenizer "
             "without a prefix space (byte-level BPE with add_prefix_space = false)"
         )

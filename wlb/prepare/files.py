@@ -48,7 +48,7 @@ def found_or_made(
         make()
         if (found := find()) is None:
             raise RuntimeError(
-                f"what was made beside {lock} cannot be read, or another process replaced it with "
+                f"the result beside {lock} cannot be read, or another process replaced it with "
                 f"other settings"
             )
         return found, False

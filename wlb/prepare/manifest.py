@@ -73,8 +73,9 @@ def open_manifest(path: Path, manifest: Manifest) -> bool:
         ) from None
     if found:
         raise UserError(
-            f"an interrupted preparation in {path.parent} has other arguments or inputs:  "
-            f"{'; '.join(found)}. Go on with what it was asked for, or start anew with --overwrite"
+            f"an interrupted preparation in {path.parent} has other arguments or inputs: "
+            f"{'; '.join(found)}. Use the same arguments to continue it, or start anew with "
+            f"--overwrite"
         )
     return True
 

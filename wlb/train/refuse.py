@@ -155,7 +155,7 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
     theirs = _model_of(saved_in)
     ours, before = _meaning(model), _meaning(theirs)
     changed = [
-        f"model.{name} = {ours[name]} in the place of {before[name]}"
+        f"model.{name} = {ours[name]} instead of {before[name]}"
         for name in ours
         if ours[name] != before[name]
     ]

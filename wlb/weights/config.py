@@ -173,7 +173,7 @@ def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
-            raise keys.error(name, "asks for biases, which wlb's linear layers do not have")
+            raise keys.error(name, "requires biases, which wlb's linear layers do not have")
     window = values.get("sliding_window", _MISTRAL_WINDOW)
     if is_mistral and window is not None:
         raise UserError(

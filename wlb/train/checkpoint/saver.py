@@ -224,7 +224,8 @@ class CheckpointSaver:
         # Ranks hashed the files that they see; on an unshared folder rank 0 does not see them.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
-                f"rank 0 on {socket.gethostname()} does not see what other ranks wrote: {problem}; "
+                f"rank 0 on {socket.gethostname()} does not see the files of other ranks: "
+                f"{problem}; "
                 f"set run.output_dir to a folder that all nodes share"
             )
         checkpoint.write_manifest(partial, files)
