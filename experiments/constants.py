@@ -34,7 +34,8 @@ GEMM_BACKWARD_TFLOPS = 255.0
 MEMORY = 0.45
 """This factor scales the profile's element-wise bandwidth of 3 TB/s."""
 LINK_BYTES_PER_S = 120e9
-"""A rank's link between nodes has this bandwidth if what hides behind computing is counted."""
+"""A rank's link between nodes has this bandwidth if transfers hidden behind computing are
+counted."""
 
 S_MAX = 1.1
 QUEUES = {1: (0.2,), 2: (0.2, 0.63), 3: (0.2, 0.4, 0.63)}

@@ -188,7 +188,7 @@ def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> N
 
 
 def priced_with(*profiles: KernelProfile) -> str:
-    """Says which kernel profiles priced a page and what each of their blocks is worth."""
+    """Names the kernel profiles that priced a page, and the kind of each of their blocks."""
     return " ".join(_worth(profile) for profile in profiles)
 
 

@@ -140,7 +140,7 @@ class Job:
 
 
 def source_version() -> str:
-    """Returns the commit, with a digest of what differs from it if something does."""
+    """Returns the commit, with a digest of the differences from it if there are any."""
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest

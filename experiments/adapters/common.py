@@ -96,9 +96,8 @@ def row_of(
 ) -> Row:
     """Makes a row from the steps of an epoch.
 
-    expected: ledger of what has to be trained
-    losses: held-out losses of runs from several initial weights
-    work: work of each rank, None where it is that of its documents
+    expected: ledger of the labels that have to be trained losses: held-out losses of runs from
+    several initial weights work: work of each rank, None where it is that of its documents
     """
     seen = ledger(d for step in steps for rank in step for mb in rank for d in mb)
     return Row(

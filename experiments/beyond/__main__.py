@@ -44,7 +44,7 @@ def chunks(config: str) -> str:
 
 
 def variants(config: str) -> dict[str, tuple[str, ...]]:
-    """Returns what is compared, by name; the first is the baseline."""
+    """Returns the variants that are compared, by name; the first is the baseline."""
     ours = (*BOUNDED, MEMORY)
     return {
         "Plain-4D": PLAIN,

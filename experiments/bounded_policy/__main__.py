@@ -146,7 +146,7 @@ def table_2(sources: dict[str, list[GlobalBatch]]) -> list[list[str]]:
 def against(
     theirs: PackingSummary, caps: Caps, batches: list[GlobalBatch]
 ) -> tuple[float, PackingSummary, list[str]]:
-    """Returns (price, what `bounded` did with it, in what it is lower)."""
+    """Returns (price, summary of `bounded` with it, names of the numbers that are lower)."""
     matched = replace(caps, max_delay=max(1, theirs.max_delay - 1))
     for price in PRICES:
         packer = bounded(matched, PIPELINE, price=price / PIPELINE**0.5)

@@ -44,7 +44,7 @@ The form of the input decides most of the time, so equal forms are compared:
 The collators take turns on each batch, so that a busy machine slows all alike; a collator's time is
 the sum over batches of its fastest turn. torch runs on one thread, as in a DataLoader's workers.
 """
-"""Text of the page on what is compared and how it is timed."""
+"""Text of the page on the comparison and the timing."""
 VOCABULARY = 32_000
 TARGET = 20.0
 """This project's target is this multiple of transformers' tokens per second."""
@@ -98,7 +98,7 @@ def lengths_of(source: str, num: int, rng: np.random.Generator) -> IntArray:
 
 
 def calls_of(lengths: IntArray, rng: np.random.Generator) -> dict[tuple[str, str], Call]:
-    """Returns what is timed on one batch, by form of the input and collator."""
+    """Returns the calls that are timed on one batch, by form of the input and collator."""
     buffer = rng.integers(0, VOCABULARY, int(lengths.sum())).astype(np.uint16)
     rows = np.split(buffer.astype(np.int64), np.cumsum(lengths)[:-1])
     as_lists = [{"input_ids": row.tolist()} for row in rows]

@@ -123,7 +123,7 @@ class Study:
         }
 
     def scale_spec(self) -> RunSpec:
-        """Returns what all cases have in common."""
+        """Returns the settings that all cases share."""
         return spec_of(self.scale, self.scale.keys | {"model.vocab_size": self.vocabulary})
 
     def spec_of(self, case: Case) -> RunSpec:
@@ -132,7 +132,7 @@ class Study:
     def books(self, case: Case, *, anew: bool = False) -> Bookkeeping:
         """Returns the counts of the case's packing and seed, which are kept in the folder.
 
-        They are planned again where kept ones lack what is counted now.
+        They are planned again where kept counts lack a field of today's.
 
         anew: plans again in any case, as this code plans
         """
@@ -223,7 +223,8 @@ class Study:
         return self.collect(case)
 
     def collect(self, case: Case) -> Result:
-        """Reads what an ended run left and keeps it; raises ValueError for one that has not ended.
+        """Reads the results of an ended run and keeps them; raises ValueError for one that has not
+        ended.
 
         The checkpoints of this machine's runs are removed, those of Slurm's jobs stay.
         """

@@ -1,4 +1,4 @@
-"""Turns seeds into numbers: each arm beside its baseline, seed by seed, and what is noise.
+"""Turns seeds into numbers: each arm against its baseline, seed by seed, and the noise.
 
 A difference is taken between runs of the same seed, which begin with the same weights and get
 documents in the same order. Noise is estimated from all runs at once (`leftover`). Intervals are

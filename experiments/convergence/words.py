@@ -206,7 +206,7 @@ def _cuts(groups: Sequence[Group]) -> str:
 
 
 def _beside_control(groups: Sequence[Group]) -> str:
-    """Says what is left of policies' differences where cuts are the same."""
+    """Describes the differences of policies that remain where cuts are the same."""
     others = [
         g
         for g in against(groups, CONTROL)

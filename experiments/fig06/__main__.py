@@ -58,7 +58,8 @@ class Result(NamedTuple):
 
 
 def packers(options: PackerOptions) -> list[tuple[str, int | None, Packer]]:
-    """Returns what is compared. Fixed-length packing balances the squares, as Eq. 1 does."""
+    """Returns the packers that are compared. Fixed-length packing balances the squares, as Eq. 1
+    does."""
     squares = PackerOptions(
         num_micro_batches=options.num_micro_batches,
         context_window=options.context_window,

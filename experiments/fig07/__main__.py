@@ -56,8 +56,8 @@ def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]
 def crossing(cost: ProfiledWorkload, *, window: int) -> int | None:
     """Returns the length from which on attention takes longer than the linear part.
 
-    Tiles make short documents expensive, so what counts is where the linear part never leads again.
-    The result is None if it still leads at the window.
+    Tiles make short documents expensive, so this is the length beyond which the linear part never
+    leads again. The result is None if it still leads at the window.
     """
     lengths = np.arange(1, window + 1)
     is_linear = cost.attention_ns(lengths) <= cost.linear_ns(lengths)

@@ -47,7 +47,7 @@ PLAIN = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Holds a step's plan and what waited when the step was planned.
+    """Holds a step's plan and the pieces that waited when the step was planned.
 
     waiting: carried pieces, then the pieces of the step's own batch
     slot: slot of each waiting piece in the carry, -1 for a new piece, shape [len(waiting)]

@@ -1,8 +1,8 @@
 """Compares a layer's attention under each CP sharding and the gain of choosing one (Figure 15).
 
-`python -m experiments.fig15_cp_sharding [--device none|cuda|cpu]`; `device_of` says what each does,
-`run_window` what is summed. The layer is one of the 7B model at CP 4, with windows of 64K and 128K
-and the micro-batches of Plain-4D's loader on the fitted stream. The whole operation with
+`python -m experiments.fig15_cp_sharding [--device none|cuda|cpu]`; `device_of` describes the
+devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with windows of 64K and
+128K and the micro-batches of Plain-4D's loader on the fitted stream. The whole operation with
 collectives is `torchrun -m experiments.fig15_cp_sharding.ranks`.
 """
 

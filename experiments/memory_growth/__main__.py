@@ -151,7 +151,7 @@ def minutes_table(minutes: list[Trace]) -> Table:
 
 
 def read_minutes(path: Path) -> list[Trace]:
-    """Reads what `minutes_table` wrote."""
+    """Reads the table that `minutes_table` wrote."""
     traces: dict[str, Trace] = {}
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):

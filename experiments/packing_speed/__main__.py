@@ -1,4 +1,4 @@
-"""Measures what packing costs and how the cost grows: `python -m experiments.packing_speed`.
+"""Measures the cost of packing and its growth: `python -m experiments.packing_speed`.
 
 1. A 7B-128K global batch (4 micro-batches): the median time of a push in steady state for each
    policy, beside the overheads of the paper's Table 2 (on its machine, 8-23 ms for Algorithm 1).

@@ -166,7 +166,7 @@ def shrunk(lengths: IntArray, factor: int) -> IntArray:
 def measure(lengths: IntArray, cp: int, costs: dict[str, WorkloadModel], rounds: int) -> Case:
     """Times one micro-batch under every strategy.
 
-    costs: what adaptive chooses by, by name; hybrid and balanced choose by "fit"
+    costs: workload models by which adaptive chooses, by name; hybrid and balanced choose by "fit"
     """
     plans = [shard(lengths, cp=cp, strategy=name, cost=costs["fit"]) for name in MEASURED]
     times = times_ns(plans, LAYOUT, rounds=rounds)
@@ -190,8 +190,8 @@ def table(title: str, cases: list[Case]) -> list[str]:
     Times are summed over micro-batches. The "optimum of two" knows per_sequence and per_document
     (the paper's), that "of all" hybrid and balanced as well. The optimum's own choice suffers from
     noise, so a regret is a little too small and may be negative, but by no more than the noise
-    floor: what the optimum would gain by being chosen on the rounds it is scored on. How far the
-    two halves of the rounds differ is printed too.
+    floor: the gain of the optimum if it were chosen on the rounds it is scored on. How far the two
+    halves of the rounds differ is printed too.
     """
     taken = [case.taken for case in cases]
     total = {name: sum(t[name] for t in taken) for name in taken[0]}

@@ -29,8 +29,8 @@ from wlb.spec.systems import system_choices
 NUM_SMS, TILE, HEAD_SIZE = 132, 128, 128
 CONFIGURATIONS = ("550m_64k", "7b_128k", "70b_128k")
 EMPTY_NS = (500.0, 1000.0, 2000.0)
-"""A multiprocessor's time for an empty block. Half a microsecond is what NVIDIA's forum reports for
-a small kernel; two follow from flash-attention issue 2521, of a larger kernel on a B200."""
+"""A multiprocessor's time for an empty block. NVIDIA's forum reports half a microsecond for a small
+kernel; two follow from flash-attention issue 2521, of a larger kernel on a B200."""
 BLOCK_NS, CALL_NS = 1500.0, 5000.0
 """Costs of a full block besides its products, and of every kernel of a further call."""
 

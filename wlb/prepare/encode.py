@@ -249,7 +249,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    # A batch of one runs on one thread and skips the offsets that encode() computes.
+    # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no offsets.
     encoded: Any = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoded[0].ids, np.int64)
 

@@ -30,7 +30,7 @@ HELDOUT_FRACTION = 0.1
 BASE_PACKAGES = ("numpy", "scipy")
 """The base model is trained on the Python sources of these packages.
 
-The standard library is not among them, because its docstrings are what the model is fine-tuned on.
+The standard library is not among them, because the model is fine-tuned on its docstrings.
 """
 BASE_STEPS, BASE_BATCHES = 200, 16
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -136,7 +136,7 @@ def rate_cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds what a run left. Losses are in nats per trained token.
+    """Holds the results of a run. Losses are in nats per trained token.
 
     steps: optimiser steps
     tokens: tokens of the examples
