@@ -10,7 +10,7 @@ import pytest
 from tests.prepare.documents_case import ListedDocuments
 from wlb.data import TokenStore
 from wlb.prepare import folder_documents, load_tokenizer, prepare
-from wlb.prepare.encode import END_OF_TEXT, _pieces
+from wlb.prepare.encode import END_OF_TEXT, text_pieces
 from wlb.prepare.parts import heldout_rows
 
 OPTIONS = {"vocab_size": 300, "heldout_fraction": 0.2, "seed": 1}
@@ -151,12 +151,12 @@ def test_progress_and_skips_of_a_folder(tmp_path):
 
 
 def test_long_documents_are_encoded_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("wlb.prepare.encode._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("wlb.prepare.encode.PIECE_CHARACTERS", 100)
     monkeypatch.setattr("wlb.prepare.text_store._SHARD_BYTES", 700)
     texts = {"long": "some words\n" * 99 + "x" * 333, "a": "short", "b": "y" * 100}
     prepared = prepare(corpus(texts), tmp_path / "tiny", **OPTIONS)
     assert sorted(both(all_texts(prepared))) == sorted(texts.values())
-    assert [len(part) for part in _pieces("a" * 50 + "\n" + "b" * 230)] == [51, 100, 100, 30]
+    assert [len(part) for part in text_pieces("a" * 50 + "\n" + "b" * 230)] == [51, 100, 100, 30]
 
 
 def test_split_is_stable_and_leaves_no_side_empty():

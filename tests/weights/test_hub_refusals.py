@@ -24,8 +24,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["LlamaForSequenceClassification"]},
         r"architectures = \['LlamaForSequenceClassification'\] is not known",
     ),
-    "attention bias": ({"attention_bias": True}, "attention_bias = True asks for biases"),
-    "mlp bias": ({"mlp_bias": True}, "mlp_bias = True asks for biases"),
+    "attention bias": ({"attention_bias": True}, "attention_bias = True"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias = True"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not silu"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},

@@ -69,7 +69,7 @@ def add_parser(what: Any) -> None:
 
 
 def _add_restrictions(parser: argparse.ArgumentParser) -> None:
-    """Add what narrows or widens the search."""
+    """Add the options that narrow or widen the search."""
     for axis in ("tp", "cp", "pp", "dp"):
         parser.add_argument(
             f"--{axis}", nargs="+", type=int, default=[], help=f"only these degrees of {axis}"
@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
     layouts = layouts_of(spec, gpus=options.gpus, choices=narrowed)
     first = layouts.candidates[0].spec
     profile = workload_for(first, options.device).profile
-    status = Console(stderr=True).status("layouts")  # shows nothing unless stderr is a terminal
+    # The status is shown only if stderr is a terminal.
+    status = Console(stderr=True).status("layouts")
     with Workers(jobs=options.jobs or os.cpu_count() or 1) as workers, status:
         counts: Counter[str] = Counter()
 
@@ -178,7 +179,8 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, planned_gib=planned_gib(own))
-        effective_caps(own)  # raises if memory leaves packing no room to catch up
+        # effective_caps raises UserError if memory leaves packing no room to catch up.
+        effective_caps(own)
         return own, ""
     except UserError as error:
         return None, f"the run's own layout is not compared: {error}"

@@ -17,11 +17,11 @@ from wlb.spec import ModelSpec
 FloatArray = npt.NDArray[np.float64]
 
 FORWARD_FLOPS_PER_PAIR = 4
-"""Times head_dim and heads: QK^T and PV, a multiply-add each."""
+"""Forward FLOPs per query-key pair, head and head_dim: a multiply-add each for QK^T and PV."""
 BACKWARD_FLOPS_PER_PAIR = 10
-"""Times head_dim and heads: QK^T again, dV, dP, dQ, dK."""
+"""The same in backward: a multiply-add each for QK^T again, dV, dP, dQ and dK."""
 LINEAR_BACKWARD_FACTOR = 2
-"""Backward of a matrix product: one for the input's gradient, one for the weight's."""
+"""Products in backward of a matrix product: the input's gradient and the weight's."""
 
 
 def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:

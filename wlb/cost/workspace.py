@@ -130,11 +130,11 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
     """dpsum, lse_log2, dq_accum, dk_accum, dv_accum and the semaphores."""
     is_hopper = compute_major == 9
     if call.head_size == 256 and not is_hopper:
-        # This head size has a kernel of its own, without accumulators.
+        # This head size has its own kernel, which uses no accumulators.
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
     block_q, block_k, cluster, step = _flash4_blocks(call.head_size, is_hopper)
-    # (rows + (segments + 1) * block - 1) // block * block in the source, which is the same.
+    # The source computes (rows + (segments + 1) * block - 1) // block * block, which is equal.
     return _accumulators(
         call,
         rows_q=_up(call.num_queries + call.num_segments * block_q, block_q),

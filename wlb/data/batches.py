@@ -33,7 +33,7 @@ from wlb.plan.arrays import first_true
 State = dict[str, Any]
 
 BLOCK = 1 << 20
-"""Most documents whose lengths are looked up at once."""
+"""Most documents whose lengths are looked up in one call."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
 
 
@@ -135,7 +135,7 @@ class GlobalBatches(SourceBatches):
             self._lengths = int_array("lengths", self._lengths)
         if self._lengths.size != source.num_documents:
             raise UserError(
-                f"the corpus says {source.num_documents} documents and has "
+                f"the corpus has num_documents = {source.num_documents}, but "
                 f"{self._lengths.size} lengths"
             )
         check_lengths(self._lengths)
@@ -236,7 +236,7 @@ def check_settings(tokens_per_batch: int, epochs: int) -> None:
 def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:
     """UserError unless `state` has these counts and this identity.
 
-    what, keys: whose state it is, and the keys that say what is read, for the message.
+    what, keys: owner of the state and the keys that select the data, for the message.
     """
     expected = counts | identity.keys()
     if state.keys() != expected:
@@ -257,7 +257,7 @@ def batch_after(
 ) -> tuple[GlobalBatch, State]:
     """The batch of these documents and the state after it.
 
-    read: what its sources have given. missing: tokens that the batch needed to be complete.
+    read: documents that its sources gave. missing: tokens that the batch needed to be complete.
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}

@@ -1,4 +1,4 @@
-"""Records of the whole project: what a step trains, where, and how long it is predicted to take."""
+"""Records of the whole project: documents, packing, sharding, plans of steps, and their metrics."""
 
 from wlb.plan.arrays import DIGEST_BITS as DIGEST_BITS
 from wlb.plan.arrays import BoolArray as BoolArray

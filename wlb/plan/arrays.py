@@ -1,7 +1,7 @@
 """Integer arrays as the records of `wlb.plan` hold them: int64, one axis, read-only.
 
-Everything a plan is compared by is integer, so that two hosts that make the same plan hold the same
-bytes (`digest`).
+All values by which plans are compared are integers, so that hosts which make the same plan hold the
+same bytes (`digest`).
 """
 
 import hashlib

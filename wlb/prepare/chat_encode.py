@@ -1,4 +1,4 @@
-"""Conversations as records of `prepare_store`: which template, what is trained, what is too long.
+"""Conversations as records of `prepare_store`: template, trained messages, limit of tokens.
 
 `Encoded.counts` has conversations `split` and their `split_documents`; `untrained_parts` that were
 left out, with `untrained_part_tokens`; conversations `truncated`, with `truncated_tokens` and, of
@@ -44,7 +44,8 @@ class ChatChoice(EncoderChoice):
     def __post_init__(self) -> None:
         if self.limit is not None:
             check_at_least("--limit", self.limit, 2, " tokens: one to predict from")
-        load_template(self.template)  # UserError for a template that cannot be used
+        # This raises UserError for a template that cannot be used.
+        load_template(self.template)
         if self.add_tokens and self.template not in BUILT_IN:
             raise UserError(
                 f"--add-tokens is for built-in templates ({', '.join(BUILT_IN)}), not "

@@ -30,7 +30,8 @@ def locked(path: Path) -> Generator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except (ImportError, OSError):
             pass
-        yield  # closing the file releases the lock, also when the process dies
+        # Closing the file releases the lock, also when the process dies.
+        yield
 
 
 def found_or_made(
@@ -40,11 +41,11 @@ def found_or_made(
     began = time.perf_counter()
     if (found := find()) is None:
         with locked(lock):
-            if (found := find()) is None:  # no other process was faster
+            if (found := find()) is None:  # None made it while this one waited.
                 make()
                 if (found := find()) is None:
                     raise RuntimeError(
-                        f"what was made beside {lock} cannot be read, or another process replaced "
+                        f"the result beside {lock} cannot be read, or another process replaced "
                         f"it with other settings"
                     )
                 found = replace(found, reused=False)

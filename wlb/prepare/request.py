@@ -1,4 +1,4 @@
-"""What `prepare_store` is asked for, and what it reports."""
+"""Options and report of `prepare_store`."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -66,7 +66,7 @@ class PrepareOptions:
             if field.name in ("vocab_size", "sample_bytes") and value != field.default:
                 raise UserError(
                     f"--{field.name.replace('_', '-')} {value} is for training a BPE; --tokenizer "
-                    f"{self.tokenizer} has its vocabulary: leave it out, or say --tokenizer {BPE}"
+                    f"{self.tokenizer} has its vocabulary: leave it out, or use --tokenizer {BPE}"
                 )
 
 
@@ -157,7 +157,8 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
         names["tokenizer_checksum"] = file_checksum(path)
         config = path.parent / "tokenizer_config.json"
         names["tokenizer_config"] = file_checksum(config) if config.is_file() else ""
-    if options.tokenizer != BPE:  # vocab_size and sample_bytes only train a BPE
+    # vocab_size and sample_bytes are used only to train a BPE.
+    if options.tokenizer != BPE:
         del names["vocab_size"], names["sample_bytes"]
     return names
 

@@ -34,12 +34,12 @@ from wlb.spec import ModelSpec
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
 """Shipped profiles whose collectives stand in where they were not measured."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
-"""The usual number of a cluster's nodes, where the machine does not tell."""
+"""GPUs per node that are assumed where the machine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltProfile:
-    """A profile with what reports need in addition."""
+    """A profile, with the errors and notes that reports show."""
 
     profile: KernelProfile
     attention: tuple[FittedAttention, ...]
@@ -88,7 +88,8 @@ def build(
     grid: AttentionGrid,
     origin: SweepOrigin,
 ) -> BuiltProfile:
-    """Fits all blocks; raises UserError, naming what is missing, if too little was measured."""
+    """Fits all blocks; raises UserError, naming missing measurements, if too little was
+    measured."""
     provenance = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:

@@ -134,7 +134,8 @@ def _rates(
     for record in grid:
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
-        # At least a fifth is the segments' own: the cost of a call is uncertain.
+        # At least a fifth of the time is attributed to the segments, because the cost of a call is
+        # uncertain.
         price = max(took - call_ns - group_ns * record.point["has_other"], 0.2 * took) / count
         rows = next((n for n in layout.padded_lengths if n >= q), q)  # that the kernel computes
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))

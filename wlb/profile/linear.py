@@ -1,4 +1,4 @@
-"""Tasks that measure a layer's work outside attention: what W_l(d) of Eq. 2 is fitted to.
+"""Tasks that measure a layer's work outside attention, to which W_l(d) of Eq. 2 is fitted.
 
 Times are of one rank, forward and backward apart, without collectives, through the modules of
 `wlb.model` and autograd. Kinds: gemm, elementwise (`*_bytes` are those that `wlb.cost.flops`

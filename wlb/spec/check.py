@@ -319,7 +319,8 @@ def _check_number_packed(spec: RunSpec) -> None:
             f"to 0"
         )
     if packing.takes_s_max_from_memory:
-        return  # S_max is unknown here; `with_s_max` checks the filled-in spec again
+        # S_max is unknown here; `with_s_max` checks the filled-in spec again.
+        return
     most = m * spec.s_max
     is_bounded = packing.policy == Policy.BOUNDED
     if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):

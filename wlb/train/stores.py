@@ -13,7 +13,8 @@ from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train.faults.stop import Signals
 
 SPLIT_SEED = 0
-"""Chooses the held-out documents. Not run.seed, so that runs of several seeds share them."""
+"""Seed of the choice of held-out documents; run.seed is not used, so that runs of several seeds
+share them."""
 DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 
 

@@ -216,7 +216,7 @@ class _WaitingMicroBatch:
 
 @dataclass(slots=True)
 class _Timer:
-    """Makes the passes of a rank take their time, and records when they ran."""
+    """Lets each pass of a rank wait for its time, and records when it ran."""
 
     group: dist.ProcessGroup | None
     origin_s: float = 0.0
@@ -250,7 +250,7 @@ def _sleep_until(instant_s: float) -> None:
 
 
 class _WaitingStage(nn.Module):
-    """Replaces the layers of a stage: waits, and returns rows that depend on its input."""
+    """A stage whose passes only wait (`_WaitingPass`), instead of computing layers."""
 
     def __init__(
         self, index: int, job: _ReplaySettings, *, timer: _Timer, queue: WeightQueue | None = None
@@ -266,7 +266,8 @@ class _WaitingStage(nn.Module):
 
 
 class _WaitingPass(torch.autograd.Function):
-    """Multiplies rows (tokens on the first stage) by a weight; the last stage's sum is the loss."""
+    """The waits of a stage as an autograd function. The output is its input times a weight, so that
+    autograd runs every stage's backward; the last stage's sum is the loss."""
 
     @staticmethod
     def forward(
@@ -342,7 +343,8 @@ class _Rank:
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
     """Return this rank's times of each step's repeats."""
-    del world  # build_mesh reads it from the process group
+    # build_mesh reads the world from the process group.
+    del world
     rank = _build_rank(job)
     # A full garbage collection takes 140 ms per rank, because torch loads many objects.
     gc.freeze()

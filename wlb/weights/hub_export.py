@@ -102,7 +102,8 @@ def _write_shards(
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
-        del values  # before the next shard is read
+        # This shard is freed before the next one is read.
+        del values
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         _write_json(folder / INDEX, index)

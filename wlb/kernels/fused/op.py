@@ -102,7 +102,8 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _differentiate_norm(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grads[0] is None:  # nothing depends on the output
+    # Nothing depends on the output.
+    if grads[0] is None:
         return None, None, None
     return *fused_norm_backward(grads[0], *ctx.saved_tensors), None
 

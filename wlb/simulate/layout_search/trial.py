@@ -183,7 +183,8 @@ class TrialRunner:
             try:
                 trial = self._try(spec, is_sharded=is_sharded)
             except UserError:
-                return None  # memory leaves packing no room to catch up
+                # Memory leaves packing no room to catch up.
+                return None
             if trial.fits:
                 return trial
             if not spec.packing.memory_gib:

@@ -42,7 +42,8 @@ class MeasureSteps(Hook):
         step.telemetry = replace(reduced, work=self.work.take())
         is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
         self._num_recorded += reduced.num_steps
-        if is_warm:  # steps of the warm-up are slower
+        # Steps of the warm-up are slower and are not recorded.
+        if is_warm:
             step.own_ns = own_ns
             run.tally.telemetry.add(step.telemetry)
 
