@@ -248,9 +248,7 @@ class ContextAttention:
             device = torch.device(device)
             num_rows = _num_rows(sharding_plan, num_ranks, row_multiple)
             heads = HeadShape(**declared)
-            if gradient_dtype not in GRADIENT_DTYPES:
-                known = ", ".join(map(str, GRADIENT_DTYPES))
-                raise UserError(f"gradient_dtype = {gradient_dtype!r} is not one of {known}")
+            _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
             declared |= {"plan digest": sharding_plan.digest(), "rows": num_rows}
@@ -279,6 +277,12 @@ def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
         raise UserError(f"cp = {plan.cp} ranks are more than the {plan.num_tokens} tokens")
     plan.validate()
     return local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
+
+
+def _check_gradient_dtype(dtype: torch.dtype) -> None:
+    if dtype not in GRADIENT_DTYPES:
+        known = ", ".join(map(str, GRADIENT_DTYPES))
+        raise UserError(f"gradient_dtype = {dtype!r} is not one of {known}")
 
 
 def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministic: bool) -> str:
