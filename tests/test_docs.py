@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 MOST_WORDS = 1_300
 MOST_LINES_OF_A_ROOM = 60
+MOST_LINES_OF_A_MODULE = 8
 TOUR = 12
 KEYS = {key.name for key in list_keys(RunSpec)}
 
@@ -73,6 +74,19 @@ def test_each_room_has_a_short_readme(room: Path) -> None:
     assert page.exists()
     assert len(page.read_text("utf-8").splitlines()) <= MOST_LINES_OF_A_ROOM
     assert f"({room.name}/README.md)" in (ROOT / "wlb" / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("room", ["wlb", "experiments", "kernels_profile", "tests"])
+def test_module_docstrings_are_short(room: str) -> None:
+    modules = _tracked(f"{room}/*.py")
+    assert modules
+    lines = {
+        str(path.relative_to(ROOT)): len((docstring or "").splitlines())
+        for path in modules
+        for docstring in [ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    }
+    too_long = {name: num for name, num in lines.items() if num > MOST_LINES_OF_A_MODULE}
+    assert not too_long
 
 
 def _commands(page: Path) -> list[str]:

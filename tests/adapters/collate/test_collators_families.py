@@ -1,31 +1,9 @@
 """Tests that packed logits equal those of examples alone, for the paper's model families.
 
-Tiny random models in fp32 on CPU, transformers 5.23. Four ways for a model to learn the boundaries
-that the collator gives, each with `use_cache=False` and without a 2-D attention_mask:
-
-    sdpa       attn_implementation "sdpa"; boundaries read from position_ids
-    eager      the same with "eager"
-    varlen     a kernel that looks only at cu_seq_lens_q/k, as flash-attn's varlen call does (here a
-               loop over segments, registered as an attention implementation)
-    mask       "sdpa" with `block_mask` as attention_mask, for models that look at nothing else
-
-    family                                             sdpa   eager   varlen   mask
-    llama, mixtral, granite, dbrx, gemma, olmo, phi    yes    yes     yes      yes
-    phi3, qwen2, qwen2_moe                             yes    yes     yes      yes
-    stablelm                                           yes    yes     NO       yes
-    mistral, starcoder2 (full or sliding window)       yes    yes     yes      yes, with window
-    phi3, qwen2 with sliding window                    yes    yes     yes      yes, with window
-    falcon (rotary)                                    NO     NO      (1)      yes
-    falcon (alibi)                                     NO     NO      (1)      NO
-
-falcon gives its mask no position_ids, so documents see each other; with alibi it takes positions
-from a 2-D mask and refuses one of 4 axes. stablelm's layers do not pass cu_seq_lens on; its kernels
-have to read position_ids. (1) No pluggable attention. CodeQwen is qwen2, phi-2 is phi, QwenMOE is
-qwen2_moe. What is "NO" is an expected failure here, which becomes an error when a version of
-transformers mends it.
-
-The trap of all families: `use_cache` is True unless a config or Trainer says no, and with a cache
-transformers ignores restarting positions without a word (last test).
+Tiny random models in fp32 on CPU, transformers 5.23, learn the boundaries that the collator gives
+in four ways, each with `use_cache=False` and without a 2-D attention_mask. The trap of all
+families: `use_cache` is True unless a config or Trainer says no, and with a cache transformers
+ignores restarting positions without a warning (last test).
 """
 
 import functools
@@ -92,6 +70,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": SHAPE,
     "starcoder2 sliding": SHAPE | SLIDING,
 }
+"""The boundaries reach a model in four ways:
+
+    sdpa       attn_implementation "sdpa"; boundaries read from position_ids
+    eager      the same with "eager"
+    varlen     a kernel that looks only at cu_seq_lens_q/k, as flash-attn's varlen call does (here a
+               loop over segments, registered as an attention implementation)
+    mask       "sdpa" with `block_mask` as attention_mask, for models that look at nothing else
+
+    family                                             sdpa   eager   varlen   mask
+    llama, mixtral, granite, dbrx, gemma, olmo, phi    yes    yes     yes      yes
+    phi3, qwen2, qwen2_moe                             yes    yes     yes      yes
+    stablelm                                           yes    yes     NO       yes
+    mistral, starcoder2 (full or sliding window)       yes    yes     yes      yes, with window
+    phi3, qwen2 with sliding window                    yes    yes     yes      yes, with window
+    falcon (rotary)                                    NO     NO      (1)      yes
+    falcon (alibi)                                     NO     NO      (1)      NO
+
+falcon gives its mask no position_ids, so documents see each other; with alibi it takes positions
+from a 2-D mask and refuses one of 4 axes. stablelm's layers do not pass cu_seq_lens on; its kernels
+have to read position_ids. (1) No pluggable attention. CodeQwen is qwen2, phi-2 is phi, QwenMOE is
+qwen2_moe. "NO" is an expected failure here, which becomes an error when a version of transformers
+mends it.
+"""
 FALCON = {
     "falcon": "falcon gives its mask no position_ids",
     "falcon alibi": "alibi takes its positions from a 2-D mask",
