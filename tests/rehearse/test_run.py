@@ -21,7 +21,8 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def whole() -> Rehearsed:
     """All eight ranks of three steps, with evaluation and a checkpoint."""
-    return rehearsed("eval.steps=1", "eval.interval=1", "checkpoint.interval=2", steps=3)
+    options = ("eval.steps=1", "eval.interval=1", "checkpoint.interval=2")
+    return rehearsed(*options, "telemetry.warmup_steps=1", steps=3)
 
 
 def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
@@ -75,6 +76,17 @@ def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
         assert found == [[reduces, evaluates], [reduces, evaluates], [reduces]]
 
 
+def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
+    """Evaluations are seen by their waits (above) and sums, checkpoints by their copies."""
+    for result in whole.ranks:
+        sums = [m.step for m in result.messages if m.where.startswith("wlb/train/evaluate.py")]
+        assert sums == [-1, 0, 1, 2]
+        # Weights and both moments, float32, after two steps and at the end.
+        assert set(result.copied) == {2, 3}
+        assert all(copied > 12 * result.at_peak["weights"] / 4 for copied in result.copied.values())
+        assert result.calibrates == (result.rank == 0)
+
+
 @pytest.mark.parametrize(
     ("plant", "said", "ranks"),
     [
@@ -110,7 +122,7 @@ def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     "overrides",
     [
         ("pp.schedule=1f1b", "pp.virtual_stages=1"),
-        ("pp.schedule=interleaved_zero_bubble",),
+        ("pp.schedule=interleaved_zero_bubble", "pp.weight_delay=3"),
         ("parallel.dp=2", "fsdp.shard_size=2"),
     ],
 )

@@ -147,9 +147,7 @@ class Allocator:
                             block.before.after = None
 
 
-def reserved(
-    requests: Iterable[AllocatorRequest], *, limit: int, expandable: bool
-) -> Reserved:
+def reserved(requests: Iterable[AllocatorRequest], *, limit: int, expandable: bool) -> Reserved:
     """Replay a rank's requests until one does not fit."""
     allocator = Allocator(limit=limit, expandable=expandable)
     failed, failed_at = 0, ""

@@ -273,7 +273,7 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def check_copied(host: Tensor, event: FakeEvent | None) -> None:
-    """The host reads `host` once `event` has passed (None: at once), so its copy must have ended."""
+    """The host reads a tensor once `event` has passed (None: at once): its copy must have ended."""
     stream, count = PINNED.get(host) or (0, 0)
     if count > (0 if event is None else event.seen[stream]):
         raise RehearsalFault(

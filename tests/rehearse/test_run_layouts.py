@@ -14,7 +14,7 @@ from tests.parity.case import Case, spec_of
 from wlb.plan import UserError
 from wlb.rehearse.run import rehearse_each
 from wlb.rehearse.show import verdict
-from wlb.spec import Recompute, RunSpec, Schedule, TrainingSection
+from wlb.spec import Dtype, Recompute, RunSpec, Schedule, TrainingSection
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -29,9 +29,9 @@ SMALL = (*test_layouts.QUICK, *test_layouts.CASES, *test_gpu.CASES)
 
 
 def rehearsed_spec(case: Case) -> RunSpec:
-    """The parity case with heads that GPU kernels take, and windows for long documents."""
+    """The parity case with the dtype and heads that GPU kernels take, and longer windows."""
     spec = spec_of(replace(case, head_dim=16))
-    training = TrainingSection(recompute=case.recompute)
+    training = TrainingSection(recompute=case.recompute, dtype=Dtype.BFLOAT16)
     data = replace(spec.data, context_window=1024)
     evaluation = replace(spec.eval, steps=0)
     run = replace(spec.run, name=str(case))
@@ -40,18 +40,12 @@ def rehearsed_spec(case: Case) -> RunSpec:
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        [case for case in dict.fromkeys(SMALL) if case not in LARGE],
-        list(LARGE),
-        [*HSDP, *OVERLAP],
-    ],
+    [[case for case in dict.fromkeys(SMALL) if case not in LARGE], list(LARGE), [*HSDP, *OVERLAP]],
     ids=["small", "large", "hsdp"],
 )
 def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: list[Case]) -> None:
     specs = [rehearsed_spec(case) for case in cases]
-    for case, found in zip(
-        cases, rehearse_each(specs, ranks="all", steps=1, jobs=2), strict=True
-    ):
+    for case, found in zip(cases, rehearse_each(specs, ranks="all", steps=1, jobs=2), strict=True):
         assert not isinstance(found, UserError), (case, found)
         assert found.passed, (case, verdict(found))
         assert found.proof.is_complete
