@@ -36,12 +36,12 @@ MEMORY = (
 TEXT = """Ranks on fake CUDA tensors (`wlb rehearse`), {steps} steps of documents with the presets'
 lengths. Positions: each preset under each system, and under both alternatives of the systems that
 have two, with all its layers. Ranks: all ranks of each row of Table 1 under the system `wlb`, with
-one layer a stage, because messages between ranks repeat from layer to layer and do not depend on
-how documents are packed; of 405b_128k, whose 8,192 ranks are too many, the first and the last rank
+one layer a stage: messages between ranks repeat from layer to layer, and packing changes their
+sizes, not their order. Of 405b_128k, whose 8,192 ranks are too many, the first and the last rank
 of the first, a middle and the last pipeline position. Peak: most bytes of living tensors. Estimate:
-`wlb.simulate.memory.peak_of_step` for the same step, the first step left out. Reserved: what torch's
-caching allocator takes for the same requests. May be reserved: the device's memory less CUDA's
-context and NCCL's buffers. Nothing ran on a GPU."""
+`wlb.simulate.memory.peak_of_step` for the same step, the first step left out. Reserved: what
+torch's caching allocator takes for the same requests. May be reserved: the device's memory less
+CUDA's context and NCCL's buffers. Nothing ran on a GPU."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
