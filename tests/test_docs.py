@@ -68,6 +68,19 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").split()) <= MOST_WORDS
 
 
+def test_the_readme_says_what_was_proven_and_how() -> None:
+    rows = [line for line in README.read_text("utf-8").splitlines() if line.startswith("|")]
+    (at,) = [i for i, row in enumerate(rows) if "fake GPUs" in row]
+    assert [cell.split()[0] for cell in rows[at].strip("| ").split("| ")] == [
+        "proven",
+        "by",
+        "only",
+    ]
+    proven = rows[at + 2]
+    for claim, cell in zip(("deadlock", "one process", "NCCL"), proven, strict=True):
+        assert claim in cell
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_each_room_has_a_short_readme(room: Path) -> None:
     page = room / "README.md"
