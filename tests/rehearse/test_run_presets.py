@@ -27,15 +27,16 @@ def passed(specs: list[RunSpec], *, ranks: str | list[str]) -> list[Rehearsed]:
     return results
 
 
-def expect_planned_memory(found: Rehearsed) -> None:
+def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
     for rank in found.ranks:
         (_, step) = rank.steps  # the first has no state of the optimiser at its peak
-        assert LEAST * step.estimate_bytes <= step.peak_bytes <= step.estimate_bytes
+        assert least * step.estimate_bytes <= step.peak_bytes <= step.estimate_bytes
 
 
 @pytest.mark.parametrize("preset", TABLE_1)
 def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
-    """With one layer a stage; `python -m experiments.rehearsals` takes all layers."""
+    """With one layer a stage, where a step's largest layer is more of the estimate than of the
+    peak; `python -m experiments.rehearsals` takes all layers."""
     for found in passed([spec_of(preset, name, layers=1) for name in SYSTEMS], ranks=ONE_PER_STAGE):
         expect_planned_memory(found)
 
@@ -55,7 +56,7 @@ def test_other_alternatives_of_systems_run() -> None:
 
 def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> None:
     for found in passed([spec_of("550m_64k", name, layers=0) for name in SYSTEMS], ranks="0,12"):
-        expect_planned_memory(found)
+        expect_planned_memory(found, least=LEAST)
 
 
 def test_demos_run_on_gpus() -> None:
