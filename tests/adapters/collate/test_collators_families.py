@@ -88,10 +88,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     falcon (alibi), from transformers 5.24             yes    yes     (1)      NO
 
 Before 5.24 falcon gave its mask no position_ids, so documents saw each other; with alibi it takes
-positions from a 2-D mask and refuses one of 4 axes. stablelm's layers do not pass cu_seq_lens on; its kernels
-have to read position_ids. (1) No pluggable attention. CodeQwen is qwen2, phi-2 is phi, QwenMOE is
-qwen2_moe. "NO" is an expected failure here, which becomes an error when a version of transformers
-mends it.
+positions from a 2-D mask and refuses one of 4 axes. stablelm's layers do not pass cu_seq_lens on;
+its kernels have to read position_ids. (1) No pluggable attention. CodeQwen is qwen2, phi-2 is
+phi, QwenMOE is qwen2_moe. "NO" is an expected failure here, which becomes an error when a version
+of transformers mends it.
 """
 FALCON = ("falcon", "falcon alibi")
 ALIBI = {"falcon alibi": "alibi takes its positions from a 2-D mask"}
