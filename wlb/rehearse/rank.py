@@ -74,6 +74,10 @@ class UnwrittenSaver(saver.CheckpointSaver):
 
     copied: ClassVar[dict[int, int]] = {}
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._pool: Any = _InlinePool()
+
     def _write(self, task: Any) -> saver.Saved:
         num_bytes = 0
         for tensor in task.tensors.values():
