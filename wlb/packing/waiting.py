@@ -73,13 +73,7 @@ class WaitingDocuments:
     """
 
     def __init__(
-        self,
-        length: IntArray,
-        work: IntArray,
-        age: IntArray,
-        limits: StepLimits,
-        *,
-        ends: IntArray,
+        self, length: IntArray, work: IntArray, age: IntArray, limits: StepLimits, *, ends: IntArray
     ) -> None:
         self.limits = limits
         total = max(1, int(length.sum()))
