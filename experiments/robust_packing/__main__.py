@@ -2,8 +2,8 @@
 
 `python -m experiments.robust_packing [--lengths FILE ...] [--windows 12] [--quick]` packs the same
 global batches of N windows of 128K tokens (7B, profile `h100`, D 10) with Algorithm 1 (two queues,
-same caps) and `bounded`, each at one price and over a range of prices. N counts the micro-batches of
-all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
+same caps) and `bounded`, each at one price and over a range of prices. N counts the micro-batches
+of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
 
 1. Imbalance of the forward pass, of forward + backward (F+B), and of F+B if attention costs 0.7 to
    1.6 times its price, beside the delay.
