@@ -1,17 +1,10 @@
-"""Runs experiments one after the other and resumes where it was stopped.
+"""Runs experiments one after the other and resumes where it was stopped (README.md has commands).
 
-    python -m experiments.run --list
-    python -m experiments.run all                    # what has not finished at this commit yet;
-                                                     # all of it: 16 hours, 11 of them convergence
-    python -m experiments.run all --lengths FILE     # also on a file of document lengths
-    python -m experiments.run fig07 table1 --quick
-
-Each experiment is `python -m MODULE ARGUMENTS` in a process of its own, with its output shown, and
-works on its own as well. runs/experiments/state.json keeps, by name, the commit, the arguments, the
-seconds, and whether it finished. `all` leaves out what finished with the same arguments at the same
-commit (and with the same uncommitted differences of tracked files, results apart) unless `--again`
-is given. Names given one by one always run. A failure does not stop the others. The exit status is
-0, 1 if some failed, 2 for an unknown name, and 130 after Ctrl-C.
+Each experiment is `python -m MODULE ARGUMENTS` in a process of its own. State is kept by name in
+runs/experiments/state.json: commit, arguments, seconds, and whether it finished. `all` leaves out
+experiments that finished with the same arguments at the same commit (and the same uncommitted
+differences, results apart) unless `--again` is given; names given one by one always run. A failure
+does not stop the others. Exit status: 0, 1 if some failed, 2 for an unknown name, 130 for Ctrl-C.
 """
 
 import argparse
@@ -113,7 +106,8 @@ REGISTRY = (
 
 
 class State:
-    """Keeps what ran, by name (quick runs apart), in a JSON file that is written after each run."""
+    """Records finished runs by name (quick runs apart) in a JSON file that is written after each
+    run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +141,7 @@ class Job:
 
 
 def source_version() -> str:
-    """Returns the commit, with a digest of what differs from it if something does."""
+    """Returns the commit, with a digest of the differences from it if there are any."""
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest
@@ -229,7 +223,7 @@ def run_all(
 
 
 def announce(jobs: Sequence[Job], skipped: Sequence[Job], version: str, console: Console) -> None:
-    """Prints what runs, and how long that takes."""
+    """Prints the names of the jobs and their estimated duration."""
     timed = [job.experiment for job in jobs if "--quick" not in job.command]
     minutes = sum(e.minutes for e in timed)
     long = [f"{e.name} {e.minutes:g}" for e in timed if e.minutes >= LONG_MINUTES]

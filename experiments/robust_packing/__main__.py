@@ -10,7 +10,7 @@ of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
 2. The front: the delay price swept, N = 4, T 1.5, three ranges.
 3. With `--windows`: six-step windows against an integer program that knows all six steps
    (`offline`). Solves end by time, so bounds are tight on an idle machine only.
-4. The time of a push against one price, which plans as `bounded` did before.
+4. The time of a push against one price, the default.
 """
 
 import argparse

@@ -73,9 +73,9 @@ def algorithm_1(caps: Caps, n: int, prices: PriceRange) -> VarLenPacker:
 POLICIES: dict[str, Make] = {
     "Algorithm 1": lambda caps, n: algorithm_1(caps, n, ONE_PRICE),
     "Algorithm 1, robust placement": lambda caps, n: algorithm_1(caps, n, WIDE_RANGE),
-    "bounded, one price (before)": lambda caps, n: bounded(caps, n, ONE_PRICE, BEFORE),
+    "bounded, one price (default)": lambda caps, n: bounded(caps, n, ONE_PRICE, BEFORE),
     "bounded, 0.7 to 1.25": lambda caps, n: bounded(caps, n, NARROW),
-    "bounded, 0.7 to 1.6 (default)": lambda caps, n: bounded(caps, n, WIDE_RANGE),
+    "bounded, 0.7 to 1.6": lambda caps, n: bounded(caps, n, WIDE_RANGE),
 }
 
 
@@ -164,7 +164,7 @@ def measure(packer: Packer, batches: tuple[GlobalBatch, ...]) -> Measured:
 
 
 def time_ratio(n: int, *, steps: int, seed: int, rounds: int = 3) -> tuple[float, float]:
-    """Returns (push of the default over push at one price, median over steps; its longest in s).
+    """Returns (push at the widest range over push at one price, median over steps; its longest in s).
 
     Both push the same batch onto the same carry, in turn; the least of the rounds counts.
     """

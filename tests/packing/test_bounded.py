@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
-from wlb.packing.bounded import UNSURE
 from wlb.packing.prices import ONE_PRICE, PriceRange
 from wlb.packing.release import choose
 from wlb.packing.study.measure import measure
@@ -29,7 +28,7 @@ def packer(
     step_tokens: float | None = 1.5,
     max_delay: int = 10,
     delay_price: float | None = None,
-    price_range: PriceRange = UNSURE,
+    price_range: PriceRange = ONE_PRICE,
 ) -> BoundedPacker:
     options = PackerOptions(num_micro_batches=n, context_window=C, cost=COST)
     return BoundedPacker(
@@ -138,7 +137,7 @@ def test_it_balances_better_than_algorithm_1_at_less_delay() -> None:
     """The comparison is on the fitted stream, at the same S_max and T, with the paper's two
     queues and prices that are right."""
     batches = fitted(150, 4)
-    ours = measure(packer(delay_price=0.03, price_range=ONE_PRICE), batches, cost=COST).summary
+    ours = measure(packer(delay_price=0.03), batches, cost=COST).summary
     options = PackerOptions(num_micro_batches=4, context_window=C, cost=COST)
     theirs = measure(
         VarLenPacker(
@@ -159,7 +158,7 @@ def test_it_balances_better_than_algorithm_1_at_less_delay() -> None:
 
 @pytest.mark.parametrize("n", [8, 16])
 def test_pipelines_are_balanced_together(n: int) -> None:
-    ours = measure(packer(n=n, price_range=ONE_PRICE), fitted(60, n), cost=COST).summary
+    ours = measure(packer(n=n), fitted(60, n), cost=COST).summary
     assert ours.imbalance < 1.015
     assert ours.mean_delay < 0.45
 
@@ -406,7 +405,7 @@ def test_a_rare_tall_document_collects_company(monkeypatch: pytest.MonkeyPatch) 
 
 def test_moves_and_swaps_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = fitted(80, 16)
-    pack = packer(n=16, price_range=ONE_PRICE)
+    pack = packer(n=16)
     ours = measure(pack, batches, cost=COST).summary
     monkeypatch.setattr(bounded, "refine", lambda rows, *_, **__: rows)
     without = measure(pack, batches, cost=COST).summary
@@ -417,7 +416,7 @@ def test_a_backlog_costs_more_the_longer_it_takes_to_catch_up() -> None:
     """Of two equally balanced choices the one that leaves less behind wins, the more so at a tight
     T."""
     batches = fitted(100, 4)
-    pack = packer(step_tokens=1.1, s_max=1.5, max_delay=40, price_range=ONE_PRICE)
+    pack = packer(step_tokens=1.1, s_max=1.5, max_delay=40)
     tight = measure(pack, batches, cost=COST).summary
     assert tight.mean_delay < 0.6
     assert tight.held_tokens < 0.8 * 4 * C

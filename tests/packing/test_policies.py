@@ -66,7 +66,7 @@ def test_each_policy_has_its_packer_and_options() -> None:
     assert var_len.price_range == PriceRange()
     narrow = {"price_range": (0.9, 1.2), "s_max": 2.0, "step_tokens": 1.5}
     for policy in (Policy.BOUNDED, Policy.VAR_LEN):
-        packer = packer_for(spec(policy=policy, robust_placement=True, **narrow), COST)
+        packer = packer_for(spec(policy=policy, **narrow), COST)
         assert isinstance(packer, BoundedPacker | VarLenPacker)
         assert packer.price_range == PriceRange(low=0.9, high=1.2)
     capacity = packer_for(
@@ -89,7 +89,7 @@ def test_another_number_of_micro_batches_leaves_the_global_batch_as_it_is() -> N
         8000,
         12000,
     )
-    assert limits.price == pytest.approx(0.1 / 12**0.5)
+    assert limits.price == pytest.approx(0.15 / 12**0.5)
     baseline = baseline_for(more, COST)
     assert (baseline.num_micro_batches, baseline.options.tokens_per_step) == (8, 8000)
 
@@ -109,8 +109,11 @@ def test_defaults_mean_what_their_help_says() -> None:
     bounded = packer_for(spec(policy=Policy.BOUNDED, s_max=1.5), COST)
     assert isinstance(bounded, BoundedPacker)
     assert bounded.limits.step_tokens == 8 * 1500  # only S_max limits a step
-    assert bounded.limits.price == pytest.approx(0.1 / 8**0.5)
-    assert bounded.price_range == PriceRange(low=0.7, high=1.6)
+    assert bounded.limits.price == pytest.approx(0.15 / 8**0.5)
+    assert bounded.price_range == PriceRange()
+    robust = packer_for(spec(policy=Policy.BOUNDED, s_max=1.5, price_range=(0.7, 1.6)), COST)
+    assert isinstance(robust, BoundedPacker)
+    assert robust.limits.price == pytest.approx(0.1 / 8**0.5)
     assert baseline_for(spec(), COST).cut == WindowCut.ANYWHERE
 
 
@@ -143,8 +146,8 @@ def test_defaults_mean_what_their_help_says() -> None:
         ({"price_range": (0.7, 0.9)}, r"packing.price_range = \[0.7, 0.9\] must be two factors"),
         ({"price_range": (0.0, 1.6)}, r"packing.price_range = \[0.0, 1.6\] must be two factors"),
         (
-            {"robust_placement": True, "literal": True},
-            "packing.robust_placement with packing.literal",
+            {"price_range": (0.7, 1.6), "literal": True, "policy": Policy.VAR_LEN},
+            r"packing.price_range = \[0.7, 1.6\] with packing.literal",
         ),
         ({"delay_price": -0.1}, "packing.delay_price = -0.1 must be at least 0"),
         ({"max_delay": 0}, "packing.max_delay = 0 must be at least 1"),

@@ -78,7 +78,6 @@ KEYS = [
     "packing.policy",
     "packing.price_range",
     "packing.queue_thresholds",
-    "packing.robust_placement",
     "packing.s_max",
     "packing.step_tokens",
     "packing.window_batches",

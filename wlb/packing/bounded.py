@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits, check_s_max
-from wlb.packing.prices import PriceRange, comparable
+from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
 from wlb.packing.refine import refine
 from wlb.packing.release import choose
 from wlb.packing.var_len import place
@@ -31,10 +31,9 @@ from wlb.plan import (
     check_at_least,
 )
 
-DELAY_PRICE = 0.1
-"""Price of a global batch held for a step: micro-batch times, times sqrt(N) (experiments/LOG.md)"""
-UNSURE = PriceRange(low=0.7, high=1.6)
-"""The forward pass of the profile is its low end (experiments/robust_packing)."""
+DELAY_PRICE, DELAY_PRICE_IN_RANGE = 0.15, 0.1
+"""Price of a global batch held for a step: micro-batch times, times sqrt(N); with one price of
+attention, and with a range of prices (experiments/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class BoundedPacker(PolicyPacker):
     step_tokens: int | None = None
     max_delay: int = 10
     delay_price: float | None = None
-    price_range: PriceRange = UNSURE
+    price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
         options, step_tokens = self.options, self.limits.step_tokens
@@ -75,13 +74,14 @@ class BoundedPacker(PolicyPacker):
         """Limits of a step, in tokens and steps."""
         num = self.num_micro_batches
         most = num * self.s_max
+        usual = DELAY_PRICE if self.price_range.is_one_price else DELAY_PRICE_IN_RANGE
         return StepLimits(
             num_micro_batches=num,
             tokens_per_step=self.options.tokens_per_step,
             s_max=self.s_max,
             step_tokens=most if self.step_tokens is None else min(self.step_tokens, most),
             max_delay=self.max_delay,
-            price=DELAY_PRICE / num**0.5 if self.delay_price is None else self.delay_price,
+            price=usual / num**0.5 if self.delay_price is None else self.delay_price,
         )
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:

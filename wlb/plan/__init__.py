@@ -1,4 +1,4 @@
-"""Records of the whole project: what a step trains, where, and how long it is predicted to take."""
+"""Records of the whole project: documents, packing, sharding, plans of steps, and their metrics."""
 
 from wlb.plan.arrays import DIGEST_BITS as DIGEST_BITS
 from wlb.plan.arrays import BoolArray as BoolArray
@@ -6,6 +6,7 @@ from wlb.plan.arrays import FloatArray as FloatArray
 from wlb.plan.arrays import IntArray as IntArray
 from wlb.plan.arrays import IntLike as IntLike
 from wlb.plan.arrays import check_at_least as check_at_least
+from wlb.plan.arrays import check_between as check_between
 from wlb.plan.arrays import check_minimum as check_minimum
 from wlb.plan.arrays import digest as digest
 from wlb.plan.arrays import int_array as int_array

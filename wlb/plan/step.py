@@ -1,4 +1,4 @@
-"""StepPlan: a step's packing dealt to pipelines; PipelinePlan: what one pipeline executes."""
+"""StepPlan: a step's packing dealt to pipelines; PipelinePlan: one pipeline's part."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +16,10 @@ from wlb.plan.sharding import ShardingPlan, local_tokens
 class PlannerState(PlainRecord):
     """State that a planner needs to continue after a step: explicit, immutable, JSON in and out.
 
-    carry: what the packer holds. ready: plans the packer already made for later steps. baseline:
-    what the baseline packer holds; baseline_made: metrics of its plans that no step reported yet.
-    corpus: the source's own state; num_batches: global batches it has given. exhausted: it had
-    ended and the packer was flushed. num_tokens: document tokens of all steps so far.
+    carry: the packer's state. ready: plans the packer already made for later steps. baseline: the
+    baseline packer's state; baseline_made: metrics of its plans that no step reported yet. corpus:
+    the source's own state; num_batches: global batches it has given. exhausted: it had ended and
+    the packer was flushed. num_tokens: document tokens of all steps so far.
     """
 
     carry: Carry
@@ -58,10 +58,9 @@ class PlannerState(PlainRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProgress:
-    """Where a run is after a step, for any rank.
-
-    next_step: the step that comes next. num_tokens: document tokens of all steps so far. state:
-    what a checkpoint stores; None on ranks that write none, since it holds every waiting document.
+    """Progress of a run after a step, for any rank. next_step: the step that comes next.
+    num_tokens: document tokens of all steps so far. state: the planner's, for a checkpoint; None on
+    ranks that write none, since it holds every waiting document.
     """
 
     next_step: int
@@ -80,10 +79,9 @@ class StepPlan:
 
     packing: the step's micro-batches. pipelines: shape [dp, N / dp], the micro-batches of each
     pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
-    rank's rows are a multiple of it. predicted: what the step will do.
-    baseline: metrics of Plain-4D on the same stream, where it is asked for: its steps for the
-    global batches since our last step (usually one), as one. progress: once this step has been
-    executed.
+    rank's rows are a multiple of it. predicted: metrics of the step. baseline: metrics of Plain-4D
+    on the same stream, where it is asked for: its steps for the global batches since our last step
+    (usually one), as one. progress: once this step has been executed.
     """
 
     packing: PackingPlan
@@ -112,7 +110,7 @@ class StepPlan:
 
     @property
     def num_targets(self) -> int:
-        """Labels of the step: what its mean loss is divided by."""
+        """Labels of the step, by which its mean loss is divided."""
         return self.packing.num_targets
 
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 `start()` gives the state before the first step; `next(state)` the next StepPlan, which carries the
 state after it, or None when everything was flushed. Both are pure, so plans can be made ahead, in
 another process, and again from the state that a checkpoint stored. `shard(plan, pipeline)` adds the
-spans of one pipeline, lazily. Labels of a plan that leaves are counted (`counted`).
+spans of one pipeline, lazily. A plan's labels are counted when `next` returns it (`counted`).
 """
 
 from collections.abc import Iterator
@@ -79,11 +79,11 @@ class TargetCounter(Protocol):
 class Planner:
     """Makes global step plans.
 
-    source: of global batches. packer: the policy. cost: what balance is reckoned in. strategy: of
-    sharding, `sharding.strategy`. remainder: where tokens go that no equal chunk holds,
-    `sharding.remainder`. dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is
-    sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a second packer that
-    only predicts, on the same stream, or None.
+    source: of global batches. packer: the policy. cost: workload model used for balancing.
+    strategy: `sharding.strategy`. remainder: `sharding.remainder`, the treatment of tokens left
+    over by equal chunks. dp: pipelines that the micro-batches are dealt to. cp: ranks that a
+    micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a
+    second packer on the same stream, which only predicts, or None.
     """
 
     source: BatchSource
@@ -229,7 +229,7 @@ class Planner:
     def _baseline(
         self, state: PlannerState, step: int
     ) -> tuple[StepMetrics | None, tuple[StepMetrics, ...]]:
-        """What the baseline does with the batches since our last step, and what it does later.
+        """Metrics of the baseline on the batches since our last step, and of its later steps.
 
         Its step k trains the k-th N x C tokens, so it belongs to global batch k. At the end of data
         the rest of it belongs to our last step.
@@ -256,7 +256,8 @@ class Planner:
         )
 
     def _split_again(self, state: PlannerState) -> PlannerState:
-        """Plans made for another number of micro-batches go back to what waits, in their order."""
+        """Return the state with plans of another number of micro-batches moved back to the carry,
+        in order."""
         if not state.ready or state.ready[0].num_micro_batches == self.packer.num_micro_batches:
             return state
         planned = Pieces.concat(*(plan.pieces for plan in state.ready))
@@ -266,7 +267,8 @@ class Planner:
             slot=np.concatenate([np.zeros(len(planned), np.int64), state.carry.slot]),
             next_step=state.next_step,
         )
-        # Pushed again even if the data had ended: the flush was part of those plans.
+        # `exhausted` is reset so that the data's end is pushed again: its flush was part of those
+        # plans.
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
@@ -275,7 +277,8 @@ class Planner:
         plans, carry = self.packer.push(batch, state.carry)
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
-            if baseline.policy != self.baseline.policy:  # it was off until now
+            # The baseline was off until now.
+            if baseline.policy != self.baseline.policy:
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
             also, baseline = self.baseline.push(batch, baseline)
             made += tuple(predict(counted(plan, self.source)) for plan in also)
@@ -292,7 +295,7 @@ class Planner:
 
 
 def counted(plan: PackingPlan, source: object) -> PackingPlan:
-    """The plan with its pieces' labels counted; as it is if `source` trains every token.
+    """Return the plan with its pieces' labels counted; unchanged if `source` trains every token.
 
     The loss of a step is divided by its labels. Where only some tokens are trained, only the store
     knows the labels of a part of a document, so pieces are UNCOUNTED until their plan leaves.
@@ -300,7 +303,8 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
     if not (isinstance(source, TargetCounter) and source.has_targets):
         return plan
     pieces = replace(plan.pieces, num_targets=source.count_targets(plan.pieces))
-    # A document's first token is trained nowhere, joined to another document or not.
+    # A store with `.targets` never trains a document's first token, even where documents are
+    # joined.
     return replace(plan, pieces=pieces, num_joined_targets=0)
 
 
@@ -319,7 +323,7 @@ _PLAIN_PACKING: dict[str, Any] = {
 def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
 
-    What the planner process calls: everything is opened there, nothing is shared with training.
+    The planner process calls this, so that it opens its own files and shares none with training.
     """
     cost = workload_for(spec, device)
     if spec.packing.packs:
@@ -352,10 +356,9 @@ def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
 
 
 def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of an evaluation: the held-out store once, in order, in Plain-4D's windows, or
-    for fine-tuning methods whole examples one after the other (next fit).
-
-    Always the same, so that the held-out loss does not depend on the packing policy under study.
+    """The planner of an evaluation reads the held-out store once, in order, in Plain-4D's windows,
+    or for fine-tuning methods whole examples one after the other (next fit). It is always the same,
+    so that the held-out loss does not depend on the run's packing policy.
     """
     source = GlobalBatches(
         TokenStore(store),

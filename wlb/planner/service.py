@@ -33,7 +33,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_S = 1.0
 _LONGEST = 100
 _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
-"""How the last line of a UserError's traceback begins."""
+"""Beginning of the last line of a UserError's traceback."""
 _DIED = "the planner process of this node has died"
 
 
@@ -48,13 +48,13 @@ class Address:
     def new(cls, token: str = "", node: int = 0, folder: str = "") -> "Address":
         """The address for a node of the run that drew `token` (empty = draw one here).
 
-        folder: one that somebody else removes when the run is over, however it ends.
+        folder: its owner removes it when the run is over, however the run ends.
         """
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
             return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
         name = f"wlb-planner-{token[:16]}-{node}"
-        # A socket's path may have 107 bytes; a batch job's TMPDIR can be longer than that.
+        # A socket's path has at most 107 bytes; a batch job's TMPDIR can be longer.
         roots = (tempfile.gettempdir(), "/tmp")
         path = min((f"{root}/{name}/socket" for root in roots), key=lambda p: len(p) > _LONGEST)
         return cls(path=path, key=token.encode())
@@ -184,7 +184,7 @@ class PlanServer:
     """Answers clients; plans one more step whenever nobody asks.
 
     plans: steps that some client does not have yet, from step index `dropped` on. The last one is
-    None at the end of data, or the text of an error: what was planned before it still runs.
+    None at the end of data, or the text of an error; steps planned before it still run.
     """
 
     def __init__(self, job: PlanningJob, listener: Listener) -> None:
@@ -202,7 +202,8 @@ class PlanServer:
                 self.clients[connection] = connection.recv()
                 self.cursor[connection] = 0
             except (EOFError, ConnectionError, AuthenticationError):
-                continue  # that rank is gone; its launcher ends the others
+                # That rank is gone; its launcher ends the others.
+                continue
 
     def serve(self) -> None:
         while self.cursor:
@@ -260,9 +261,8 @@ class PlanServer:
 
 @contextlib.contextmanager
 def _held_back() -> Generator[None]:
-    """A process that is started inside has signals to stop held back until it ignores them.
-
-    Slurm signals all processes of a step; ranks save and then end the planner themselves.
+    """Block stop signals in processes started inside this context, until they ignore them. Slurm
+    signals all processes of a step, but ranks save first and then end the planner themselves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -285,7 +285,8 @@ def _main() -> None:
 
 
 def _end_with(parent: int, address: Address) -> None:
-    """End when the rank that started this process is gone: nobody may connect any more."""
+    """End this process when the rank that started it is gone, because no other rank may connect
+    then."""
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     shutil.rmtree(Path(address.path).parent, ignore_errors=True)

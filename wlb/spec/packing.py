@@ -117,17 +117,15 @@ class PackingSection:
     )
     delay_price: float = key(
         0.0,
-        "price of delaying a global batch by one step (bounded); 0 = 0.1 / sqrt(N)",
+        "price of delaying a global batch by one step (bounded); 0 = 0.15 / sqrt(N), "
+        "0.1 / sqrt(N) with a price_range",
         unit="micro-batch times",
     )
     price_range: tuple[float, ...] = key(
-        (0.7, 1.6),
+        (1.0, 1.0),
         "balance holds if attention costs between these factors times its price, as in forward "
-        "passes and where the kernel profile is wrong; a narrower range holds documents back for "
-        "less, 1.0 1.0 = at the price only (bounded; var_len with robust_placement)",
-    )
-    robust_placement: bool = key(
-        False, "Algorithm 1 places documents by price_range instead of one price (var_len)"
+        "passes and where the kernel profile is wrong, say 0.7 1.6; a wider range holds documents "
+        "back for longer, 1.0 1.0 = at the price only (bounded, var_len)",
     )
     window_batches: int = key(
         1, "W: batches packed together (fixed, capacity)", unit="global batches"
@@ -204,10 +202,10 @@ class PackingSection:
                 f"packing.price_range = {given} must be two factors of attention's price, one "
                 f"above 0 and at most 1 and one of at least 1; [1.0, 1.0] = the price only"
             )
-        if self.robust_placement and self.literal:
+        if self.literal and given != [1.0, 1.0]:
             raise UserError(
-                "packing.robust_placement with packing.literal: Algorithm 1 itself has one price; "
-                "leave out one of them"
+                f"packing.price_range = {given} with packing.literal: Algorithm 1 itself has one "
+                f"price; leave out one of them"
             )
 
     def _check_method(self) -> None:

@@ -92,7 +92,7 @@ class AttentionBackend(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """What computes RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients."""
+    """Kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients."""
 
     AUTO = "auto"
     TRITON = "triton"

@@ -29,7 +29,8 @@ class PlanFeed:
         if world.rank == 0:
             token = [Address.new().key.decode()]
         dist.broadcast_object_list(token, src=0, group=host_group())
-        shared = world.rendezvous_file  # of local ranks; their launcher removes its folder
+        # Local ranks have a rendezvous file, in a folder that their launcher removes.
+        shared = world.rendezvous_file
         folder = str(Path(shared).parent) if shared else ""
         address = Address.new(token[0] or "", world.node_rank, folder)
         self._process: PlannerProcess | None = None

@@ -1,6 +1,6 @@
 """Hooks: everything that watches training, called at named events of the loop.
 
-`wlb.train.loop` trains; what measures, records, shows, evaluates or saves is a `Hook`.
+`wlb.train.loop` trains; everything that measures, records, shows, evaluates or saves is a `Hook`.
 `wlb.train.watchers` lists a run's hooks in the order of their calls, which is the same on all ranks
 because some of them communicate. Modelled on OLMo-core's callbacks
 (https://github.com/allenai/OLMo-core, olmo_core/train/callbacks).
@@ -31,7 +31,7 @@ class RunContext:
 
     progress: after the last executed step, None before the first. steps_done: updates of the
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
-    summary. stop: who asked the run to end early, the same on all ranks. records_ns: thread time
+    summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
     that hooks took in `record` and telemetry has not counted yet.
     """
 
@@ -92,8 +92,8 @@ class RefusedStep(NamedTuple):
 
 
 class Hook:
-    """Watches a run on one rank. All ranks call each event together, so a hook may communicate;
-    what it prints or writes belongs on rank 0 (`RunReport` is silent elsewhere)."""
+    """Watches a run on one rank. All ranks call each event together, so a hook may communicate; it
+    prints and writes on rank 0 only (`RunReport` is silent elsewhere)."""
 
     def begin(self, run: RunContext) -> None:
         """Before the first step, once all ranks hold the same plans."""

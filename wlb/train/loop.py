@@ -1,6 +1,6 @@
 """The training loop of one rank: plan, load, forward and backward, reduce, update (Figure 2).
 
-What watches a step hangs on hooks (`wlb.train.hooks`), listed in `wlb.train.watchers`.
+Hooks (`wlb.train.hooks`) watch the steps; `wlb.train.watchers` lists them.
 """
 
 import math
@@ -40,8 +40,7 @@ from wlb.train.watchers import hooks_of
 class Trainer:
     """Runs a job on one rank; all ranks construct it and call `run` together.
 
-    position: is told what the rank is doing. stop_request: where requests to stop arrive, also
-    early ones.
+    position: receives the rank's activity. stop_request: requests to stop, also early ones.
     """
 
     def __init__(
@@ -141,7 +140,8 @@ class Trainer:
             waited_ns=waited_ns,
         )
         self.position.enter("recording the step")
-        begin_ns = time.thread_time_ns()  # without waits for ranks whose step is longer
+        # Thread time does not count waits for ranks whose step is longer.
+        begin_ns = time.thread_time_ns()
         for hook in self.hooks:
             hook.record(run, step)
         run.records_ns += time.thread_time_ns() - begin_ns

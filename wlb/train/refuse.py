@@ -1,4 +1,5 @@
-"""Refuses, before a rank starts, what ranks or their planners would refuse, with the same messages.
+"""Refuses a run before its ranks start, for the reasons and with the messages of ranks and
+planners.
 
 Opening the planners reads the stores' lengths and the kernel profile. Planning a resumed run's next
 step refuses a planner state of another corpus or seed.
@@ -113,8 +114,10 @@ def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, s
         priced = with_backend(spec, mesh.device.type)
         profile = workload_for(priced, mesh.device.type).profile.name
         fused = fused_of(spec, mesh.device).fused
-        hold_against(spec, budget_of(spec, mesh.device.type))  # of this node's devices
-    except ValueError as error:  # of any kind: the other ranks wait for this one
+        # Devices may differ between nodes, so every rank checks its own.
+        hold_against(spec, budget_of(spec, mesh.device.type))
+    # Every ValueError is caught, because the other ranks wait for this one.
+    except ValueError as error:
         problem = error
     group = host_group() if world.world_size > 1 else None
     declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
@@ -152,7 +155,7 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
     theirs = _model_of(saved_in)
     ours, before = _meaning(model), _meaning(theirs)
     changed = [
-        f"model.{name} = {ours[name]} in the place of {before[name]}"
+        f"model.{name} = {ours[name]} instead of {before[name]}"
         for name in ours
         if ours[name] != before[name]
     ]

@@ -36,13 +36,16 @@ def hooks_of(
     measure = MeasureSteps(priced, mesh, clock) if clock is not None else None
     calibration = None
     if job.calibrate is not None:
-        assert measure is not None  # --calibrate without telemetry was refused
+        # `wlb.train.start` refuses --calibrate without telemetry.
+        assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
     interval = spec.training.gc_interval
     hooks = (
-        measure,  # first: the others record what it measured
+        # This hook is first, because the others record its measurements.
+        measure,
         RecordSteps(),
-        ConnectRanks(),  # before those that communicate when they begin
+        # Communicators are connected before hooks that communicate when they begin.
+        ConnectRanks(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
@@ -51,6 +54,7 @@ def hooks_of(
         TellStop(stop_request),
         ShowSummary(),
         calibration,
-        CollectGarbage(interval) if interval else None,  # last, after what a step leaves behind
+        # Garbage is collected last, when the other hooks have dropped their objects of the step.
+        CollectGarbage(interval) if interval else None,
     )
     return tuple(hook for hook in hooks if hook is not None)

@@ -45,13 +45,14 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         timeline=_timeline(records, step),
         command=command,
         toml=to_toml(
-            spec, comments=("What wlb train ran; most keys at their defaults are left out.",)
+            spec,
+            comments=("The configuration of the run; most keys at their defaults are left out.",),
         ),
     )
 
 
 def tally_of(records: RunRecords) -> Tally:
-    """The sums that training prints, over what was recorded."""
+    """The sums that training prints, over the recorded steps."""
     totals = Tally()
     for step in records.steps:
         totals.add(step.measured, step.predicted, step.plain)
@@ -63,7 +64,7 @@ def tally_of(records: RunRecords) -> Tally:
 
 
 def _ranks(records: RunRecords) -> dict[str, Any]:
-    """Computing time of ranks in all tables, and who was busiest in the last one."""
+    """Computing time of ranks in all tables, and the busiest ranks of the last one."""
     tables, spec = records.tables, records.spec
     num_steps = sum(t.num_steps for t in tables)
     compute = np.sum([t.compute_us for t in tables], axis=0).astype(np.float64)

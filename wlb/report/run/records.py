@@ -46,8 +46,9 @@ class RunRecords:
     """All lists are in the order of steps.
 
     starts: a line for each start. evaluations: (steps_done, held-out loss). tables: of ranks.
-    events: lines of `EVENT_KINDS`. num_replaced: steps that were trained again. num_unreadable:
-    lines that are not JSON, such as the last one of a run that was killed.
+    events: lines of `EVENT_KINDS`. since_start: numbers of the steps since the last start.
+    num_replaced: steps that were trained again. num_unreadable: lines that are not JSON, such as
+    the last one of a run that was killed.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class RunRecords:
     tables: list[RankTable]
     timelines: list[MeasuredTimeline]
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    since_start: frozenset[int] = frozenset()
     num_replaced: int = 0
     num_unreadable: int = 0
 
@@ -128,6 +130,7 @@ def read_run(folder: Path) -> RunRecords:
         tables=[RankTable.from_json(line) for line in found["ranks"]],
         timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
         events=read.events,
+        since_start=frozenset(read.since_start),
         num_replaced=read.num_replaced,
         num_unreadable=read.num_unreadable,
     )
@@ -153,6 +156,7 @@ class _Reading:
     by_step: dict[str, dict[int, _Line]] = field(
         default_factory=lambda: {"step": {}, "evaluation": {}, "ranks": {}, "timeline": {}}
     )
+    since_start: set[int] = field(default_factory=set[int])
     events: list[_Line] = field(default_factory=list[_Line])
     num_replaced: int = 0
     num_unreadable: int = 0
@@ -173,11 +177,14 @@ class _Reading:
                 # Ranks of different layouts do not fit in the same table.
                 self.by_step |= {"ranks": {}, "timeline": {}}
             self.starts.append(line)
+            self.since_start.clear()
             self._roll_back(resumed_at(line))
         elif kind in self.by_step:
             number = line["steps_done" if kind == "evaluation" else "step"]
             self.num_replaced += kind == "step" and number in self.by_step[kind]
             self.by_step[kind][number] = line
+            if kind == "step":
+                self.since_start.add(number)
         elif kind in EVENT_KINDS:
             self.events.append(line)
 

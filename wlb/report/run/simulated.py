@@ -15,6 +15,8 @@ from wlb.plan import StepCounts, UserError
 from wlb.planner import Planner, open_planner
 from wlb.report.run.records import RunRecords, StepRecord
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
+from wlb.simulate.step import chunked
+from wlb.spec import RunSpec
 
 
 def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
@@ -23,24 +25,39 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     name, device = start.get("train_store"), str(start.get("device", ""))
     if not name or not device:
         raise UserError("the run's metrics do not say which store and device it had")
-    spec = replace(records.spec, planner=replace(records.spec.planner, baseline=False))
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
-    planner = open_planner(spec, store, device)
-    trained = {record.step: record.measured}
-    steps = tuple(planned_again(planner, trained, dp=spec.parallel.dp))
-    if not steps:
+    made = simulate_again(records.spec, store, device, {record.step: record.measured})
+    if not made:
         raise UserError(f"the run's data ends before step {record.steps_done}")
-    simulator = Simulator(spec=spec, cost=workload_for(spec, device))
-    return simulator.run(simulator.price(steps))
+    return made[0]
 
 
-def planned_again(
-    planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str = "metrics.jsonl"
-) -> Iterator[ShardedStep]:
-    """The steps that were trained, by their numbers, sharded for `dp` pipelines.
+def simulate_again(
+    spec: RunSpec,
+    store: StoreName,
+    device: str,
+    trained: Mapping[int, StepCounts],
+    *,
+    profile: str = "",
+    written: str = "metrics.jsonl",
+) -> list[Simulation]:
+    """Simulations of the steps that were trained, by their numbers, from plans that are made again.
 
-    UserError naming `written` for a plan that is not the one that was trained.
+    profile: kernel profile that prices them, "" for the run's own. UserError naming `written` for a
+    plan that is not the one that was trained.
     """
+    spec = replace(spec, planner=replace(spec.planner, baseline=False))
+    planner = open_planner(spec, store, device)
+    if profile:
+        spec = replace(spec, cost=replace(spec.cost, profile=profile))
+    simulator = Simulator(spec=spec, cost=workload_for(spec, device))
+    steps = _planned_again(planner, trained, dp=spec.parallel.dp, written=written)
+    return [simulator.run(simulator.price(chunk)) for chunk in chunked(steps)]
+
+
+def _planned_again(
+    planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str
+) -> Iterator[ShardedStep]:
     until = islice(planner.steps(), max(trained) + 1)  # steps count from 0
     plans = (plan for plan in until if plan.step in trained)
     for step in sharded_steps(planner, dp=dp, plans=plans):

@@ -29,7 +29,10 @@ class MeasureSteps(Hook):
         if has_targets:
             meter.add(step.pipeline, self.clock.take(), self._exposed(run, step))
         self._num_measured += has_targets
-        is_due = self._is_due(run)
+        # A record ends with the warm-up, so that none holds steps of both.
+        ends_warm_up = self._num_measured == run.spec.telemetry.warmup_steps
+        is_full = meter.num_steps == run.spec.telemetry.interval
+        is_due = is_full or run.is_last_step or ends_warm_up
         own_ns = meter.own_ns
         reduced = meter.reduce() if is_due and meter.num_steps else None
         if has_targets:
@@ -39,15 +42,10 @@ class MeasureSteps(Hook):
         step.telemetry = replace(reduced, work=self.work.take())
         is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
         self._num_recorded += reduced.num_steps
-        if is_warm:  # steps of the warm-up are slower
+        # Steps of the warm-up are slower and are not recorded.
+        if is_warm:
             step.own_ns = own_ns
             run.tally.telemetry.add(step.telemetry)
-
-    def _is_due(self, run: RunContext) -> bool:
-        telemetry = run.spec.telemetry
-        # A record ends with the warm-up, so that none holds steps of both.
-        ends_warm_up = self._num_measured == telemetry.warmup_steps
-        return self.meter.num_steps == telemetry.interval or run.is_last_step or ends_warm_up
 
     def _exposed(self, run: RunContext, step: ExecutedStep) -> Exposed:
         """Waits of the step, also for its plan; the time of records counts with the next step."""

@@ -47,7 +47,7 @@ class TelemetryMeter:
         self.spec, self.mesh = spec, mesh
         self.cost = workload_for(spec, mesh.device.type)
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
-        # Ranks are compared (`StragglerWatch`) by terms that hold no wait for other ranks.
+        # `StragglerWatch` compares ranks by the terms that hold no wait for other ranks.
         is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if is_alone or t.startswith("attention")]
         self._layers = {s: spec.stage_layers[s] for s in spec.stages_of(mesh.at.pp)}
@@ -129,7 +129,8 @@ class TelemetryMeter:
         for name, measured_ns in measured.items():
             if measured_ns <= 0:
                 continue
-            column = getattr(predicted, f"{name}_ns")  # of attention by CP rank
+            # Attention has a column for each CP rank.
+            column = getattr(predicted, f"{name}_ns")
             expected_ns = int(column[i, self.mesh.at.cp] if column.ndim == 2 else column[i])
             if name in self._own_terms:
                 self._own_measured_ns += measured_ns
@@ -141,18 +142,15 @@ class TelemetryMeter:
         """The record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
-        codes = torch.tensor([self._code(self._sums[name]) for name in _SPREADS])
+        # Times and ranks in one number: its maximum is the largest time and its lowest rank.
+        world, rank = self.mesh.world_size, self.mesh.rank
+        codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
         all_reduce_hosts(total)
         all_reduce_hosts(peaks, "max")
         record = self._record(total.tolist(), peaks)
         self._clear()
         return record
-
-    def _code(self, time_ns: int) -> int:
-        """Encodes time and rank; a maximum over ranks is the largest time and its lowest rank."""
-        world = self.mesh.world_size
-        return time_ns * world + world - 1 - self.mesh.rank
 
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
         steps = self.num_steps
@@ -165,7 +163,8 @@ class TelemetryMeter:
         }
         compute_s, bubble_s = means.pop("compute_s"), means.pop("bubble_s")
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
-        latencies = peaks[2:].view(shape).sum(2)  # [steps, micro-batches, 3]
+        # The result has shape [steps, micro-batches, 3].
+        latencies = peaks[2:].view(shape).sum(2)
         slowest = latencies.amax(1).sum(0).tolist()
         mean = latencies.double().mean(1).sum(0).tolist()
         return Telemetry(
