@@ -76,6 +76,7 @@ KEYS = [
     "packing.open_bins",
     "packing.packs",
     "packing.policy",
+    "packing.price_range",
     "packing.queue_thresholds",
     "packing.s_max",
     "packing.step_tokens",
