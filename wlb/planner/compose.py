@@ -6,14 +6,14 @@ another process, and again from the state that a checkpoint stored. `shard(plan,
 spans of one pipeline, lazily. Labels of a plan that leaves are counted (`counted`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
+from wlb.cost import FlopsWorkload, ProfiledWorkload, WorkloadModel, repriced, workload_for
 from wlb.data import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
 from wlb.packing import (
     BoundedPacker,
@@ -29,6 +29,7 @@ from wlb.packing import (
     packer_for,
 )
 from wlb.plan import (
+    AS_PROFILED,
     Carry,
     GlobalBatch,
     IntArray,
@@ -39,6 +40,7 @@ from wlb.plan import (
     PipelinePlan,
     PlannerState,
     PlanProgress,
+    Prices,
     StepMetrics,
     StepPlan,
     UserError,
@@ -83,7 +85,8 @@ class Planner:
     sharding, `sharding.strategy`. remainder: where tokens go that no equal chunk holds,
     `sharding.remainder`. dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is
     sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a second packer that
-    only predicts, on the same stream, or None.
+    only predicts, on the same stream, or None. reprice: the workload at other prices, which
+    planners of runs have; a step is planned and sharded at the prices that its state names.
     """
 
     source: BatchSource
@@ -95,6 +98,10 @@ class Planner:
     dp: int = 1
     cp: int = 1
     row_multiple: int = 1
+    reprice: Callable[[Prices], WorkloadModel] | None = None
+    _repriced: "dict[Prices, Planner]" = field(
+        default_factory=dict["Prices", "Planner"], init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "row_multiple"):
@@ -110,7 +117,14 @@ class Planner:
             )
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> "Planner":
+    def from_spec(
+        cls,
+        spec: RunSpec,
+        source: BatchSource,
+        cost: WorkloadModel,
+        *,
+        reprice: Callable[[Prices], WorkloadModel] | None = None,
+    ) -> "Planner":
         """The planner of a run; `spec.parallel.dp` must be filled in."""
         return cls(
             source=source,
@@ -122,6 +136,7 @@ class Planner:
             dp=max(1, spec.parallel.dp),
             cp=spec.parallel.cp,
             row_multiple=spec.row_multiple,
+            reprice=reprice,
         )
 
     @classmethod
@@ -199,8 +214,33 @@ class Planner:
             yield plan
             at = plan.state
 
+    def at(self, prices: Prices) -> "Planner":
+        """This planner at other prices; ValueError if it has none but its own."""
+        if prices == AS_PROFILED:
+            return self
+        if prices not in self._repriced:
+            if self.reprice is None:
+                raise ValueError("this planner's prices are fixed, but its state has others")
+            cost = self.reprice(prices)
+            made = replace(
+                self,
+                packer=_priced(self.packer, cost),
+                baseline=None if self.baseline is None else _priced(self.baseline, cost),
+                cost=cost,
+            )
+            # Two are at work at a time: the one in force, and the one that follows.
+            for old in list(self._repriced)[:-1]:
+                del self._repriced[old]
+            self._repriced[prices] = made
+        return self._repriced[prices]
+
     def next(self, state: PlannerState) -> StepPlan | None:
         """The plan of step `state.next_step`; None after the last one."""
+        prices = state.prices.at(state.next_step)
+        plan = self.at(prices)._next(state)
+        return None if plan is None else replace(plan, prices=prices)
+
+    def _next(self, state: PlannerState) -> StepPlan | None:
         state = self._split_again(state)
         while not state.ready and not state.exhausted:
             state = self._push(state)
@@ -216,6 +256,7 @@ class Planner:
             baseline_made=rest,
             num_tokens=state.num_tokens + plan.num_tokens,
         )
+        after = after.with_prices(state.prices)
         return StepPlan(
             packing=plan,
             pipelines=deal(plan.workload_ns, plan.rows, self.dp),
@@ -242,6 +283,7 @@ class Planner:
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
         """The spans of one pipeline's micro-batches."""
+        cost = self.at(plan.prices).cost
         how: dict[str, Any] = {"strategy": self.strategy, "remainder": self.remainder}
         members = plan.pipelines[pipeline].tolist()
         micro_batches = tuple(plan.packing.micro_batch(i) for i in members)
@@ -249,9 +291,7 @@ class Planner:
             step=plan.step,
             pipeline=pipeline,
             micro_batches=micro_batches,
-            shardings=tuple(
-                shard(m.lengths, cp=self.cp, cost=self.cost, **how) for m in micro_batches
-            ),
+            shardings=tuple(shard(m.lengths, cp=self.cp, cost=cost, **how) for m in micro_batches),
             local_tokens=plan.local_tokens(pipeline),
         )
 
@@ -288,7 +328,14 @@ class Planner:
             num_batches=state.num_batches + (batch is not None),
             exhausted=batch is None,
             num_tokens=state.num_tokens,
+            prices=state.prices,
         )
+
+
+def _priced(packer: Packer, cost: WorkloadModel) -> Packer:
+    """The packer with another workload. What it carries between steps has no prices."""
+    changed: Any = packer  # every packer is a dataclass
+    return replace(changed, options=replace(changed.options, cost=cost))
 
 
 def counted(plan: PackingPlan, source: object) -> PackingPlan:
@@ -327,7 +374,12 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     source = open_batches(
         store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
     )
-    return Planner.from_spec(spec, source, cost)
+    reprice = partial(_at_prices, cost, device)
+    return Planner.from_spec(spec, source, cost, reprice=reprice)
+
+
+def _at_prices(cost: ProfiledWorkload, device: str, prices: Prices) -> WorkloadModel:
+    return repriced(cost, prices, device=device)
 
 
 def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:

@@ -14,6 +14,7 @@ from wlb.train.telemetry.ending import ShowSummary, TellStop
 from wlb.train.telemetry.graphs import CountGraphs
 from wlb.train.telemetry.ledger import Ledger, RecordLedger
 from wlb.train.telemetry.measure import MeasureSteps
+from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.steps import RecordSteps
 from wlb.train.warm_up import CollectGarbage, ConnectRanks
@@ -38,10 +39,15 @@ def hooks_of(
     if job.calibrate is not None:
         assert measure is not None  # --calibrate without telemetry was refused
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
+    learn = None
+    if spec.cost.online:
+        assert measure is not None  # cost.online without telemetry was refused
+        learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
     hooks = (
         measure,  # first: the others record what it measured
         RecordSteps(),
+        learn,
         ConnectRanks(),  # before those that communicate when they begin
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
