@@ -289,7 +289,7 @@ class CostSection:
         5, "online: measured steps between decisions on prices, after the warm-up", unit="steps"
     )
     online_threshold: float = key(
-        0.05,
+        0.03,
         "online: prices stay as they are unless one of them, relative to linear layers forward, is "
         "wrong by more than this fraction",
     )

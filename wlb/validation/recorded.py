@@ -9,16 +9,18 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from wlb.cost import KernelProfile, workload_for
+from wlb.cost import KernelProfile, repriced, workload_for
 from wlb.parallel.world import choose_device
-from wlb.plan import FloatArray, MeasuredStep, UserError
+from wlb.plan import AS_PROFILED, FloatArray, MeasuredStep, UserError
 from wlb.planner import open_planner
+from wlb.report.run.records import read_run
 from wlb.report.run.simulated import planned_again
 from wlb.simulate import Simulation, Simulator
 from wlb.simulate.step import chunked
@@ -91,8 +93,16 @@ def simulate_recorded(
     priced = replace(spec, cost=replace(spec.cost, profile=profile)) if profile else spec
     simulator = Simulator(spec=priced, cost=workload_for(priced, device))
     wanted = {m.step: m for m in metrics}
-    steps = planned_again(planner, wanted, dp=spec.parallel.dp, written=str(written))
-    simulations = [simulator.run(simulator.price(chunk)) for chunk in chunked(steps)]
+    learned = read_run(folder).prices
+    steps = planned_again(
+        planner, wanted, dp=spec.parallel.dp, written=str(written), prices=learned
+    )
+    simulations: list[Simulation] = []
+    for prices, group in groupby(steps, lambda step: step.plan.prices):
+        if not profile and prices != AS_PROFILED:
+            cost = repriced(workload_for(spec, device), prices, device=device)
+            simulator = Simulator(spec=spec, cost=cost)
+        simulations += [simulator.run(simulator.price(chunk)) for chunk in chunked(group)]
     return RecordedRun(
         spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)
     )

@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from wlb.cost import workload_for
+from wlb.cost import repriced, workload_for
 from wlb.data import StoreName
-from wlb.plan import StepCounts, UserError
+from wlb.plan import NO_CHANGES, PriceSchedule, StepCounts, UserError
 from wlb.planner import Planner, open_planner
 from wlb.report.run.records import RunRecords, StepRecord
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
@@ -27,21 +27,30 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
     planner = open_planner(spec, store, device)
     trained = {record.step: record.measured}
-    steps = tuple(planned_again(planner, trained, dp=spec.parallel.dp))
+    again = planned_again(planner, trained, dp=spec.parallel.dp, prices=records.prices)
+    steps = tuple(again)
     if not steps:
         raise UserError(f"the run's data ends before step {record.steps_done}")
-    simulator = Simulator(spec=spec, cost=workload_for(spec, device))
+    cost = repriced(workload_for(spec, device), steps[0].plan.prices, device=device)
+    simulator = Simulator(spec=spec, cost=cost)
     return simulator.run(simulator.price(steps))
 
 
 def planned_again(
-    planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str = "metrics.jsonl"
+    planner: Planner,
+    trained: Mapping[int, StepCounts],
+    *,
+    dp: int,
+    written: str = "metrics.jsonl",
+    prices: PriceSchedule = NO_CHANGES,
 ) -> Iterator[ShardedStep]:
-    """The steps that were trained, by their numbers, sharded for `dp` pipelines.
+    """The steps that were trained, by their numbers, sharded for `dp` pipelines. prices: that the
+    run learned.
 
     UserError naming `written` for a plan that is not the one that was trained.
     """
-    until = islice(planner.steps(), max(trained) + 1)  # steps count from 0
+    start = planner.start().with_prices(prices)
+    until = islice(planner.steps(start), max(trained) + 1)  # steps count from 0
     plans = (plan for plan in until if plan.step in trained)
     for step in sharded_steps(planner, dp=dp, plans=plans):
         planned = step.plan.predicted
