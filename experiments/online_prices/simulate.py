@@ -68,7 +68,7 @@ class Hidden:
     seed: int = 0
 
 
-def draw_hidden(seed: int, *, attention: float) -> Hidden:
+def draw_hidden(seed: int, *, attention: float, ranks: int = 16) -> Hidden:
     """Returns a device on which attention takes about `attention` times its price.
 
     The terms differ by about 15% more, the whole device by a factor of up to about 3, and calls
@@ -87,7 +87,7 @@ def draw_hidden(seed: int, *, attention: float) -> Hidden:
         linear_forward_extra_ns=extra[0],
         linear_backward_extra_ns=extra[1],
     )
-    return Hidden(prices=prices, seed=seed, slow_rank=int(draw.integers(0, 16)))
+    return Hidden(prices=prices, seed=seed, slow_rank=int(draw.integers(0, ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +218,9 @@ class Learning:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._planner, self._ranks = case.planner(), Ranks(case)
-        measured: Any = case.spec
-        self._learn = LearnPrices(measured, case.base)
+        self._learn = LearnPrices(case.spec, case.base)
         self.schedule: PriceSchedule = NO_CHANGES
         self.state: PlannerState = self._planner.start()
-        self._known: list[PriceSchedule] = []
 
     def steps(self, count: int) -> Iterator[LearnedStep]:
         """Trains `count` steps."""

@@ -56,6 +56,7 @@ class PriceMeter:
         once = replace(base, recompute=Recompute.NONE)
         self._base = once if self.holds_waits else without_collectives(once)
         self._again = _runs_again(self._base, replace(self._base, recompute=base.recompute))
+        self._attends_again = base.linear.again.attention
         self._layers = {s: n for s in spec.stages_of(mesh.at.pp) if (n := spec.stage_layers[s])}
         self._cells = RankCells()
         self.num_steps = 0
@@ -72,30 +73,40 @@ class PriceMeter:
             base = stage_times(plan, self._base, layers=layers)
             for i, sharding in enumerate(plan.shardings):
                 if sharding.tokens[self.mesh.at.cp]:
-                    self._add_cell(i, len(plan.shardings) - 1, stage, base, times)
+                    self._add_cell(i, stage, plan, base, times)
 
-    def _add_cell(self, i: int, last: int, stage: int, base: StageTimes, times: StepTimes) -> None:
+    def _add_cell(
+        self, i: int, stage: int, plan: PipelinePlan, base: StageTimes, times: StepTimes
+    ) -> None:
+        layers, last = self._layers[stage], len(plan.micro_batches) - 1
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         linear = [
             times.part_ns(forward, Part.LAYERS),
             times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
         ]
-        linear[1] -= round(self._again * linear[0])
-        priced = (base.attention_forward_ns[i], base.attention_backward_ns[i])
+        of_linear = (int(base.linear_forward_ns[i]), int(base.linear_backward_ns[i]))
+        of_attention = (base.attention_forward_ns[i], base.attention_backward_ns[i])
+        waits = [0, 0]
         for k, (name, cell) in enumerate(zip(ATTENTION, (forward, backward), strict=True)):
-            own_ns, measured_ns = (
-                int(priced[k][self.mesh.at.cp]),
-                times.part_ns(cell, Part.ATTENTION),
-            )
+            own_ns = int(of_attention[k][self.mesh.at.cp])
+            measured_ns = times.part_ns(cell, Part.ATTENTION)
             self._cells.add(name, own_ns, measured_ns)
             if self.holds_waits and own_ns:
-                linear[k] -= measured_ns * int(priced[k].max() - own_ns) // own_ns
-        of_linear = (base.linear_forward_ns[i], base.linear_backward_ns[i])
-        for k, (name, edge) in enumerate(zip(LINEAR, (0, last), strict=True)):
-            # FSDP's collectives are in the first and the last pass.
-            shifted = self.mesh.fsdp_size > 1 and i == edge
-            layers, base_ns = self._layers[stage], int(of_linear[k])
-            self._cells.add(name, base_ns, linear[k], layers=layers, is_shifted=shifted)
+                waits[k] = measured_ns * int(of_attention[k].max() - own_ns) // own_ns
+        linear[0] -= waits[0]
+        linear[1] -= waits[1] + waits[0] * self._attends_again
+        linear[1] -= round(linear[0] * self._again_ns(plan, i, layers) / of_linear[0])
+        # FSDP's collectives are in the first forward and the last backward pass.
+        has_fsdp = self.mesh.fsdp_size > 1
+        shifted = (i == 0, i == last or (i == 0 and any(self._again)))
+        for k, name in enumerate(LINEAR):
+            is_shifted = has_fsdp and shifted[k]
+            self._cells.add(name, of_linear[k], linear[k], layers=layers, is_shifted=is_shifted)
+
+    def _again_ns(self, plan: PipelinePlan, i: int, layers: int) -> float:
+        """The price of linear layers' forward work that backward of a cell runs again."""
+        per_token, a_call = self._again
+        return (per_token * plan.shardings[i].num_tokens + a_call) * layers
 
     def ballot(self) -> FloatArray:
         """This rank's vote, of the cells since the last one, which are forgotten."""
@@ -104,13 +115,16 @@ class PriceMeter:
         return ballot(vote)
 
 
-def _runs_again(once: ProfiledWorkload, recomputing: ProfiledWorkload) -> float:
-    """The part of linear layers' forward work that backward runs again."""
+def _runs_again(once: ProfiledWorkload, recomputing: ProfiledWorkload) -> tuple[float, float]:
+    """Prices of forward work that a layer's backward runs again: ns a token, and ns a call."""
 
-    def of(cost: ProfiledWorkload, one_pass: str) -> float:
-        return sum(ns for name, ns in cost.ns_per_token.items() if name.endswith(one_pass))
+    def of(cost: ProfiledWorkload) -> tuple[float, float]:
+        backward = (ns for name, ns in cost.ns_per_token.items() if name.endswith("_backward"))
+        return sum(backward), cost.linear.call_ns[1]
 
-    return (of(recomputing, "_backward") - of(once, "_backward")) / of(once, "_forward")
+    (per_token, a_call), (own_per_token, own_call) = of(recomputing), of(once)
+    layers = once.num_layers_per_rank
+    return (per_token - own_per_token) / layers, (a_call - own_call) / layers
 
 
 class LearnPrices(Hook):
@@ -168,7 +182,7 @@ class LearnPrices(Hook):
             step=step.plan.step,
             steps_done=run.steps_done,
             base=self.base,
-            votes=measured.num_votes if measured else 0,
+            votes=0 if step.votes is None else int(step.votes[0].sum()),
             measured=measured.factors if measured else None,
             change=change and change.to_json(),
         )
