@@ -29,7 +29,7 @@ from experiments.online_prices.simulate import (
 )
 from experiments.results import How, Picture, Table, show, write_results
 from wlb.cost import load_profile, save_profile, scaled_profile
-from wlb.plan import AS_PROFILED, TERMS, FloatArray, Prices
+from wlb.plan import AS_PROFILED, TERMS, FloatArray, PriceFactors
 from wlb.report import read_run
 from wlb.spec import RunSpec, apply, check
 from wlb.train import start
@@ -47,7 +47,7 @@ class Outcome:
     and both passes, shape [steps, 2]. prices: attention forward's, relative, over the true one."""
 
     case: Case
-    held: Prices
+    held: PriceFactors
     changes: int
     learned: FloatArray
     right: FloatArray

@@ -32,7 +32,7 @@ from wlb.plan import (
     PackingPlan,
     PipelinePlan,
     PlannerState,
-    Prices,
+    PriceFactors,
     PriceSchedule,
     StepPlan,
     imbalance,
@@ -61,7 +61,7 @@ def run_spec(*, ranks: int = 16, changes: tuple[str, ...] = ()) -> RunSpec:
 class Hidden:
     """Holds what a device really does: factors on the profile that the run was priced with."""
 
-    prices: Prices
+    prices: PriceFactors
     noise: float = NOISE
     outliers: float = OUTLIERS
     slow_rank: int | None = 0
@@ -79,7 +79,7 @@ def draw_hidden(seed: int, *, attention: float, ranks: int = 16) -> Hidden:
     terms = np.exp(draw.normal(0, 0.15, 4)) * common * np.array([attention, attention, 1, 1])
     forward, backward, linear, linear_backward = (round(f * UNIT) for f in terms.tolist())
     extra = draw.integers(0, 20_000, 2).tolist()
-    prices = Prices(
+    prices = PriceFactors(
         attention_forward=forward,
         attention_backward=backward,
         linear_forward=linear,
@@ -135,7 +135,7 @@ class Case:
         return _imbalance(plan.packing, self.true)
 
 
-def _at(case: Case, prices: Prices) -> ProfiledWorkload:
+def _at(case: Case, prices: PriceFactors) -> ProfiledWorkload:
     return repriced(case.base, prices, device=case.device)
 
 
@@ -207,7 +207,7 @@ class LearnedStep:
     """A step as trained. held: the prices it was planned with. forward, both: imbalances."""
 
     step: int
-    held: Prices
+    held: PriceFactors
     forward: float
     both: float
 
@@ -245,7 +245,7 @@ class Learning:
 
 
 def fixed_steps(
-    case: Case, prices: Prices, count: int, *, state: PlannerState | None = None
+    case: Case, prices: PriceFactors, count: int, *, state: PlannerState | None = None
 ) -> list[tuple[float, float]]:
     """Returns the true imbalances of `count` steps planned at fixed prices, from `state` on."""
     planner = case.planner().at(prices)

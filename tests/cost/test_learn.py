@@ -17,7 +17,7 @@ from wlb.cost import (
     repriced,
     stage_times,
 )
-from wlb.plan import AS_PROFILED, TERMS, Prices
+from wlb.plan import AS_PROFILED, TERMS, PriceFactors
 from wlb.plan.prices import UNIT
 
 STEP = 2 ** (1 / 128)
@@ -158,8 +158,8 @@ def test_the_median_vote_counts() -> None:
 
 
 def follow(
-    now: Prices, *relative: float, common: float = 1.0, first: bool = False
-) -> Prices | None:
+    now: PriceFactors, *relative: float, common: float = 1.0, first: bool = False
+) -> PriceFactors | None:
     factors = tuple(round(UNIT * f) for f in relative)
     measured = Measured(4, round(UNIT * common), (factors[0], factors[1], factors[2]), (0, 50))
     return next_prices(now, measured, threshold=0.05, max_change=0.5, is_first=first)
@@ -185,7 +185,7 @@ def test_prices_follow_by_bounded_steps_and_stay_where_they_are_right() -> None:
 def test_a_slower_machine_changes_prices_once_at_most() -> None:
     """No plan depends on the common factor; predictions do."""
     first = follow(AS_PROFILED, 1.0, 1.0, 1.0, common=3.0, first=True)
-    assert first == Prices(**dict.fromkeys(TERMS, 3 * UNIT), linear_backward_extra_ns=50)
+    assert first == PriceFactors(**dict.fromkeys(TERMS, 3 * UNIT), linear_backward_extra_ns=50)
     assert follow(first, 1.0, 1.0, 1.0, common=4.0) is None
     assert follow(AS_PROFILED, 1.0, 1.0, 1.0, common=1.03, first=True) is None
 
@@ -194,7 +194,7 @@ def test_a_slower_machine_changes_prices_once_at_most() -> None:
 def test_a_workload_at_other_prices_predicts_times_by_them(device: str) -> None:
     cost = priced("h100")
     assert repriced(cost, AS_PROFILED, device=device) is cost
-    prices = Prices(
+    prices = PriceFactors(
         attention_forward=2 * UNIT, attention_backward=3 * UNIT, linear_forward=UNIT // 2
     )
     made = repriced(cost, prices, device=device)

@@ -12,13 +12,15 @@ from wlb.plan import (
     NO_CHANGES,
     PlannerState,
     PriceChange,
-    Prices,
+    PriceFactors,
     PriceSchedule,
     StepPlan,
 )
 
-DEARER = Prices(attention_forward=1_500_000, attention_backward=1_400_000)
-DEAREST = Prices(attention_forward=2_000_000, linear_forward=500_000, linear_forward_extra_ns=70)
+DEARER = PriceFactors(attention_forward=1_500_000, attention_backward=1_400_000)
+DEAREST = PriceFactors(
+    attention_forward=2_000_000, linear_forward=500_000, linear_forward_extra_ns=70
+)
 LEARNED = PriceSchedule(
     base="h100 sdpa",
     changes=(PriceChange(step=4, prices=DEARER), PriceChange(step=9, prices=DEAREST)),
@@ -61,15 +63,18 @@ def test_another_base_has_other_prices() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Prices(attention_forward=0), "attention_forward = 0 must be a whole number of at"),
-        (lambda: Prices(linear_backward=1.5), "linear_backward = 1.5 must be a whole"),  # type: ignore[arg-type]
-        (lambda: Prices(linear_forward_extra_ns=-1), "linear_forward_extra_ns = -1 must be"),
+        (
+            lambda: PriceFactors(attention_forward=0),
+            "attention_forward = 0 must be a whole number of at",
+        ),
+        (lambda: PriceFactors(linear_backward=1.5), "linear_backward = 1.5 must be a whole"),  # type: ignore[arg-type]
+        (lambda: PriceFactors(linear_forward_extra_ns=-1), "linear_forward_extra_ns = -1 must be"),
         (
             lambda: LEARNED.changed(PriceChange(step=9, prices=DEARER), base=LEARNED.base),
             r"must be in the order of their steps, got \[4, 9, 9\]",
         ),
         (lambda: PriceSchedule.from_json({"base": ""}), "no price schedule .*'changes' is missing"),
-        (lambda: Prices.from_json({"attention": 1}), "no record of prices"),
+        (lambda: PriceFactors.from_json({"attention": 1}), "no record of prices"),
     ],
 )
 def test_what_is_no_price_is_refused(make: Any, message: str) -> None:

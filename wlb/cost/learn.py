@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost.calibrate import LINEAR
-from wlb.plan import TERMS, FloatArray, Prices
+from wlb.plan import TERMS, FloatArray, PriceFactors
 from wlb.plan.prices import UNIT
 
 RELATIVE = ("attention_forward", "attention_backward", "linear_backward")
@@ -197,8 +197,8 @@ def counted_votes(total: FloatArray) -> Measured | None:
 
 
 def next_prices(
-    now: Prices, measured: Measured, *, threshold: float, max_change: float, is_first: bool
-) -> Prices | None:
+    now: PriceFactors, measured: Measured, *, threshold: float, max_change: float, is_first: bool
+) -> PriceFactors | None:
     """Prices that follow `measured`, or None where those of `now` are good enough.
 
     Nothing changes unless a term's factor relative to linear layers forward is wrong by more than
@@ -219,7 +219,7 @@ def next_prices(
         for name, old in current.items()
     }
     forward, backward = measured.extra_ns
-    return Prices(
+    return PriceFactors(
         linear_forward=common,
         **terms,
         linear_forward_extra_ns=forward,

@@ -5,7 +5,7 @@ from typing import Any
 
 from wlb.cost.calibrate import scaled_profile
 from wlb.cost.workload import ProfiledWorkload
-from wlb.plan import AS_PROFILED, Prices
+from wlb.plan import AS_PROFILED, PriceFactors
 
 
 def price_base(cost: ProfiledWorkload) -> str:
@@ -13,7 +13,7 @@ def price_base(cost: ProfiledWorkload) -> str:
     return f"{cost.profile.name} {cost.table.backends[0]}"
 
 
-def repriced(cost: ProfiledWorkload, prices: Prices, *, device: str) -> ProfiledWorkload:
+def repriced(cost: ProfiledWorkload, prices: PriceFactors, *, device: str) -> ProfiledWorkload:
     """`cost`, at the profile's own prices, at others. Takes about 2 ms.
 
     device: on "cuda" the factors of linear layers hold for TP's and CP's collectives too, which are

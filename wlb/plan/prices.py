@@ -17,7 +17,7 @@ UNIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices(PlainRecord):
+class PriceFactors(PlainRecord):
     """Factors on the times of a kernel profile by term (`TERMS`), in millionths, at least 1.
 
     *_extra_ns: what a micro-batch costs on top in a decoder layer, whatever its tokens.
@@ -55,13 +55,13 @@ class Prices(PlainRecord):
         return {name: getattr(self, name) / self.linear_forward for name in TERMS}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Prices":
+    def from_json(cls, data: dict[str, Any]) -> "PriceFactors":
         """Read what `to_json` wrote; UserError if it is not a record of prices."""
         with parsing("record of prices"):
             return cls(**data)
 
 
-AS_PROFILED = Prices()
+AS_PROFILED = PriceFactors()
 """The profile's own prices."""
 
 
@@ -70,13 +70,13 @@ class PriceChange(PlainRecord):
     """Prices that hold for the plans of step `step` and later ones."""
 
     step: int
-    prices: Prices
+    prices: PriceFactors
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PriceChange":
         """Read what `to_json` wrote; UserError if it is not a change of prices."""
         with parsing("change of prices"):
-            return cls(step=data["step"], prices=Prices.from_json(data["prices"]))
+            return cls(step=data["step"], prices=PriceFactors.from_json(data["prices"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,13 @@ class PriceSchedule(PlainRecord):
         if steps != sorted(set(steps)):
             raise UserError(f"price changes must be in the order of their steps, got {steps}")
 
-    def at(self, step: int) -> Prices:
+    def at(self, step: int) -> PriceFactors:
         """The prices that hold for the plan of `step`."""
         held = [change.prices for change in self.changes if change.step <= step]
         return held[-1] if held else AS_PROFILED
 
     @property
-    def latest(self) -> Prices:
+    def latest(self) -> PriceFactors:
         """The last change's prices, in force or to come."""
         return self.changes[-1].prices if self.changes else AS_PROFILED
 

@@ -9,7 +9,7 @@ from wlb.plan.arrays import IntArray, digest
 from wlb.plan.metrics import StepMetrics
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
-from wlb.plan.prices import AS_PROFILED, NO_CHANGES, Prices, PriceSchedule
+from wlb.plan.prices import AS_PROFILED, NO_CHANGES, PriceFactors, PriceSchedule
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
@@ -102,7 +102,7 @@ class StepPlan:
     predicted: StepMetrics
     baseline: StepMetrics | None
     progress: PlanProgress
-    prices: Prices = AS_PROFILED
+    prices: PriceFactors = AS_PROFILED
 
     @property
     def state(self) -> PlannerState:
@@ -163,7 +163,7 @@ class StepPlan:
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=None if baseline is None else StepMetrics.from_json(baseline),
                 progress=PlanProgress.of(PlannerState.from_json(data["state"])),
-                prices=AS_PROFILED if prices is None else Prices.from_json(prices),
+                prices=AS_PROFILED if prices is None else PriceFactors.from_json(prices),
             )
 
 

@@ -40,7 +40,7 @@ from wlb.plan import (
     PipelinePlan,
     PlannerState,
     PlanProgress,
-    Prices,
+    PriceFactors,
     StepMetrics,
     StepPlan,
     UserError,
@@ -98,9 +98,9 @@ class Planner:
     dp: int = 1
     cp: int = 1
     row_multiple: int = 1
-    reprice: Callable[[Prices], WorkloadModel] | None = None
-    _repriced: "dict[Prices, Planner]" = field(
-        default_factory=dict["Prices", "Planner"], init=False, repr=False, compare=False
+    reprice: Callable[[PriceFactors], WorkloadModel] | None = None
+    _repriced: "dict[PriceFactors, Planner]" = field(
+        default_factory=dict["PriceFactors", "Planner"], init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class Planner:
         source: BatchSource,
         cost: WorkloadModel,
         *,
-        reprice: Callable[[Prices], WorkloadModel] | None = None,
+        reprice: Callable[[PriceFactors], WorkloadModel] | None = None,
     ) -> "Planner":
         """The planner of a run; `spec.parallel.dp` must be filled in."""
         return cls(
@@ -214,13 +214,17 @@ class Planner:
             yield plan
             at = plan.state
 
-    def at(self, prices: Prices) -> "Planner":
-        """This planner at other prices; ValueError if it has none but its own."""
+    def at(self, prices: PriceFactors) -> "Planner":
+        """This planner at other prices; UserError if it has none but its own."""
         if prices == AS_PROFILED:
             return self
         if prices not in self._repriced:
             if self.reprice is None:
-                raise ValueError("this planner's prices are fixed, but its state has others")
+                raise UserError(
+                    f"the planner's state has prices that a run learned ({prices.relative}), but "
+                    f"this planner's are fixed, as those of packing.packs are; plan without "
+                    f"packs, or from state.with_prices(NO_CHANGES)"
+                )
             cost = self.reprice(prices)
             made = replace(
                 self,
@@ -378,7 +382,7 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     return Planner.from_spec(spec, source, cost, reprice=reprice)
 
 
-def _at_prices(cost: ProfiledWorkload, device: str, prices: Prices) -> WorkloadModel:
+def _at_prices(cost: ProfiledWorkload, device: str, prices: PriceFactors) -> WorkloadModel:
     return repriced(cost, prices, device=device)
 
 

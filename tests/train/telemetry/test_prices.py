@@ -19,12 +19,13 @@ from wlb.launch.local import run_local
 from wlb.parallel.mesh import Coordinates
 from wlb.parallel.observe import Cell, Part, Pass
 from wlb.parallel.world import World
-from wlb.plan import NO_CHANGES, TERMS, PriceChange, Prices, PriceSchedule
+from wlb.plan import NO_CHANGES, TERMS, PriceChange, PriceFactors, PriceSchedule
 from wlb.report import read_run
 from wlb.spec import ParallelSpec, Recompute, RunSpec
 from wlb.train import start
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
+from wlb.train.telemetry import meter
 from wlb.train.telemetry.clock import StepTimes
 from wlb.train.telemetry.prices import LearnPrices, PriceMeter, first_step_unseen
 from wlb.validation.recorded import simulate_recorded
@@ -92,7 +93,7 @@ def test_prices_hold_from_a_stated_step_on(
         None,
     ]
     assert [line["votes"] for line in decisions] == [1] * 4
-    made = Prices.from_json(decisions[0]["change"]["prices"])
+    made = PriceFactors.from_json(decisions[0]["change"]["prices"])
     assert made.by_term == pytest.approx(TRUE, rel=0.02)
     assert held(run) == [None] * HELD_FROM + [made.to_json()] * (14 - HELD_FROM)
     shown = capsys.readouterr().out
@@ -111,6 +112,30 @@ def test_prices_hold_from_a_stated_step_on(
         for i in (HELD_FROM - 1, HELD_FROM)
     ]
     assert factors[1] > 1.5 * factors[0]
+
+
+@pytest.mark.usefixtures("known_votes")
+def test_learning_takes_no_collective_of_its_own(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes ride on the sums of a record, where they are due; other records have none."""
+    sizes: list[int] = []
+    reduce = meter.all_reduce_hosts
+
+    def counted(x: torch.Tensor, op: str = "sum") -> None:
+        sizes.append(x.numel())
+        reduce(x, op)
+
+    monkeypatch.setattr(meter, "all_reduce_hosts", counted)
+    train(learning(tmp_path, corpus, steps=7, cost={"online": False}))
+    plain = list(sizes)
+    sizes.clear()
+    train(learning(tmp_path, corpus, steps=7, run={"name": "learning"}))
+    assert len(sizes) == len(plain) == 2 * 7
+    more = [a - b for a, b in zip(sizes, plain, strict=True)]
+    votes = ballot(None).size
+    # Two calls a step; votes are due after step 4 (index 3) and step 7.
+    assert more == [votes if i in (2 * 3, 2 * 6) else 0 for i in range(14)]
 
 
 @pytest.mark.usefixtures("known_votes")
@@ -277,7 +302,7 @@ def test_a_rank_measures_terms_apart_from_waits_and_recomputing(
     plan, votes = first_step(0), []
     for cp in range(2):
         mesh: Any = _Mesh(device, cp)
-        meter = PriceMeter(spec, mesh, cost)
+        prices = PriceMeter(spec, mesh, cost)
         base = stage_times(plan, once, layers=4)
         full_times = stage_times(plan, timed, layers=4)
         parts: dict[tuple[Cell, Part], int] = {}
@@ -297,10 +322,10 @@ def test_a_rank_measures_terms_apart_from_waits_and_recomputing(
             parts[Cell(Pass.BACKWARD, 0, i), Part.LAYERS] += round(took)
             parts[Cell(Pass.BACKWARD, 0, i), Part.RECOMPUTE] = ms(9)
         for _ in range(3):
-            meter.add(plan, StepTimes(parts, wall_ns=1))
-        assert meter.num_steps == 3
-        votes.append(meter.ballot())
-        assert meter.num_steps == 0
+            prices.add(plan, StepTimes(parts, wall_ns=1))
+        assert prices.num_steps == 3
+        votes.append(prices.ballot())
+        assert prices.num_steps == 0
     measured = counted_votes(np.sum(votes, axis=0))
     assert measured is not None
     assert measured.num_votes == 2
@@ -322,7 +347,7 @@ def test_decisions_count_the_votes_of_several_intervals() -> None:
     _, change = learn.decide(wrong, known, 40)
     assert change is not None
     assert change.step == first_step_unseen(RunSpec(), 40)
-    known = PriceSchedule(base="cpu", changes=(PriceChange(step=90, prices=Prices()),))
+    known = PriceSchedule(base="cpu", changes=(PriceChange(step=90, prices=PriceFactors()),))
     _, later = learn.decide(wrong, known, 41)
     assert later is not None
     assert later.step == 91  # after the one that is still to come

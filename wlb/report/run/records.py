@@ -21,7 +21,7 @@ from wlb.plan import (
     MeasuredTimeline,
     Place,
     PriceChange,
-    Prices,
+    PriceFactors,
     PriceSchedule,
     RankTable,
     StepMetrics,
@@ -44,7 +44,7 @@ class StepRecord(NamedTuple):
     measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None
-    prices: Prices = AS_PROFILED
+    prices: PriceFactors = AS_PROFILED
 
 
 @dataclass(kw_only=True)
@@ -222,7 +222,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
         measured=MeasuredStep.from_json(line["measured"]),
         predicted=StepMetrics.from_json(line["predicted"]),
         plain=None if plain is None else StepMetrics.from_json(plain),
-        prices=Prices.from_json(line["prices"]) if "prices" in line else AS_PROFILED,
+        prices=PriceFactors.from_json(line["prices"]) if "prices" in line else AS_PROFILED,
     )
 
 

@@ -29,7 +29,7 @@ from wlb.plan import (
     FloatArray,
     Moments,
     PipelinePlan,
-    Prices,
+    PriceFactors,
     Spread,
     Telemetry,
 )
@@ -75,7 +75,7 @@ class TelemetryMeter:
         self._sums = dict.fromkeys(_SUMMED, 0)
         self._own_measured_ns = self._own_predicted_ns = 0
 
-    def price(self, prices: Prices) -> None:
+    def price(self, prices: PriceFactors) -> None:
         """Predict at these prices from now on; `cost` has them."""
         self.prices = prices
         self.cost = repriced(self.base, prices, device=self.mesh.device.type)

@@ -7,13 +7,15 @@ import numpy as np
 
 from tests.report.run.lines import SPEC, start, step, whole_run, write
 from tests.report.run.test_page import text_of
-from wlb.plan import AS_PROFILED, PriceChange, Prices
+from wlb.plan import AS_PROFILED, PriceChange, PriceFactors
 from wlb.plan.prices import UNIT
 from wlb.report import read_run, run_page
 from wlb.report.run.plots import price_figure
 
-HALF = Prices(attention_forward=3 * UNIT // 2, attention_backward=3 * UNIT // 2)
-WHOLE = Prices(attention_forward=4 * UNIT, attention_backward=3 * UNIT, linear_forward=2 * UNIT)
+HALF = PriceFactors(attention_forward=3 * UNIT // 2, attention_backward=3 * UNIT // 2)
+WHOLE = PriceFactors(
+    attention_forward=4 * UNIT, attention_backward=3 * UNIT, linear_forward=2 * UNIT
+)
 
 
 def decision(done: int, factor: float, change: PriceChange | None) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def decision(done: int, factor: float, change: PriceChange | None) -> dict[str, 
     }
 
 
-def priced(done: int, prices: Prices) -> dict[str, Any]:
+def priced(done: int, prices: PriceFactors) -> dict[str, Any]:
     return step(done) | {"prices": prices.to_json()}
 
 

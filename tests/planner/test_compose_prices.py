@@ -9,17 +9,17 @@ import pytest
 
 from tests.planner.test_compose import COST, fingerprint, planner
 from wlb.cost import FlopsWorkload
-from wlb.plan import NO_CHANGES, PlannerState, PriceChange, Prices, PriceSchedule, StepPlan
+from wlb.plan import NO_CHANGES, PlannerState, PriceChange, PriceFactors, PriceSchedule, StepPlan
 from wlb.plan.prices import UNIT
 from wlb.planner import Planner
 from wlb.planner.service import PlanClient, PlannerProcess, PlanningError
 
-DEAR = Prices(attention_forward=8 * UNIT)
+DEAR = PriceFactors(attention_forward=8 * UNIT)
 S = 5
 LEARNED = PriceSchedule(base="flops", changes=(PriceChange(step=S, prices=DEAR),))
 
 
-def at_prices(prices: Prices) -> FlopsWorkload:
+def at_prices(prices: PriceFactors) -> FlopsWorkload:
     factor = prices.attention_forward / UNIT
     return replace(COST, quadratic_ns=COST.quadratic_ns * factor)
 
@@ -41,7 +41,7 @@ def with_change(policy: str = "bounded") -> list[StepPlan]:
 def test_every_policy_plans_at_the_prices_of_the_step(policy: str) -> None:
     made, before, after = learning(policy), list(learning(policy).steps()), with_change(policy)
     assert [fingerprint(made, p) for p in after[:S]] == [fingerprint(made, p) for p in before[:S]]
-    assert {p.prices for p in after[:S]} == {Prices()}
+    assert {p.prices for p in after[:S]} == {PriceFactors()}
     assert {p.prices for p in after[S:]} == {DEAR}
     # From there on it is what a planner of these prices does with what waited.
     other = replace(made, cost=at_prices(DEAR))
@@ -76,7 +76,7 @@ def test_a_state_read_back_plans_the_same(at: int) -> None:
 
 def test_a_planner_of_fixed_prices_refuses_others() -> None:
     made = planner()
-    with pytest.raises(ValueError, match="prices are fixed, but its state has others"):
+    with pytest.raises(ValueError, match=r"prices that a run learned .* this planner's are fixed"):
         list(made.steps(made.start().with_prices(LEARNED)))
 
 
@@ -146,7 +146,10 @@ def test_a_change_after_the_end_of_data_changes_nothing() -> None:
 def test_a_second_change_follows_the_first() -> None:
     second = PriceSchedule(
         base="flops",
-        changes=(*LEARNED.changes, PriceChange(step=S + 3, prices=Prices(attention_forward=UNIT))),
+        changes=(
+            *LEARNED.changes,
+            PriceChange(step=S + 3, prices=PriceFactors(attention_forward=UNIT)),
+        ),
     )
     made = learning()
     expected = digests(list(made.steps(made.start().with_prices(second))))
