@@ -187,7 +187,7 @@ def test_a_slower_machine_changes_prices_once_at_most() -> None:
     first = follow(AS_PROFILED, 1.0, 1.0, 1.0, common=3.0, first=True)
     assert first == PriceFactors(**dict.fromkeys(TERMS, 3 * UNIT), linear_backward_extra_ns=50)
     assert follow(first, 1.0, 1.0, 1.0, common=4.0) is None
-    assert follow(AS_PROFILED, 1.0, 1.0, 1.0, common=1.03, first=True) is None
+    assert follow(AS_PROFILED, 1.0, 1.0, 1.0, common=1.2, first=True) is None
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -35,6 +35,8 @@ _LEAST_SPREAD = 0.1
 MOST_ERROR = 0.05
 """Largest standard error of a slope, over the slope, with which the line is used."""
 
+COMMON_OFF = 0.25
+
 
 class RankVote(NamedTuple):
     """A rank's fit. factors: measured over base price, by term. extra_ns: a layer and micro-batch,
@@ -209,9 +211,8 @@ def next_prices(
     current = {name: now.relative[name] for name in RELATIVE}
     wanted = {name: measured.factors[name] for name in RELATIVE}
     off = [_apart(wanted[name], current[name]) for name in RELATIVE]
-    if is_first:
-        off.append(_apart(measured.linear_forward, now.linear_forward))
-    if max(off) <= threshold:
+    common_off = _apart(measured.linear_forward, now.linear_forward) if is_first else 0.0
+    if max(off) <= threshold and common_off <= COMMON_OFF:
         return None
     common, most = measured.linear_forward, 1 + max_change
     terms = {

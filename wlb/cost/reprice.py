@@ -1,4 +1,4 @@
-"""A run's workload at the prices that it learned while it trained (`wlb.plan.Prices`)."""
+"""A run's workload at the prices that it learned while it trained (`wlb.plan.PriceFactors`)."""
 
 from dataclasses import replace
 from typing import Any
