@@ -205,8 +205,8 @@ def next_prices(
 
     Nothing changes unless a term's factor relative to linear layers forward is wrong by more than
     `threshold`. Relative factors then change by at most `max_change` (0.5: to at most 1.5 times and
-    at least 1 / 1.5 of what they were). The common factor, on which no plan depends, is taken as
-    measured, also where it alone is wrong if `is_first`.
+    at least 1 / 1.5 of what they were). The common factor, on which no plan depends, is
+    taken as measured; it alone is a reason for a change if `is_first` and off by `COMMON_OFF`.
     """
     current = {name: now.relative[name] for name in RELATIVE}
     wanted = {name: measured.factors[name] for name in RELATIVE}
