@@ -164,7 +164,7 @@ def measure(packer: Packer, batches: tuple[GlobalBatch, ...]) -> Measured:
 
 
 def time_ratio(n: int, *, steps: int, seed: int, rounds: int = 3) -> tuple[float, float]:
-    """Returns (push at the widest range over push at one price, median over steps; its longest in s).
+    """Returns (push at the widest range over one at one price, median over steps; longest in s).
 
     Both push the same batch onto the same carry, in turn; the least of the rounds counts.
     """
