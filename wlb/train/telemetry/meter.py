@@ -167,7 +167,9 @@ class TelemetryMeter:
         own = np.array([*sums, *self._sums.values()], np.float64)
         num, flat = own.size, np.zeros(0) if votes is None else votes.ravel()
         total = torch.from_numpy(np.concatenate([own, flat]))
-        codes = torch.tensor([self._code(self._sums[name]) for name in _SPREADS])
+        # Times and ranks in one number: its maximum is the largest time and its lowest rank.
+        world, rank = self.mesh.world_size, self.mesh.rank
+        codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
         all_reduce_hosts(total)
         all_reduce_hosts(peaks, "max")
