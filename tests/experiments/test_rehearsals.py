@@ -31,3 +31,13 @@ def test_rows_are_kept_for_their_commit(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls == ["wlb", "paper", "wlb"]
     assert script.exit_status([["p", "s", "passed, 1 warning(s)"]]) == 0
     assert script.exit_status([["p", "s", "FAULT: x"], ["p", "s", "passed"]]) == 1
+    assert script.exit_status([["p", "wlb", "refused: too little memory"]]) == 1
+    assert script.exit_status([["p", FORCED[0], "refused: too little memory"]]) == 0
+    assert script.exit_status([["p", FORCED[0], "FAULT: x"]]) == 1
+
+
+@pytest.mark.full
+@pytest.mark.process
+def test_the_quick_form_rehearses_one_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--quick"]) == 0
+    assert "'4 of 32'" in capsys.readouterr().out

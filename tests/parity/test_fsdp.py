@@ -40,11 +40,10 @@ HSDP = [
     Case(dp=2, cp=2, tp=2, shard_size=2, num_micro_batches=8),
     Case(dp=4, pp=2, shard_size=2, schedule=F1B, num_micro_batches=16, reshard=True),
 ]
+CASES = [*RESHARD, *HSDP, Case(dp=2, prefetch=0)]
 
 
-@pytest.mark.parametrize(
-    "case", [RESHARD[0], *full(*RESHARD[1:], *HSDP, Case(dp=2, prefetch=0))], ids=str
-)
+@pytest.mark.parametrize("case", [CASES[0], *full(*CASES[1:])], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
     results = run_local(parity, case.world, case, start_group=True, timeout_s=600)
     for result in results:

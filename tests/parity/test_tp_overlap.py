@@ -65,26 +65,21 @@ def overlapped(world: World, case: Case) -> dict[str, object]:
 # A layer has two blocks: each gathers and scatters in the evaluation, in forward and in backward.
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 PLAIN = {"fused_all_gather_matmul": 6, "fused_matmul_reduce_scatter": 6}
+CASES: list[tuple[Case, dict[str, int]]] = [
+    (Case(tp=2, overlap=True), PLAIN),
+    (Case(tp=2, cp=2, overlap=True), PLAIN),
+    # Again: the gathers of both blocks, and attention's scatter; never the last product.
+    (
+        Case(tp=2, overlap=True, recompute=Recompute.FULL),
+        {"fused_all_gather_matmul": 8, "fused_matmul_reduce_scatter": 7},
+    ),
+    (Case(tp=2, pp=2, v=2, overlap=True, schedule=IZB, layers=4), PLAIN),
+    (Case(tp=2, overlap=True, layers=1, compile_backend="aot_eager"), PLAIN),
+]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("case", "calls"),
-    [
-        (Case(tp=2, overlap=True), PLAIN),
-        *full(
-            (Case(tp=2, cp=2, overlap=True), PLAIN),
-            # Again: the gathers of both blocks, and attention's scatter; never the last product.
-            (
-                Case(tp=2, overlap=True, recompute=Recompute.FULL),
-                {"fused_all_gather_matmul": 8, "fused_matmul_reduce_scatter": 7},
-            ),
-            (Case(tp=2, pp=2, v=2, overlap=True, schedule=IZB, layers=4), PLAIN),
-            (Case(tp=2, overlap=True, layers=1, compile_backend="aot_eager"), PLAIN),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "calls"), [CASES[0], *full(*CASES[1:])], ids=str)
 def test_loss_and_gradients_are_those_of_one_process(case: Case, calls: dict[str, int]) -> None:
     for result in run_local(overlapped, case.world, case, start_group=True, timeout_s=600):
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)

@@ -72,7 +72,7 @@ def one_rank_swaps_two_transfers() -> None:
 
     def sends(self: Any, chunk: int) -> Any:
         ops = right(self, chunk)
-        if self.device.index == 0 and self.group_rank == 0 and self.stage_index == 0:
+        if self.stage_index == 0:  # which only the first pipeline rank has
             if chunk == 0:
                 late[:] = ops
                 return []
@@ -81,6 +81,20 @@ def one_rank_swaps_two_transfers() -> None:
         return ops
 
     VarLenStage.get_fwd_send_ops = sends
+
+
+def memory_that_was_not_planned() -> None:
+    import torch
+
+    from wlb.train import loop
+
+    right = loop.gradient_square
+
+    def square(parameters: Any, mesh: Any) -> Any:
+        torch.empty(200 << 30, dtype=torch.uint8, device=mesh.device)
+        return right(parameters, mesh)
+
+    loop.gradient_square = square
 
 
 def no_event_of_the_checkpoint() -> None:

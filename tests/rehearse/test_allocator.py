@@ -90,3 +90,4 @@ def test_a_full_device_gives_back_free_segments_before_it_fails() -> None:
     assert (taken.retries, taken.failed_bytes) == (1, 0)
     failed = reserved([(0, 60 * MIB, 0)], limit=50 * MIB, expandable=False)
     assert failed.failed_bytes == 60 * MIB
+    assert failed.failed_at == "step 0, a.py:1"

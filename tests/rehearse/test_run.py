@@ -30,6 +30,8 @@ def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
     assert whole.proof.is_complete
     assert whole.proof.num_communicators == whole.proof.num_seen > 10
     assert whole.proof.num_collectives > 500
+    axes = {m.communicator.axis for m in whole.ranks[0].messages if m.communicator}
+    assert {"world", "hosts", "tp", "cp", "pp", "fsdp"} <= axes
     assert whole.proof.num_transfers > 50
     assert [len(result.steps) for result in whole.ranks] == [3] * 8
 
@@ -84,7 +86,10 @@ def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
         # Weights and both moments, float32, after two steps and at the end.
         assert set(result.copied) == {2, 3}
         assert all(copied > 12 * result.at_peak["weights"] / 4 for copied in result.copied.values())
-        assert result.calibrates == (result.rank == 0)
+    # Kernels took what the profile says, so fitting it to their times changes nothing.
+    (factor,) = re.findall(r"attention_forward ([\d.]+),", whole.ranks[0].calibration)
+    assert float(factor) == pytest.approx(1, abs=0.05)
+    assert not any(result.calibration for result in whole.ranks[1:])
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,7 @@ def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
         ("no_event_of_the_input_stream", "without waiting for it", "0"),
         ("no_record_stream", "call record_stream", "0"),
         ("no_event_of_the_checkpoint", "before its copy", "0"),
+        ("memory_that_was_not_planned", "runs out of", "0"),
         ("one_rank_drops_a_collective", "differs", "0,1,2,3"),
         ("one_rank_swaps_two_transfers", "from rank 0 to rank 4 does not pair up", "0,4"),
     ],

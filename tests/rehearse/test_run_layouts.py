@@ -8,30 +8,31 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.rehearsals.__main__ import FORCED
 from tests.gpu import test_gpu
-from tests.parity import test_fsdp, test_layouts
+from tests.parity import test_fsdp, test_layouts, test_tp_overlap
 from tests.parity.case import Case, spec_of
+from tests.rehearse.case import ON_ALL_AXES, SMALL
+from wlb.cli.system import with_system
 from wlb.plan import UserError
 from wlb.rehearse.run import rehearse_each
 from wlb.rehearse.show import verdict
-from wlb.spec import Dtype, Recompute, RunSpec, Schedule, TrainingSection
+from wlb.spec import SYSTEMS, Dtype, RunSpec, TrainingSection, load
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
-OVERLAP = (
-    Case(tp=2, cp=2, overlap=True),
-    Case(tp=2, overlap=True, recompute=Recompute.FULL),
-    Case(tp=2, pp=2, v=2, overlap=True, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
-)
-HSDP = (*test_fsdp.RESHARD, *test_fsdp.HSDP)
-LARGE = tuple(case for case in test_layouts.CASES if case.world > 4)
-SMALL = (*test_layouts.QUICK, *test_layouts.CASES, *test_gpu.CASES)
+LAYOUTS = dict.fromkeys((*test_layouts.QUICK, *test_layouts.CASES, *test_gpu.CASES))
+OTHERS = (*test_fsdp.CASES, *(case for case, _ in test_tp_overlap.CASES))
+ALTERNATIVES = (*SYSTEMS, *FORCED)
 
 
 def rehearsed_spec(case: Case) -> RunSpec:
-    """The parity case with the dtype and heads that GPU kernels take, and longer windows."""
+    """The parity case with the dtype and heads that GPU kernels take, and longer windows. Compiled
+    layers are those of inductor, whose graphs a rehearsal knows."""
     spec = spec_of(replace(case, head_dim=16))
-    training = TrainingSection(recompute=case.recompute, dtype=Dtype.BFLOAT16)
+    training = TrainingSection(
+        recompute=case.recompute, dtype=Dtype.BFLOAT16, compile=bool(case.compile_backend)
+    )
     data = replace(spec.data, context_window=1024)
     evaluation = replace(spec.eval, steps=0)
     run = replace(spec.run, name=str(case))
@@ -40,8 +41,12 @@ def rehearsed_spec(case: Case) -> RunSpec:
 
 @pytest.mark.parametrize(
     "cases",
-    [[case for case in dict.fromkeys(SMALL) if case not in LARGE], list(LARGE), [*HSDP, *OVERLAP]],
-    ids=["small", "large", "hsdp"],
+    [
+        [case for case in LAYOUTS if case.world <= 4],
+        [case for case in LAYOUTS if case.world > 4],
+        list(OTHERS),
+    ],
+    ids=["small", "large", "fsdp-and-overlap"],
 )
 def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: list[Case]) -> None:
     specs = [rehearsed_spec(case) for case in cases]
@@ -53,3 +58,27 @@ def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: list[Case]) -> N
         for rank in found.ranks:
             (step,) = rank.steps
             assert [wait.what for wait in step.host_waits] == ["tolist()"], case
+
+
+def test_systems_differ_in_the_sizes_of_messages_not_in_their_order() -> None:
+    """So the experiment's rehearsals of all ranks take one system. Recompute (wlb:2) gathers again;
+    it and the first are proven here over all ranks."""
+    specs = [
+        load("550m_64k", with_system("550m_64k", [*SMALL, *ON_ALL_AXES], name))
+        for name in ALTERNATIVES
+    ]
+    ranks = ["all" if name in ("plain_4d", "wlb:2") else "0,7" for name in ALTERNATIVES]
+    orders: dict[str, list[object]] = {}
+    for name, found in zip(
+        ALTERNATIVES, rehearse_each(specs, ranks=ranks, steps=1, jobs=2), strict=True
+    ):
+        assert not isinstance(found, UserError), (name, found)
+        assert found.passed, (name, verdict(found))
+        orders[name] = [
+            [(m.kind, m.communicator, m.op) for m in result.messages]
+            for result in found.ranks
+            if result.rank in (0, 7)
+        ]
+    recomputed = orders.pop("wlb:2")
+    assert all(order == orders["plain_4d"] for order in orders.values())
+    assert all(len(a) > len(b) for a, b in zip(recomputed, orders["wlb"], strict=True))

@@ -86,6 +86,10 @@ class Footprint:
             self._known[raw] = record
             weakref.finalize(raw, self._free, record).atexit = False
         if record.size != size:
+            if (
+                size and record.number
+            ):  # FSDP resizes what it made once; the request comes from here
+                record.where = called_from(3)
             self._resize(record, size)
         return record
 
@@ -93,7 +97,7 @@ class Footprint:
         """A workspace inside a kernel: allocated and freed at once."""
         if size:
             stream = GPU.current
-            record = _Storage(0, 0, kind, stream, stream.id, 0, "")
+            record = _Storage(0, 0, kind, stream, stream.id, 0, called_from(3))
             self._resize(record, -(-size // BLOCK) * BLOCK)
             self._resize(record, 0)
 
@@ -160,9 +164,8 @@ class Footprint:
                 self.peak, self.at_peak = self.now, dict(self.by_kind)
 
     def _ask(self, record: _Storage, size: int) -> None:
-        where = record.where or record.kind
-        request = AllocatorRequest(record.number, size, record.stream.id, GPU.step, where)
-        self.requests.append(request)
+        at = (GPU.step, record.where)
+        self.requests.append(AllocatorRequest(record.number, size, record.stream.id, *at))
 
     def _note_uses(self, record: _Storage) -> None:
         """A storage is freed: others of its stream may get its memory from now on."""

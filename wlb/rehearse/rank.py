@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from wlb.cost import gpu_budget, workload_for
-from wlb.parallel import build, world
+from wlb.cost import gpu_budget, load_profile, workload_for
+from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import Mesh, build_mesh, coordinates
 from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
@@ -84,7 +84,7 @@ class UnwrittenSaver(saver.CheckpointSaver):
     def _write(self, task: Any) -> saver.Saved:
         num_bytes = 0
         for tensor in task.tensors.values():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             check_copied(local, task.copied)
             num_bytes += local.numel() * local.element_size()
         self.copied[task.step] = num_bytes
@@ -140,11 +140,12 @@ def rehearse_rank(
     GPU.traces = traces
     RehearsedTrainer.results = []
     with contextlib.ExitStack() as stack:
+        errors: list[Fault] = []
         try:
             _trainer(rank, job, items, stack).run()
-            faults = [Fault(rank=rank, trace="", **found._asdict()) for found in GPU.faults]
         except Exception as error:
-            faults = [_fault(rank, error)]
+            errors = [_fault(rank, error)]
+        freed = [Fault(rank=rank, trace="", **found._asdict()) for found in GPU.faults]
         limit = gpu_budget(spec).reservable_bytes
         return RankResult(
             rank=rank,
@@ -161,8 +162,8 @@ def rehearse_rank(
                 for kind in ("expandable", "segments")
             },
             copied=dict(UnwrittenSaver.copied),
-            calibrates=job.calibrate is not None and job.calibrate.exists(),
-            faults=tuple(faults),
+            calibration=_calibration(job),
+            faults=(*freed, *errors),
             wall_s=time.perf_counter() - began,
         )
 
@@ -177,6 +178,7 @@ def _trainer(
     cuda.use(recorder)
     world_size = spec.parallel.world_size
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    host.new_host_group(spec.training.timeout_s)  # as `world.init` does
     mesh = build_mesh(spec.parallel, cuda.DEVICE, shard_size=spec.fsdp.shard_size)
     recorder.axes.update(_axes(mesh))
     FOOTPRINT.parameter_shapes = _weight_shapes(spec)
@@ -223,6 +225,13 @@ def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         setattr(build, "initial_weight", before)  # noqa: B010
+
+
+def _calibration(job: Job) -> str:
+    """How the profile that the run wrote was fitted; "" if it wrote none, as on ranks but 0."""
+    if job.calibrate is None or not job.calibrate.exists():
+        return ""
+    return load_profile(str(job.calibrate)).provenance.source
 
 
 def _fault(rank: int, error: Exception) -> Fault:

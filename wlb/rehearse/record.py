@@ -45,6 +45,8 @@ ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("swiglu", "norm")}
 ops the body runs."""
 PINNED = WeakTensorKeyDictionary()
 """Tensors in pinned memory of the host, with the stream and count of the copy that fills them."""
+_UNNAMED = "undefined"
+"""torch's description of a process group that was given none."""
 _SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
 
 
@@ -168,8 +170,9 @@ class Recorder(TorchDispatchMode):
         known = self.axes.get(group.group_name)
         if known is None:
             ranks = tuple(dist.get_process_group_ranks(group))
-            is_world = len(ranks) == dist.get_world_size()
-            known = Communicator("world" if is_world else group.group_name, ranks)
+            is_world = group is dist.group.WORLD
+            name = group.group_name if group.group_desc == _UNNAMED else group.group_desc
+            known = Communicator("world" if is_world else name, ranks)
             self.axes[group.group_name] = known
         return known
 

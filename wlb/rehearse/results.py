@@ -61,9 +61,9 @@ class Reserved:
 class RankResult:
     """A rehearsed rank. coordinates: tp, cp, pp, dp. at_peak: bytes by kind when most was
     allocated. reserved: with "expandable" segments, and with the default "segments".
-    copied: bytes of each checkpoint, by executed steps. calibrates: whether it fitted a kernel
-    profile to the priced times. faults: the error that ended it, or else all memory that was freed
-    too early."""
+    copied: bytes of each checkpoint, by executed steps. calibration: how the kernel profile was
+    fitted to the priced times, "" if none was written. faults: all memory that was freed too early,
+    and the error that ended the rank."""
 
     rank: int
     coordinates: tuple[int, ...]
@@ -76,6 +76,6 @@ class RankResult:
     at_peak: dict[str, int]
     reserved: dict[str, Reserved]
     copied: dict[int, int]
-    calibrates: bool
+    calibration: str
     faults: tuple[Fault, ...]
     wall_s: float

@@ -13,6 +13,7 @@ from wlb.rehearse.results import RankResult, StepResult
 from wlb.rehearse.run import Rehearsed
 
 GIB = 1 << 30
+_MOST_FAULTS = 8
 _PARTS = ("attention", "GEMM", "element-wise", "tp", "cp", "fsdp", "pp")
 
 
@@ -29,7 +30,11 @@ def show(found: Rehearsed, console: Console) -> None:
 def verdict(found: Rehearsed) -> list[str]:
     """Sentences: faults, what was proven over ranks, and whether memory suffices."""
     proof = found.proof
-    lines = [f"FAULT: {fault}" for fault in found.faults]
+    lines: list[str] = []
+    for result in found.ranks:
+        shown, more = result.faults[:_MOST_FAULTS], len(result.faults) - _MOST_FAULTS
+        lines += [f"FAULT: {fault}" for fault in shown]
+        lines += [f"FAULT: rank {result.rank} has {more} more, all in --json"] if more > 0 else []
     lines += [f"FAULT: {problem}" for problem in proof.problems]
     limit = gpu_budget(found.spec).reservable_bytes / GIB
     for result in found.ranks:

@@ -96,7 +96,7 @@ class CheckpointSaver:
         self._about = {"spec": spec.to_dict(), "profile": profile}
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
-        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
         # The group has all ranks, so new_group returns no placeholder.
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
