@@ -1,12 +1,10 @@
 """Learns prices while it trains: twenty hidden devices, started with attention priced wrong.
 
-`python -m experiments.online_prices [--quick]` writes three tables. Hidden devices: planner, ranks'
-votes and decisions are those of training, passes take the times of a device that the run does not
-know (`simulate.py`); attention costs about 2 or 0.5 times its price there. After 30 steps, 60 more
-are planned with the prices learned by then, and their imbalance by the device's own times is
-compared with that of runs priced right and wrong from the start. A slow rank: prices are right and
-one rank takes 20% longer. Real runs: four processes train on the CPU twice, with attention priced
-at half and at twice what the CPU's profile says.
+`python -m experiments.online_prices [--quick]` writes three tables. Hidden devices: passes take the
+times of a device that the run does not know (`simulate.py`), where attention costs about 2 or 0.5
+times its price; 60 steps planned with the prices of step 30 are compared with runs priced right and
+wrong. A slow rank: prices are right and one rank takes 20% longer. Real runs: four processes train
+on the CPU twice, with attention priced at half and at twice of the CPU's profile.
 """
 
 import argparse

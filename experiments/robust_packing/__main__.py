@@ -4,13 +4,6 @@
 global batches of N windows of 128K tokens (7B, profile `h100`, D 10) with Algorithm 1 (two queues,
 same caps) and `bounded`, each at one price and over a range of prices. N counts the micro-batches
 of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
-
-1. Imbalance of the forward pass, of forward + backward (F+B), and of F+B if attention costs 0.7 to
-   1.6 times its price, beside the delay.
-2. The front: the delay price swept, N = 4, T 1.5, three ranges.
-3. With `--windows`: six-step windows against an integer program that knows all six steps
-   (`offline`). Solves end by time, so bounds are tight on an idle machine only.
-4. The time of a push against one price, the default.
 """
 
 import argparse
@@ -38,6 +31,15 @@ from experiments.robust_packing.cases import (
 )
 from experiments.robust_packing.offline import N, Score, offline, online
 
+TABLES = """
+1. Imbalance of the forward pass, of forward + backward (F+B), and of F+B if attention costs 0.7 to
+   1.6 times its price, beside the delay.
+2. The front: the delay price swept, N = 4, T 1.5, three ranges.
+3. With `--windows`: six-step windows against an integer program that knows all six steps
+   (`offline`). Solves end by time, so bounds are tight on an idle machine only.
+4. The time of a push against one price, the default.
+"""
+"""What each table of the page holds."""
 SEED = 1
 STEPS = {4: 640, 16: 120, 64: 30, 256: 12}
 SWEPT = (0.3, 0.2, 0.15, 0.1, 0.05)
@@ -130,7 +132,7 @@ def table_4(steps: dict[int, int]) -> Table:
 
 
 def main() -> None:
-    doc = str(__doc__)
+    doc = f"{__doc__}{TABLES}"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
     parser.add_argument("--windows", type=int, default=0, help="windows of table 3, slow to solve")

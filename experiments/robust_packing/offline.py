@@ -5,8 +5,7 @@ ones are a fluid in three classes, which can only help. The program minimises, s
 (slowest micro-batch - mean) of the worse of forward and forward + backward, in typical
 micro-batches, and `price` times the global batches that are held after each step. `bounded` is
 scored the same way on the same windows, each from an empty start. The solver's bound is therefore
-below the score of every policy, with or without knowledge of what comes. Steps take `LEAST` global
-batches in both.
+below the score of every policy. Steps take `LEAST` global batches in both.
 """
 
 # PuLP ships no complete types.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments.rehearsals import __main__ as script
-from experiments.rehearsals.__main__ import KeptRows
+from experiments.rehearsals.__main__ import FORCED, KeptRows
 
 
 def test_rows_are_kept_for_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
 """bounded: outliers are released by predicted load, under a bound on delay and two on memory.
 
 Every global batch makes one step, and `release.choose` decides which waiting documents it takes:
-the time that micro-batches wait for the slowest one against the delay of what is held back. Both
-that time and placement are those of the worst price in a range (`prices`).
-Placement is Algorithm 1's over all pipelines together, then `refine`.
+the time that micro-batches wait for the slowest one against the delay of what is held back, at the
+worst of a range of prices (`prices`). Placement is Algorithm 1's over all pipelines, then `refine`.
 Guarantees: at most S_max tokens a micro-batch and `step_tokens` a step, in the flush too; documents
 leave within `max_delay` steps whenever the caps permit, others are counted as overdue.
 Cost: O(n log n) in the documents that wait; 0.8 ms for 200, 0.1 s for 51,000.

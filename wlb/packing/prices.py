@@ -1,11 +1,9 @@
 """A range of prices: work that is balanced whatever attention costs inside it.
 
-Nobody knows exactly what attention costs beside linear work, and forward and backward differ. Let a
-micro-batch hold l of a step's L linear work and a of its A attention work. If attention costs k
-times its price, the micro-batch's part of the step is (l + k a) / (L + k A), which only rises or
-only falls with k. So the slowest micro-batch is nowhere slower, against the mean, than at one of
-the two ends of a range: what is balanced at both ends is balanced at every price between them, the
-forward pass included as far as its prices are those of some k.
+Let a micro-batch hold l of a step's L linear work and a of its A attention work. If attention costs
+k times its price, the micro-batch's part of the step is (l + k a) / (L + k A), which only rises or
+only falls with k. So what is balanced at both ends of a range is balanced at every price between
+them, the forward pass included as far as its prices are those of some k.
 Guarantees: equal on all hosts (integer sums and single IEEE operations).
 """
 
