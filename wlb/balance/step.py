@@ -1,0 +1,199 @@
+"""step: `balance_step`, the front door."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wlb.balance.assignment import StepBalance
+from wlb.balance.dynamic import DynamicPlaced, solve_dynamic
+from wlb.balance.mini_batches import choose
+from wlb.balance.prices import Cost, model_of, prices, whole
+from wlb.balance.request import StepRequest, labels
+from wlb.balance.solve import Rules, Units, solve
+from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_at_least, int_array
+from wlb.planner import LLAMA2_7B
+
+
+def balance_step(
+    lengths: IntLike,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    cost: Cost = LLAMA2_7B,
+    passes: str = "train",
+    mini_batches: int | IntLike = 1,
+    equal_counts: bool = False,
+    count_slack: int = 0,
+    groups: IntLike | None = None,
+    groups_on: str = "mini_batch",
+    atoms: IntLike | None = None,
+    num_micro_batches: int | None = None,
+    multiple: int = 1,
+    too_long: str = "refuse",
+    wait: str = "micro_batch",
+    cp: int = 1,
+    dynamic_cp: int = 1,
+) -> StepBalance:
+    """All samples of one training step to ranks and micro-batches, with work as equal as possible.
+
+    Nothing is delayed, dropped or repeated. Every rank gets as many micro-batches as any other, and
+    as few as max_tokens permits. Equal inputs give the same assignment everywhere.
+
+    lengths: tokens of each sample. num_ranks: data-parallel ranks (CP groups, with cp).
+    max_tokens: limit of a micro-batch, over all ranks of its CP group.
+    cost: a WorkloadModel; a KernelProfile (for a 7B model); "llama2_7b", "verl" or "slime", whose
+    formulas these are; a number, the tokens at which attention costs what linear layers do; one
+    cost a sample; or a function of the lengths that returns such.
+    passes: "train", or "forward" for log-probabilities, where the model tells them apart.
+    mini_batches: optimiser steps: how many, to be chosen alike in work and lengths, or the
+    mini-batch of each sample, kept in ascending order of their labels.
+    equal_counts: as many samples on every rank of a mini-batch, give or take count_slack.
+    groups: label of each sample; a group stays in one mini-batch, and on one rank with
+    groups_on="rank". atoms: labels of samples that share a micro-batch.
+    num_micro_batches: of every rank and mini-batch; default as few as fit, a multiple of `multiple`.
+    too_long: "refuse" samples above max_tokens, or let them be "alone" in a micro-batch.
+    wait: where ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines), or
+    once a "step" (DDP, ZeRO-1 and 2).
+    cp: ranks of a CP group, for `StepBalance.shard`. dynamic_cp: at most so many ranks (a power of
+    two) share a micro-batch; max_tokens is then of one rank.
+
+    UserError for input that cannot work, with the sample and the limit.
+    """
+    tokens = int_array("lengths", lengths)
+    asked = StepRequest(
+        lengths=tokens, num_ranks=num_ranks, max_tokens=max_tokens,
+        mini_batches=_mini_batches(mini_batches, tokens.size), equal_counts=equal_counts,
+        count_slack=count_slack, group=labels("groups", groups, tokens.size), groups_on=groups_on,
+        atom=_atoms(atoms, tokens.size), num_micro_batches=num_micro_batches, multiple=multiple,
+        too_long="alone" if dynamic_cp > 1 else too_long, wait=wait,
+    )  # fmt: skip
+    check_at_least("cp", cp, 1)
+    check_at_least("dynamic_cp", dynamic_cp, 1)
+    costs = prices(tokens, cost, passes)
+    work, _ = whole(costs)
+    parts: list[_Part] = []
+    for k, samples in enumerate(_divide(asked, work)):
+        units, unit_of = _units(asked, work, samples, is_dynamic=dynamic_cp > 1)
+        rules = _rules(asked, k, samples.size)
+        if dynamic_cp > 1:
+            parts.append(_dynamic_part(solve_dynamic(units, rules, dynamic_cp), samples, unit_of))
+        else:
+            placed = solve(units, rules)
+            grid = np.arange(num_ranks * placed.num).reshape(num_ranks, -1)
+            parts.append(_Part(samples, placed.bin_of[unit_of], grid, np.ones(grid.size), placed.bound))
+    return _assignment(parts, asked, costs, work, cp, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A mini-batch's samples with the block of each, its grid [ranks, micro-batches] of blocks, the
+    degree of each block, and the bound in units of `work`."""
+
+    samples: IntArray
+    block_of: IntArray
+    grid: IntArray
+    degree: FloatArray
+    bound: float
+
+
+def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
+    if isinstance(given, int | np.integer):
+        return int(given)
+    array = int_array("mini_batches", given)
+    if array.size != num:
+        raise UserError(f"mini_batches has {array.size} entries, and there are {num} samples")
+    return np.unique(array, return_inverse=True)[1]
+
+
+def _atoms(atoms: IntLike | None, num: int) -> IntArray:
+    found = labels("atoms", atoms, num)
+    return np.arange(num) if found is None else found
+
+
+def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
+    """Samples of each mini-batch, ascending."""
+    if isinstance(asked.mini_batches, int):
+        num = asked.mini_batches
+        if num == 1:
+            return [np.arange(work.size)]
+        item = asked.atom if asked.group is None else asked.group
+        held = np.bincount(item).astype(np.float64)
+        equal = asked.equal_counts and not asked.count_slack
+        part = choose(np.bincount(item, work), held, num, equal_counts=equal)[item]
+    else:
+        part, num = asked.mini_batches, int(asked.mini_batches.max()) + 1
+    return [np.flatnonzero(part == k) for k in range(num)]
+
+
+def _units(
+    asked: StepRequest, work: FloatArray, samples: IntArray, *, is_dynamic: bool
+) -> tuple[Units, IntArray]:
+    """Atoms of a mini-batch, heaviest first, and the unit of each of its samples.
+
+    One above the cap counts as one that fills it: both are alone in a micro-batch.
+    """
+    _, atom = np.unique(asked.atom[samples], return_inverse=True)
+    first = np.zeros(int(atom.max()) + 1, np.int64)
+    first[atom[::-1]] = samples[::-1]
+    sums = [np.bincount(atom, x) for x in (work[samples], asked.lengths[samples])]
+    order = np.argsort(-sums[0], kind="stable")
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size)
+    group = None
+    if asked.group is not None and asked.groups_on == "rank":
+        group = np.unique(asked.group[first[order]], return_inverse=True)[1]
+    units = Units(
+        work=sums[0][order],
+        tokens=sums[1][order] if is_dynamic else np.minimum(sums[1][order], asked.max_tokens),
+        samples=np.bincount(atom)[order].astype(np.float64),
+        group=group,
+    )
+    return units, place[atom]
+
+
+def _rules(asked: StepRequest, k: int, num_samples: int) -> Rules:
+    counts = None
+    one = isinstance(asked.mini_batches, int) and asked.mini_batches == 1
+    name = "the step" if one else f"mini-batch {k}"
+    if asked.equal_counts:
+        least, most = num_samples // asked.num_ranks, -(-num_samples // asked.num_ranks)
+        if least < most and not asked.count_slack:
+            raise UserError(
+                f"{name} has {num_samples} samples, which {asked.num_ranks} ranks cannot hold in "
+                f"equal counts; give a multiple of {asked.num_ranks}, or count_slack >= 1"
+            )
+        counts = max(1, least - asked.count_slack), most + asked.count_slack
+    return Rules(
+        num_ranks=asked.num_ranks, cap=asked.max_tokens, slots_wait=asked.wait == "micro_batch",
+        multiple=asked.multiple, num=asked.num_micro_batches, counts=counts, name=name,
+    )  # fmt: skip
+
+
+def _dynamic_part(placed: DynamicPlaced, samples: IntArray, unit_of: IntArray) -> _Part:
+    return _Part(samples, placed.block_of[unit_of], placed.grid, placed.degree, placed.bound)
+
+
+def _assignment(
+    parts: list[_Part], asked: StepRequest, costs: FloatArray, work: FloatArray, cp: int, cost: Cost
+) -> StepBalance:
+    starts = np.cumsum([0, *(part.degree.size for part in parts)])
+    samples = np.concatenate([part.samples for part in parts])
+    block = np.concatenate([p.block_of + s for p, s in zip(parts, starts[:-1], strict=True)])
+    order = np.lexsort((samples, block))
+    counts = np.bincount(block, minlength=int(starts[-1]))
+    degree = np.concatenate([part.degree for part in parts])
+    times = np.bincount(block, costs[samples], int(starts[-1])) / degree
+    # A bound in whole numbers of work is one in costs, but for their rounding.
+    worth = float(costs.sum()) / float(work.sum())
+    return StepBalance(
+        lengths=asked.lengths,
+        order=samples[order],
+        offsets=np.concatenate([[0], np.cumsum(counts)]),
+        blocks=tuple(p.grid + s for p, s in zip(parts, starts[:-1], strict=True)),
+        times=times,
+        bounds=np.array([part.bound * worth for part in parts]),
+        max_tokens=asked.max_tokens,
+        cp=cp,
+        wait=asked.wait,
+        model=model_of(cost),
+    )
