@@ -134,9 +134,10 @@ class StepBalance:
 
     @property
     def _mean(self) -> float:
-        return sum(float(self.time(k).sum()) for k in range(self.num_mini_batches)) / (
-            self.num_ranks
-        ) or 1.0
+        return (
+            sum(float(self.time(k).sum()) for k in range(self.num_mini_batches)) / (self.num_ranks)
+            or 1.0
+        )
 
 
 def waited(time: FloatArray, wait: str) -> float:

@@ -34,9 +34,11 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
     _check(units, rules, most)
     ranks = rules.num_ranks
     total = float(units.work.sum())
-    num = rules.num or -(
-        -max(1, -(-int(units.tokens.sum()) // (rules.cap * ranks))) // rules.multiple
-    ) * rules.multiple
+    num = (
+        rules.num
+        or -(-max(1, -(-int(units.tokens.sum()) // (rules.cap * ranks))) // rules.multiple)
+        * rules.multiple
+    )
     while True:
         if num > units.work.size:
             raise UserError(
@@ -62,8 +64,7 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
 def _check(units: Units, rules: Rules, most: int) -> None:
     if most & (most - 1) or rules.num_ranks % most:
         raise UserError(
-            f"dynamic_cp = {most} must be a power of two that divides num_ranks = "
-            f"{rules.num_ranks}"
+            f"dynamic_cp = {most} must be a power of two that divides num_ranks = {rules.num_ranks}"
         )
     if rules.counts is not None or units.group is not None:
         raise UserError(
@@ -137,7 +138,9 @@ def _fill(
 
 def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> bool:
     tokens = np.bincount(block_of, units.tokens, degree.size)
-    return bool((tokens > degree * cap).any() or np.bincount(block_of, minlength=degree.size).min() < 1)
+    return bool(
+        (tokens > degree * cap).any() or np.bincount(block_of, minlength=degree.size).min() < 1
+    )
 
 
 def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> IntArray:

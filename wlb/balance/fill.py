@@ -40,7 +40,9 @@ def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
     return out
 
 
-def fill(work: FloatArray, tokens: FloatArray, *, num_ranks: int, num: int, cap: int) -> IntArray | None:  # fmt: skip
+def fill(
+    work: FloatArray, tokens: FloatArray, *, num_ranks: int, num: int, cap: int
+) -> IntArray | None:
     """The bin of each unit among num_ranks x num, or None if they were not placed.
 
     work, tokens: of units, heaviest first. Bins of a slot follow one another.
@@ -106,7 +108,7 @@ def _lowest_with_room(
 
 
 def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
-    """Best fit decreasing: each unit to the fullest bin that has room; None if `num` are too few."""
+    """Best fit decreasing: each to the fullest bin that has room; None if `num` are too few."""
     order = np.argsort(-tokens, kind="stable")
     room, ids = list[int](), list[int]()
     out = np.zeros(tokens.size, np.int64)

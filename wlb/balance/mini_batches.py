@@ -12,9 +12,7 @@ from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
 
-def choose(
-    work: FloatArray, samples: FloatArray, num: int, *, equal_counts: bool
-) -> IntArray:
+def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: bool) -> IntArray:
     """The mini-batch of each item. work, samples: of groups, shape [num_items].
 
     UserError for fewer items than mini-batches, and for unequal counts where equal ones are asked.

@@ -18,7 +18,9 @@ from wlb.planner import LLAMA2_7B
 from wlb.spec import ModelSpec, load
 
 Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]
-Cost = WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
+Cost = (
+    WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
+)
 """See `balance_step`."""
 PASSES = ("train", "forward")
 NAMES = ("llama2_7b", "verl", "slime")

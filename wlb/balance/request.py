@@ -35,7 +35,12 @@ class StepRequest:
         if not self.lengths.size:
             raise UserError("lengths is empty: a step needs at least one sample")
         check_minimum("lengths", self.lengths, 1)
-        for name, least in (("num_ranks", 1), ("max_tokens", 1), ("multiple", 1), ("count_slack", 0)):
+        for name, least in (
+            ("num_ranks", 1),
+            ("max_tokens", 1),
+            ("multiple", 1),
+            ("count_slack", 0),
+        ):
             check_at_least(name, getattr(self, name), least)
         one_of("wait", self.wait, WAITS)
         one_of("too_long", self.too_long, TOO_LONG)
@@ -46,7 +51,8 @@ class StepRequest:
             check_at_least("num_micro_batches", self.num_micro_batches, 1)
             if self.num_micro_batches % self.multiple:
                 raise UserError(
-                    f"num_micro_batches = {self.num_micro_batches} is no multiple of {self.multiple}"
+                    f"num_micro_batches = {self.num_micro_batches} is no multiple of "
+                    f"{self.multiple}"
                 )
         self._check_caps()
         if self.group is not None:

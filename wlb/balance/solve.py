@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wlb.balance.bound import least_time
-from wlb.balance.exchange import SharedBins, share
+from wlb.balance.exchange import SharedBins, share, sums_by
 from wlb.balance.fill import fewest_bins, fill, fill_empty
-from wlb.balance.waits import Waits, RankSlots, RankTotals, Slots
+from wlb.balance.waits import RankSlots, RankTotals, Slots, Waits
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
 GOOD_ENOUGH = 1.0003
 """Time over the bound at which exchanges end."""
-STALE, WORTHWHILE = 13, 1e-4
+STALE, WORTHWHILE = 10, 1e-4
 """Exchanges end once this many rounds together have gained less than this share of the time."""
 MOST_PAIRS = 7_000
 """Pairs of bins looked at in all, which bounds the time: rounds = MOST_PAIRS / pairs of a round."""
@@ -117,7 +117,7 @@ def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None
 
 def _deal(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
     """A new number rank * num + slot for each bin: slot after slot, heavy bins to light ranks."""
-    loads = np.bincount(bin_of, work)
+    loads = sums_by(bin_of, work)
     slots = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     total, out = np.zeros(ranks), np.empty(loads.size, np.int64)
     for slot, members in enumerate(slots):
@@ -151,7 +151,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) -> IntArray:
-    loads = np.bincount(bin_of, work, ranks * num).reshape(ranks, num)
+    loads = sums_by(bin_of, work, ranks * num).reshape(ranks, num)
     place = np.argsort(np.argsort(-loads, 1, kind="stable"), 1, kind="stable")
     return (np.arange(ranks)[:, None] * num + place).ravel()[bin_of]
 
@@ -159,14 +159,21 @@ def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) ->
 def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
     """The rank of each unit: block by block of as many as there are ranks, then by exchanges."""
     group = np.arange(units.work.size) if units.group is None else units.group
-    sums = [np.bincount(group, x) for x in (units.work, units.tokens, units.samples)]
+    sums = [sums_by(group, x) for x in (units.work, units.tokens, units.samples)]
     # Blocks of equal counts, heaviest first: a rank gets one of each.
     order = np.lexsort((-sums[0], -sums[2]))
+    if order.size < rules.num_ranks:
+        raise UserError(
+            f"{rules.name} has {order.size} groups, which cannot fill {rules.num_ranks} ranks; give "
+            f"it more groups, or groups_on='mini_batch'"
+        )
     whole = Units(work=sums[0][order], tokens=sums[1][order], samples=sums[2][order])
-    rank_of = deal_blocks(whole.work, whole.samples, rules.num_ranks, counts=rules.counts is not None)
+    rank_of = deal_blocks(
+        whole.work, whole.samples, rules.num_ranks, counts=rules.counts is not None
+    )
     every = np.arange(rules.num_ranks)
     if rules.counts is not None:
-        _check_counts(np.bincount(rank_of, whole.samples, rules.num_ranks), rules)
+        _check_counts(sums_by(rank_of, whole.samples, rules.num_ranks), rules)
     totals = replace(rules, cap=rules.cap * num)
     # `SharedBins` wants the heaviest first.
     again = np.argsort(-whole.work, kind="stable")
@@ -236,6 +243,6 @@ def _spare(bins: SharedBins, rules: Rules, top: IntArray, low: IntArray) -> Floa
     """Samples that each bin may gain and lose: what its rank may, divided over the rank's bins of
     this round."""
     least, most = rules.counts or (0, 0)
-    held = np.bincount(bins.rank, bins.samples[bins.members].sum(1))
+    held = sums_by(bins.rank, bins.samples[bins.members].sum(1))
     busy = np.bincount(bins.rank[np.concatenate([top, low])], minlength=held.size).clip(1)
     return np.stack([(most - held) // busy, (held - least) // busy])[:, bins.rank]

@@ -6,6 +6,7 @@ import numpy as np
 
 from wlb.balance.assignment import StepBalance
 from wlb.balance.dynamic import DynamicPlaced, solve_dynamic
+from wlb.balance.exchange import sums_by
 from wlb.balance.mini_batches import choose
 from wlb.balance.prices import Cost, model_of, prices, whole
 from wlb.balance.request import StepRequest, labels
@@ -50,7 +51,7 @@ def balance_step(
     equal_counts: as many samples on every rank of a mini-batch, give or take count_slack.
     groups: label of each sample; a group stays in one mini-batch, and on one rank with
     groups_on="rank". atoms: labels of samples that share a micro-batch.
-    num_micro_batches: of every rank and mini-batch; default as few as fit, a multiple of `multiple`.
+    num_micro_batches: of every rank; default as few as fit, a multiple of `multiple`.
     too_long: "refuse" samples above max_tokens, or let them be "alone" in a micro-batch.
     wait: where ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines), or
     once a "step" (DDP, ZeRO-1 and 2).
@@ -80,7 +81,9 @@ def balance_step(
         else:
             placed = solve(units, rules)
             grid = np.arange(num_ranks * placed.num).reshape(num_ranks, -1)
-            parts.append(_Part(samples, placed.bin_of[unit_of], grid, np.ones(grid.size), placed.bound))
+            parts.append(
+                _Part(samples, placed.bin_of[unit_of], grid, np.ones(grid.size), placed.bound)
+            )
     return _assignment(parts, asked, costs, work, cp, cost)
 
 
@@ -119,7 +122,7 @@ def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
         item = asked.atom if asked.group is None else asked.group
         held = np.bincount(item).astype(np.float64)
         equal = asked.equal_counts and not asked.count_slack
-        part = choose(np.bincount(item, work), held, num, equal_counts=equal)[item]
+        part = choose(sums_by(item, work), held, num, equal_counts=equal)[item]
     else:
         part, num = asked.mini_batches, int(asked.mini_batches.max()) + 1
     return [np.flatnonzero(part == k) for k in range(num)]
@@ -135,7 +138,7 @@ def _units(
     _, atom = np.unique(asked.atom[samples], return_inverse=True)
     first = np.zeros(int(atom.max()) + 1, np.int64)
     first[atom[::-1]] = samples[::-1]
-    sums = [np.bincount(atom, x) for x in (work[samples], asked.lengths[samples])]
+    sums = [sums_by(atom, x) for x in (work[samples], asked.lengths[samples].astype(np.float64))]
     order = np.argsort(-sums[0], kind="stable")
     place = np.empty(order.size, np.int64)
     place[order] = np.arange(order.size)

@@ -16,7 +16,7 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
 KEPT = 6
-"""Rounds for which targets are kept, and partners that a bin is given before it meets them again."""
+"""Rounds for which targets are kept, and partners of a bin before it meets them again."""
 Pairs = tuple[IntArray, IntArray]
 
 
@@ -36,13 +36,13 @@ class Waits(Protocol):
         ...
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """SharedBins that share units in this round: those furthest over, and a partner for each."""
+        """Bins that share units in this round: those furthest over, and a partner for each."""
         ...
 
 
 @dataclass(slots=True)
 class Slots:
-    """SharedBins in descending order are slots of num_ranks bins each, which is the best there is."""
+    """Bins in descending order are slots of num_ranks bins each: the best slots there are."""
 
     num_ranks: int
     target: FloatArray = field(init=False)
