@@ -216,12 +216,14 @@ def improve(
     loads = bins.work[bins.members].sum(1)
     best, best_members = waits.time(loads), bins.members
     stale_from, worth, turn, rounds = 0, best, 0, 1
-    while turn < rounds and best > bound * GOOD_ENOUGH and loads.size > 1:
+    while turn < rounds and best > bound * GOOD_ENOUGH:
         if turn % 6 == 0:
             waits.aim(bins, loads)
         excess = waits.excess(loads)
         top, low = waits.pairs(excess, turn)
-        rounds = min(60, max(16, MOST_PAIRS // max(1, top.size)))
+        if not top.size:  # one bin a rank, whose units may not leave it
+            break
+        rounds = min(60, max(16, MOST_PAIRS // top.size))
         spare = None if rules.counts is None else _spare(bins, rules, top, low)
         before = bins.members
         bins.members = before.copy() if before is best_members else before
