@@ -50,16 +50,19 @@ def requests(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         "max_tokens": draw(st.integers(100, 400)),
         "wait": draw(st.sampled_from(["micro_batch", "step"])),
         "multiple": draw(st.sampled_from([1, 1, 2, 3])),
+        "at_least": draw(st.sampled_from([1, 1, 2])),
         "cost": draw(st.sampled_from([50.0, "verl", "slime", "llama2_7b"])),
         "passes": draw(st.sampled_from(["train", "forward"])),
     }
-    kind = draw(st.sampled_from(["none", "groups", "rank", "atoms", "both"]))
+    kind = draw(st.sampled_from(["none", "groups", "rank", "atoms", "both", "ranks"]))
     if kind in ("groups", "rank", "both"):
         options["groups"] = labels
         options["groups_on"] = "rank" if kind == "rank" else "mini_batch"
     if kind in ("atoms", "both"):
         options["atoms"] = [i // 2 for i in range(num)] if size >= 2 else list(range(num))
-    if draw(st.booleans()):
+    if kind == "ranks":
+        options["ranks"] = [label % options["num_ranks"] for label in labels]
+    elif draw(st.booleans()):
         options["equal_counts"] = True
         options["count_slack"] = draw(st.integers(0, 3))
     if draw(st.booleans()):
@@ -81,6 +84,7 @@ def test_every_sample_once_and_every_limit_kept(request: tuple[list[int], dict[s
     assert balance.num_ranks == ranks
     for k, num in enumerate(balance.num_micro_batches.tolist()):
         assert num % multiple == 0
+        assert num >= options["at_least"]
         assert balance.tokens(k).shape == (ranks, num)
         for rank in range(ranks):
             for m in range(num):
@@ -95,6 +99,8 @@ def test_every_sample_once_and_every_limit_kept(request: tuple[list[int], dict[s
             assert max(counts) <= -(-total // ranks) + slack
             assert min(counts) >= total // ranks - slack
     spots = {sample: spot for sample, *spot in where}
+    for i, rank in enumerate(options.get("ranks", ())):
+        assert spots[i][1] == rank
     for labels, depth in (
         (options.get("atoms"), 3),
         (options.get("groups"), 2 if options.get("groups_on") == "rank" else 1),

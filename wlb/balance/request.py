@@ -15,7 +15,7 @@ GROUPS_ON = ("mini_batch", "rank")
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
     """See `balance_step`; checked when made. atom, group: of each sample, numbered from 0 in the
-    order of their first samples, `group` None where there are none."""
+    order of their first samples, `group` None where there are none; rank: as given, or None."""
 
     lengths: IntArray
     num_ranks: int
@@ -26,8 +26,10 @@ class StepRequest:
     group: IntArray | None
     groups_on: str
     atom: IntArray
+    rank: IntArray | None
     num_micro_batches: int | None
     multiple: int
+    at_least: int
     too_long: str
     wait: str
 
@@ -57,11 +59,31 @@ class StepRequest:
         self._check_caps()
         if self.group is not None:
             _inside("group", self.group, "atom", self.atom)
+        if self.rank is not None:
+            self._check_ranks(self.rank)
         if isinstance(self.mini_batches, int):
             check_at_least("mini_batches", self.mini_batches, 1)
         else:
             unit = self.atom if self.group is None else self.group
             _inside("mini-batch", self.mini_batches, "group or atom", unit)
+
+    def _check_ranks(self, rank: IntArray) -> None:
+        if rank.size != self.lengths.size:
+            raise UserError(
+                f"ranks has {rank.size} entries, and there are {self.lengths.size} samples"
+            )
+        if (i := first_true((rank < 0) | (rank >= self.num_ranks))) is not None:
+            raise UserError(
+                f"ranks[{i}] = {rank[i]} is not one of num_ranks = {self.num_ranks} from 0"
+            )
+        if self.equal_counts or self.groups_on == "rank":
+            raise UserError(
+                "ranks says where each sample is; it goes with neither equal_counts nor "
+                "groups_on='rank'"
+            )
+        if self.group is not None and isinstance(self.mini_batches, int) and self.mini_batches > 1:
+            raise UserError("with ranks and groups, give the mini-batch of each sample")
+        _inside("rank", rank, "atom", self.atom)
 
     def _check_caps(self) -> None:
         tokens = np.bincount(self.atom, self.lengths).astype(np.int64)

@@ -36,6 +36,7 @@ class Rules:
     cap: int
     slots_wait: bool
     multiple: int = 1
+    at_least: int = 1
     num: int | None = None
     counts: tuple[int, int] | None = None
     name: str = "the step"
@@ -46,17 +47,24 @@ class Units:
     """What is placed as a whole, heaviest first: float64 whole numbers, shape [num_units].
 
     group: of each unit, numbered from 0, where the units of a group must meet on one rank.
+    rank: of each unit, where they stay on the ranks that have them.
     """
 
     work: FloatArray
     tokens: FloatArray
     samples: FloatArray
     group: IntArray | None = None
+    rank: IntArray | None = None
 
     def select(self, chosen: IntArray) -> "Units":
         return Units(
             work=self.work[chosen], tokens=self.tokens[chosen], samples=self.samples[chosen]
         )
+
+    @property
+    def stay(self) -> bool:
+        """Whether exchanges may not take a unit from its rank."""
+        return self.group is not None or self.rank is not None
 
     def padded(self) -> tuple[FloatArray, FloatArray, FloatArray]:
         work, tokens, samples = (np.append(x, 0.0) for x in (self.work, self.tokens, self.samples))
@@ -78,9 +86,10 @@ def solve(units: Units, rules: Rules) -> Placed:
         units.work, units.tokens, num_ranks=rules.num_ranks, cap=rules.cap,
         slots_wait=rules.slots_wait,
     )  # fmt: skip
-    least = fewest_bins(units.tokens, num_ranks=rules.num_ranks, cap=rules.cap)
+    fewest = fewest_bins(units.tokens, num_ranks=rules.num_ranks, cap=rules.cap)
+    least = max(rules.at_least, fewest)
     num = rules.num or -(-least // rules.multiple) * rules.multiple
-    is_ranked = rules.counts is not None or units.group is not None
+    is_ranked = rules.counts is not None or units.stay
     while True:
         if rules.num_ranks * num > units.work.size:
             raise UserError(
@@ -129,7 +138,7 @@ def _deal(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
 
 def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
     ranks = rules.num_ranks
-    rank_of = _ranks(units, rules, num)
+    rank_of = _ranks(units, rules, num) if units.rank is None else units.rank
     bin_of = np.empty(units.work.size, np.int64)
     for rank in range(ranks):
         mine = np.flatnonzero(rank_of == rank)
@@ -142,10 +151,9 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
         bin_of[mine] = rank * num + bins
     rank_of_bin = np.arange(ranks * num) // num
     fill_empty(bin_of, units.work, rank_of_bin)
-    stay = units.group is not None
     if rules.slots_wait:
-        bin_of = improve(units, bin_of, rank_of_bin, RankSlots(ranks, stay), rules, bound)
-    elif not stay:
+        bin_of = improve(units, bin_of, rank_of_bin, RankSlots(ranks, units.stay), rules, bound)
+    elif not units.stay:
         bin_of = improve(units, bin_of, rank_of_bin, RankTotals(ranks), rules, bound)
     return _heaviest_first(units.work, bin_of, ranks, num)
 
@@ -168,11 +176,10 @@ def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
             f"it more groups, or groups_on='mini_batch'"
         )
     whole = Units(work=sums[0][order], tokens=sums[1][order], samples=sums[2][order])
-    rank_of = deal_blocks(
-        whole.work, whole.samples, rules.num_ranks, counts=rules.counts is not None
-    )
+    has_counts = rules.counts is not None
+    rank_of = deal_blocks(whole.work, whole.samples, rules.num_ranks, counts=has_counts)
     every = np.arange(rules.num_ranks)
-    if rules.counts is not None:
+    if has_counts:
         _check_counts(sums_by(rank_of, whole.samples, rules.num_ranks), rules)
     totals = replace(rules, cap=rules.cap * num)
     # `SharedBins` wants the heaviest first.

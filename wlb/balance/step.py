@@ -28,7 +28,9 @@ def balance_step(
     groups: IntLike | None = None,
     groups_on: str = "mini_batch",
     atoms: IntLike | None = None,
+    ranks: IntLike | None = None,
     num_micro_batches: int | None = None,
+    at_least: int = 1,
     multiple: int = 1,
     too_long: str = "refuse",
     wait: str = "micro_batch",
@@ -51,7 +53,9 @@ def balance_step(
     equal_counts: as many samples on every rank of a mini-batch, give or take count_slack.
     groups: label of each sample; a group stays in one mini-batch, and on one rank with
     groups_on="rank". atoms: labels of samples that share a micro-batch.
-    num_micro_batches: of every rank; default as few as fit, a multiple of `multiple`.
+    ranks: of each sample, where samples stay on the rank that has them.
+    num_micro_batches: of every rank; default as few as fit, at_least so many, a multiple of
+    `multiple`.
     too_long: "refuse" samples above max_tokens, or let them be "alone" in a micro-batch.
     wait: where ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines), or
     once a "step" (DDP, ZeRO-1 and 2).
@@ -65,7 +69,9 @@ def balance_step(
         lengths=tokens, num_ranks=num_ranks, max_tokens=max_tokens,
         mini_batches=_mini_batches(mini_batches, tokens.size), equal_counts=equal_counts,
         count_slack=count_slack, group=labels("groups", groups, tokens.size), groups_on=groups_on,
-        atom=_atoms(atoms, tokens.size), num_micro_batches=num_micro_batches, multiple=multiple,
+        atom=_atoms(atoms, tokens.size),
+        rank=None if ranks is None else int_array("ranks", ranks),
+        num_micro_batches=num_micro_batches, multiple=multiple, at_least=at_least,
         too_long="alone" if dynamic_cp > 1 else too_long, wait=wait,
     )  # fmt: skip
     check_at_least("cp", cp, 1)
@@ -119,10 +125,16 @@ def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
         num = asked.mini_batches
         if num == 1:
             return [np.arange(work.size)]
-        item = asked.atom if asked.group is None else asked.group
-        held = np.bincount(item).astype(np.float64)
         equal = asked.equal_counts and not asked.count_slack
-        part = choose(sums_by(item, work), held, num, equal_counts=equal)[item]
+        label = asked.atom if asked.group is None else asked.group
+        part = np.empty(work.size, np.int64)
+        # Where samples stay on their ranks, each rank has its share of every mini-batch.
+        rank = np.zeros(work.size, np.int64) if asked.rank is None else asked.rank
+        for r in np.unique(rank).tolist():
+            mine = np.flatnonzero(rank == r)
+            item = np.unique(label[mine], return_inverse=True)[1]
+            held = np.bincount(item).astype(np.float64)
+            part[mine] = choose(sums_by(item, work[mine]), held, num, equal_counts=equal)[item]
     else:
         part, num = asked.mini_batches, int(asked.mini_batches.max()) + 1
     return [np.flatnonzero(part == k) for k in range(num)]
@@ -150,6 +162,7 @@ def _units(
         tokens=sums[1][order] if is_dynamic else np.minimum(sums[1][order], asked.max_tokens),
         samples=np.bincount(atom)[order].astype(np.float64),
         group=group,
+        rank=None if asked.rank is None else asked.rank[first[order]],
     )
     return units, place[atom]
 
@@ -168,7 +181,7 @@ def _rules(asked: StepRequest, k: int, num_samples: int) -> Rules:
         counts = max(1, least - asked.count_slack), most + asked.count_slack
     return Rules(
         num_ranks=asked.num_ranks, cap=asked.max_tokens, slots_wait=asked.wait == "micro_batch",
-        multiple=asked.multiple, num=asked.num_micro_batches, counts=counts, name=name,
+        multiple=asked.multiple, at_least=asked.at_least, num=asked.num_micro_batches, counts=counts, name=name,
     )  # fmt: skip
 
 
