@@ -33,7 +33,9 @@ def train(rank: int) -> None:
         processing_class=words_tokenizer(),
     )
     trainer.train()
-    print(f"rank {rank}: reward {[e['reward'] for e in trainer.state.log_history if 'reward' in e]}")
+    print(
+        f"rank {rank}: reward {[e['reward'] for e in trainer.state.log_history if 'reward' in e]}"
+    )
 
 
 if __name__ == "__main__":

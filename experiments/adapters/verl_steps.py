@@ -10,8 +10,9 @@ SAMPLES, CAP = 24, 256
 
 
 def train(rank: int) -> None:
-    import wlb.adapters.verl
     from verl.utils import seqlen_balancing
+
+    import wlb.adapters.verl
 
     wlb.adapters.verl.install()
     torch.manual_seed(0)

@@ -86,8 +86,8 @@ def table(shapes: Sequence[tuple[int, int]]) -> Table:
         ),
         rows=rows,
         formats={"wlb": ".3f", "once a step": ".3f", "Megatron-Core": ".3f"},
-        note=f"A rank holds a {CAPS}th of the longest sample; work is tokens^2 over the degree, the "
-        "scheduler's own estimate. Its ranks run samples one by one and meet at the end of a "
+        note=f"A rank holds a {CAPS}th of the longest sample; work is tokens^2 over the degree, "
+        "the scheduler's own estimate. Its ranks run samples one by one and meet at the end of a "
         "group; ours meet in every micro-batch, which the cap limits.",
     )
 

@@ -20,7 +20,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from wlb.adapters.hugging_face import BalancedCollator
+from wlb.adapters.hugging_face import (
+    BalancedCollator,
+    _check_accelerator,
+    _checked,
+    _lengths,
+    _read_by_ours,
+)
 from wlb.balance import Cost, StepBalance, balance_step
 from wlb.balance.mini_batches import choose
 from wlb.plan import IntArray, IntLike, UserError, check_at_least, int_array
@@ -129,11 +135,12 @@ class BalancedSteps:
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """TRL's DataLoader over balanced steps, prepared by its accelerator."""
-        args, rows = self.args, self.train_dataset
-        lengths = np.array([len(ids) for ids in rows["input_ids"]], np.int64)
+        args = self.args
+        _check_accelerator(self.accelerator, self.get_sp_size())
+        rows = _read_by_ours(_checked(self.train_dataset), remove=args.remove_unused_columns)
         num_ranks, accumulated = args.world_size, args.gradient_accumulation_steps
         batches = BalancedStep(
-            lengths,
+            _lengths(rows),
             samples_per_step=args.per_device_train_batch_size * accumulated * num_ranks,
             max_tokens=self.max_tokens,
             num_ranks=num_ranks,
@@ -141,10 +148,9 @@ class BalancedSteps:
             cost=self.cost,
             seed=args.seed,
         )
-        kept = [name for name in rows.column_names if name not in ("input_ids", "labels")]
         loader = self.accelerator.prepare(
             DataLoader(
-                rows.remove_columns(kept),
+                rows,
                 batch_sampler=batches,
                 collate_fn=BalancedCollator(),
                 num_workers=args.dataloader_num_workers,
@@ -170,7 +176,7 @@ class BalancedCompletions:
     """
 
     def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
-        module = importlib.import_module(GRPO)
+        module: Any = importlib.import_module(GRPO)
         theirs = module.shuffle_sequence_dict
         module.shuffle_sequence_dict = self._by_length
         try:
@@ -207,11 +213,11 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A slice without the columns that are padding in all of its rows."""
-    out = dict(inputs)
+    out: dict[str, Any] = dict(inputs)
     width = out["completion_mask"].shape[1]
     used = max(1, int(out["completion_mask"].sum(1).max()))
     for name in (*COMPLETION, *BY_TOKEN):
-        value = out.get(name)
+        value: Any = out.get(name)
         if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == width:
             out[name] = value[:, :used]
     first = out["prompt_mask"].shape[1] - max(1, int(out["prompt_mask"].sum(1).max()))

@@ -10,7 +10,6 @@ imported them, and the V1 trainer's `_balance_batch`. Call it in every process (
 import contextlib
 import functools
 import importlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -21,12 +20,12 @@ require("verl>=0.9")
 import numpy as np
 
 from wlb.adapters.own_ranks import Cut, cut
+from wlb.adapters.swap import Swap
 from wlb.balance import Cost, balance_step
 from wlb.plan import UserError
 
 BALANCING = "verl.utils.seqlen_balancing"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
-REPLACED = ("get_seqlen_balanced_partitions", "rearrange_micro_batches")
 _costs: list[Cost] = ["verl"]
 _mini_batches: list[int] = []
 
@@ -38,40 +37,30 @@ def install(*, cost: Cost = "verl") -> None:
     where it divides them among ranks.
     """
     _costs[:] = [cost]
-    module = importlib.import_module(BALANCING)
-    for name in REPLACED:
-        ours, theirs = globals()[name], getattr(module, name)
-        if theirs is not ours:
-            ours.theirs = theirs
-            _replace(theirs, ours)
-    trainer = sys.modules.get(TRAINER)
-    for owner in _trainers(trainer):
+    _swap.install()
+    for owner in _trainers():
         if not hasattr(owner._balance_batch, "theirs"):
             owner._balance_batch = balance_batch(owner._balance_batch)
 
 
 def uninstall() -> None:
     """Give verl its own functions back."""
-    for name in REPLACED:
-        ours = globals()[name]
-        if hasattr(ours, "theirs"):
-            _replace(ours, ours.theirs)
-    for owner in _trainers(sys.modules.get(TRAINER)):
+    _swap.uninstall()
+    for owner in _trainers():
         owner._balance_batch = getattr(owner._balance_batch, "theirs", owner._balance_batch)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """In every module of verl that has imported it by name."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name == "verl" or module_name.startswith("verl."):
-            for name in REPLACED:
-                if vars(module).get(name) is old:
-                    setattr(module, name, new)
+def _trainers() -> list[Any]:
+    """V1 trainers with a method of their own; none in a worker that cannot import them."""
+    try:
+        module = importlib.import_module(TRAINER)
+    except ImportError:
+        return []
+    return [c for c in vars(module).values() if isinstance(c, type) and _balances(c)]
 
 
-def _trainers(module: Any) -> list[Any]:
-    classes = vars(module).values() if module is not None else ()
-    return [c for c in classes if isinstance(c, type) and "_balance_batch" in vars(c)]
+def _balances(owner: type[Any]) -> bool:
+    return "_balance_batch" in vars(owner)
 
 
 def get_seqlen_balanced_partitions(
@@ -169,3 +158,12 @@ def _in_mini_batches(num: int) -> Iterator[None]:
         yield
     finally:
         _mini_batches.pop()
+
+
+_swap = Swap(
+    "verl",
+    {
+        f"{BALANCING}:get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
+        f"{BALANCING}:rearrange_micro_batches": rearrange_micro_batches,
+    },
+)

@@ -104,10 +104,8 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise UserError(f"{name} = {value!r} must be one of {', '.join(known)}")
 
 
-def labels(name: str, values: IntLike | None, num: int) -> IntArray | None:
+def labels(name: str, values: IntLike, num: int) -> IntArray:
     """Any whole numbers, one a sample, as numbers from 0 in the order in which they first come."""
-    if values is None:
-        return None
     array = int_array(name, values)
     if array.size != num:
         raise UserError(f"{name} has {array.size} entries, and there are {num} samples")

@@ -172,8 +172,8 @@ def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
     order = np.lexsort((-sums[0], -sums[2]))
     if order.size < rules.num_ranks:
         raise UserError(
-            f"{rules.name} has {order.size} groups, which cannot fill {rules.num_ranks} ranks; give "
-            f"it more groups, or groups_on='mini_batch'"
+            f"{rules.name} has {order.size} groups, which cannot fill {rules.num_ranks} ranks; "
+            f"give it more groups, or groups_on='mini_batch'"
         )
     whole = Units(work=sums[0][order], tokens=sums[1][order], samples=sums[2][order])
     has_counts = rules.counts is not None

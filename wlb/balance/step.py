@@ -65,15 +65,24 @@ def balance_step(
     UserError for input that cannot work, with the sample and the limit.
     """
     tokens = int_array("lengths", lengths)
+    num = tokens.size
     asked = StepRequest(
-        lengths=tokens, num_ranks=num_ranks, max_tokens=max_tokens,
-        mini_batches=_mini_batches(mini_batches, tokens.size), equal_counts=equal_counts,
-        count_slack=count_slack, group=labels("groups", groups, tokens.size), groups_on=groups_on,
-        atom=_atoms(atoms, tokens.size),
+        lengths=tokens,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        mini_batches=_mini_batches(mini_batches, num),
+        equal_counts=equal_counts,
+        count_slack=count_slack,
+        group=None if groups is None else labels("groups", groups, num),
+        groups_on=groups_on,
+        atom=np.arange(num) if atoms is None else labels("atoms", atoms, num),
         rank=None if ranks is None else int_array("ranks", ranks),
-        num_micro_batches=num_micro_batches, multiple=multiple, at_least=at_least,
-        too_long="alone" if dynamic_cp > 1 else too_long, wait=wait,
-    )  # fmt: skip
+        num_micro_batches=num_micro_batches,
+        at_least=at_least,
+        multiple=multiple,
+        too_long="alone" if dynamic_cp > 1 else too_long,
+        wait=wait,
+    )
     check_at_least("cp", cp, 1)
     check_at_least("dynamic_cp", dynamic_cp, 1)
     costs = prices(tokens, cost, passes)
@@ -112,11 +121,6 @@ def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
     if array.size != num:
         raise UserError(f"mini_batches has {array.size} entries, and there are {num} samples")
     return np.unique(array, return_inverse=True)[1]
-
-
-def _atoms(atoms: IntLike | None, num: int) -> IntArray:
-    found = labels("atoms", atoms, num)
-    return np.arange(num) if found is None else found
 
 
 def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
@@ -180,9 +184,15 @@ def _rules(asked: StepRequest, k: int, num_samples: int) -> Rules:
             )
         counts = max(1, least - asked.count_slack), most + asked.count_slack
     return Rules(
-        num_ranks=asked.num_ranks, cap=asked.max_tokens, slots_wait=asked.wait == "micro_batch",
-        multiple=asked.multiple, at_least=asked.at_least, num=asked.num_micro_batches, counts=counts, name=name,
-    )  # fmt: skip
+        num_ranks=asked.num_ranks,
+        cap=asked.max_tokens,
+        slots_wait=asked.wait == "micro_batch",
+        multiple=asked.multiple,
+        at_least=asked.at_least,
+        num=asked.num_micro_batches,
+        counts=counts,
+        name=name,
+    )
 
 
 def _dynamic_part(placed: DynamicPlaced, samples: IntArray, unit_of: IntArray) -> _Part:
