@@ -26,6 +26,10 @@ PLACE = "slime.utils.dp_schedule:build_dp_schedule"
 _costs: list[Cost | None] = [None]
 
 
+class TooFewRollouts(UserError, AssertionError):
+    """A step that cannot be filled; slime's callers know it as an AssertionError."""
+
+
 def install(*, cost: Cost | None = None) -> None:
     """Make slime schedule by wlb; cost: default slime's own FLOPs of the model that it trains."""
     _costs[:] = [cost]
@@ -90,7 +94,7 @@ def _steps(rollout_indices: list[int], size: int) -> Any:
     rollout = labels("rollout_indices", rollout_indices, len(rollout_indices))
     num = (int(rollout.max()) + 1) // size if rollout.size else 0
     if num < 1:
-        raise UserError(
+        raise TooFewRollouts(
             f"{len(set(rollout_indices))} rollouts are fewer than global_batch_size = {size}"
         )
     return np.where(rollout // size < num, rollout // size, -1)
