@@ -20,8 +20,7 @@ def train(rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     rng = torch.Generator().manual_seed(1 + rank)
     for step in range(4):
-        lengths = torch.randint(4, 100, (SAMPLES, 1), generator=rng)
-        mask = (torch.arange(100) < lengths).long()
+        mask = (torch.arange(100) < torch.randint(4, 100, (SAMPLES, 1), generator=rng)).long()
         ids = torch.randint(0, 8, mask.shape, generator=rng)
         batch = TensorDict({"input_ids": ids, "attention_mask": mask}, batch_size=SAMPLES)
         parts, _ = seqlen_balancing.rearrange_micro_batches(batch, CAP, dp_group=dist.group.WORLD)

@@ -366,7 +366,9 @@ def test_openrlhf(stand_in: StandIn) -> None:  # noqa: F811
 AREAL = {
     "areal/__init__.py": "",
     "areal/utils/__init__.py": "",
-    "areal/utils/data.py": "def allocate_balanced_mbs_synced(mb_spec, lens, group=None):\n    ...\n",
+    "areal/utils/data.py": (
+        "def allocate_balanced_mbs_synced(mb_spec, lens, group=None):\n    ...\n"
+    ),
 }
 
 

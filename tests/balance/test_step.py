@@ -181,7 +181,7 @@ def test_nothing_beats_the_bound(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = np.sort(rng.integers(1, 30, 7))[::-1]
     work = lengths.astype(float) ** 2
-    cap = int(lengths[0] + rng.integers(8, 40))
+    cap = int(max(lengths[0], lengths.sum() // 4 + 15) + rng.integers(0, 30))
     places = np.array(list(itertools.product(range(4), repeat=7)))[:, :, None] == np.arange(4)
     loads = (work[:, None] * places).sum(1)
     fits = (lengths[:, None] * places).sum(1).max(1) <= cap
