@@ -90,14 +90,14 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
     return out
 
 
-def whole(costs: FloatArray) -> tuple[FloatArray, float]:
-    """Costs as whole numbers of at least 1 whose sum float64 holds exactly, and a unit's worth.
+def whole(costs: FloatArray) -> FloatArray:
+    """Costs as whole numbers of at least 1 whose sum float64 holds exactly.
 
     Ranks compare and add them without rounding, so that all find the same assignment.
     """
     total = float(costs.sum())
     if total <= 0:
-        return np.ones_like(costs), 0.0
+        return np.ones_like(costs)
     # A power of two keeps whole costs whole where there is room, and the division exact.
     worth = 2.0 ** (np.ceil(np.log2(total)) - (WORK_BITS - 1))
-    return np.maximum(np.rint(costs / worth), 1.0), float(worth)
+    return np.maximum(np.rint(costs / worth), 1.0)

@@ -5,101 +5,66 @@ from dataclasses import dataclass
 import numpy as np
 
 from wlb.balance.assignment import StepBalance
-from wlb.balance.dynamic import DynamicPlaced, solve_dynamic
+from wlb.balance.dynamic import solve_dynamic
 from wlb.balance.exchange import sums_by
 from wlb.balance.mini_batches import choose
 from wlb.balance.prices import Cost, model_of, prices, whole
 from wlb.balance.request import StepRequest, labels
 from wlb.balance.solve import Rules, Units, solve
+from wlb.cost import WorkloadModel
 from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_at_least, int_array
 from wlb.planner import LLAMA2_7B
 
 
 def balance_step(
-    lengths: IntLike,
-    *,
-    num_ranks: int,
-    max_tokens: int,
-    cost: Cost = LLAMA2_7B,
-    passes: str = "train",
-    mini_batches: int | IntLike = 1,
-    equal_counts: bool = False,
-    count_slack: int = 0,
-    groups: IntLike | None = None,
-    groups_on: str = "mini_batch",
-    atoms: IntLike | None = None,
-    ranks: IntLike | None = None,
-    num_micro_batches: int | None = None,
-    at_least: int = 1,
-    multiple: int = 1,
-    too_long: str = "refuse",
-    wait: str = "micro_batch",
-    cp: int = 1,
-    dynamic_cp: int = 1,
-) -> StepBalance:
+    lengths: IntLike, *, num_ranks: int, max_tokens: int, cost: Cost = LLAMA2_7B,
+    passes: str = "train", mini_batches: int | IntLike = 1, equal_counts: bool = False,
+    count_slack: int = 0, groups: IntLike | None = None, groups_on: str = "mini_batch",
+    atoms: IntLike | None = None, ranks: IntLike | None = None,
+    num_micro_batches: int | None = None, at_least: int = 1, multiple: int = 1,
+    too_long: str = "refuse", wait: str = "micro_batch", cp: int = 1, dynamic_cp: int = 1,
+) -> StepBalance:  # fmt: skip
     """All samples of one training step to ranks and micro-batches, with work as equal as possible.
 
-    Nothing is delayed, dropped or repeated. Every rank gets as many micro-batches as any other, and
-    as few as max_tokens permits. Equal inputs give the same assignment everywhere.
+    Nothing is delayed, dropped or repeated. Every rank gets as many micro-batches as any other, as
+    few as max_tokens permits. Equal inputs give the same assignment everywhere. Sequences of
+    numbers have one entry a sample. UserError for input that cannot work, with sample and limit.
 
-    lengths: tokens of each sample. num_ranks: data-parallel ranks (CP groups, with cp).
-    max_tokens: limit of a micro-batch, over all ranks of its CP group.
+    lengths: tokens. num_ranks: data-parallel ranks (CP groups, with cp). max_tokens: limit of a
+    micro-batch, over all ranks of its CP group.
     cost: a WorkloadModel; a KernelProfile (for a 7B model); "llama2_7b", "verl" or "slime", whose
-    formulas these are; a number, the tokens at which attention costs what linear layers do; one
-    cost a sample; or a function of the lengths that returns such.
+    formulas these are; a number, the tokens at which attention costs what linear layers do; the
+    costs of the samples; or a function of the lengths that returns such.
     passes: "train", or "forward" for log-probabilities, where the model tells them apart.
-    mini_batches: optimiser steps: how many, to be chosen alike in work and lengths, or the
-    mini-batch of each sample, kept in ascending order of their labels.
+    mini_batches: optimiser steps: how many, to be chosen alike in work and lengths, or the label
+    of each sample's, in ascending order.
     equal_counts: as many samples on every rank of a mini-batch, give or take count_slack.
-    groups: label of each sample; a group stays in one mini-batch, and on one rank with
-    groups_on="rank". atoms: labels of samples that share a micro-batch.
-    ranks: of each sample, where samples stay on the rank that has them.
-    num_micro_batches: of every rank; default as few as fit, at_least so many, a multiple of
-    `multiple`.
+    groups: labels; a group stays in one mini-batch, and on one rank with groups_on="rank".
+    atoms: labels of samples that share a micro-batch. ranks: where samples stay on their ranks.
+    num_micro_batches: of every rank; else as few as fit, at_least so many, and a `multiple`.
     too_long: "refuse" samples above max_tokens, or let them be "alone" in a micro-batch.
     wait: where ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines), or
     once a "step" (DDP, ZeRO-1 and 2).
     cp: ranks of a CP group, for `StepBalance.shard`. dynamic_cp: at most so many ranks (a power of
     two) share a micro-batch; max_tokens is then of one rank.
-
-    UserError for input that cannot work, with the sample and the limit.
     """
     tokens = int_array("lengths", lengths)
     num = tokens.size
-    asked = StepRequest(
-        lengths=tokens,
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        mini_batches=_mini_batches(mini_batches, num),
-        equal_counts=equal_counts,
-        count_slack=count_slack,
-        group=None if groups is None else labels("groups", groups, num),
-        groups_on=groups_on,
-        atom=np.arange(num) if atoms is None else labels("atoms", atoms, num),
-        rank=None if ranks is None else int_array("ranks", ranks),
-        num_micro_batches=num_micro_batches,
-        at_least=at_least,
-        multiple=multiple,
-        too_long="alone" if dynamic_cp > 1 else too_long,
-        wait=wait,
-    )
     check_at_least("cp", cp, 1)
     check_at_least("dynamic_cp", dynamic_cp, 1)
+    asked = StepRequest(
+        lengths=tokens, num_ranks=num_ranks, max_tokens=max_tokens, wait=wait, multiple=multiple,
+        mini_batches=_mini_batches(mini_batches, num), equal_counts=equal_counts,
+        count_slack=count_slack, group=None if groups is None else labels("groups", groups, num),
+        groups_on=groups_on, num_micro_batches=num_micro_batches, at_least=at_least,
+        atom=np.arange(num) if atoms is None else labels("atoms", atoms, num),
+        rank=None if ranks is None else int_array("ranks", ranks),
+        too_long="alone" if dynamic_cp > 1 else too_long,
+    )  # fmt: skip
     costs = prices(tokens, cost, passes)
-    work, _ = whole(costs)
-    parts: list[_Part] = []
-    for k, samples in enumerate(_divide(asked, work)):
-        units, unit_of = _units(asked, work, samples, is_dynamic=dynamic_cp > 1)
-        rules = _rules(asked, k, samples.size)
-        if dynamic_cp > 1:
-            parts.append(_dynamic_part(solve_dynamic(units, rules, dynamic_cp), samples, unit_of))
-        else:
-            placed = solve(units, rules)
-            grid = np.arange(num_ranks * placed.num).reshape(num_ranks, -1)
-            parts.append(
-                _Part(samples, placed.bin_of[unit_of], grid, np.ones(grid.size), placed.bound)
-            )
-    return _assignment(parts, asked, costs, work, cp, cost)
+    work = whole(costs)
+    parts = [_part(asked, work, k, s, dynamic_cp) for k, s in enumerate(_divide(asked, work))]
+    return _assignment(parts, asked, costs, work, cp, model_of(cost))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +160,26 @@ def _rules(asked: StepRequest, k: int, num_samples: int) -> Rules:
     )
 
 
-def _dynamic_part(placed: DynamicPlaced, samples: IntArray, unit_of: IntArray) -> _Part:
-    return _Part(samples, placed.block_of[unit_of], placed.grid, placed.degree, placed.bound)
+def _part(
+    asked: StepRequest, work: FloatArray, k: int, samples: IntArray, dynamic_cp: int
+) -> _Part:
+    units, unit_of = _units(asked, work, samples, is_dynamic=dynamic_cp > 1)
+    rules = _rules(asked, k, samples.size)
+    if dynamic_cp > 1:
+        shared = solve_dynamic(units, rules, dynamic_cp)
+        return _Part(samples, shared.block_of[unit_of], shared.grid, shared.degree, shared.bound)
+    placed = solve(units, rules)
+    grid = np.arange(rules.num_ranks * placed.num).reshape(rules.num_ranks, -1)
+    return _Part(samples, placed.bin_of[unit_of], grid, np.ones(grid.size), placed.bound)
 
 
 def _assignment(
-    parts: list[_Part], asked: StepRequest, costs: FloatArray, work: FloatArray, cp: int, cost: Cost
+    parts: list[_Part],
+    asked: StepRequest,
+    costs: FloatArray,
+    work: FloatArray,
+    cp: int,
+    model: WorkloadModel | None,
 ) -> StepBalance:
     starts = np.cumsum([0, *(part.degree.size for part in parts)])
     samples = np.concatenate([part.samples for part in parts])
@@ -221,5 +200,5 @@ def _assignment(
         max_tokens=asked.max_tokens,
         cp=cp,
         wait=asked.wait,
-        model=model_of(cost),
+        model=model,
     )
