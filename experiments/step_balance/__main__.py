@@ -7,6 +7,7 @@ named, with how to get it. Files of real lengths in the second add rows. Takes s
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def steps(
 ) -> Iterator[tuple[str, int, IntArray]]:
     """Yields name, ranks and lengths of every step; of files, the first samples of each shape."""
     for ranks, samples in shapes:
+        print(f"{samples:,} samples on {ranks} ranks", file=sys.stderr, flush=True)
         for family in FAMILIES:
             yield family, ranks, draw(family, samples, seed=SEED)
         for name, lengths in files(given) if given else ():

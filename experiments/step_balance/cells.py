@@ -11,10 +11,10 @@ from experiments.step_balance.peers import Division, Peer
 from wlb import StepBalance, balance_step
 from wlb.plan import FloatArray, IntArray
 
-SHAPES = ((8, 128), (8, 768), (8, 2048), (8, 8192), (64, 1024), (64, 2048), (64, 8192))
+SHAPES = ((8, 128), (8, 768), (8, 2048), (64, 2048), (64, 8192))
 """(ranks, samples)."""
 MINI_BATCHES = 4
-CALLS = 5
+CALLS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

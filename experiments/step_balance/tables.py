@@ -85,7 +85,7 @@ def speed(cells: Sequence[Cell]) -> Table:
         columns=("ranks", "samples", "median ms", "most ms"),
         rows=rows,
         formats={"median ms": ".1f", "most ms": ".1f"},
-        note="Over families and caps, each the median of 5 calls.",
+        note="Over families and caps, each the median of 3 calls.",
     )
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import re
 import subprocess
 import sys
 import types
@@ -182,6 +183,24 @@ def test_slimes_own_tests_pass_with_ours_installed(tmp_path: Path) -> None:
     run_their_tests(
         "slime", Path(os.environ["SLIME_SOURCE"]) / "tests" / "test_dp_schedule.py", [], tmp_path
     )
+
+
+@pytest.mark.full
+@pytest.mark.process
+@pytest.mark.dist
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl >= 0.9 installed")
+def test_verls_example_trains_two_processes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "experiments.adapters.verl_steps"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"step (\d), rank (\d): (\d+) micro-batches", done.stdout)
+    assert len(found) == 8
+    assert len({(step, num) for step, _, num in found}) == 4, "as many on both ranks"
 
 
 SLIME = {
