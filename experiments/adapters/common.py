@@ -296,3 +296,36 @@ def tiny_llama() -> Any:
         use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+class TinyTrainer:
+    """Trains a bigram model on micro-batches of a rank's own samples, with a sum over ranks.
+
+    The loss of a step is the mean over the tokens of all ranks, however they were divided.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+
+    def step(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
+        """Returns the step's loss; micro_batches: indices into lengths, each sample once."""
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([float(sum(lengths)), 0.0])
+        dist.all_reduce(total)
+        for part in micro_batches:
+            ids = torch.cat([torch.arange(lengths[i]) % 8 for i in part])
+            loss = torch.nn.functional.cross_entropy(self.model(ids), ids, reduction="sum")
+            (loss / total[0]).backward()
+            total[1] += loss.detach() / total[0]
+        summed = total[1:].clone()
+        for tensor in (summed, *(weight.grad for weight in self.model.parameters())):
+            dist.all_reduce(tensor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(summed)
