@@ -11,7 +11,7 @@ import numpy as np
 
 from wlb.balance.exchange import SharedBins, share
 from wlb.balance.fill import fill_empty
-from wlb.balance.solve import Rules, Units
+from wlb.balance.improve import Rules, Units
 from wlb.plan import FloatArray, IntArray, UserError
 from wlb.plan.arrays import first_true
 

@@ -41,13 +41,14 @@ def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
 
 
 def fill(
-    work: FloatArray, tokens: FloatArray, *, num_ranks: int, num: int, cap: int
+    work: FloatArray, tokens: FloatArray, *, num_ranks: int, num: int, cap: int, differ: bool = True
 ) -> IntArray | None:
     """The bin of each unit among num_ranks x num, or None if they were not placed.
 
-    work, tokens: of units, heaviest first. Bins of a slot follow one another.
+    work, tokens: of units, heaviest first. Bins of a slot follow one another. differ: whether slots
+    may have levels of their own.
     """
-    heaviest = work[::num_ranks][:num]
+    heaviest = work[::num_ranks][:num] * differ
     floor = np.zeros(num)
     floor[: heaviest.size] = heaviest
     level = levels(floor, np.full(num, work.sum() / (num_ranks * num)))

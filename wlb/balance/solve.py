@@ -5,70 +5,22 @@ the step becomes shorter (`exchange`) and is not yet at the bound. Where ranks m
 counts, or groups, units go to ranks first and then to each rank's bins.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from wlb.balance.bound import least_time
-from wlb.balance.exchange import SharedBins, share, sums_by
+from wlb.balance.counted import even_counts
+from wlb.balance.exchange import sums_by
 from wlb.balance.fill import fewest_bins, fill, fill_empty
-from wlb.balance.waits import RankSlots, RankTotals, Slots, Waits
+from wlb.balance.improve import GOOD_ENOUGH, Rules, Units, improve
+from wlb.balance.waits import RankSlots, RankTotals, Slots
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
-GOOD_ENOUGH = 1.0003
-"""Time over the bound at which exchanges end."""
-STALE, WORTHWHILE = 10, 1e-4
-"""Exchanges end once this many rounds together have gained less than this share of the time."""
-MOST_PAIRS = 7_000
-"""Pairs of bins looked at in all, which bounds the time: rounds = MOST_PAIRS / pairs of a round."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What an assignment has to keep to; see `balance_step`.
-
-    counts: fewest and most samples of a rank, None where any number will do. name: of the
-    mini-batch, for errors.
-    """
-
-    num_ranks: int
-    cap: int
-    slots_wait: bool
-    multiple: int = 1
-    at_least: int = 1
-    num: int | None = None
-    counts: tuple[int, int] | None = None
-    name: str = "the step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Units:
-    """What is placed as a whole, heaviest first: float64 whole numbers, shape [num_units].
-
-    group: of each unit, numbered from 0, where the units of a group must meet on one rank.
-    rank: of each unit, where they stay on the ranks that have them.
-    """
-
-    work: FloatArray
-    tokens: FloatArray
-    samples: FloatArray
-    group: IntArray | None = None
-    rank: IntArray | None = None
-
-    def select(self, chosen: IntArray) -> "Units":
-        return Units(
-            work=self.work[chosen], tokens=self.tokens[chosen], samples=self.samples[chosen]
-        )
-
-    @property
-    def stay(self) -> bool:
-        """Whether exchanges may not take a unit from its rank."""
-        return self.group is not None or self.rank is not None
-
-    def padded(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        work, tokens, samples = (np.append(x, 0.0) for x in (self.work, self.tokens, self.samples))
-        return work, tokens, samples
+NEAR = 1.005
+"""Time over the bound at which one start is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,15 +62,29 @@ def solve(units: Units, rules: Rules) -> Placed:
 
 
 def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
+    """Any unit on any rank. Slots that differ are the better start, except that now and then equal
+    ones are: they are tried where the first end is not near the bound."""
     ranks = rules.num_ranks
-    bin_of = fill(units.work, units.tokens, num_ranks=ranks, num=num, cap=rules.cap)
-    if bin_of is None:
-        return None
     everywhere = np.zeros(ranks * num, np.int64)
-    fill_empty(bin_of, units.work, everywhere)
-    if rules.slots_wait:
+    best, least = None, float("inf")
+    for differ in (True, False):
+        bin_of = fill(
+            units.work, units.tokens, num_ranks=ranks, num=num, cap=rules.cap, differ=differ
+        )
+        if bin_of is None:
+            return None
+        fill_empty(bin_of, units.work, everywhere)
+        if not rules.slots_wait:
+            best = bin_of
+            break
         bin_of = improve(units, bin_of, everywhere, Slots(ranks), rules, bound)
-    bin_of = _deal(units.work, bin_of, ranks)[bin_of]
+        time = Slots(ranks).time(sums_by(bin_of, units.work, ranks * num))
+        if time < least:
+            best, least = bin_of, time
+        if least <= bound * NEAR:
+            break
+    assert best is not None
+    bin_of = _deal(units.work, best, ranks)[best]
     if rules.slots_wait:
         return bin_of
     return improve(units, bin_of, np.arange(ranks * num) // num, RankTotals(ranks), rules, bound)
@@ -137,10 +103,39 @@ def _deal(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
 
 
 def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
+    """Ranks first, then each rank's bins; with counts also bins first, and the better of both."""
     ranks = rules.num_ranks
+    layout = RankSlots(ranks, units.stay) if rules.slots_wait else RankTotals(ranks)
+    rank_of_bin = np.arange(ranks * num) // num
+    best, least = None, float("inf")
+    for start in _starts(units, rules, num):
+        if start is None:
+            continue
+        fill_empty(start, units.work, rank_of_bin)
+        if rules.slots_wait or not units.stay:
+            start = improve(units, start, rank_of_bin, layout, rules, bound)
+        time = layout.time(sums_by(start, units.work, ranks * num))
+        if time < least:
+            best, least = start, time
+        if least <= bound * GOOD_ENOUGH:
+            break
+    return None if best is None else _heaviest_first(units.work, best, ranks, num)
+
+
+def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
+    ranks = rules.num_ranks
+    yield _filled_by_rank(units, rules, num)
+    if rules.counts is not None and not units.stay and rules.slots_wait:
+        bin_of = fill(units.work, units.tokens, num_ranks=ranks, num=num, cap=rules.cap)
+        if bin_of is not None:
+            fill_empty(bin_of, units.work, np.zeros(ranks * num, np.int64))
+            yield even_counts(units, bin_of, num, rules)
+
+
+def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
     rank_of = _ranks(units, rules, num) if units.rank is None else units.rank
     bin_of = np.empty(units.work.size, np.int64)
-    for rank in range(ranks):
+    for rank in range(rules.num_ranks):
         mine = np.flatnonzero(rank_of == rank)
         if mine.size < num:
             return None
@@ -149,13 +144,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
         if bins is None:
             return None
         bin_of[mine] = rank * num + bins
-    rank_of_bin = np.arange(ranks * num) // num
-    fill_empty(bin_of, units.work, rank_of_bin)
-    if rules.slots_wait:
-        bin_of = improve(units, bin_of, rank_of_bin, RankSlots(ranks, units.stay), rules, bound)
-    elif not units.stay:
-        bin_of = improve(units, bin_of, rank_of_bin, RankTotals(ranks), rules, bound)
-    return _heaviest_first(units.work, bin_of, ranks, num)
+    return bin_of
 
 
 def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) -> IntArray:
@@ -213,45 +202,3 @@ def _check_counts(held: FloatArray, rules: Rules) -> None:
             f"samples, and equal_counts asks for {least} to {most}; raise count_slack, or give "
             f"groups of equal size"
         )
-
-
-def improve(
-    units: Units, bin_of: IntArray, rank: IntArray, waits: Waits, rules: Rules, bound: float
-) -> IntArray:
-    """Exchanges between bins while they shorten the step; the best assignment found."""
-    bins = SharedBins.of(units.padded(), bin_of, rank)
-    loads = bins.work[bins.members].sum(1)
-    best, best_members = waits.time(loads), bins.members
-    stale_from, worth, turn, rounds = 0, best, 0, 1
-    while turn < rounds and best > bound * GOOD_ENOUGH:
-        if turn % 6 == 0:
-            waits.aim(bins, loads)
-        excess = waits.excess(loads)
-        top, low = waits.pairs(excess, turn)
-        if not top.size:  # one bin a rank, whose units may not leave it
-            break
-        rounds = min(60, max(16, MOST_PAIRS // top.size))
-        spare = None if rules.counts is None else _spare(bins, rules, top, low)
-        before = bins.members
-        bins.members = before.copy() if before is best_members else before
-        share(bins, top, low, excess=excess, cap=rules.cap, spare=spare, turn=turn)
-        loads = bins.work[bins.members].sum(1)
-        now = waits.time(loads)
-        if now < best:
-            best, best_members = now, bins.members
-        if best < worth * (1 - WORTHWHILE):
-            worth, stale_from = best, turn
-        turn += 1
-        if turn - stale_from > STALE:
-            break
-    bins.members = best_members
-    return bins.bin_of()
-
-
-def _spare(bins: SharedBins, rules: Rules, top: IntArray, low: IntArray) -> FloatArray:
-    """Samples that each bin may gain and lose: what its rank may, divided over the rank's bins of
-    this round."""
-    least, most = rules.counts or (0, 0)
-    held = sums_by(bins.rank, bins.samples[bins.members].sum(1))
-    busy = np.bincount(bins.rank[np.concatenate([top, low])], minlength=held.size).clip(1)
-    return np.stack([(most - held) // busy, (held - least) // busy])[:, bins.rank]

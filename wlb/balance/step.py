@@ -7,10 +7,11 @@ import numpy as np
 from wlb.balance.assignment import StepBalance
 from wlb.balance.dynamic import solve_dynamic
 from wlb.balance.exchange import sums_by
+from wlb.balance.improve import Rules, Units
 from wlb.balance.mini_batches import choose
 from wlb.balance.prices import Cost, model_of, prices, whole
 from wlb.balance.request import StepRequest, labels
-from wlb.balance.solve import Rules, Units, solve
+from wlb.balance.solve import solve
 from wlb.cost import WorkloadModel
 from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_at_least, int_array
 from wlb.planner import LLAMA2_7B
