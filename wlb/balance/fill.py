@@ -41,14 +41,20 @@ def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
 
 
 def fill(
-    work: FloatArray, tokens: FloatArray, *, num_ranks: int, num: int, cap: int, differ: bool = True
+    work: FloatArray,
+    tokens: FloatArray,
+    *,
+    num_ranks: int,
+    num: int,
+    cap: int,
+    heavy_slots: int | None = None,
 ) -> IntArray | None:
     """The bin of each unit among num_ranks x num, or None if they were not placed.
 
-    work, tokens: of units, heaviest first. Bins of a slot follow one another. differ: whether slots
-    may have levels of their own.
+    work, tokens: of units, heaviest first. Bins of a slot follow one another. heavy_slots: so many
+    may have a level above the others, because of their heaviest unit; default any.
     """
-    heaviest = work[::num_ranks][:num] * differ
+    heaviest = work[::num_ranks][: num if heavy_slots is None else heavy_slots]
     floor = np.zeros(num)
     floor[: heaviest.size] = heaviest
     level = levels(floor, np.full(num, work.sum() / (num_ranks * num)))

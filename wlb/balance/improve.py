@@ -9,9 +9,9 @@ from wlb.balance.waits import Waits
 from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
-GOOD_ENOUGH = 1.0003
+GOOD_ENOUGH = 1.00002
 """Time over the bound at which exchanges end."""
-STALE, WORTHWHILE = 10, 1e-4
+STALE, WORTHWHILE = 10, 1e-5
 """Exchanges end once this many rounds together have gained less than this share of the time."""
 MOST_PAIRS, MOST_ROUNDS = 7_000, 150
 """Pairs of bins looked at in all, and rounds, which bound the time."""

@@ -19,7 +19,7 @@ from wlb.balance.waits import RankSlots, RankTotals, Slots
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
-NEAR = 1.005
+NEAR = 1.01
 """Time over the bound at which one start is enough."""
 
 
@@ -63,13 +63,13 @@ def solve(units: Units, rules: Rules) -> Placed:
 
 def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
     """Any unit on any rank. Slots that differ are the better start, except that now and then equal
-    ones are: they are tried where the first end is not near the bound."""
+    ones are, or heavy units stacked in one slot: tried where the first is not near the bound."""
     ranks = rules.num_ranks
     everywhere = np.zeros(ranks * num, np.int64)
     best, least = None, float("inf")
-    for differ in (True, False):
+    for heavy in (num, 0, 1):
         bin_of = fill(
-            units.work, units.tokens, num_ranks=ranks, num=num, cap=rules.cap, differ=differ
+            units.work, units.tokens, num_ranks=ranks, num=num, cap=rules.cap, heavy_slots=heavy
         )
         if bin_of is None:
             return None
