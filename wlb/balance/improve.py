@@ -11,8 +11,10 @@ from wlb.plan.arrays import FloatArray
 
 GOOD_ENOUGH = 1.00002
 """Time over the bound at which exchanges end."""
-STALE, WORTHWHILE = 10, 1e-5
+STALE, WORTHWHILE = 10, 1e-4
 """Exchanges end once this many rounds together have gained less than this share of the time."""
+CLOSE = 1.001
+"""Time over the bound below which a tenth of that gain is worth a round."""
 MOST_PAIRS, MOST_ROUNDS = 7_000, 150
 """Pairs of bins looked at in all, and rounds, which bound the time."""
 
@@ -88,7 +90,8 @@ def improve(
         now = waits.time(loads)
         if now < best:
             best, best_members = now, bins.members
-        if best < worth * (1 - WORTHWHILE):
+        gain = WORTHWHILE if best > bound * CLOSE else WORTHWHILE / 10
+        if best < worth * (1 - gain):
             worth, stale_from = best, turn
         turn += 1
         if turn - stale_from > STALE:
