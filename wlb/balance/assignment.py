@@ -43,12 +43,12 @@ class StepBalance:
 
     @property
     def num_mini_batches(self) -> int:
-        """Optimiser steps."""
+        """Optimiser steps of the batch."""
         return len(self.blocks)
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Data-parallel ranks in all."""
         return self.blocks[0].shape[0]
 
     @property
