@@ -10,7 +10,7 @@ def train(rank: int) -> None:
     from wlb.adapters.trl import balanced_grpo
 
     def short(completions: list[str], **_: object) -> list[float]:
-        return [-float(len(completion.split())) for completion in completions]
+        return [-float(len(text.split())) for text in completions]
 
     args = GRPOConfig(
         output_dir="runs/adapters/trl_grpo",
@@ -21,7 +21,6 @@ def train(rank: int) -> None:
         max_steps=3,
         use_cpu=True,
         logging_steps=1,
-        report_to=[],
         save_strategy="no",
         learning_rate=1e-3,
     )
@@ -33,9 +32,8 @@ def train(rank: int) -> None:
         processing_class=words_tokenizer(),
     )
     trainer.train()
-    print(
-        f"rank {rank}: reward {[e['reward'] for e in trainer.state.log_history if 'reward' in e]}"
-    )
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    print(f"rank {rank}: reward {rewards}")
 
 
 if __name__ == "__main__":

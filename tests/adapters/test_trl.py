@@ -19,6 +19,7 @@ from wlb.adapters.trl import BalancedStep, by_length, without_padding
 from wlb.plan import UserError
 
 ROOT = Path(__file__).parents[2]
+OTHERS = ("slime_steps", "nemo_rl_steps", "openrlhf_steps", "areal_steps")
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5, 0.9, 100), 1000).astype(int)
 
 
@@ -100,13 +101,13 @@ def run(example: str) -> str:
 @pytest.mark.dist
 @pytest.mark.parametrize(("example", "what"), [("trl_sft", "loss"), ("trl_grpo", "reward")])
 def test_the_examples_train_two_processes(example: str, what: str) -> None:
-    ranks = re.findall(rf"rank (\d): {what} \[(.+)\]", run(example))
+    ranks = re.findall(rf"rank (\d): {what} \[([^]]+)\]", run(example))
     assert sorted(rank for rank, _ in ranks) == ["0", "1"]
     assert ranks[0][1] == ranks[1][1]
     assert len(ranks[0][1].split(",")) == 3
 
 
 def test_examples_have_at_most_forty_lines() -> None:
-    for example in ("verl_steps", "trl_sft", "trl_grpo"):
+    for example in ("verl_steps", "trl_sft", "trl_grpo", *OTHERS):
         path = ROOT / "experiments" / "adapters" / f"{example}.py"
         assert len(path.read_text("utf-8").splitlines()) <= 40
