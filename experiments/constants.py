@@ -1,12 +1,10 @@
 """Defines the one set of constants that the paper's figures and tables are reproduced with.
 
-They were fitted to what the paper prints: Table 2's imbalances and the four averages of Figure 12.
-None is tuned for a single figure, and none was measured. Several sets fit as well; this one shows
-that the paper's numbers are consistent with each other under the simulator.
-
-- Lengths: a family of the shape that `wlb.data.lengths` describes, scaled with the window.
-- Kernels: profile `h100` with its throughputs changed; attention is its FlashAttention-3 table.
-- Runs: what the paper does not say (virtual stages, thresholds, S_max), the same everywhere.
+They were fitted to Table 2's imbalances and the four averages of Figure 12; none is tuned for a
+single figure, and none was measured. Several sets fit as well; this one shows that the paper's
+numbers are consistent under the simulator. Lengths are a family of `wlb.data.lengths`, scaled with
+the window. Kernels are profile `h100` (FlashAttention-3) with its throughputs changed. Settings
+that the paper does not give (virtual stages, thresholds, S_max) are the same everywhere.
 """
 
 from dataclasses import replace
@@ -36,7 +34,8 @@ GEMM_BACKWARD_TFLOPS = 255.0
 MEMORY = 0.45
 """This factor scales the profile's element-wise bandwidth of 3 TB/s."""
 LINK_BYTES_PER_S = 120e9
-"""A rank's link between nodes has this bandwidth if what hides behind computing is counted."""
+"""A rank's link between nodes has this bandwidth if transfers hidden behind computing are
+counted."""
 
 S_MAX = 1.1
 QUEUES = {1: (0.2,), 2: (0.2, 0.63), 3: (0.2, 0.4, 0.63)}

@@ -27,7 +27,7 @@ SEED = 1
 GIB = 2**30
 MEMORY_GIB = 80.0
 PLANNED_GIB = 76.0
-"""What plans use of it in all results here; today a run plans with 71.1 to 71.6 GiB of 80."""
+"""GiB of 80 that plans use in all results here; a run now plans with 71.1 to 71.6."""
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Holds what is kept of a run: totals, and means over its steps.
+    """Holds totals of a run, and means over its steps.
 
     time_s: simulated time of the whole run, in seconds
     bound_s: the same if every micro-batch and CP rank took its step's mean
@@ -175,7 +175,7 @@ def system(name: str, config: str, *more: str, label: str = "", **options: Any) 
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:
-    """Returns what an outcome's overrides set for `keys`, as words for a table."""
+    """Returns the values of an outcome's overrides for `keys`, as words for a table."""
     said = dict(override.split("=", 1) for override in outcome.case.overrides)
     return ", ".join(said[key] for key in keys if said.get(key, "none") != "none")
 

@@ -1,25 +1,6 @@
 """Writes the results page of an experiment, `<folder>/results/README.md`, with its CSVs and PNGs.
 
-    write_results(
-        Path(__file__).parent,
-        title="Figure 12: speed-up over Plain-4D",
-        how=How.SIMULATED,
-        profile=load_profile(options.profile),    # or words, where no profile prices anything
-        seed=options.seed,
-        text="What was done, what it shows, what is left out.",
-        against=[Against(what="7B-128K, WLB-LLM", paper=1.33, ours=1.29)],
-        tables=[Table(name="speedups", title="All configurations", columns=(...), rows=[...])],
-        figures=[Picture(name="speedup", caption="...", figure=figure)],
-    )
-
-The page says how its numbers came about (computed, predicted, simulated or measured), which kernel
-profile priced them and what each of its blocks is worth (published, measured, assumed), and gives
-the command, commit and seed. The paper's numbers beside ours, pictures and tables follow. A table
-goes to `<name>.csv` in full, with 6 significant digits, and to the page as its `formats` say, up
-to `most_rows` rows. Everything is written at the end, so an interrupted run leaves old results
-whole.
-
-All experiments keep to these conventions:
+`write_results` takes titles, texts, `Table`s and `Picture`s. All experiments keep to conventions:
 
 - `--quick` only prints, because committed results come from whole runs.
 - Paths given on the command line appear by file name only.
@@ -57,7 +38,7 @@ RESULTS_ONLY = ":(exclude,glob)experiments/**/results/**"
 
 
 class How(StrEnum):
-    """Says how the numbers of a page came about."""
+    """Origin of the numbers of a page."""
 
     COMPUTED = "computed"
     """The numbers are counted or calculated; there is no time in them."""
@@ -71,7 +52,7 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """Puts a number of the paper beside ours.
+    """Compares a number of the paper with ours.
 
     paper, ours: numbers, or words such as "over 75 %"
     """
@@ -158,7 +139,14 @@ def write_results(
     figures: Sequence[Picture] = (),
     command: str = "",
 ) -> Path:
-    """Writes `<folder>/results/` as the module says and returns that folder.
+    """Writes `<folder>/results/` and returns that folder.
+
+    The page says how its numbers came about (computed, predicted, simulated or measured), which
+    kernel profile priced them and what each of its blocks is worth (published, measured, assumed),
+    and gives the command, commit and seed. The paper's numbers beside ours, pictures and tables
+    follow. A table goes to `<name>.csv` in full, with 6 significant digits, and to the page as its
+    `formats` say, up to `most_rows` rows. Everything is written at the end, so an interrupted run
+    leaves old results whole.
 
     profile: what priced the numbers, or words if no profile did
     text: Markdown of the page
@@ -193,14 +181,14 @@ def write_results(
 
 
 def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> None:
-    """Prints what a page will hold."""
+    """Prints the contents of a page."""
     console = Console(width=width)
     for table in (*([_against_table(against)] if against else []), *tables):
         console.print(table.rich())
 
 
 def priced_with(*profiles: KernelProfile) -> str:
-    """Says which kernel profiles priced a page and what each of their blocks is worth."""
+    """Names the kernel profiles that priced a page, and the kind of each of their blocks."""
     return " ".join(_worth(profile) for profile in profiles)
 
 
@@ -268,7 +256,7 @@ def _digits(value: float | str) -> str:
 def _text(value: Any, spec: str) -> str:
     if value is None:
         return ""
-    # A column of numbers may hold words ("does not fit"); they have no digits to format.
+    # A column of numbers may hold words ("does not fit"), which have no digits to format.
     return value if isinstance(value, str) else format(value, spec)
 
 

@@ -1,17 +1,10 @@
-"""Runs experiments one after the other and resumes where it was stopped.
+"""Runs experiments one after the other and resumes where it was stopped (README.md has commands).
 
-    python -m experiments.run --list
-    python -m experiments.run all                    # what has not finished at this commit yet;
-                                                     # all of it: 16 hours, 11 of them convergence
-    python -m experiments.run all --lengths FILE     # also on a file of document lengths
-    python -m experiments.run fig07 table1 --quick
-
-Each experiment is `python -m MODULE ARGUMENTS` in a process of its own, with its output shown, and
-works on its own as well. runs/experiments/state.json keeps, by name, the commit, the arguments, the
-seconds, and whether it finished. `all` leaves out what finished with the same arguments at the same
-commit (and with the same uncommitted differences of tracked files, results apart) unless `--again`
-is given. Names given one by one always run. A failure does not stop the others. The exit status is
-0, 1 if some failed, 2 for an unknown name, and 130 after Ctrl-C.
+Each experiment is `python -m MODULE ARGUMENTS` in a process of its own. State is kept by name in
+runs/experiments/state.json: commit, arguments, seconds, and whether it finished. `all` leaves out
+experiments that finished with the same arguments at the same commit (and the same uncommitted
+differences, results apart) unless `--again` is given; names given one by one always run. A failure
+does not stop the others. Exit status: 0, 1 if some failed, 2 for an unknown name, 130 for Ctrl-C.
 """
 
 import argparse
@@ -90,6 +83,7 @@ REGISTRY = (
     Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, scales, tails", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
+    Experiment("robust_packing", "robust_packing", "", 20, "balance where prices are wrong", BOTH),
     Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
     Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
     Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
@@ -99,6 +93,7 @@ REGISTRY = (
     Experiment("convergence", "convergence", "Figure 16", 660, "loss by packing policy, measured", "--quick"),  # noqa: E501
     Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
+    Experiment("online_prices", "online_prices", "", 8, "prices learned while training", "--quick"),
     Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
     Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
@@ -113,7 +108,8 @@ REGISTRY = (
 
 
 class State:
-    """Keeps what ran, by name (quick runs apart), in a JSON file that is written after each run."""
+    """Records finished runs by name (quick runs apart) in a JSON file that is written after each
+    run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +143,7 @@ class Job:
 
 
 def source_version() -> str:
-    """Returns the commit, with a digest of what differs from it if something does."""
+    """Returns the commit, with a digest of the differences from it if there are any."""
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest
@@ -229,7 +225,7 @@ def run_all(
 
 
 def announce(jobs: Sequence[Job], skipped: Sequence[Job], version: str, console: Console) -> None:
-    """Prints what runs, and how long that takes."""
+    """Prints the names of the jobs and their estimated duration."""
     timed = [job.experiment for job in jobs if "--quick" not in job.command]
     minutes = sum(e.minutes for e in timed)
     long = [f"{e.name} {e.minutes:g}" for e in timed if e.minutes >= LONG_MINUTES]

@@ -1,12 +1,10 @@
 """Provides the length sources that experiments share: fitted families, standard library, files.
 
-Two families are fitted to the paper:
-
-- "evaluation" gives the documents of the simulated 7B-128K runs, drawn from the family of
-  `experiments/constants.py`. Experiments that take it make their cost from the same constants.
-- "wlb_paper" is the library's default family. `COST` goes with it: a fixed ratio of attention to
-  linear work (W_a / W_l = 1.67 at a window of 128K for the 7B model), so that imbalance is that of
-  forward latency, as in Section 7.4.
+Two families are fitted to the paper. "evaluation" gives the documents of the simulated 7B-128K
+runs, drawn from the family of `experiments/constants.py`; experiments that take it make their cost
+from the same constants. "wlb_paper" is the library's default family. `COST` goes with it: a fixed
+ratio of attention to linear work (W_a / W_l = 1.67 at a window of 128K for the 7B model), so that
+imbalance is that of forward latency, as in Section 7.4.
 """
 
 from itertools import islice
@@ -41,7 +39,7 @@ def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
             seed=0,
             sample_bytes=24_000_000,
         )
-        return LengthSource(name="stdlib", lengths=TokenStore(made.train).lengths)
+        return LengthSource(name="stdlib", lengths=TokenStore(made.prefix).lengths)
     return lengths_of_file(name)
 
 

@@ -1,4 +1,4 @@
-"""What parts add to a total, as bars one after the other; needs matplotlib."""
+"""Contributions of parts to a total, as bars one after the other; needs matplotlib."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from wlb.report.plots import RUNS, new_figure
 
 
 class WaterfallRow(NamedTuple):
-    """contribution: what it adds to the total; of the first row, where the total begins. paper: the
-    paper's total after it, if it gives one."""
+    """contribution: amount added to the total; in the first row, the start of the total. paper: the
+    paper's total after this row, if it gives one."""
 
     label: str
     contribution: float

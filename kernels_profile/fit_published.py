@@ -1,17 +1,9 @@
 """Fits the H100 profile to published figures, until a real GPU is measured.
 
-    python -m kernels_profile.fit_published --csv FILE --out kernels_profile/h100.json
-
-Attention forward comes from a table of 383 varlen calls (columns total_tokens, doc_length,
-num_docs, tp, cp, latency_ms; bf16, 64 / tp query heads, head size 128). A row is modelled as
-
-    latency = launch + num_docs * heads * tile FLOPs(q, kv) / (TFLOP/s(padded q, kv) * eff(heads))
-
-with q = doc_length / cp and kv = doc_length * (1/2 + 1/(2 cp)). Launch cost, surface and head
-factors are fitted together to log latency; the surface is kept smooth, and may not grow faster
-than its axes. Error is reported on rows held out twice: a random fifth of the rows, and a random
-fifth of the shapes (q, kv), no row of which is seen in fitting. Then all rows are fitted.
-Every other block rests on a few published points, each named below.
+`python -m kernels_profile.fit_published --csv FILE --out kernels_profile/h100.json` takes attention
+forward from a table of 383 varlen calls (columns total_tokens, doc_length, num_docs, tp, cp,
+latency_ms; bf16, 64 / tp query heads, head size 128), which `fit` models and `held_out_errors`
+checks. Every other block rests on a few published points, each named below.
 """
 
 import argparse
@@ -50,7 +42,9 @@ Q_AXIS = 2.0 ** np.arange(7, 18)
 KV_AXIS = 2.0 ** np.arange(4, 18)
 HEADS = np.array([8.0, 16.0, 32.0, 64.0])
 SURFACE_SHAPE = (Q_AXIS.size, KV_AXIS.size)
-NUM_SCALARS = HEADS.size  # log launch, log efficiency of all head counts but the last (= 1)
+# The scalars are the log of the launch cost and of the efficiency of every number of heads but the
+# last, whose efficiency is 1.
+NUM_SCALARS = HEADS.size
 
 COPY_BYTES_PER_S = 3.0e12
 CSV_SOURCE = (
@@ -68,7 +62,7 @@ MIB = 2**20
 GATHER_POINTS = ((8, 76e3), (32, 124e3), (64, 207e3), (256, 676e3), (1024, 2590e3))
 """Each point is (MiB, ns) of an all-gather on 8 ranks."""
 
-# TFLOP/s by total tokens (4K, 32K); the 1K points are launch-bound and left out.
+# TFLOP/s at 4K and 32K total tokens; the points at 1K are bound by launches and left out.
 FA2_FORWARD, FA2_BACKWARD = (227.0, 344.0), (150.0, 263.0)
 FA3_FORWARD, FA3_BACKWARD = (357.0, 584.0), (206.0, 425.0)
 
@@ -137,7 +131,15 @@ def _corners(axis: Array, x: Array) -> tuple[npt.NDArray[np.int64], Array]:
 
 
 def fit(rows: Rows) -> Fit:
-    """Fits log latency by least squares, with penalties for a smooth and monotone surface."""
+    """Fits log latency by least squares, with penalties for a smooth and monotone surface.
+
+    A row is modelled as
+
+        latency = launch + num_docs * heads * FLOPs / (TFLOP/s(padded q, kv) * eff(heads))
+
+    with the FLOPs of whole tiles, q = doc_length / cp and kv = doc_length * (1/2 + 1/(2 cp)).
+    Launch cost, surface and head factors are fitted together.
+    """
     i, u = _corners(Q_AXIS, np.ceil(rows.q / TILE_ROWS) * TILE_ROWS)
     j, v = _corners(KV_AXIS, rows.kv)
     head = np.searchsorted(HEADS, rows.heads)
@@ -201,6 +203,10 @@ def errors(rows: Rows, fitted: Fit) -> dict[str, float]:
 
 
 def held_out_errors(rows: Rows, *, seed: int) -> dict[str, float]:
+    """Returns errors on a random fifth of the rows, and on a random fifth of the shapes (q, kv).
+
+    No row of the held-out shapes is seen in fitting.
+    """
     rng = np.random.default_rng(seed)
     _, shape_of = np.unique(np.stack([rows.q, rows.kv]), axis=1, return_inverse=True)
     shapes = rng.permutation(shape_of.max() + 1)

@@ -16,7 +16,8 @@ OUT=${OUT:-doctor-$SLURM_JOB_ID.json} SYSTEM=${SYSTEM:-wlb}
 echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: examined for ${PRESET:=7b_128k}, system $SYSTEM, as $OUT"
 settings=("run.device=${DEVICE:-cuda}" "run.output_dir=${OUTPUT:-runs}")
 if [ -n "${STORE:-}" ]; then settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}"); fi
-# Not killed with the first rank that ends, whose status would be a signal's: a rank that hangs is named and ends all.
+# The ranks are not killed when the first one fails, because srun's status would then be that of a signal. The
+# examination itself names a rank that hangs, and ends all.
 exec srun --label --kill-on-bad-exit=0 --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" \
     --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
     "$PYTHON" -m wlb doctor "$PRESET" --system "$SYSTEM" --json "$OUT" --set "${settings[@]}" "${EXTRA[@]}"

@@ -4,13 +4,15 @@
 set -euo pipefail
 cd "${WLB_HOME:-${SLURM_SUBMIT_DIR:?start this by sbatch}}"
 if [ -n "${ENV_SCRIPT:-}" ]; then
-    set +u # modules and conda read variables that are not set
+    # Modules and conda read variables that are not set.
+    set +u
     # shellcheck disable=SC1090
     source "$ENV_SCRIPT"
     set -u
 fi
-CONTAINER=() # options of srun
-if [ -n "${CONTAINER_IMAGE:-}" ]; then # its Python need not exist outside; the checkout is mounted where it is
+# CONTAINER has options of srun. The container's Python need not exist outside; the checkout is mounted at its own path.
+CONTAINER=()
+if [ -n "${CONTAINER_IMAGE:-}" ]; then
     PYTHON=${WLB_PYTHON:-python}
     CONTAINER=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
         "--container-workdir=$PWD")
@@ -25,7 +27,7 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 COLUMNS=${COLUMNS:-140}
 if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$INTERFACE}
 fi
-# As in CUDA_DEFAULTS of wlb/parallel/world.py, which says why.
+# CUDA_DEFAULTS of wlb/parallel/world.py has the same variables and their reasons.
 [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 export TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=${TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING:-false}

@@ -2,13 +2,12 @@
 # Sourced by the scripts of Table 1: `source launch.sh PRESET` trains on the nodes of this Slurm job.
 # README.md beside it lists the settings, which are variables of sbatch's environment.
 #
-# srun starts the ranks itself, one task a GPU, with no torchrun between: Slurm's own signals then
-# reach the ranks, which save and end; torchrun kills its workers 30 s after a signal and fails, and
-# would want a rendezvous and a port. wlb reads its place among the ranks from Slurm.
+# srun starts the ranks, one task a GPU, without torchrun, so that Slurm's signals reach ranks, which save and end. torchrun
+# would kill its workers 30 s after a signal and need a port. wlb reads its place among the ranks from Slurm.
 set -euo pipefail
 cd "${WLB_HOME:-$SLURM_SUBMIT_DIR}"
 PRESET=$1 SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs} MAX_RESTARTS=${MAX_RESTARTS:-50}
-RUN_NAME=${RUN_NAME:-$PRESET-${SYSTEM/:/-}-$SLURM_JOB_ID} # a requeued job keeps its number
+RUN_NAME=${RUN_NAME:-$PRESET-${SYSTEM/:/-}-$SLURM_JOB_ID} # A requeued job keeps its number.
 stop_file=$OUTPUT/.stop-$RUN_NAME
 mkdir -p "$OUTPUT" && rm -f "$stop_file"
 
@@ -31,15 +30,16 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
-# A rank whose collective times out writes what every communicator did last (the watch, if on, ends a hanging run before that).
+# A rank whose collective times out writes each communicator's last operations, unless the watch ends the run before that.
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUTPUT/$RUN_NAME/logs/nccl-rank-}
-# Tasks fill a node's sockets in order, as GPUs are numbered; every task sees all GPUs of its node, as NVLink needs.
-on_ranks() { # on_ranks KILL COMMAND OPTIONS: sets code; with KILL=1 the first rank that fails ends the others
+# Tasks fill a node's sockets in the order of its GPUs. Every task sees all GPUs of its node, because NVLink needs that.
+# on_ranks KILL COMMAND OPTIONS sets code to srun's exit status; with KILL=1 the first rank that fails ends the others.
+on_ranks() {
     srun --label --kill-on-bad-exit="$1" --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" \
         --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) "$PYTHON" -m wlb "$2" "$PRESET" \
         --system "$SYSTEM" "${@:3}" --set "${settings[@]}" "${EXTRA[@]}" &
-    while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal ends a wait, not srun
+    while kill -0 $! 2>/dev/null; do wait $! || true; done # A signal ends a wait, but not srun.
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
 }
@@ -49,7 +49,7 @@ if ((code == 1)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ..
 ((code)) || on_ranks 1 train --resume auto
 ((code == 0)) || did="pre-empted before it could save"
 
-# A pre-emption may be signalled to the ranks alone, and kills those still loading: Slurm's record tells.
+# A pre-emption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
 if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then again=yes; elif ((code)); then exit "$code"; fi
 rm -f "$stop_file"
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi

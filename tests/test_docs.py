@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 MOST_WORDS = 1_300
 MOST_LINES_OF_A_ROOM = 60
+MOST_LINES_OF_A_MODULE = 8
 TOUR = 12
 KEYS = {key.name for key in list_keys(RunSpec)}
 
@@ -67,12 +68,34 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").split()) <= MOST_WORDS
 
 
+def test_the_readme_says_what_was_proven_and_how() -> None:
+    rows = [line for line in README.read_text("utf-8").splitlines() if line.startswith("|")]
+    (at,) = [i for i, row in enumerate(rows) if row.startswith("| proven by ")]
+    head, proven = (rows[i].strip("| ").split(" | ") for i in (at, at + 2))
+    assert [cell.split()[0] for cell in head] == ["proven", "by", "only"]
+    for claim, cell in zip(("deadlock", "one process", "NCCL"), proven, strict=True):
+        assert claim in cell
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_each_room_has_a_short_readme(room: Path) -> None:
     page = room / "README.md"
     assert page.exists()
     assert len(page.read_text("utf-8").splitlines()) <= MOST_LINES_OF_A_ROOM
     assert f"({room.name}/README.md)" in (ROOT / "wlb" / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("room", ["wlb", "experiments", "kernels_profile", "tests"])
+def test_module_docstrings_are_short(room: str) -> None:
+    modules = _tracked(f"{room}/*.py")
+    assert modules
+    lines = {
+        str(path.relative_to(ROOT)): len((docstring or "").splitlines())
+        for path in modules
+        for docstring in [ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    }
+    too_long = {name: num for name, num in lines.items() if num > MOST_LINES_OF_A_MODULE}
+    assert not too_long
 
 
 def _commands(page: Path) -> list[str]:

@@ -2,14 +2,8 @@
 
 The names below are the public API of the planner: they import no torch, and keep their meaning
 within a minor version. They are imported when they are first used. Everything else is reachable by
-its room (`wlb.parallel`, `wlb.simulate`, ...) and may change.
-
-    from wlb import Planner
-
-    planner = Planner.for_lengths([8192, 900, 400], context_window=8192, num_micro_batches=2)
-    for step in planner.steps():
-        for micro_batch in planner.shard(step, pipeline=0).micro_batches:
-            print(micro_batch.pieces.document, micro_batch.cu_seqlens)
+its room (`wlb.parallel`, `wlb.simulate`, ...) and may change. README.md has an example of
+`Planner.for_lengths`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Provides what the examples share: documents, a ledger, rows of the table, a model to train.
+"""Shared by the examples: documents, a ledger, rows of the table, a model to train.
 
 Documents are functions and methods of standard-library modules in a token store (708 of them, at
 most a few windows long). A step is a list of ranks, a rank's step a list of micro-batches, and a
@@ -98,9 +98,8 @@ def row_of(
 ) -> Row:
     """Makes a row from the steps of an epoch.
 
-    expected: ledger of what has to be trained
-    losses: held-out losses of runs from several initial weights
-    work: work of each rank, None where it is that of its documents
+    expected: ledger of the labels that have to be trained losses: held-out losses of runs from
+    several initial weights work: work of each rank, None where it is that of its documents
     """
     seen = ledger(d for step in steps for rank in step for mb in rank for d in mb)
     return Row(
@@ -126,7 +125,7 @@ def ledger(documents: Iterable[Document]) -> Counter[int]:
 
 
 def grouped(ranks: Sequence[Sequence[Sequence[Document]]]) -> list[Step]:
-    """Makes steps of ACCUMULATION micro-batches from what each rank took one after the other."""
+    """Makes steps of ACCUMULATION micro-batches from each rank's micro-batches in order."""
     num = min(map(len, ranks))
     return [[rank[at : at + ACCUMULATION] for rank in ranks] for at in range(0, num, ACCUMULATION)]
 
@@ -157,9 +156,8 @@ def trained_losses(steps: Sequence[Step], heldout: Sequence[Tokens], *, seeds: i
 def trained_loss(steps: Sequence[Step], heldout: Sequence[Tokens], *, seed: int = 0) -> float:
     """Returns the held-out loss of a small LLaMA after one epoch of these steps.
 
-    AdamW trains it in one process. What ranks would do together is done one after the other: a
-    step's gradient is that of the mean over all its labels. Labels are the next tokens inside a
-    document.
+    AdamW trains it in one process. The work of all ranks is done one after the other: a step's
+    gradient is that of the mean over all its labels. Labels are the next tokens inside a document.
     """
     import torch
 

@@ -210,8 +210,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
-        work(options.worker, options.out, options.seed)
-        torch.distributed.destroy_process_group()  # otherwise its threads can abort the exit
+        # accelerate starts Gloo, whose groups need one worker each (`wlb.parallel.gloo`).
+        worlds.one_gloo_worker(is_one_machine=True)
+        try:
+            work(options.worker, options.out, options.seed)
+        finally:
+            worlds.shutdown()  # Gloo's threads could otherwise abort the exit.
     else:
         print_rows(compare())

@@ -1,8 +1,8 @@
 """Compares Megatron-Core's scheduler of packed samples with ours.
 
 `python -m experiments.adapters.megatron` needs the extra [megatron]. It runs offline, on CPU, in
-one process: who trains what is decided before any rank is asked. Both schedulers get the same
-steps; `PackedSteps` may delay documents.
+one process, because schedulers decide without asking the ranks. Both schedulers get the same steps;
+`PackedSteps` may delay documents.
 """
 
 import warnings
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-warnings.simplefilter("ignore", UserWarning)  # Transformer Engine and Apex are missing
+# Megatron warns that Transformer Engine and Apex are missing.
+warnings.simplefilter("ignore", UserWarning)
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
@@ -45,7 +46,7 @@ LIBRARY = "Megatron-Core"
 
 
 class _Ranks:
-    """Provides what a scheduler asks of a process group."""
+    """Provides the methods of a process group that a scheduler calls."""
 
     def size(self) -> int:
         return NUM_RANKS

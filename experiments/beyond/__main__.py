@@ -2,13 +2,10 @@
 
 `python -m experiments.beyond [--steps 160] [--seed 1] [--quick]` has four parts:
 
-1. Table 1's configurations with `bounded` packing, hybrid and balanced sharding, zero-bubble
-   (torch's ZB1P; weights that wait twice as long; also with as many virtual stages as a rank has
-   layers), and packing into more micro-batches than the global batch has windows, alone and
-   together, beside the bound of perfect balance; Plain-4D with zero-bubble too.
-2. 7B-128K with DP 1 to 8.
-3. 70B-128K's width and depth (80 layers) on 1K, 4K and 16K GPUs.
-4. 7B-128K with longer and shorter tails of the length distribution.
+1. `parts`: Table 1's configurations with each part of ours, alone and together.
+2. `more`: 7B-128K with DP 1 to 8.
+3. `more`: 70B-128K's width and depth (80 layers) on 1K, 4K and 16K GPUs.
+4. `more`: 7B-128K with longer and shorter tails of the length distribution.
 """
 
 from collections.abc import Sequence
@@ -47,7 +44,7 @@ def chunks(config: str) -> str:
 
 
 def variants(config: str) -> dict[str, tuple[str, ...]]:
-    """Returns what is compared, by name; the first is the baseline."""
+    """Returns the variants that are compared, by name; the first is the baseline."""
     ours = (*BOUNDED, MEMORY)
     return {
         "Plain-4D": PLAIN,
@@ -84,7 +81,13 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
 
 
 def parts(steps: int, seed: int) -> tuple[Table, dict[str, dict[str, Outcome]]]:
-    """Simulates part 1."""
+    """Simulates part 1: the parts of ours on Table 1's configurations, alone and together.
+
+    These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
+    that wait twice as long; also with as many virtual stages as a rank has layers), and packing
+    into more micro-batches than the global batch has windows. The bound of perfect balance and
+    Plain-4D with zero-bubble stand beside them.
+    """
     keys = [(c, name) for c in TABLE_1 for name in variants(c)]
     groups = [group(name, c, variants(c)[name], steps=steps, seed=seed) for c, name in keys]
     found: dict[str, dict[str, Outcome]] = {c: {} for c in TABLE_1}

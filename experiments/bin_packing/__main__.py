@@ -1,15 +1,8 @@
 """Measures how well and how fast the bin packers pack: `python -m experiments.bin_packing`.
 
-It prints three tables:
-
-1. The four methods on 20K, 200K and 2M documents of a web-like corpus: 99% lognormal (mean 800
-   tokens, sigma 1.2), 1% Pareto from 8K to 128K; documents longer than a bin are split first.
-   Columns are utilisation, bins more than the fewest possible (tokens / capacity), and the least
-   wall time of 3 calls of `pack_bins`, validation and sorting included.
-2. The gain of waiting: utilisation of steps that are made batch by batch with the packer's carry,
-   and alone, where each group of pack_batches batches is packed by itself and its last step is
-   filled up with empty bins.
-3. Utilisation at 100K lognormal documents in rows of 4,096, as an article claims and as computed.
+It prints three tables: the four methods on a web-like corpus (`methods`), the gain of waiting for
+more batches (`batch_by_batch`), and utilisation at 100K lognormal documents in rows of 4,096, as an
+article claims and as computed (`claims`).
 """
 
 import time
@@ -46,6 +39,13 @@ def split(lengths: IntArray, capacity: int) -> IntArray:
 
 
 def methods() -> None:
+    """Prints the four methods on 20K, 200K and 2M documents of a web-like corpus.
+
+    The corpus is 99% lognormal (mean 800 tokens, sigma 1.2) and 1% Pareto from 8K to 128K;
+    documents longer than a bin are split first. Columns are utilisation, bins more than the fewest
+    possible (tokens / capacity), and the least wall time of 3 calls of `pack_bins`, validation and
+    sorting included.
+    """
     print("documents  capacity  method                  utilisation  bins too many  time (ms)")
     for num in (20_000, 200_000, 2_000_000):
         for capacity in CAPACITIES:
@@ -64,9 +64,11 @@ def methods() -> None:
 
 
 def batch_by_batch() -> None:
-    """Prints the gain of waiting.
+    """Prints the gain of waiting: utilisation of steps made with the packer's carry, and alone.
 
-    Batches end where the stream reaches the next multiple of N x C tokens, as the loader's do.
+    Alone, each group of pack_batches batches is packed by itself and its last step is filled up
+    with empty bins. Batches end where the stream reaches the next multiple of N x C tokens, as the
+    loader's do.
     """
     print(
         "\nN micro-batches  capacity  pack_batches  method                  alone  with the carry"

@@ -1,17 +1,9 @@
 """Checks `bounded` against its targets and against Algorithm 1 tuned, on several length sources.
 
 `python -m experiments.bounded_policy [--lengths FILE ...] [--quick]` prints and writes three
-tables, all at a window of 128K tokens, with the same parameters on every source:
-
-1. Targets with N = 4. With T 1.5 and S_max 2, imbalance is to be at most 1.01 (p95 1.05,
-   time-weighted 1.015) at a mean delay of at most 0.30 and a maximum of 10. With T 1.1 and S_max
-   1.5 it is to be at most 1.01 at a mean delay of at most 0.50.
-2. Comparison with Algorithm 1 at the same S_max and T, after its thresholds were tuned on the very
-   batches that are measured: once for balance alone, once for balance within a mean delay of 0.5.
-   The maximum delay of `bounded` is one step less than the largest delay that Algorithm 1 turned
-   out to need. Its price is the first of four fixed ones, dearest (the default) first, with which
-   imbalance, mean and maximum delay are all lower; if there is none, the cheapest.
-3. Data parallelism: 2, 4 and 8 pipelines of 4 micro-batches, balanced together, then dealt.
+tables, all at a window of 128K tokens, with the same parameters on every source: targets with N = 4
+(`table_1`), a comparison with Algorithm 1 (`table_2`), and 2, 4 and 8 pipelines of 4 micro-batches,
+balanced together, then dealt (`table_3`).
 """
 
 import argparse
@@ -104,6 +96,12 @@ HEAD = ["imbalance", "p95", "time-weighted", "mean delay", "max"]
 
 
 def table_1(sources: dict[str, list[GlobalBatch]]) -> list[list[str]]:
+    """Returns rows of the targets with N = 4.
+
+    With T 1.5 and S_max 2, imbalance is to be at most 1.01 (p95 1.05, time-weighted 1.015) at a
+    mean delay of at most 0.30 and a maximum of 10. With T 1.1 and S_max 1.5 it is to be at most
+    1.01 at a mean delay of at most 0.50.
+    """
     out = [["source", "T", "S_max", "D", *HEAD, "tokens CV", "overdue", "ms", "meets"]]
     for name, batches in sources.items():
         for caps, (mean, p95, weighted, delay, longest) in TARGETS.items():
@@ -118,6 +116,14 @@ def table_1(sources: dict[str, list[GlobalBatch]]) -> list[list[str]]:
 
 
 def table_2(sources: dict[str, list[GlobalBatch]]) -> list[list[str]]:
+    """Returns rows of `bounded` and of Algorithm 1 at the same S_max and T.
+
+    Algorithm 1's thresholds were tuned on the very batches that are measured: once for balance
+    alone, once for balance within a mean delay of 0.5. The maximum delay of `bounded` is one step
+    less than the largest delay that Algorithm 1 turned out to need. Its price is the first of four
+    fixed ones, dearest (the default) first, with which imbalance, mean and maximum delay are all
+    lower; if there is none, the cheapest.
+    """
     out = [["source", "T", "S_max", "policy", *HEAD, "lower in"]]
     for name, batches in sources.items():
         for caps in (WIDE, TIGHT):
@@ -140,7 +146,7 @@ def table_2(sources: dict[str, list[GlobalBatch]]) -> list[list[str]]:
 def against(
     theirs: PackingSummary, caps: Caps, batches: list[GlobalBatch]
 ) -> tuple[float, PackingSummary, list[str]]:
-    """Returns (price, what `bounded` did with it, in what it is lower)."""
+    """Returns (price, summary of `bounded` with it, names of the numbers that are lower)."""
     matched = replace(caps, max_delay=max(1, theirs.max_delay - 1))
     for price in PRICES:
         packer = bounded(matched, PIPELINE, price=price / PIPELINE**0.5)
@@ -214,7 +220,8 @@ def main() -> None:
         show(console, "3. Pipelines together, default price, D as named", table_3(names, steps)),
     ]
     if options.quick:
-        return  # committed results are of whole runs
+        # Committed results are of whole runs.
+        return
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "README.md").write_text("\n".join(page))
     console.print(f"written to {RESULTS}")

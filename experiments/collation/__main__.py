@@ -1,19 +1,8 @@
 """Measures how fast padding-free collators are: `python -m experiments.collation [--quick]`.
 
-Tokens a second of transformers' DataCollatorWithFlattening, TRL's DataCollatorForLanguageModeling
-(padding_free) and ours, in one run, on batches of examples whose lengths are like those of FLAN,
-OrcaMath and The Stack (lognormals that the paper's tables imply). All return torch tensors:
-input_ids, labels, position_ids, cu_seq_lens, max_length; TRL also seq_idx, which it always makes.
-Every batch is compared with transformers' before it is timed.
-
-What goes in decides most of it, so like stands beside like:
-- lists of Python ints: the integers have to be read one by one, by everybody;
-- int64 NumPy arrays, as `datasets` with format "numpy" gives them;
-- a buffer: documents one after the other as in a token store (uint16), lengths from a plan. Only
-  ours takes it; its batches are compared with transformers' on lists.
-
-The collators take turns on each batch, so that a busy machine slows all alike; a collator's time is
-the sum over batches of its fastest turn. torch runs on one thread, as in a DataLoader's workers.
+It compares transformers' DataCollatorWithFlattening, TRL's DataCollatorForLanguageModeling
+(padding_free) and ours, in one run, on batches whose lengths are like those of FLAN, OrcaMath and
+The Stack. `ABOUT`, which is part of the page, describes inputs and timing.
 """
 
 import argparse
@@ -39,6 +28,23 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error}: pip install -e '.[train,hf]'") from error
 
+ABOUT = """\
+Tokens a second of transformers' DataCollatorWithFlattening, TRL's DataCollatorForLanguageModeling
+(padding_free) and ours, in one run, on batches of examples whose lengths are like those of FLAN,
+OrcaMath and The Stack (lognormals that the paper's tables imply). All return torch tensors:
+input_ids, labels, position_ids, cu_seq_lens, max_length; TRL also seq_idx, which it always makes.
+Every batch is compared with transformers' before it is timed.
+
+The form of the input decides most of the time, so equal forms are compared:
+- lists of Python ints: every collator has to read the integers one by one;
+- int64 NumPy arrays, as `datasets` with format "numpy" gives them;
+- a buffer: documents one after the other as in a token store (uint16), lengths from a plan. Only
+  ours takes it; its batches are compared with transformers' on lists.
+
+The collators take turns on each batch, so that a busy machine slows all alike; a collator's time is
+the sum over batches of its fastest turn. torch runs on one thread, as in a DataLoader's workers.
+"""
+"""Text of the page on the comparison and the timing."""
 VOCABULARY = 32_000
 TARGET = 20.0
 """This project's target is this multiple of transformers' tokens per second."""
@@ -92,7 +98,7 @@ def lengths_of(source: str, num: int, rng: np.random.Generator) -> IntArray:
 
 
 def calls_of(lengths: IntArray, rng: np.random.Generator) -> dict[tuple[str, str], Call]:
-    """Returns what is timed on one batch, by form of the input and collator."""
+    """Returns the calls that are timed on one batch, by form of the input and collator."""
     buffer = rng.integers(0, VOCABULARY, int(lengths.sum())).astype(np.uint16)
     rows = np.split(buffer.astype(np.int64), np.cumsum(lengths)[:-1])
     as_lists = [{"input_ids": row.tolist()} for row in rows]
@@ -210,7 +216,7 @@ def main() -> None:
     )
     text = "\n\n".join(
         [
-            __doc__.split("\n\n", 1)[1].strip(),
+            ABOUT.strip(),
             "\n".join(f"- {line}" for line in verdict(rows)),
             f"Small batches are bound by a call's fixed cost ({fixed_us(rows)} of ours), lists by "
             f"reading Python's integers. One process, on a machine with other work: trust ratios "

@@ -2,15 +2,8 @@
 
 `python -m experiments.run convergence` trains it on the same documents by every policy, several
 seeds each; with both normalisers of the loss where a step's tokens vary; and with long documents
-forced to wait 1 to 128 steps. Runs are kept in --folder: the same command goes on where it was
-interrupted, and writes `results` at the end, from all runs that are there. It takes about 11 hours
-on two cores.
-
-- Several machines can share the runs: --arms and --seeds choose what to train, `results/runs` holds
-  a small file of each run, and --take FOLDER takes such files over. A clone with --take
-  experiments/convergence/results/runs goes on from the committed runs.
-- --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the
-  tables of what they left.
+forced to wait 1 to 128 steps. It takes about 11 hours on two cores; `main` says how runs are shared
+and continued.
 """
 
 import argparse
@@ -46,7 +39,8 @@ def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
             said = f"{made.num_steps} steps, held-out loss {made.final:.4f}"
             print(f"{case.name}: {said}", flush=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which the runs received as well
+        # After Ctrl-C, which the runs received too, no further run starts.
+        pool.shutdown(cancel_futures=True)
 
 
 def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> None:
@@ -103,6 +97,17 @@ def chosen(names: str) -> tuple[Arm, ...]:
 
 
 def main() -> None:
+    """Trains the runs that are chosen, prints their commands or writes the page.
+
+    Runs are kept in --folder: the same command continues an interrupted study, and writes `results`
+    at the end, from all runs that are there.
+
+    - Several machines can share the runs: --arms and --seeds choose what to train, `results/runs`
+      holds a small file of each run, and --take FOLDER takes such files over. A clone with --take
+      experiments/convergence/results/runs continues from the committed runs.
+    - --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the
+      tables of what they left.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scale", choices=sorted(SCALES), default="small")
     parser.add_argument(
@@ -144,7 +149,8 @@ def main() -> None:
         for case in cases:
             print(shlex.join(study.command(case)))
         return
-    if scale.job:  # Slurm trains these runs; those that have ended are read
+    # Slurm trains these runs; only those that have ended are read.
+    if scale.job:
         for case in every:
             if study.result(case) is None and (study.folder / case.name).exists():
                 try:

@@ -1,4 +1,4 @@
-"""Defines what is compared: packing policies, loss normalisers, forced delays; and at which scale.
+"""Defines the arms (packing policies, loss normalisers, forced delays) and scales of the study.
 
 Every arm trains the same documents once, from the same weights, on a cosine to its own last step.
 Policies decide by one cost: attention of a full window takes 1.67 times its linear layers' time, as
@@ -127,7 +127,8 @@ SMALL = Scale(
         "training.warmup_steps": 100,
         "checkpoint.interval": 200,
         "checkpoint.keep": 1,
-        # Its matrix products took a quarter of float32's time (oneDNN beside MKL, on AMD).
+        # bfloat16 products took a quarter of the time of float32 ones (oneDNN against MKL, on an
+        # AMD CPU).
         "training.dtype": "bfloat16",
         "training.compile": True,
         "training.loss_chunk": 1024,

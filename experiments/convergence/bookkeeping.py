@@ -1,8 +1,8 @@
-"""Counts from its plans what a packing does to the order of training; nothing is trained here.
+"""Counts a packing's effect on the order of training from its plans; nothing is trained here.
 
-The effective weight of a document's label is its share of a step's loss, against what it would have
-if all labels of the epoch counted the same. A step's mean gives each of its labels 1 / (labels of
-the step), so that labels of full steps, where the long documents are, count less.
+The effective weight of a document's label is its share of a step's loss over the share that it
+would have if all labels of the epoch counted the same. A step's mean gives each of its labels 1 /
+(labels of the step), so that labels of full steps, where the long documents are, count less.
 """
 
 from dataclasses import dataclass, fields

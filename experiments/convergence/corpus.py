@@ -1,12 +1,10 @@
 """Makes the study's corpus: functions and methods of installed Python packages, each a document.
 
-Whole files would be cut at every window of a small model. Functions, methods and what is left of a
-class without its methods are documents with a beginning and an end, and as heavy-tailed as
-pre-training corpora: at a window of 2,048 a tenth of the tokens fill a window and three quarters
-stand in documents shorter than half of one (the paper's corpus has 15% and 78% at 128K, as fitted).
-The packages are the standard library and what wlb itself needs, so the text is on every machine
-that can run the study. The checksum, which the page prints, tells whether two machines had the
-same.
+Whole files would be cut at every window of a small model. These documents are complete, and as
+heavy-tailed as pre-training corpora: at a window of 2,048 a tenth of the tokens fill a window and
+three quarters are in documents shorter than half of one (the paper's corpus has 15% and 78% at
+128K, as fitted). The packages are the standard library and those that wlb needs, so every machine
+that can run the study has the text; the checksum on the page tells whether two had the same.
 """
 
 import ast
@@ -123,20 +121,23 @@ def definitions(source: bytes) -> Iterator[str]:
     the standard library, yields nothing.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in string literals raise warnings
+        # Old escapes in string literals raise warnings.
+        warnings.simplefilter("ignore")
         try:
             text = source.decode("utf-8")
             body = ast.parse(text).body
         except (SyntaxError, ValueError):
             return
-    lines = io.StringIO(text, newline="").readlines()  # as ast counts them; a form feed ends none
+    # ast counts lines like this; str.splitlines would also split at a form feed.
+    lines = io.StringIO(text, newline="").readlines()
     for node in body:
         if not isinstance(node, _Function | ast.ClassDef):
             continue
         first, last = _rows(node)
         rest = lines[first:last]
         methods = node.body if isinstance(node, ast.ClassDef) else []
-        for method in reversed(methods):  # the last first, so that rows before it do not move
+        # The last method is removed first, so that the rows before it do not move.
+        for method in reversed(methods):
             if isinstance(method, _Function):
                 begin, end = _rows(method)
                 yield "".join(lines[begin:end])

@@ -1,4 +1,4 @@
-"""Reads what an ended run left: curves, gradient norms, held-out losses by document length."""
+"""Reads the results of an ended run: curves, gradient norms, held-out losses by document length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NUM_BINS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds what a run left. Losses are in nats per label.
+    """Holds the results of a run. Losses are in nats per label.
 
     curve: (document tokens trained, held-out loss)
     trained: (document tokens trained, training loss) for each of NUM_BINS equal parts of the epoch;

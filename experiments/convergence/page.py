@@ -169,7 +169,8 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
     for i, g in enumerate(shown):
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i % len(LINES)]}
         losses = np.array([g.values(loss_at(n)) for n in grid])
-        later = losses[1:]  # the untrained model's loss would flatten all others
+        # The first loss, of the untrained model, would flatten all others.
+        later = losses[1:]
         left.plot(at[1:], later.mean(axis=1), label=g.arm.title, linewidth=1.4, **style)
         if len(g.results) > 1:
             left.fill_between(

@@ -1,9 +1,10 @@
-"""Keeps the folder of all runs: what is trained, resumed after an interruption, and left behind.
+"""Keeps the folder of all runs: trains them, resumes after an interruption, and keeps their
+results.
 
 A run is one `wlb train` on one thread, with checkpoints. One that finished has left `result.json`
 and is not repeated; one that was interrupted goes on from its newest checkpoint (to the same
-losses, to the bit). What is kept is small, and marked with a digest of settings and corpus: what
-was made with others is not taken for this study's.
+losses, to the bit). Results are small and carry a digest of settings and corpus, so that results of
+other settings or corpora are refused.
 """
 
 import itertools
@@ -109,7 +110,8 @@ class Study:
             "data.store": self.stores.train,
             "data.heldout_store": self.stores.heldout,
             "data.epochs": 1,
-            "eval.steps": 1_000_000,  # enough for the whole held-out store
+            # This number covers the whole held-out store.
+            "eval.steps": 1_000_000,
             "eval.interval_tokens": self.scale.eval_tokens,
             "cost.profile": self.profile,
             "telemetry.ledger": True,
@@ -121,7 +123,7 @@ class Study:
         }
 
     def scale_spec(self) -> RunSpec:
-        """Returns what all cases have in common."""
+        """Returns the settings that all cases share."""
         return spec_of(self.scale, self.scale.keys | {"model.vocab_size": self.vocabulary})
 
     def spec_of(self, case: Case) -> RunSpec:
@@ -130,7 +132,7 @@ class Study:
     def books(self, case: Case, *, anew: bool = False) -> Bookkeeping:
         """Returns the counts of the case's packing and seed, which are kept in the folder.
 
-        They are planned again where kept ones lack what is counted now.
+        They are planned again where kept counts lack a field of today's.
 
         anew: plans again in any case, as this code plans
         """
@@ -221,7 +223,8 @@ class Study:
         return self.collect(case)
 
     def collect(self, case: Case) -> Result:
-        """Reads what an ended run left and keeps it; raises ValueError for one that has not ended.
+        """Reads the results of an ended run and keeps them; raises ValueError for one that has not
+        ended.
 
         The checkpoints of this machine's runs are removed, those of Slurm's jobs stay.
         """
@@ -245,7 +248,8 @@ class Study:
         """Returns a digest of all settings and of the corpus, which marks this case's results."""
         places = ("data.store", "data.heldout_store", "cost.profile", "run.output_dir")
         keys = {k: v for k, v in self.keys_of(case).items() if k not in places}
-        before = {new: old for old, new in RENAMED.items()}  # kept runs are marked with old names
+        # Runs that were kept earlier are marked with old names.
+        before = {new: old for old, new in RENAMED.items()}
         named = {before.get(name, name): value for name, value in keys.items()}
         return digest(self.stores.checksum, *settings(dict(sorted(named.items()))))
 

@@ -1,12 +1,10 @@
-"""Turns seeds into numbers: each arm beside its baseline, seed by seed, and what is noise.
+"""Turns seeds into numbers: each arm against its baseline, seed by seed, and the noise.
 
 A difference is taken between runs of the same seed, which begin with the same weights and get
-documents in the same order. Noise is estimated from all runs at once (a randomised block design): a
-run's loss is modelled as an effect of its arm plus one of its seed, and what is left over has one
-variance, so that even three seeds of an arm, or one, tell something. Intervals are Student's t for
-CONFIDENCE; `joint_factor` is how much wider they have to be to hold for all comparisons at once.
-Losses at equal token counts are interpolated between two evaluations, because steps of different
-policies end at different tokens.
+documents in the same order. Noise is estimated from all runs at once (`leftover`). Intervals are
+Student's t for CONFIDENCE; `joint_factor` is how much wider they have to be to hold for all
+comparisons at once. Losses at equal token counts are interpolated between two evaluations, because
+steps of different policies end at different tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -157,8 +155,10 @@ def against(groups: Sequence[Group], name: str) -> list[Group]:
 def leftover(groups: Sequence[Group], measure: Measure) -> tuple[float, int]:
     """Returns the standard deviation that neither arm nor seed explains, and degrees of freedom.
 
-    It comes from least squares over all runs. It is (NaN, 0) where no two arms have two seeds in
-    common.
+    A run's loss is modelled as an effect of its arm plus one of its seed (a randomised block
+    design), and the residuals have one variance, so that even three seeds of an arm, or one, tell
+    something. It comes from least squares over all runs. It is (NaN, 0) where no two arms have two
+    seeds in common.
     """
     cells: dict[tuple[str, int], float] = {}
     for g in groups:

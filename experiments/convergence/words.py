@@ -1,4 +1,4 @@
-"""Writes the text of the page: what the figures say, with their numbers, and what they do not."""
+"""Writes the text of the page, with the figures' numbers and their limits."""
 
 from collections.abc import Sequence
 
@@ -206,7 +206,7 @@ def _cuts(groups: Sequence[Group]) -> str:
 
 
 def _beside_control(groups: Sequence[Group]) -> str:
-    """Says what is left of policies' differences where cuts are the same."""
+    """Describes the differences of policies that remain where cuts are the same."""
     others = [
         g
         for g in against(groups, CONTROL)

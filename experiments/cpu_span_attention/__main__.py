@@ -1,4 +1,4 @@
-"""Measures what a mask costs on CPU: `python -m experiments.cpu_span_attention`.
+"""Measures the cost of a mask on CPU: `python -m experiments.cpu_span_attention`.
 
 The case is a span of q queries at the end of a prefix of k keys, forward and backward, on one
 thread (thread CPU time, best of 3). Compared are torch with a bool mask, torch with an additive

@@ -1,12 +1,10 @@
 """Draws Figure 3: how long documents are, and which of them the tokens are in.
 
-`python -m experiments.fig03 [--lengths FILE ...]` takes the fitted family `wlb_paper`, the Python
-standard library (its store is made the first time, which takes a minute) and files of lengths. It
-draws how many documents have which length, and the share of all tokens in documents up to a length.
-Documents longer than the window of 128K are cut at it, as for training.
-
-The experiment counts lengths and predicts nothing. The family's constants were chosen so that other
-numbers of the paper come out (`wlb.data.lengths`); the other corpora are real documents.
+`python -m experiments.fig03 [--lengths FILE ...]` takes the fitted family `wlb_paper`, whose
+constants were chosen so that other numbers of the paper come out, the Python standard library (its
+store is made the first time, in a minute) and files of lengths. It draws how many documents have
+which length, and the share of all tokens in documents up to a length; longer documents are cut at
+the window of 128K, as for training. Lengths are counted; nothing is predicted.
 """
 
 import argparse

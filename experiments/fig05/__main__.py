@@ -1,14 +1,10 @@
 """Simulates Figure 5: how one slow micro-batch holds up a pipeline under several schedules.
 
 `python -m experiments.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual stages
-and positions of the slow micro-batch. It takes the orders and waits of real schedules and sets the
-times of passes by hand: forward takes 10 ms and backward 20 ms per micro-batch on a rank, divided
-among its virtual stages; zero-bubble halves backward into inputs and weights; messages, collectives
-and the optimiser take no time.
-
-One micro-batch takes `--slow` times the mean, as Section 7.4 counts imbalance: once with the step's
-work kept, so that the others take less, and once with its work added. The baseline is the same
-schedule with equal micro-batches.
+and positions of the slow micro-batch with the same schedule of equal micro-batches. Orders and
+waits are those of real schedules; times are set by hand: forward takes 10 ms and backward 20 ms per
+micro-batch on a rank, divided among its virtual stages; zero-bubble halves backward into inputs and
+weights; messages, collectives and the optimiser take no time.
 """
 
 import argparse
@@ -106,7 +102,9 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
 def one_slow(n: int, slow: float, *, is_added: bool) -> npt.NDArray[np.float64]:
     """Returns relative times of micro-batches, shape [n + 1, n].
 
-    In row 0 all are equal; in row i + 1 micro-batch i takes `slow`.
+    In row 0 all are equal; in row i + 1 micro-batch i takes `slow` times the mean, as Section 7.4
+    counts imbalance. is_added: the others keep their time, so that the step's work grows; otherwise
+    they take less and the step's work is kept.
     """
     others = 1.0 if is_added else (n - slow) / (n - 1)
     out = np.full((n + 1, n), others)

@@ -1,4 +1,4 @@
-"""Makes Figure 6: how far a larger packing window evens out attention, and what the loss does.
+"""Makes Figure 6: attention balance and loss by packing window.
 
 `python -m experiments.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the 550M
 model with a window of 128K (4 windows per batch) by Section 3.2's fixed-length packing over 1 to 16
@@ -58,7 +58,8 @@ class Result(NamedTuple):
 
 
 def packers(options: PackerOptions) -> list[tuple[str, int | None, Packer]]:
-    """Returns what is compared. Fixed-length packing balances the squares, as Eq. 1 does."""
+    """Returns the packers that are compared. Fixed-length packing balances the squares, as Eq. 1
+    does."""
     squares = PackerOptions(
         num_micro_batches=options.num_micro_batches,
         context_window=options.context_window,

@@ -2,12 +2,9 @@
 
 `python -m experiments.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of one
 pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise, and
-total linear, their sum without attention. It says where attention crosses total linear, for this
-configuration and for the others of Table 1.
-
-The paper measured a training job of LLaMA2-7B on 16 GPUs and prints no numbers with the figure.
-Here every time is a prediction: `ProfiledWorkload.terms` with the chosen kernel profile. The linear
-terms are linear by construction.
+total linear, their sum without attention, and where attention crosses it, also for Table 1's other
+configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure; here
+every time is predicted by `ProfiledWorkload.terms`. Linear terms are linear by construction.
 """
 
 import argparse
@@ -59,8 +56,8 @@ def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]
 def crossing(cost: ProfiledWorkload, *, window: int) -> int | None:
     """Returns the length from which on attention takes longer than the linear part.
 
-    Tiles make short documents expensive, so what counts is where the linear part never leads again.
-    The result is None if it still leads at the window.
+    Tiles make short documents expensive, so this is the length beyond which the linear part never
+    leads again. The result is None if it still leads at the window.
     """
     lengths = np.arange(1, window + 1)
     is_linear = cost.attention_ns(lengths) <= cost.linear_ns(lengths)

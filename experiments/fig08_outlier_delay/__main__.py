@@ -3,17 +3,7 @@
 `python -m experiments.fig08_outlier_delay [--seed 0] [--steps 8]` shows a few consecutive steps of
 the fitted stream (4 micro-batches of 128K), once under Algorithm 1 with two queues and once under
 `bounded`, which has no queues and decides by predicted load. Both get the same documents.
-
-- The upper row shows the outliers that wait when the step is planned, those of its own batch
-  included, coloured by the step they arrived with.
-- The lower row shows the micro-batches that the step makes, stacked by predicted time, so that
-  equal height means balance.
-
-The picture shows that a queue fills until it has an outlier for every micro-batch. The step that
-releases it gives each micro-batch one of them, and ordinary documents make up the difference.
-
-The steps shown are the first window of `--steps` steps that begins with level 2 empty and in which
-level 2 releases documents of several arrivals. Needs matplotlib.
+`first_window` chooses the steps, `main` says what the pictures show. Needs matplotlib.
 """
 
 import argparse
@@ -57,7 +47,7 @@ PLAIN = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Holds a step's plan and what waited when the step was planned.
+    """Holds a step's plan and the pieces that waited when the step was planned.
 
     waiting: carried pieces, then the pieces of the step's own batch
     slot: slot of each waiting piece in the carry, -1 for a new piece, shape [len(waiting)]
@@ -90,7 +80,8 @@ def steps_of(packer: Packer, batches: list[GlobalBatch]) -> list[Step]:
         plans, carry = packer.push(batch, before)
         waiting = Pieces.concat(before.pieces, OPTIONS.arrived(batch, before.next_step))
         new = np.full(len(waiting) - len(before.pieces), -1, np.int64)
-        # Each batch makes one plan: with these lengths every batch has an ordinary document.
+        # Each batch makes one plan, because with these lengths every batch has an ordinary
+        # document.
         (plan,) = plans
         leaves = np.isin(waiting.document, plan.pieces.document)
         slot = np.concatenate([before.slot, new])
@@ -108,7 +99,11 @@ def plain_of(batches: list[GlobalBatch], first: int, num: int) -> list[float]:
 
 
 def first_window(steps: list[Step], num: int) -> int:
-    """Returns the first step to show, by the rule in the module's docstring."""
+    """Returns the first step to show.
+
+    The steps shown are the first window of `num` steps that begins with level 2 empty and in which
+    level 2 releases documents of several arrivals.
+    """
     for first in range(len(steps) - num + 1):
         start = steps[first]
         if bool(((start.slot >= 0) & (start.level == 2)).any()):
@@ -150,7 +145,7 @@ def queues(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
 
 
 def held(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
-    """Returns what `bounded` has held and the outliers of the new batch.
+    """Returns the documents that `bounded` holds and the outliers of the new batch.
 
     Ordinary documents, which only the held stack shows, lie on top.
     """
@@ -276,6 +271,17 @@ def file_of(name: str) -> str:
 
 
 def main() -> None:
+    """Draws one picture under Algorithm 1 and one under `bounded`, and writes the page.
+
+    - The upper row shows the outliers that wait when the step is planned, those of its own batch
+      included, coloured by the step they arrived with.
+    - The lower row shows the micro-batches that the step makes, stacked by predicted time, so that
+      equal height means balance.
+
+    The picture shows that a queue fills until it has an outlier for every micro-batch. The step
+    that releases it gives each micro-batch one of them, and ordinary documents make up the
+    difference.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8, choices=range(2, 9))

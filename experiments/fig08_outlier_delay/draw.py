@@ -1,4 +1,4 @@
-"""Draws stacks of documents: what waits before each step, and the micro-batches that it makes.
+"""Draws stacks of documents: those that wait before each step, and its micro-batches.
 
 Columns are steps. Colours are Okabe and Ito's, which colour-blind readers can tell apart; as a
 second sign the arrival step is printed in each outlier. Needs matplotlib.

@@ -2,13 +2,9 @@
 
 `python -m experiments.fig10 [--profile h100 ...] [--backend NAME]` reads a kernel profile's
 attention table. The left plot shows the forward time of a segment of 16 to 256 query rows at the
-end of 1K to 64K keys. The right plot shows TFLOP/s by query rows and keys, for the pairs that the
-mask leaves (not for the tiles that are computed). Both are of one layer of LLaMA2-7B, all 32 heads,
-and one segment of a call that fills the GPU, without what a call costs once.
-
-The paper's left plot is flat up to 128 rows, a tile, and rises after; its right plot rises from 128
-to 256 rows, which the paper puts down to multicast loads. The steps at multiples of a tile are in
-any profile, by its tile_rows; how throughput grows with rows is what was published or measured.
+end of 1K to 64K keys, the right one TFLOP/s of the pairs that the mask leaves (not of the tiles
+that are computed). Both are of one layer of LLaMA2-7B, all 32 heads, and one segment of a call that
+fills the GPU, without the constant cost of a call.
 """
 
 import argparse
@@ -53,6 +49,13 @@ def table_of(profile: KernelProfile, backend: str | None) -> AttentionTable:
 
 
 def draw(table: AttentionTable) -> Any:
+    """Draws forward time by query rows left, TFLOP/s by query rows and keys right.
+
+    The paper's left plot is flat up to 128 rows, a tile, and rises after; its right plot rises from
+    128 to 256 rows, which the paper puts down to multicast loads. The steps at multiples of a tile
+    are in any profile, by its tile_rows; how throughput grows with rows is what was published or
+    measured.
+    """
     figure, (left, right) = new_figure(ncols=2, height=4.0)
     for i, keys in enumerate(KEYS):
         style = {"color": COLOURS[i], "ls": LINES[i], "marker": MARKERS[i], "markersize": 4}
@@ -121,7 +124,7 @@ def against_of(table: AttentionTable, label: str) -> list[Against]:
 
 
 def worth(table: AttentionTable, label: str) -> str:
-    """Says what the table is and what a call of it costs, in a line of the page."""
+    """Describes the table and the cost of a call in a line of the page."""
     source = table.provenance
     return (
         f"- {label}: {source.kind} ({source.source}). Tiles of {table.tile_rows} rows; "

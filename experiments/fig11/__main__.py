@@ -89,7 +89,8 @@ def choices_of(spec: RunSpec, cost: ProfiledWorkload, *, num_batches: int) -> li
         choice_of(m.lengths, cost, cp=spec.parallel.cp, step=plan.step, micro_batch=m.index)
         for plan in planner_of(spec, cost, batches).steps()
         for m in plan.packing.micro_batches
-        if m.num_tokens >= window // 2  # leaves out the unusual micro-batches of the flush
+        # Micro-batches of less than half a window are unusual ones of the flush.
+        if m.num_tokens >= window // 2
     ]
 
 

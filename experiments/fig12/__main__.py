@@ -72,7 +72,8 @@ def draw(rows: dict[str, dict[str, float]]) -> Any:
             hatch=HATCHES[i],
             edgecolor="white",
         )
-        padding = 7 if name == "wlb" else 1  # the bound's dash lies just above
+        # The dash of the bound lies just above.
+        padding = 7 if name == "wlb" else 1
         axes.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=7, padding=padding)
     axes.axhline(1, color="#000000", linewidth=0.8)
     axes.set_xticks(at, [title(config) for config in rows])

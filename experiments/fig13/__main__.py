@@ -1,4 +1,4 @@
-"""Simulates Figure 13: what each of WLB-LLM's parts contributes on the 7B model, 128K window.
+"""Simulates Figure 13: contribution of each of WLB-LLM's parts on the 7B model, 128K window.
 
 `python -m experiments.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by one
 and together: per-document sharding, adaptive sharding, variable-length packing with delayed

@@ -1,21 +1,9 @@
 """Compares a layer's attention under each CP sharding and the gain of choosing one (Figure 15).
 
-    python -m experiments.fig15_cp_sharding                    # one GPU if there is one, else none
-    python -m experiments.fig15_cp_sharding --device none      # predicted with the h100 profile
-    python -m experiments.fig15_cp_sharding --device cpu       # SDPA on one thread, lengths x 1/16
-
-The layer is one of the 7B model at CP 4, with windows of 64K and 128K and the micro-batches of
-Plain-4D's loader on the fitted stream. Times are sums over micro-batches of the slowest rank's
-forward plus the slowest rank's backward, kernels alone:
-
-- none: nothing is measured; `attention_latency` predicts with the h100 profile (published numbers).
-- cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
-- cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
-
-adaptive, hybrid and balanced choose by prediction. "optimal" is the better of the two static
-strategies for each micro-batch in hindsight, as in the paper; "optimal of all" is the best of all
-five. With measured times hindsight also profits from noise. The whole operation with collectives is
-`torchrun -m experiments.fig15_cp_sharding.ranks`.
+`python -m experiments.fig15_cp_sharding [--device none|cuda|cpu]`; `device_of` describes the
+devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with windows of 64K and
+128K and the micro-batches of Plain-4D's loader on the fitted stream. The whole operation with
+collectives is `torchrun -m experiments.fig15_cp_sharding.ranks`.
 """
 
 import argparse
@@ -74,7 +62,7 @@ def measured(case: Case, rounds: int) -> Measure:
 
 
 def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, float]:
-    """Predicts in ms what else the layer does: collectives of keys and values, linear layers."""
+    """Predicts the rest of the layer in ms: collectives of keys and values, linear layers."""
     cp = cost.parallel.cp
     exchange = np.sum([cost.kv_exchange_ns(int(p.sum()), cp=cp) for p in pieces], axis=0)
     terms = [cost.terms(p) for p in pieces]
@@ -92,7 +80,13 @@ def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, flo
 
 
 def run_window(case: Case | None, window: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the milliseconds of each row of the table; without a case they are predicted."""
+    """Returns the milliseconds of each row of the table; without a case they are predicted.
+
+    They are sums over micro-batches of the slowest rank's forward plus the slowest rank's backward,
+    kernels alone. adaptive, hybrid and balanced choose by prediction. "optimal" is the better of
+    the two static strategies for each micro-batch in hindsight, as in the paper; "optimal of all"
+    is the best of all five. With measured times hindsight also profits from noise.
+    """
     pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
     cost = layer_cost(window=window, cp=options.cp) if case is None else case.cost()
     measure = predicted(cost) if case is None else measured(case, options.rounds)
@@ -127,7 +121,13 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
 
 
 def device_of(requested: str) -> torch.device | None:
-    """Returns the device, None to predict."""
+    """Returns the device, None to predict.
+
+    - none: nothing is measured; `attention_latency` predicts with the h100 profile (published
+      numbers).
+    - cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
+    - cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
+    """
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "none"
     return None if requested == "none" else torch.device(requested)

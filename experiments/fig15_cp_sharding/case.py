@@ -59,7 +59,8 @@ def packer_of(policy: str, *, window: int, seed: int) -> Packer:
 
 def micro_batches(policy: str, *, window: int, count: int, seed: int) -> list[IntArray]:
     """Returns piece lengths, in packed order, of the first `count` micro-batches of the stream."""
-    # A global batch has N windows of this size; `batches_of` counts windows of 128K.
+    # A global batch of the study has N windows of `window` tokens, but `batches_of` counts windows
+    # of 128K.
     if N * window % WINDOW:
         raise ValueError(f"window = {window}: {N} of them must be a multiple of {WINDOW} tokens")
     batches = batches_of(

@@ -1,4 +1,4 @@
-"""Describes what a device computes in this study: heads, dtype, kernel, lengths, cost model."""
+"""Describes the work of a device in this study: heads, dtype, kernel, lengths, cost model."""
 
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,10 +1,10 @@
 """Times the attention kernels of every rank of a plan, in turn on one device.
 
-A rank's call is what it runs inside context parallelism: its queries, a copy of the keys of all its
-spans, one `attend` forward and its gradient. Collectives and the copying of keys are not in it. On
-CUDA times are between events on the stream; on CPU they are the calling thread's own time (torch
-runs one thread), which leaves out being preempted. What a backend works out from the offsets once
-for all layers happens before the first timed call.
+A rank's call is that of context parallelism: its queries, a copy of the keys of all its spans, one
+`attend` forward and its gradient. Collectives and the copying of keys are not in it. On CUDA times
+are between events on the stream; on CPU they are the calling thread's own time (torch runs one
+thread), which leaves out being preempted. Work that a backend derives from the offsets once for all
+layers happens before the first timed call.
 """
 
 import time

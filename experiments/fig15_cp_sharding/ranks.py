@@ -1,12 +1,10 @@
 """Runs Figure 15's whole CP operation with real collectives, all ranks as one CP group.
 
-    torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks            # time it
-    torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks --check    # compare it
-
-It uses NCCL with bf16 and whole windows if every rank has a GPU, else Gloo with float32 and lengths
-scaled by 1/16. --check compares output and gradients of q, k, v of every strategy with one process
-and exits with 1 if one differs by more than the tolerance. Without it forward and backward are
-timed after a barrier, by CUDA events or wall clock: medians over rounds, maximum over ranks.
+`torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks [--check]` uses NCCL with bf16
+and whole windows if every rank has a GPU, else Gloo with float32 and lengths scaled by 1/16.
+--check compares output and gradients of q, k, v of every strategy with one process and exits with 1
+if one differs by more than the tolerance. Without it forward and backward are timed after a
+barrier, by CUDA events or wall clock: medians over rounds, maximum over ranks.
 """
 
 import argparse

@@ -44,7 +44,7 @@ COLORS = {
 }
 
 Found = Mapping[str, Any]
-"""Holds what a run found for one window, as its JSON file has it."""
+"""Holds the results of a run for one window, as its JSON file has them."""
 
 
 def totals(found: Found) -> dict[str, float]:
@@ -101,9 +101,8 @@ def markdown(window: int, found: Found) -> list[str]:
 
 
 def note_of(found: Found) -> str:
-    """Says what adaptive took, and how the predictions enter.
-
-    Predicted runs name the rest of the layer, measured runs what was predicted for them.
+    """Describes the choices of adaptive and the use of predictions. Predicted runs name the rest of
+    the layer, measured runs their predicted times.
     """
     num = found["micro_batches"]
     text = f"{num} micro-batches; adaptive took per_document for {found['chose_per_document']}."

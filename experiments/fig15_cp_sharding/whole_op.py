@@ -72,7 +72,8 @@ class RankOp:
         on_cuda = self.gradient.is_cuda
         if on_cuda:
             torch.cuda.synchronize()
-        all_reduce_hosts(torch.zeros(1))  # all ranks begin together
+        # The all-reduce lets all ranks begin together.
+        all_reduce_hosts(torch.zeros(1))
         return passes_ns(self, None if on_cuda else time.perf_counter_ns)
 
 
@@ -122,7 +123,7 @@ def check(plan: ShardingPlan, layout: Layout) -> list[float]:
         for a, b, full in zip(found, op.mine(expected), expected, strict=True)
     ]
     worst = torch.tensor(errors, dtype=torch.float64)
-    # NaN would pass a comparison of maxima.
+    # NaN counts as an infinite error, because a comparison of maxima would let it pass.
     worst = worst.nan_to_num(nan=torch.inf)
     all_reduce_hosts(worst, "max")
     return worst.tolist()

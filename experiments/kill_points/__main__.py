@@ -126,7 +126,7 @@ def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
         if process.returncode:
             raise RuntimeError(f"the run failed by itself; {folder / spec.run.name}.log says why")
         return False
-    # Ranks lead process groups of their own; they watch the launcher and end when it dies.
+    # This kills the launcher alone: ranks lead their own process groups, and end when it dies.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(0.3)
@@ -140,7 +140,8 @@ def losses_of(run: Path) -> dict[int, float]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # a kill left half a line
+            # A kill can leave half a line.
+            continue
         if record["kind"] == "step":
             found[record["measured"]["step"]] = record["measured"]["loss"]
     return found

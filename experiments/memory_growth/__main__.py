@@ -2,13 +2,8 @@
 
 `python -m experiments.memory_growth [--minutes 60]` trains the demo over and over on its corpus,
 with checkpoints and evaluations, until a stop file ends it. The anonymous memory of each of its
-processes is read every few seconds.
-
-Activations come and go with every step, about 100 MiB of them, and the C library keeps what they
-leave until the next save gives it back. What counts is therefore the floor, the least reading of a
-quarter of the time. A quarter contains several saves, because the floor needs a reading right after
-one, and it is luck that one falls there. Growth is the last quarter's floor minus the second one's;
-the first quarter is warm-up. --again makes the page again from the last run's minutes.csv.
+processes is read every few seconds; `growth` compares quarters of the time. --again makes the page
+again from the last run's minutes.csv.
 """
 
 import argparse
@@ -64,7 +59,8 @@ def family(pid: int) -> list[int]:
             try:
                 found += [int(child) for child in task.read_text().split()]
             except OSError:
-                continue  # the process has ended in the meantime
+                # The process has ended in the meantime.
+                continue
     return found
 
 
@@ -109,7 +105,13 @@ def quarters(trace: Trace, of: Callable[[FloatArray], float]) -> list[float]:
 
 
 def growth(trace: Trace) -> float:
-    """Returns the MiB by which the floor grew from the second quarter to the last."""
+    """Returns the MiB by which the floor grew from the second quarter to the last.
+
+    The floor is the least reading of a quarter of the time. Activations come and go with every
+    step, about 100 MiB of them, and the C library keeps their memory until the next save gives it
+    back. A quarter contains several saves, because the floor needs a reading right after one. The
+    first quarter is warm-up.
+    """
     floors = quarters(trace, np.min)
     return floors[-1] - floors[1]
 
@@ -149,7 +151,7 @@ def minutes_table(minutes: list[Trace]) -> Table:
 
 
 def read_minutes(path: Path) -> list[Trace]:
-    """Reads what `minutes_table` wrote."""
+    """Reads the table that `minutes_table` wrote."""
     traces: dict[str, Trace] = {}
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):

@@ -73,7 +73,8 @@ def sides_of(batches: Sequence[GlobalBatch]) -> tuple[Side, Side]:
     ours = plans_of(
         BoundedPacker(options=OPTIONS, s_max=2 * WINDOW, step_tokens=3 * N * WINDOW // 2), batches
     )
-    first = len(batches) // 4  # by then the packers hold documents back
+    # By then the packers hold documents back.
+    first = len(batches) // 4
     num = min(len(plain), len(ours))
     pairs = [
         (

@@ -1,13 +1,10 @@
 """Counts rows, steps, utilisation and padding of the methods that pack with position ids.
 
-`python -m experiments.packing_methods` counts what one epoch is under each method of the packing
-paper's Tables 2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and
-layout (Tables 2 and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6,
-`steps`). Beside them stand methods that the paper does not have: Multipack in groups of 8, exact
-first and best fit decreasing.
-
-No model is trained here. `experiments.packing_methods.training` measures the tables' throughput,
-memory and losses.
+`python -m experiments.packing_methods` counts an epoch of each method of the packing paper's Tables
+2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and layout (Tables 2
+and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6, `steps`). Methods
+that the paper does not have are added: Multipack in groups of 8, exact first and best fit
+decreasing. `experiments.packing_methods.training` trains models; this counts.
 """
 
 import argparse

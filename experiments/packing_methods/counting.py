@@ -1,4 +1,4 @@
-"""Counts what an epoch of each packing method holds: micro-batches, rows, tokens, positions.
+"""Counts an epoch of each packing method: micro-batches, rows, tokens, positions.
 
 No tensors are needed. A method is given the lengths of examples, each at most msl tokens long, in
 the order of the data set, and orders and groups them itself. (bs, msl, gas) are as in the paper:
@@ -22,7 +22,7 @@ LIBRARY_GPUS = 8
 
 
 class Method(StrEnum):
-    """Names the methods: the paper's names for what it compares, ours for what it does not."""
+    """Names the methods: the paper's names for its methods, ours for the others."""
 
     RANDOM_PADDING = "RandomSampling+Padding"
     GROUPED_PADDING = "GroupByLength+Padding"
@@ -155,7 +155,7 @@ def first_come(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def in_rows(rows: int, lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Counts whole examples in rows as long as what they hold: position ids need no padding."""
+    """Counts whole examples in rows as long as their examples: position ids need no padding."""
     tokens = int(lengths.sum())
     return Count(
         rows=rows, micro_batches=-(-rows // bs), tokens=tokens, positions=tokens, room=rows * msl

@@ -1,24 +1,10 @@
 """Derives example lengths like those of FLAN 20K, OrcaMath 20K and Stack 20K.
 
 The paper ("Enhancing Training Efficiency Using Packing with Flash Attention") prints no length of
-an example, but its tables hold enough to derive them:
-
-- **Number of examples**: the Rows of padding are 19,961 for FLAN with Mistral's tokenizer and
-  20,000 for OrcaMath. FLAN's differ by tokenizer (19,947 to 19,974 of 20,000), so examples over the
-  maximum sequence length (msl) of 4,096 tokens were left out. Stack has 312 steps of 64, so all
-  20,000.
-- **Number of tokens**: Time x Tok/s is the same for every method of a table of one GPU: 9.22
-  million (FLAN), 7.90 million (OrcaMath), 27.0 million (Stack).
-- **Spread**: a packer that cuts nothing fills rows the worse, the longer the examples are at which
-  it ends rows. The steps of random and of sorted packing at rows of 8,192 and 16,384 therefore tell
-  the spread. Lognormals of sigma 1.0, 0.6 and 1.4 meet them within 1%.
-- **Long examples**: a lognormal of sigma 1.4 that is left out above 4,096 fits Stack 3% worse than
-  one that is cut there; since 20,000 of 20,000 examples are left, they must have been cut.
-
-A length is a quantile, not a random draw: the i-th of n is the (i + 1/2) / n quantile, and the
-median is solved for so that the total is right. A data set thus has one list of lengths, and a seed
-only shuffles it. These lists cannot show a shape other than lognormal; the paper's histograms of
-FLAN and OrcaMath have their modes near 100 and 400 tokens, as these lists have.
+an example, but its tables hold enough to derive them (`Dataset`). A length is a quantile of a
+lognormal, not a random draw: the i-th of n is the (i + 1/2) / n quantile, and the median is solved
+for so that the total is right. A data set thus has one list of lengths, and a seed only shuffles
+it. The paper's histograms of FLAN and OrcaMath have their modes near 100 and 400 tokens, as here.
 """
 
 import math
@@ -37,7 +23,19 @@ MSL = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Describes a data set by the number, tokens and spread of its examples.
+    """Describes a data set by the number, tokens and spread of its examples, from the tables.
+
+    - **Number of examples**: the Rows of padding are 19,961 for FLAN with Mistral's tokenizer and
+      20,000 for OrcaMath. FLAN's differ by tokenizer (19,947 to 19,974 of 20,000), so examples over
+      the maximum sequence length (msl) of 4,096 tokens were left out. Stack has 312 steps of 64, so
+      all 20,000.
+    - **Number of tokens**: Time x Tok/s is the same for every method of a table of one GPU: 9.22
+      million (FLAN), 7.90 million (OrcaMath), 27.0 million (Stack).
+    - **Spread**: a packer that cuts nothing fills rows the worse, the longer the examples are at
+      which it ends rows. The steps of random and of sorted packing at rows of 8,192 and 16,384
+      therefore tell the spread. Lognormals of sigma 1.0, 0.6 and 1.4 meet them within 1%.
+    - **Long examples**: a lognormal of sigma 1.4 that is left out above 4,096 fits Stack 3% worse
+      than one that is cut there; since 20,000 of 20,000 examples are left, they must have been cut.
 
     num_examples, tokens: examples that are trained, and their tokens
     sigma: standard deviation of the lengths' logarithm

@@ -3,12 +3,8 @@
 Models differ only by their tokenizer here. Their examples and tokens come from the tables: Rows of
 the mini-batches, and their Time x Tok/s x 8 GPUs. Rows of padding and of mini-batches are examples,
 and so need no counting. Rows of basic packing (of 4,096 tokens, cut anywhere) and flat rows (whole
-examples, first come first served, in rows of bs x msl) are counted in two ways:
-
-- **nothing lost**: every trained example is packed and the last row is kept.
-- **as printed**: what the tables turn out to hold. The 20,000 examples, those over msl as well, are
-  packed 1,000 at a time (how `datasets` maps), and what does not fill a row at the end of each
-  thousand is dropped. Basic packing cuts long examples at row ends; flat rows have them cut at msl.
+examples, first come first served, in rows of bs x msl) are counted with nothing lost (every trained
+example is packed and the last row is kept) and as printed (`by_thousands`).
 """
 
 from collections.abc import Callable
@@ -116,7 +112,12 @@ def _counted(
 
 
 def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count]) -> tuple[int, int]:
-    """Returns rows and dropped tokens where each 1,000 examples drop the row they do not fill."""
+    """Returns rows and dropped tokens where each 1,000 examples drop the row they do not fill.
+
+    The tables turn out to be counted in this way (as printed): the 20,000 examples, those over msl
+    as well, are packed 1,000 at a time, as `datasets` maps. Basic packing cuts long examples at row
+    ends; flat rows have them cut at msl.
+    """
     rows = dropped = 0
     for begin in range(0, examples.size, MAPPED):
         part = examples[begin : begin + MAPPED]

@@ -57,7 +57,8 @@ def step_counts(seeds: range, *, printed: Iterable[StepsRow] | None = None) -> l
     for row in steps_rows() if printed is None else printed:
         method = Method(row.method)
         for added in (method, *(OURS if method == Method.MULTIPACK else ())):
-            # Only GroupByLength's order depends on gas; others are counted once for all gas.
+            # Only the order of GroupByLength depends on gas (gradient accumulation steps), so other
+            # methods are counted with gas = 1 and share the count.
             gas = row.gas if added == Method.GROUPED_PADDING else 1
             made = tuple(_count(row.dataset, added, row.bs, row.msl, gas, seed) for seed in seeds)
             out.append(

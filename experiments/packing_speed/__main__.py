@@ -1,18 +1,10 @@
-"""Measures what packing costs and how the cost grows.
-
-`python -m experiments.packing_speed [--quick]` has two parts:
+"""Measures the cost of packing and its growth: `python -m experiments.packing_speed`.
 
 1. A 7B-128K global batch (4 micro-batches): the median time of a push in steady state for each
    policy, beside the overheads of the paper's Table 2 (on its machine, 8-23 ms for Algorithm 1).
    All policies pack a batch before the next one is drawn, so that a busy machine slows all alike.
-2. Growth to 20,480 micro-batches (a million documents) for Algorithm 1 and bounded: their time, and
-   what is left of it after division by n log2 n, where n documents wait, new ones included. The
-   worst push stands beside the median, because bounded's steps differ when it holds documents for
-   long.
-
-Planning happens once per step and ahead of it, so what matters is that it stays far below the time
-of a step (seconds). `python -m experiments.bin_packing` measures the packers that fill bins by
-tokens.
+2. `growth` to 20,480 micro-batches (a million documents). A step is planned ahead of its time, so
+   planning has to take less than a step (seconds).
 """
 
 import argparse
@@ -178,6 +170,12 @@ def rows_of(
 
 
 def growth(*, largest: int, seed: int) -> Iterator[list[Row]]:
+    """Yields the rows of each size up to `largest` micro-batches, for Algorithm 1 and bounded.
+
+    Time is shown with the quotient by n log2 n, where n documents wait, new ones included. The
+    worst push stands beside the median, because bounded's steps differ when it holds documents for
+    long.
+    """
     for num, warm_up, repeats in GROWTH:
         if num <= largest:
             packers: dict[str, Packer] = {ALGORITHM_1: algorithm_1(num, 2), BOUNDED: bounded(num)}

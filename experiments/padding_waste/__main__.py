@@ -1,4 +1,4 @@
-"""Recomputes an article's tables on padding waste: what it claims beside what its assumptions give.
+"""Recomputes an article's tables on padding waste, and compares its claims with its assumptions.
 
 `python -m experiments.padding_waste [--lengths FILE ...]` pads and packs documents like the web,
 code and books (by the article's means), the Python standard library and files of lengths. It covers

@@ -1,4 +1,4 @@
-"""Compares what the article prints with what its own assumptions give, one row per number."""
+"""Compares the article's numbers with those that its own assumptions give, one row per number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ def _utilisations(filled: Mapping[Strategy, Filled]) -> list[Claim]:
 
 
 def filled_to(filled: Mapping[Strategy, Filled]) -> str:
-    """Says what a quantum makes of rows of variable length."""
+    """Words for the utilisation of rows of variable length that end at a multiple of 128."""
     return f"128 it is {filled[Strategy.VARIABLE_QUANTUM].utilisation:.1%}"
 
 
@@ -137,7 +137,7 @@ def _improvements(filled: Mapping[Strategy, Filled]) -> list[Claim]:
     ]
     removed = 1 - filled[Strategy.NEXT_FIT].waste / filled[Strategy.ROW_EACH].waste
     own = 1 - (1 - UTILISATION[Strategy.NEXT_FIT]) / (1 - UTILISATION[Strategy.ROW_EACH])
-    # A document has BOS and EOS beside its 800 tokens, and half of the last row is empty.
+    # A document has BOS and EOS besides its 800 tokens, and half of the last row is empty.
     special = 2 / (WEB.tokens / WEB.num_examples + 2)
     last = 0.5 / filled[Strategy.STREAM].rows
     return [

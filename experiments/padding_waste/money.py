@@ -1,4 +1,4 @@
-"""Computes what positions cost: FLOPs, tokens per second, dollars.
+"""Computes the costs of positions: FLOPs, tokens per second, dollars.
 
 The article's model is LLaMA2-7B, its GPU an H100 at 2 USD an hour; it says nothing of throughput.
 Assumed here is a device's dense BF16 peak of 989 TFLOP/s (`cluster.peak_tflops`) at 40% model FLOPs
@@ -62,7 +62,7 @@ def job() -> Job:
 
 
 def usd_a_day(num_gpus: int = WASTE_GPUS) -> float:
-    """Returns what the GPUs cost per day, whatever they compute."""
+    """Returns the cost of the GPUs per day, whatever they compute."""
     return num_gpus * 24 * USD_PER_GPU_HOUR
 
 

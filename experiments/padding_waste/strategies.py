@@ -1,7 +1,7 @@
 """Counts the positions that a strategy computes for a corpus in rows of a given length.
 
 A document longer than a row is split into pieces of at most a row, so that no token is lost; only
-`Strategy.TRUNCATED`, which is what the article's own function does, drops what is over.
+`Strategy.TRUNCATED`, like the article's own function, drops the rest of a document.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from wlb.plan import Documents, IntArray, split_long
 BATCH = 32
 """This many documents are padded to the longest; the article gives no number (its loader has 4)."""
 QUANTUM = 128
-"""Where kernels want it (FP8, GEMM tiles), rows of variable length end at a multiple of this."""
+"""Rows of variable length may end at a multiple of this, as FP8 and GEMM tiles prefer."""
 
 
 class Strategy(StrEnum):

@@ -1,19 +1,20 @@
 """Rehearses the presets: one rank of each pipeline position under each system, and all ranks.
 
-`python -m experiments.rehearsals [--presets ...] [--systems ...]` writes two tables. Positions:
-each preset under each system with all its layers; memory beside its estimate. Ranks: all ranks of
-each row of Table 1 with one layer a stage, because messages between ranks repeat from layer to
-layer; what was proven over them. 405b_128k, whose 8,192 ranks are too many, is rehearsed at its
-corners in both: the first and the last rank of the first, a middle and the last pipeline position.
+`python -m experiments.rehearsals` writes two tables, as `experiments/rehearsals/results` explains,
+and ends with status 1 if a rehearsal found a fault. Finished rehearsals are kept in `--folder`, so
+that the same command goes on after an interruption, until the code changes.
 """
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.results import How, Table, write_results
 from wlb.cli.system import with_system
 from wlb.cost import gpu_budget
+from wlb.cost.machine import program_version
 from wlb.plan import UserError
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, Rehearsed, rehearse_each
 from wlb.rehearse.show import verdict
@@ -24,49 +25,54 @@ TABLE_1 = tuple(
     f"{size}_{window}k" for size in ("550m", "7b", "30b", "70b") for window in (64, 128)
 )
 LARGE = "405b_128k"
-Row = tuple[object, ...]
+FORCED = ("fixed_4d:2", "wlb:2")
+"""Alternatives of systems that are rehearsed besides the one that memory leaves room for."""
+Row = Sequence[object]
 PROVEN = ("preset", "system", "ranks", "whole communicators", "collectives", "transfers")
 MEMORY = (
     *("peak (GiB)", "least peak / estimate", "most", "reserved (GiB)"),
     *("without expandable segments (GiB)", "may be reserved (GiB)"),
 )
+TEXT = """Ranks on fake CUDA tensors (`wlb rehearse`), {steps} steps of documents with the presets'
+lengths. Positions: each preset under each system, and under both alternatives of the systems that
+have two, with all its layers. Ranks: all ranks of each row of Table 1 under the system `wlb`, with
+one layer a stage: messages between ranks repeat from layer to layer, and packing changes their
+sizes, not their order. Of 405b_128k, whose 8,192 ranks are too many, the first and the last rank
+of the first, a middle and the last pipeline position. Peak: most bytes of living tensors. Estimate:
+`wlb.simulate.memory.peak_of_step` for the same step, the first step left out. Reserved: what
+torch's caching allocator takes for the same requests. May be reserved: the device's memory less
+CUDA's context and NCCL's buffers. Nothing ran on a GPU."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if a rehearsal found a fault."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=[*TABLE_1, LARGE])
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, *FORCED])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/rehearsals"))
     parser.add_argument("--quick", action="store_true", help="one preset and system; prints only")
     options = parser.parse_args(arguments)
     if options.quick:
-        found = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)
-        print(*(line_of("550m_64k", *one) for one in found), sep="\n")
-        return
+        rows = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)
+        print(*rows, sep="\n")
+        return exit_status(rows)
+    kept = KeptRows(options.folder / "rows.jsonl", commit=program_version())
     positions: list[Row] = []
     ranks: list[Row] = []
     for preset in options.presets:
-        found = rehearsed(preset, options.systems, ONE_PER_STAGE, layers=0, options=options)
-        positions += [line_of(preset, *one) for one in found]
-        print(*positions[-len(options.systems) :], sep="\n", flush=True)
+        positions += kept.rows(preset, options.systems, ONE_PER_STAGE, layers=0, options=options)
     for preset in options.presets:
-        found = rehearsed(preset, options.systems[-1:], ALL, layers=1, options=options)
-        ranks += [line_of(preset, *one, shows_memory=False) for one in found]
-        print(ranks[-1], flush=True)
+        which = ALL if preset != LARGE else corners(load(preset, []).parallel)
+        found = kept.rows(preset, ["wlb"], which, layers=1, options=options)
+        ranks += [row[: len(PROVEN)] + row[-1:] for row in found]
     write_results(
         Path(__file__).parent,
         title="Rehearsals of the presets on fake GPUs",
         how=How.COMPUTED,
         profile="nothing was timed or priced.",
-        text=(
-            f"Ranks on fake CUDA tensors (`wlb rehearse`), {options.steps} steps of documents with "
-            "the presets' lengths. Peak: most bytes of living tensors. Estimate: "
-            "`wlb.simulate.memory.peak_of_step` for the same step, the first step left out. "
-            "Reserved: what torch's caching allocator takes for the same requests. May be "
-            "reserved: the device's memory less CUDA's context and NCCL's buffers. Nothing ran on "
-            "a GPU."
-        ),
+        text=TEXT.replace("\n", " ").format(steps=options.steps),
         tables=[
             Table(
                 name="positions",
@@ -83,36 +89,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
         ],
     )
+    return exit_status([*positions, *ranks])
+
+
+class KeptRows:
+    """Rows by what was rehearsed, in a file that survives an interruption; of one commit."""
+
+    def __init__(self, path: Path, *, commit: str) -> None:
+        self.path, self.commit = path, commit
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        self._rows = {tuple(one["key"]): one["row"] for one in found if one["commit"] == commit}
+
+    def rows(
+        self,
+        preset: str,
+        systems: Sequence[str],
+        ranks: str,
+        *,
+        layers: int,
+        options: argparse.Namespace,
+    ) -> list[list[object]]:
+        """The rows of a preset, in the order of `systems`; what is missing is rehearsed."""
+        keys = {system: (preset, system, ranks, layers, options.steps) for system in systems}
+        missing = [system for system in systems if keys[system] not in self._rows]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for system in missing:
+            (row,) = rehearsed(preset, [system], ranks, layers=layers, options=options)
+            print(*row, sep=", ", flush=True)
+            self._rows[keys[system]] = row
+            with self.path.open("a", encoding="utf-8") as file:
+                record = {"commit": self.commit, "key": keys[system], "row": row}
+                print(json.dumps(record), file=file)
+        return [self._rows[keys[system]] for system in systems]
+
+
+def exit_status(rows: Sequence[Row]) -> int:
+    return int(any("passed" not in str(row[-1]) for row in rows))
 
 
 def rehearsed(
     preset: str, systems: Sequence[str], ranks: str, *, layers: int, options: argparse.Namespace
-) -> list[tuple[str, Rehearsed | UserError]]:
-    """Rehearses a preset under each system."""
+) -> list[list[object]]:
+    """Rehearses a preset under each system; lines of a table."""
     specs = [spec_of(preset, system, layers) for system in systems]
-    wanted = [ranks if preset != LARGE else corners(spec.parallel) for spec in specs]
-    found = rehearse_each(specs, ranks=wanted, steps=options.steps, jobs=options.jobs)
-    return list(zip(systems, found, strict=True))
+    found = rehearse_each(specs, ranks=ranks, steps=options.steps, jobs=options.jobs)
+    return [line_of(preset, *one) for one in zip(systems, found, strict=True)]
 
 
-def line_of(
-    preset: str, system: str, found: Rehearsed | UserError, *, shows_memory: bool = True
-) -> Row:
-    """A line of a table."""
-    memory = MEMORY if shows_memory else ()
+def line_of(preset: str, system: str, found: Rehearsed | UserError) -> list[object]:
+    """A line of a table, of plain values."""
     if isinstance(found, UserError):
-        return (preset, system, *[""] * (len(PROVEN) - 2 + len(memory)), f"refused: {found}")
+        return [preset, system, *[""] * (len(PROVEN) - 2 + len(MEMORY)), f"refused: {found}"]
     proof = found.proof
     counts = (proof.num_communicators, proof.num_collectives, proof.num_transfers)
     ranks = f"{len(found.ranks)} of {found.spec.parallel.world_size}"
     faults = [line for line in verdict(found) if line.startswith("FAULT")]
     warnings = sum(line.startswith("warning") for line in verdict(found))
     end = "; ".join(faults) or "passed" + f", {warnings} warning(s)" * (warnings > 0)
-    return (preset, system, ranks, *counts, *(memory_of(found) if shows_memory else ()), end)
+    return [preset, system, ranks, *counts, *memory_of(found), end]
 
 
 def spec_of(preset: str, system: str, layers: int) -> RunSpec:
-    """The preset under a system. layers: of each stage, 0 = the model's own."""
+    """The preset under a system, or an alternative of one (`wlb:2`). layers: of each stage; with 0
+    the model's own."""
     num_stages = load(preset, []).num_stages
     overrides = with_system(preset, ["eval.steps=0"], system)
     if layers:
@@ -121,6 +161,7 @@ def spec_of(preset: str, system: str, layers: int) -> RunSpec:
 
 
 def corners(parallel: ParallelSpec) -> str:
+    """The first and the last rank of the first, a middle and the last pipeline position."""
     inner = parallel.tp * parallel.cp
     positions = (0, parallel.pp // 2, parallel.pp - 1)
     last = parallel.world_size - parallel.pp * inner
@@ -140,4 +181,4 @@ def memory_of(found: Rehearsed) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,15 +1,10 @@
 """Predicts how well CP groups are balanced, and times the planning of shardings.
 
-`python -m experiments.sharding_balance [--quick]` has three parts:
-
-1. Balance for CP 2 to 16 and windows of 64K and 128K of the fitted stream, packed by the Plain-4D
-   loader and by `bounded`: slowest rank over the mean rank, and over ideal (the uncut documents'
-   kernel time / CP plus launches, `ideal_kernels_ns`), mean and worst micro-batch. Times are
-   predicted with the h100 profile for one layer of the 7B model at Table 1's TP degree, forward
-   plus backward, without collectives.
-2. The cost of the paper's remainder (one kernel segment per leftover token) beside merged chunks.
-3. Planning time of 1,000 documents, 128K tokens, CP 16, best of several calls on this machine:
-   static strategies compute their spans alone, the others also the prices that they choose by.
+`python -m experiments.sharding_balance [--quick]` has three parts: balance for CP 2 to 16 and
+windows of 64K and 128K of the fitted stream, packed by the Plain-4D loader and by `bounded`; the
+cost of the paper's remainder (one kernel segment per leftover token) beside merged chunks; and
+planning time of 1,000 documents, 128K tokens, CP 16, best of several calls on this machine, where
+static strategies compute their spans alone, the others also the prices that they choose by.
 """
 
 import argparse
@@ -87,7 +82,13 @@ def balance_of(
 def balance_table(
     policy: str, window: int, lengths: list[IntArray]
 ) -> tuple[list[str], dict[tuple[int, str], Balance]]:
-    """Returns Markdown rows, and the balances by (cp, strategy)."""
+    """Returns Markdown rows, and the balances by (cp, strategy).
+
+    Balance is the slowest rank over the mean rank, and over ideal (the uncut documents' kernel time
+    / CP plus launches, `ideal_kernels_ns`), mean and worst micro-batch. Times are predicted with
+    the h100 profile for one layer of the 7B model at Table 1's TP degree, forward plus backward,
+    without collectives.
+    """
     documents = np.mean([pieces.size for pieces in lengths])
     lines = [
         f"### {window // 1024}K, packed by `{policy}` ({len(lengths)} micro-batches, "

@@ -3,20 +3,8 @@
 `python -m experiments.sharding_regret [--quick]` takes micro-batches of the fitted stream, scaled
 down to CPU size. The attention of every rank under every strategy is timed in turn (SDPA, one
 thread, thread CPU time; slowest rank forward plus slowest rank backward, medians over rounds that
-take the strategies in turn). The optimum is measured: it is chosen on the odd rounds and scored,
-like everything else, on the even rounds, which no choice has seen.
-
-Choices are predicted by prices fitted to other micro-batches: those of a call, a segment, a query
-row, a key and a query-key pair, forward and backward apart (non-negative least squares over ranks'
-times). The shipped `cpu` profile is shown beside them ("profile"): it was measured on longer
-segments, and at this scale SDPA's gathering and padding, which it does not know, is a large part of
-the time.
-
-The regret of a strategy is its time over the optimum's, minus 1, summed over micro-batches. The
-"optimum of two" knows per_sequence and per_document (the paper's), that "of all" hybrid and
-balanced as well. The optimum's own choice suffers from noise, so a regret is a little too small and
-may be negative, but by no more than the noise floor: what the optimum would gain by being chosen on
-the rounds it is scored on. How far the two halves of the rounds differ is printed too.
+take the strategies in turn). The optimum is chosen on the odd rounds and scored, like everything
+else, on the even rounds. Choices are predicted by prices fitted to other micro-batches (`fit`).
 """
 
 import argparse
@@ -129,7 +117,13 @@ class Fitted(FlopsWorkload):
 
 
 def fit(lengths: list[IntArray], rounds: int) -> Fitted:
-    """Fits prices to the times of every rank under both static strategies, by relative errors."""
+    """Fits prices to the times of every rank under both static strategies, by relative errors.
+
+    Prices are those of a call, a segment, a query row, a key and a query-key pair, forward and
+    backward apart (non-negative least squares). The shipped `cpu` profile is shown beside them
+    ("profile"): it was measured on longer segments, and at this scale SDPA's gathering and padding,
+    which it does not know, is a large part of the time.
+    """
     features: list[list[float]] = []
     took: list[np.ndarray] = []
     for setting in SETTINGS:
@@ -172,7 +166,7 @@ def shrunk(lengths: IntArray, factor: int) -> IntArray:
 def measure(lengths: IntArray, cp: int, costs: dict[str, WorkloadModel], rounds: int) -> Case:
     """Times one micro-batch under every strategy.
 
-    costs: what adaptive chooses by, by name; hybrid and balanced choose by "fit"
+    costs: workload models by which adaptive chooses, by name; hybrid and balanced choose by "fit"
     """
     plans = [shard(lengths, cp=cp, strategy=name, cost=costs["fit"]) for name in MEASURED]
     times = times_ns(plans, LAYOUT, rounds=rounds)
@@ -191,6 +185,14 @@ def measure(lengths: IntArray, cp: int, costs: dict[str, WorkloadModel], rounds:
 
 
 def table(title: str, cases: list[Case]) -> list[str]:
+    """Returns the regret of every strategy and choice: its time over the optimum's, minus 1.
+
+    Times are summed over micro-batches. The "optimum of two" knows per_sequence and per_document
+    (the paper's), that "of all" hybrid and balanced as well. The optimum's own choice suffers from
+    noise, so a regret is a little too small and may be negative, but by no more than the noise
+    floor: the gain of the optimum if it were chosen on the rounds it is scored on. How far the two
+    halves of the rounds differ is printed too.
+    """
     taken = [case.taken for case in cases]
     total = {name: sum(t[name] for t in taken) for name in taken[0]}
     lines = [

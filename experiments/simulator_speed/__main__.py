@@ -1,10 +1,10 @@
 """Measures how long the simulator takes for a step of 16,384 GPUs and 1,000 steps of 7B-128K.
 
 `python -m experiments.simulator_speed` plans and shards global batches of the fitted length family,
-then times what the simulator does with them: the layout's graph, pricing, the walk, the critical
-path (for the one step only), metrics, memory and bubbles. Planning and sharding are timed
-separately. Times are processor seconds of this process, on which other work on the machine has
-little effect; the one step's are the least of several repeats.
+then times the simulator's work on them: the layout's graph, pricing, the walk, the critical path
+(for the one step only), metrics, memory and bubbles. Planning and sharding are timed separately.
+Times are processor seconds of this process, on which other work on the machine has little effect;
+the one step's are the least of several repeats.
 """
 
 import argparse

@@ -1,12 +1,10 @@
 """Makes Table 1: the paper's configurations with our dimensions, and the memory of a GPU.
 
-`python -m experiments.table1` prices nothing and runs nothing. It counts parameters and takes
-`wlb.cost.memory_estimate` of the pipeline rank that needs most, for windows (Plain-4D) and for
-var_len packing with S_max 1.1. A configuration that does not fit is tried with selective and then
-full recomputation of activations.
-
-"Fits" means 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for what the estimate
-leaves out: CUDA context, NCCL's buffers, fragmentation.
+`python -m experiments.table1` counts parameters and takes `wlb.cost.memory_estimate` of the
+pipeline rank that needs most, for windows (Plain-4D) and for var_len packing with S_max 1.1. A
+configuration that does not fit is tried with selective and then full recomputation of activations.
+"Fits" means 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for memory outside the
+estimate: CUDA context, NCCL's buffers, fragmentation. Nothing runs, and nothing is priced.
 """
 
 import argparse
@@ -168,7 +166,7 @@ def draw(fits: list[Fit]) -> Any:
             )
             left += f.gb_of(names)
         more = "" if f.recompute == "none" else f", recompute {f.recompute}"
-        # A white box keeps the text legible where the line of 80 GB passes.
+        # A white box keeps the text legible where the line of 80 GB crosses it.
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.text(left + 0.8, at, f"{f.packing}{more}", va="center", fontsize=8, bbox=box)
     gpu = GPU_BYTES / 1e9

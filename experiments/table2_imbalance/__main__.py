@@ -3,19 +3,8 @@
 `python -m experiments.table2_imbalance [--lengths FILE ...] [--quick]` packs the same 640 global
 batches of 4 windows of 128K tokens with each method, on the fitted length distribution, on the
 Python standard library and on files of lengths, and puts the paper's numbers beside ours. Solver
-rows run on the first 160 batches (320 of the fitted distribution; on all with W = 1, which is
-quick), each beside greedy on the same windows. Lengths, kernel times, S_max and queues are the one
-set of `experiments/constants.py` that the whole evaluation is reproduced with; latency is predicted
-for the 7B model with a window of 128K.
-
-What the paper does not say is chosen as follows:
-
-- S_max is 1.1 windows; one queue begins at 0.2 windows, two at 0.2 and 0.63, three at 0.2, 0.4 and
-  0.63.
-- Micro-batches of a packing window are grouped into steps by load.
-- The loader keeps long documents whole; one that cuts anywhere is shown too.
-- The solver minimises the sum of the steps' maxima.
-- Imbalance is the mean over steps of Section 7.4's degree.
+rows run on the first 160 batches (320 of the fitted distribution; on all with W = 1), each beside
+greedy on the same windows. Constants are those of `experiments/constants.py`, 7B model.
 """
 
 import argparse
@@ -76,7 +65,17 @@ class Result:
 
 
 def rows() -> list[Row]:
-    """Returns every method but the solver, in the paper's order, ours last."""
+    """Returns every method but the solver, in the paper's order, ours last.
+
+    The paper does not give these choices:
+
+    - S_max is 1.1 windows; one queue begins at 0.2 windows, two at 0.2 and 0.63, three at 0.2, 0.4
+      and 0.63.
+    - Micro-batches of a packing window are grouped into steps by load.
+    - The loader keeps long documents whole; one that cuts anywhere is shown too.
+    - The solver minimises the sum of the steps' maxima.
+    - Imbalance is the mean over steps of Section 7.4's degree.
+    """
     whole = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
     out = [
         Row(label="original packing", make=lambda: whole, paper=(1.44, 0)),
@@ -124,7 +123,8 @@ def solver_rows(
         )
         found = measure(solver, some, cost=COST).summary
         row = Row(label=f"solver, W = {w}", make=lambda p=solver: p, paper=papers[w])
-        del reports[len(some) // w :]  # windows of the flush are not compared
+        # Windows of the flush are not compared.
+        del reports[len(some) // w :]
         times = [r.time_s * 1e3 for r in reports]
         better = sum(r.objective_ns < r.greedy_objective_ns for r in reports)
         note = (
@@ -132,7 +132,7 @@ def solver_rows(
             f"{len(reports)} windows; gap {np.mean([r.gap for r in reports]):.2%}, at most "
             f"{max(r.gap for r in reports):.2%}"
         )
-        # A push that only waits for its window to fill costs nothing; the solve is the cost.
+        # Only solves are timed: a push that waits for its window to fill costs nothing.
         summary = replace(found, packing_ms=float(np.mean(times)) / w)
         out.append(Result(row=row, summary=summary, note=note))
     return out
@@ -263,7 +263,7 @@ def main() -> None:
             Result(row=row, summary=measure(row.make(), batches, cost=COST).summary)
             for row in rows()
         ]
-        # The fitted distribution stands for the paper's, so its solver rows get twice the windows.
+        # The fitted distribution represents the paper's, so its solver rows get twice the windows.
         num_solved = solved * (2 if name == "evaluation" and not options.quick else 1)
         solver = solver_rows(batches, num_solved=num_solved, time_limit_s=options.time_limit)
         results[6:6] = solver
@@ -277,7 +277,8 @@ def main() -> None:
         if name == "evaluation":
             page += [draws_of(steps=steps, seeds=range(options.seed, options.seed + 5))]
     if options.quick:
-        return  # committed results are of whole runs
+        # Committed results are of whole runs.
+        return
     (RESULTS / "README.md").write_text("\n".join(page))
     console.print(f"written to {RESULTS}")
 

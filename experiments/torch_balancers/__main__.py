@@ -4,18 +4,7 @@ torch.distributed.tensor.experimental has three: `_HeadTailLoadBalancer` (our pe
 `_PerDocumentHeadTailLoadBalancer` (our per_document) and `_PTRRLoadBalancer` (blocks of
 flex_attention's mask dealt by work). For each CP degree, on micro-batches of the fitted stream at
 128K, `python -m experiments.torch_balancers [--quick]` shows what they accept, what must be padded
-where they do not, how balanced the ranks are, and whether permutation and restoration are exact.
-
-"torch per document" is what torch 2.13 does: its permutation goes by document, and its equal parts,
-which ranks get, are not balanced. "rank-major" is what its docstring draws.
-
-- pairs: query-key pairs of the fullest rank over the mean rank.
-- latency: the slowest rank's forward plus the slowest rank's backward over the mean rank's sum,
-  predicted with the h100 profile for one layer of the 7B model at TP 8.
-
-Padded rows are computed, so they are priced. PTRR runs under flex_attention; it is priced as if its
-runs of blocks were segments of a varlen kernel. It would need a copy of many more keys (key rows
-per rank, in tokens of the micro-batch), which is not priced.
+otherwise, how balanced the ranks are, and whether permutation and restoration are exact.
 """
 
 import argparse
@@ -207,6 +196,16 @@ def row_of(packer: str, cp: int, balancer: str, samples: list[Sample]) -> Row:
 
 
 def rows_of(packer: str, cp: int, batches: list[IntArray]) -> list[Row]:
+    """Returns a row for each balancer and each of our strategies, means over micro-batches.
+
+    "torch per document" is the behaviour of torch 2.13: its permutation goes by document, and its
+    equal parts, which ranks get, are not balanced. "rank-major" is the order that its docstring
+    draws.
+
+    Padded rows are computed, so they are priced. PTRR runs under flex_attention; it is priced as if
+    its runs of blocks were segments of a varlen kernel. It would need a copy of many more keys (key
+    rows per rank, in tokens of the micro-batch), which is not priced.
+    """
     cost = layer_cost(window=WINDOW, cp=cp)
     rows = [row_of(packer, cp, n, [of_torch(n, x, cp, cost) for x in batches]) for n in TORCH]
     rows += [row_of(packer, cp, n, [of_ours(n, x, cp, cost) for x in batches]) for n in STRATEGIES]
@@ -317,7 +316,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="micro-batches per packer")
     parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # on a busy machine argsort's threads wait for each other
+    # On a busy machine argsort's threads would wait for each other.
+    torch.set_num_threads(1)
     count = 10 if options.quick else options.count
     parts = {p: micro_batches(p, window=WINDOW, count=count, seed=options.seed) for p in PACKERS}
     console = Console(width=150)

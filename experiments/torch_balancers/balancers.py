@@ -64,7 +64,8 @@ def per_document(lengths: IntArray, cp: int) -> Shuffled:
 
 
 def per_document_rank_major(lengths: IntArray, cp: int) -> Shuffled:
-    """Returns what per_document's docstring draws: the same chunks by rank before document.
+    """Returns the order that per_document's docstring draws: the same chunks by rank before
+    document.
 
     torch orders them by document, so that equal parts of the permutation are whole documents.
     """
@@ -86,7 +87,7 @@ def processing_time(lengths: IntArray, cp: int) -> Shuffled:
 
 
 class _DocumentCausal:
-    """Provides what PTRR reads of a BlockMask."""
+    """Provides the members of a BlockMask that PTRR reads."""
 
     def __init__(self, lengths: IntArray) -> None:
         offsets = offsets_of(lengths)

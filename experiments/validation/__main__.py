@@ -1,14 +1,10 @@
 """Validates the simulator against replays and against real training.
 
-`python -m experiments.validation [replay|training|all] [--quick]` has two parts:
-
-- replay: random plans are simulated, and run as timed waits on real processes.
-- training: each step of real training runs on a CPU is put beside its simulation, with a profile
-  that was calibrated on another run.
-
-Each part keeps its numbers in `results/<part>.json`, and the page is made of the parts that are
-there. The machine should have 2 cores and do nothing else. --only takes some of the training runs
-(and those that calibrate for them); like --quick it writes nothing.
+`python -m experiments.validation [replay|training|all] [--quick]` has two parts. replay: random
+plans are simulated, and run as timed waits on real processes. training: each step of real training
+runs on a CPU is compared with its simulation, with a profile that was calibrated on another run.
+Each part keeps its numbers in `results/<part>.json`, from which the page is made. The machine
+should have 2 cores and be idle. --only takes some of the training runs; it writes nothing.
 """
 
 import argparse

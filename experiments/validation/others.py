@@ -1,9 +1,9 @@
 """Measures how much of a core other programs took during each step of a training run (Linux).
 
 While the run works, its metrics are watched: a new line is the end of a step. Between two lines,
-others took what all cores were busy (including stolen time, which other guests of the machine took)
-minus what the run's own processes used. This costs one look at /proc per step, which counts in
-hundredths of a second, so shares of steps well below a second mean little.
+others took the busy time of all cores (including stolen time, which other guests of the machine
+took) minus the time of the run's own processes. This costs one look at /proc per step, which counts
+in hundredths of a second, so shares of steps well below a second mean little.
 """
 
 import os
@@ -26,7 +26,8 @@ class _Reading(NamedTuple):
 
 
 def watch(run: "Popen[Any]", metrics: Path) -> list[float]:
-    """Waits for `run` to end and returns what others took of the cores in each step but the first.
+    """Waits for `run` to end and returns the share of the cores that others took in each step but
+    the first.
 
     It is the cores' time over the step's time. The list is empty where /proc does not tell.
     """
@@ -64,7 +65,8 @@ def _own_ticks(pid: int) -> int:
             continue
         try:
             _, _, rest = (path / "stat").read_text().rpartition(")")
-        except OSError:  # the process has just ended
+        # The process has just ended.
+        except OSError:
             continue
         values = rest.split()
         parents[int(path.name)] = int(values[1])

@@ -19,7 +19,7 @@ from wlb.spec import SYSTEMS, RunSpec, Schedule, system_overrides
 
 PROCESSES = range(8, 33)
 MEMORY_GIB = 1000.0
-"""This is no limit, because what is replayed need not fit a device."""
+"""This is no limit, because a replayed step need not fit a device."""
 LAST_STEP = 8
 
 

@@ -1,4 +1,4 @@
-"""Keeps what a part of the validation measured, in a JSON file beside the results page.
+"""Keeps the measurements of a part of the validation in a JSON file beside the results page.
 
 The parts run apart (replays share cores, training needs them all), so each keeps its numbers and
 the page is made again from those that are there.

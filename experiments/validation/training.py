@@ -219,7 +219,7 @@ def _profile(run: Run) -> Path:
 
 
 def _train(run: Run, steps: int) -> list[float]:
-    """Trains a run and returns what others took of the cores in each step.
+    """Trains a run and returns the share of the cores that others took in each step.
 
     Each rank has one thread, so that threads do not outnumber cores and thread CPU time is the
     work.

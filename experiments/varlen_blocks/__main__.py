@@ -1,13 +1,9 @@
 """Predicts whether calls of few long and many short segments should be split by length.
 
-`python -m experiments.varlen_blocks [--quick]`. The kernel launches as many thread blocks for every
-segment and head as for the longest one; blocks beyond a segment's end leave at once. Splitting a
-call into runs of similar lengths launches fewer, but each call ends with multiprocessors that wait
-for its last long block, and in one call the short segments fill them. Blocks of planned steps are
-put on multiprocessors in launch order, each on the first that is free. Nothing was measured: times
-of full blocks follow from profile `h100`, that of an empty block is varied. FlashAttention 2.8.3
-on an H100, heads of 128: forward 128 query rows a block, two blocks at once on a multiprocessor;
-backward (any order) 128 keys a block, one at once.
+The kernel launches as many thread blocks for every segment and head as for the longest one; blocks
+beyond a segment's end leave at once. Splitting a call into runs of similar lengths launches fewer,
+but each call ends with multiprocessors that wait for its last long block, and in one call the short
+segments fill them. Nothing was measured: `makespan_ns` places the blocks of planned steps.
 """
 
 import argparse
@@ -33,10 +29,10 @@ from wlb.spec.systems import system_choices
 NUM_SMS, TILE, HEAD_SIZE = 132, 128, 128
 CONFIGURATIONS = ("550m_64k", "7b_128k", "70b_128k")
 EMPTY_NS = (500.0, 1000.0, 2000.0)
-"""A multiprocessor's time for an empty block. Half a microsecond is what NVIDIA's forum reports for
-a small kernel; two follow from flash-attention issue 2521, of a larger kernel on a B200."""
+"""A multiprocessor's time for an empty block. NVIDIA's forum reports half a microsecond for a small
+kernel; two follow from flash-attention issue 2521, of a larger kernel on a B200."""
 BLOCK_NS, CALL_NS = 1500.0, 5000.0
-"""What a full block costs besides its products, and what every kernel of a further call does."""
+"""Costs of a full block besides its products, and of every kernel of a further call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,13 @@ class Pass:
 
 
 def makespan_ns(blocks: FloatArray, *, heads: int, slots: int) -> float:
-    """When the last block ends, if each starts on the first free slot, heads one after another."""
+    """Returns when the last block ends, if each starts on the first free slot, head after head.
+
+    Blocks are put on multiprocessors in launch order. Times of full blocks follow from profile
+    `h100`, that of an empty block is varied. FlashAttention 2.8.3 on an H100, heads of 128: forward
+    128 query rows a block, two blocks at once on a multiprocessor; backward (any order) 128 keys a
+    block, one at once.
+    """
     free = [0.0] * slots
     of_one_head = blocks.tolist()
     for _ in range(heads):

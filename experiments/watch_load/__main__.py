@@ -48,7 +48,8 @@ def resident_mib(pid: int) -> float:
 
 @dataclass
 class Reached:
-    """When the simulated nodes were asked for stacks, got the report, and were told to end."""
+    """Times at which the simulated nodes were asked for stacks, got the report, and were told to
+    end."""
 
     messages: int = 0
     sent_bytes: int = 0
@@ -59,7 +60,8 @@ class Reached:
 
 
 class Speaker:
-    """Speaks for ranks over one connection: for a node's to the root, or for one to its node."""
+    """Reports for ranks over one connection: for all of a node to the root, or for one to its
+    node."""
 
     def __init__(self, ranks: Sequence[int], address: tuple[str, int], token: str, name: str):
         self.ranks, self.address, self.beats = ranks, address, 0
@@ -105,7 +107,7 @@ class Speaker:
 
 @dataclass
 class Loads:
-    """What one size was measured to need: shares of a core, and seconds from a rank's loss."""
+    """Measurements of one size: shares of a core, and seconds from a rank's loss."""
 
     root_share: float
     node_share: float
@@ -183,7 +185,8 @@ async def measure(num_nodes: int, window_s: float, logs: Path, *, dies: bool) ->
         process.stdin.close()
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = now.ru_utime + now.ru_stime - ended.ru_utime - ended.ru_stime
-    scale = num_nodes / len(nodes)  # two nodes' messages are not counted here
+    # Scale up for the two nodes whose messages are not counted here.
+    scale = num_nodes / len(nodes)
     return Loads(
         *shares,
         *memory,

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -129,6 +128,8 @@ def main(out: str, checkpoint: str | None = None) -> None:
 
 if __name__ == "__main__":
     worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
-    main(*sys.argv[1:])
-    # A process that exits with its threads of Gloo at work can abort ("terminate called").
-    dist.destroy_process_group()
+    try:
+        main(*sys.argv[1:])
+    finally:
+        # A process that exits with its threads of Gloo at work can abort ("terminate called").
+        worlds.shutdown()

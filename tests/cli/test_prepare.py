@@ -86,7 +86,7 @@ def test_checking_stores(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_out_is_needed(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(corpus) == 2
-    assert "--out PREFIX says where the store goes" in capsys.readouterr().err
+    assert "--out PREFIX" in capsys.readouterr().err
 
 
 def test_text_a_line_and_a_trained_bpe(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", 9], "--limit 9 is for conversations; say with --chat TEMPLATE"),
+        (["--limit", 9], "--limit 9 is for conversations"),
         (["--turns", "last"], "--turns last is for conversations"),
         (["--too-long", "refuse"], "--too-long refuse is for conversations"),
         (["--on-untrained", "fail"], "--on-untrained fail is for conversations"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wlb.cli import main
-from wlb.cli.profile import _visible_gpus
+from wlb.cli.profile import visible_gpus
 from wlb.cost import ProvenanceKind, load_profile
 from wlb.profile import sweep
 from wlb.profile.attention import AttentionGrid
@@ -95,8 +95,8 @@ def test_a_node_has_as_many_ranks_as_is_said(small, tmp_path, capsys):
 @pytest.mark.parametrize(("visible", "expected"), [(0, None), (1, None), (4, 4)])
 def test_gpus_of_a_node_are_those_that_are_visible(monkeypatch, visible, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert _visible_gpus("cuda") == expected
-    assert _visible_gpus("cpu") is None
+    assert visible_gpus("cuda") == expected
+    assert visible_gpus("cpu") is None
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """Tests the adapters' examples: they train every label once, and ranks are more equal."""
 
-from pathlib import Path
-
 import pytest
 
 for _name, _extra in (("torchtitan", "torchtitan"), ("megatron", "megatron"), ("trl", "hf")):
@@ -31,8 +29,6 @@ from wlb.adapters.dealt import RankBalance
 from wlb.plan import IGNORE
 
 pytestmark = pytest.mark.full
-
-RESULTS = Path(torchtitan.__file__).parent / "results" / "adapters.csv"
 
 
 def test_the_ledger_sees_what_is_left_out_and_what_comes_twice() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,8 @@ def test_the_page(tmp_path: Path) -> None:
     assert len(rates_table(rates).rows) == 8
     assert len(against_rows(groups)) == 2 * 12
     said = words(groups, rates, sizes, cap_mib=1000)
-    assert "padding runs out of memory above 2 examples, mini-batch packing above 8" in said
-    assert "which is noise" in said
+    assert re.search(r"padding [^;.]*above 2 [^;.]* above 8", said)
+    assert "noise" in said
     for picture in pictures(groups, sizes, cap_mib=1000):
         picture.figure.savefig(tmp_path / f"{picture.name}.png", dpi=50)
     assert command.best_rate(rates) == rate_cases()[0].learning_rate

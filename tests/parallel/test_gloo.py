@@ -51,6 +51,36 @@ def test_groups_are_destroyed_before_the_interpreter_ends():
     assert (done.returncode, done.stdout) == (0, "started at exit: False\n"), done.stderr
 
 
+EXIT_ON_CUDA = """
+import atexit, torch, torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import fake_pg
+from wlb.parallel import host, world as worlds
+
+def left():
+    return sorted(dist.get_backend(group) for group in distributed_c10d._world.pg_map)
+
+init = dist.init_process_group
+dist.init_process_group = lambda _, **how: init("fake", **{**how, "device_id": None})
+torch.cuda.set_device = lambda device: None
+atexit.register(lambda: print("at exit:", left()))
+worlds.init(worlds.World(), torch.device("cuda", 0), timeout_s=600)
+dist.new_group(backend="gloo")  # as the checkpoint's
+dist.all_reduce(torch.zeros(4), group=host.host_group(), async_op=True)
+print("before:", left())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.full
+def test_on_cuda_only_the_gloo_groups_are_destroyed_before_the_interpreter_ends():
+    """A fake group stands in for NCCL's, which needs a GPU."""
+    command = [sys.executable, "-c", EXIT_ON_CUDA]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "before: ['fake', 'gloo', 'gloo']\nat exit: ['fake']\n"
+
+
 def _race(how: str, seconds: float) -> tuple[int, int]:
     command = [sys.executable, gloo_race.__file__, str(seconds), how]
     done = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -127,23 +128,30 @@ def test_a_failure_reaches_every_client_with_its_reason() -> None:
             client.close()
 
 
-def fails_at_step_three() -> Planner:
+def fails_at_step_three(reached: Path) -> Planner:
+    """Returns a planner that makes the file `reached` when it needs the batch before the last."""
     made = planner()
     source = made.source.next  # type: ignore[attr-defined]
 
     def fail(state):
         if state["batch"] == 3:
             raise UserError("the store broke")
+        if state["batch"] == 2:
+            reached.touch()
         return source(state)
 
     made.source.next = fail  # type: ignore[attr-defined]
     return made
 
 
-def test_steps_planned_before_a_failure_still_run() -> None:
-    with process(fails_at_step_three) as made:
+def test_steps_planned_before_a_failure_still_run(tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    with process(partial(fails_at_step_three, reached)) as made:
         client = PlanClient(made.address, 0)
-        time.sleep(0.5)  # time enough to plan as far ahead as it may
+        end = time.monotonic() + 600
+        while not reached.exists():  # it plans ahead, although nobody has asked
+            assert time.monotonic() < end, "no step was planned ahead"
+            time.sleep(0.01)
         steps = []
         with pytest.raises(RuntimeError, match="the store broke"):  # noqa: PT012
             while (item := client.next()) is not None:

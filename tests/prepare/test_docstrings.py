@@ -88,12 +88,12 @@ def test_stores_without_held_out_conversations(tmp_path) -> None:
     asked = {"limit": 256, "heldout_fraction": 0.0, "seed": 0}
     made = prepare_docstrings(tmp_path, vocab_size=300, **asked)
     assert (made.heldout, made.vocab_size) == ("", 300)
-    assert not Path(f"{made.train}-heldout.idx").exists()
-    info = TokenStore(made.train).info
+    assert not Path(f"{made.prefix}-heldout.idx").exists()
+    info = TokenStore(made.prefix).info
     assert info is not None
     assert info.preparation["counts"]["split"] > 100
     assert made.num_documents > info.preparation["counts"]["split_documents"]
-    assert info.source == f"{made.train}.jsonl"
+    assert info.source == f"{made.prefix}.jsonl"
     assert prepare_docstrings(tmp_path, vocab_size=300, **asked).reused
     with pytest.raises(ValueError, match=r"data.bpe_vocab_size = 258 must be above 258"):
         prepare_docstrings(tmp_path, vocab_size=258, **asked)

@@ -171,7 +171,7 @@ def test_a_text_that_gives_no_token_is_empty(tmp_path):
 
 def test_long_text_of_a_foreign_tokenizer_is_encoded_whole(tmp_path, monkeypatch):
     """A Metaspace tokenizer marks the start of a text: parts would mark every part."""
-    monkeypatch.setattr("wlb.prepare.encode._PIECE_CHARACTERS", 10)
+    monkeypatch.setattr("wlb.prepare.encode.PIECE_CHARACTERS", 10)
     vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "\n": 3, "▁a": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -10,7 +10,7 @@ import pytest
 from tests.prepare.documents_case import ListedDocuments
 from wlb.data import TokenStore
 from wlb.prepare import folder_documents, load_tokenizer, prepare
-from wlb.prepare.encode import END_OF_TEXT, _pieces
+from wlb.prepare.encode import END_OF_TEXT, text_pieces
 from wlb.prepare.parts import heldout_rows
 
 OPTIONS = {"vocab_size": 300, "heldout_fraction": 0.2, "seed": 1}
@@ -23,16 +23,22 @@ def corpus(texts=None):
     return ListedDocuments(description="tiny", items=tuple((texts or TEXTS).items()))
 
 
+def eos_id_of(prepared):
+    info = TokenStore(prepared.prefix).info
+    assert info is not None
+    return info.eos_id
+
+
 def all_texts(prepared):
     """Returns the texts of both stores by decoding, without the EOS that ends each, and the ids."""
-    tokenizer = load_tokenizer(prepared.tokenizer)
+    tokenizer, eos_id = load_tokenizer(prepared.tokenizer), eos_id_of(prepared)
     sides = []
-    for prefix in (prepared.train, prepared.heldout):
+    for prefix in (prepared.prefix, prepared.heldout):
         store = TokenStore(prefix)
         store.verify()
         ids = [store.read(i) for i in range(store.num_documents)]
-        assert all(document[-1] == prepared.eos_id for document in ids)
-        assert all(prepared.eos_id not in document[:-1] for document in ids)
+        assert all(document[-1] == eos_id for document in ids)
+        assert all(eos_id not in document[:-1] for document in ids)
         sides.append([tokenizer.decode(i[:-1].tolist(), skip_special_tokens=False) for i in ids])
     return sides
 
@@ -52,17 +58,18 @@ def test_every_text_comes_back_and_held_out_is_disjoint(tmp_path):
     assert not prepared.reused
     assert prepared.skipped == {}
     assert prepared.vocab_size == 300
-    info = TokenStore(prepared.train).info
+    info = TokenStore(prepared.prefix).info
+    end = load_tokenizer(prepared.tokenizer).token_to_id(END_OF_TEXT)
     assert (info.source, info.tokenizer) == ("tiny", "tiny-tokenizer.json")
-    assert (info.eos_id, info.vocab_size) == (prepared.eos_id, 300)
+    assert (info.eos_id, info.vocab_size) == (end, 300)
 
 
 def test_text_cannot_contain_special_tokens(tmp_path):
     prepared = prepare(corpus(), tmp_path / "tiny", **OPTIONS)
     tokenizer = load_tokenizer(prepared.tokenizer)
-    assert tokenizer.token_to_id(END_OF_TEXT) == prepared.eos_id
+    assert tokenizer.token_to_id(END_OF_TEXT) == eos_id_of(prepared)
     ids = tokenizer.encode(TEXTS["attack"]).ids
-    assert prepared.eos_id not in ids
+    assert eos_id_of(prepared) not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == TEXTS["attack"]
     assert TEXTS["attack"] in both(all_texts(prepared))  # which checks the stores' ids
 
@@ -73,7 +80,7 @@ def test_a_second_call_reuses(tmp_path, monkeypatch):
     monkeypatch.setattr(ListedDocuments, "read", None)  # text is not touched
     second = prepare(corpus(), tmp_path / "tiny", **OPTIONS)
     assert second.reused
-    for name in ("train", "heldout", "vocab_size", "eos_id", "num_tokens", "skipped"):
+    for name in ("prefix", "heldout", "vocab_size", "num_tokens", "skipped"):
         assert getattr(first, name) == getattr(second, name)
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
 
@@ -144,12 +151,12 @@ def test_progress_and_skips_of_a_folder(tmp_path):
 
 
 def test_long_documents_are_encoded_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("wlb.prepare.encode._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("wlb.prepare.encode.PIECE_CHARACTERS", 100)
     monkeypatch.setattr("wlb.prepare.text_store._SHARD_BYTES", 700)
     texts = {"long": "some words\n" * 99 + "x" * 333, "a": "short", "b": "y" * 100}
     prepared = prepare(corpus(texts), tmp_path / "tiny", **OPTIONS)
     assert sorted(both(all_texts(prepared))) == sorted(texts.values())
-    assert [len(part) for part in _pieces("a" * 50 + "\n" + "b" * 230)] == [51, 100, 100, 30]
+    assert [len(part) for part in text_pieces("a" * 50 + "\n" + "b" * 230)] == [51, 100, 100, 30]
 
 
 def test_split_is_stable_and_leaves_no_side_empty():

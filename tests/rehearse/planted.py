@@ -63,6 +63,32 @@ def one_rank_drops_a_collective() -> None:
     loop.gradient_square = square
 
 
+def one_rank_swaps_two_transfers() -> None:
+    """Rank 0 sends its second micro-batch's rows before those of its first one."""
+    from wlb.parallel.pipeline import VarLenStage
+
+    right = VarLenStage.get_fwd_send_ops
+    late: list[Any] = []
+
+    def sends(self: Any, chunk: int) -> Any:
+        ops = right(self, chunk)
+        if self.device.index == 0 and self.group_rank == 0 and self.stage_index == 0:
+            if chunk == 0:
+                late[:] = ops
+                return []
+            if chunk == 1:
+                return [*ops, *late]
+        return ops
+
+    VarLenStage.get_fwd_send_ops = sends
+
+
+def no_event_of_the_checkpoint() -> None:
+    from wlb.train.checkpoint import saver
+
+    saver._event = lambda _: None
+
+
 def _plant(apply: Callable[[], None]) -> None:
     right = worker.rehearse_ranks
 

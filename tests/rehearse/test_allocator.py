@@ -3,9 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.rehearse.allocator import MIB, reserved
+from wlb.rehearse import allocator
+from wlb.rehearse.allocator import MIB
+from wlb.rehearse.gpu import AllocatorRequest
+from wlb.rehearse.results import Reserved
 
 KIB = 1024
+
+
+def reserved(asked: list[tuple[int, int, int]], *, limit: int, expandable: bool) -> Reserved:
+    """Replays requests of (number, bytes, stream); the index of one that fails is its step."""
+    requests = [AllocatorRequest(*one, step=i, where="a.py:1") for i, one in enumerate(asked)]
+    return allocator.reserved(requests, limit=limit, expandable=expandable)
 
 
 @st.composite

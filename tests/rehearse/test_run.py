@@ -1,6 +1,7 @@
 """Tests that a rehearsal runs the whole trainer, proves all ranks, and finds planted faults."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def whole() -> Rehearsed:
     """All eight ranks of three steps, with evaluation and a checkpoint."""
-    return rehearsed("eval.steps=1", "eval.interval=1", "checkpoint.interval=2", steps=3)
+    options = ("eval.steps=1", "eval.interval=1", "checkpoint.interval=2")
+    return rehearsed(*options, "telemetry.warmup_steps=1", steps=3)
 
 
 def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
@@ -64,29 +66,49 @@ def test_memory_is_counted_by_kind_and_reserved_by_the_allocator(whole: Rehearse
 
 
 def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
-    """Steps that neither evaluate nor save."""
-    found = rehearsed(ranks="0,7", steps=2)
-    for result in found.ranks:
-        (wait,) = result.steps[1].host_waits
-        assert (wait.what, wait.where.split(":")[0]) == ("tolist()", "wlb/train/reduce.py")
+    """An evaluation after it waits once more, the last one after all steps; a checkpoint never."""
+    reduces, evaluates = ("tolist()", "wlb/train/reduce.py"), ("item()", "wlb/train/evaluate.py")
+    for result in whole.ranks:
+        found = [
+            [(wait.what, wait.where.split(":")[0]) for wait in step.host_waits]
+            for step in result.steps
+        ]
+        assert found == [[reduces, evaluates], [reduces, evaluates], [reduces]]
+
+
+def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
+    """Evaluations are seen by their waits (above) and sums, checkpoints by their copies."""
+    for result in whole.ranks:
+        sums = [m.step for m in result.messages if m.where.startswith("wlb/train/evaluate.py")]
+        assert sums == [-1, 0, 1, 2]
+        # Weights and both moments, float32, after two steps and at the end.
+        assert set(result.copied) == {2, 3}
+        assert all(copied > 12 * result.at_peak["weights"] / 4 for copied in result.copied.values())
+        assert result.calibrates == (result.rank == 0)
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
+    ("plant", "said", "ranks"),
     [
-        ("index_on_the_cpu", "context_op.py"),
-        ("wrong_dtype", "UserError: k is"),
-        ("no_event_of_the_input_stream", "without waiting for it"),
-        ("no_record_stream", "call record_stream"),
-        ("one_rank_drops_a_collective", "differs"),
+        ("index_on_the_cpu", "context_op.py", "0"),
+        ("wrong_dtype", "UserError: k is", "0"),
+        ("no_event_of_the_input_stream", "without waiting for it", "0"),
+        ("no_record_stream", "call record_stream", "0"),
+        ("no_event_of_the_checkpoint", "before its copy", "0"),
+        ("one_rank_drops_a_collective", "differs", "0,1,2,3"),
+        ("one_rank_swaps_two_transfers", "from rank 0 to rank 4 does not pair up", "0,4"),
     ],
 )
-def test_a_planted_fault_is_found(plant: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(
+    plant: str, said: str, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is told with the step, and with the file and line that it concerns."""
     monkeypatch.setattr(run, "WORKER", ("tests.rehearse.planted", plant))
-    found = rehearsed(ranks="0,1,2,3", steps=3)
+    found = rehearsed("checkpoint.interval=1", ranks=ranks, steps=3)
     assert not found.passed
-    lines = verdict(found)
-    assert any(line.startswith("FAULT") and said in line for line in lines), lines
+    lines = [line for line in verdict(found) if line.startswith("FAULT") and said in line]
+    assert lines, verdict(found)
+    assert all(re.search(r"step \d", line) and re.search(r"\w+\.py:\d", line) for line in lines)
 
 
 def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +122,7 @@ def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     "overrides",
     [
         ("pp.schedule=1f1b", "pp.virtual_stages=1"),
-        ("pp.schedule=interleaved_zero_bubble",),
+        ("pp.schedule=interleaved_zero_bubble", "pp.weight_delay=3"),
         ("parallel.dp=2", "fsdp.shard_size=2"),
     ],
 )
@@ -118,6 +140,7 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
         ("tp.overlap=true", "training.recompute=selective"),
         ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
         ("kernels.deterministic=true", "kernels.fused=off"),
+        ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
         ("packing.policy=var_len", "sharding.strategy=per_document"),
     ],
 )

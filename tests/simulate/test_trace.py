@@ -7,8 +7,19 @@ from itertools import pairwise
 import pytest
 
 from tests.simulate.by_hand import simulation_of
-from wlb.simulate import NodeKind, trace_events, write_trace
+from wlb.simulate import NodeKind, write_trace
 from wlb.simulate.trace import MESSAGES, PASSES
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes a simulation's first step and returns what viewers read."""
+
+    def write(simulation):
+        write_trace(tmp_path / "trace.json", simulation, steps=[0])
+        return json.loads((tmp_path / "trace.json").read_text())
+
+    return write
 
 
 def complete(trace, *, pid=None, tid=None):
@@ -19,8 +30,8 @@ def complete(trace, *, pid=None, tid=None):
     ]
 
 
-def test_two_micro_batches_on_two_ranks():
-    trace = trace_events(simulation_of([[[1, 2]]], pp=2))
+def test_two_micro_batches_on_two_ranks(written):
+    trace = written(simulation_of([[[1, 2]]], pp=2))
     passes = {
         rank: [(e["name"], e["ts"], e["dur"]) for e in complete(trace, pid=1 + rank, tid=PASSES)]
         for rank in (0, 1)
@@ -31,8 +42,8 @@ def test_two_micro_batches_on_two_ranks():
     }
 
 
-def test_the_critical_path_is_a_track_without_gaps_and_marked_on_the_ranks():
-    trace = trace_events(simulation_of([[[1, 2]]], pp=2))
+def test_the_critical_path_is_a_track_without_gaps_and_marked_on_the_ranks(written):
+    trace = written(simulation_of([[[1, 2]]], pp=2))
     track = complete(trace, pid=0, tid=PASSES)
     assert [e["name"] for e in track] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
     assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(track))
@@ -41,8 +52,8 @@ def test_the_critical_path_is_a_track_without_gaps_and_marked_on_the_ranks():
     assert all("critical" in e["cat"] for e in track)
 
 
-def test_what_a_pass_says_of_itself():
-    (event,) = (e for e in complete(trace_events(simulation_of([[[1, 2]]], pp=2)), pid=2)
+def test_what_a_pass_says_of_itself(written):
+    (event,) = (e for e in complete(written(simulation_of([[[1, 2]]], pp=2)), pid=2)
                 if e["name"] == "1B1")  # fmt: skip
     assert event["args"] == {
         "step": "step 0",
@@ -55,8 +66,8 @@ def test_what_a_pass_says_of_itself():
     }
 
 
-def test_names_say_pipeline_rank_and_thread():
-    trace = trace_events(simulation_of([[[1, 2], [1, 1]]], pp=2, other_ms=1))
+def test_names_say_pipeline_rank_and_thread(written):
+    trace = written(simulation_of([[[1, 2], [1, 1]]], pp=2, other_ms=1))
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["critical path", *(f"pipeline {d}, rank {r}" for d in (0, 1) for r in (0, 1))]
     threads = {
@@ -69,8 +80,8 @@ def test_names_say_pipeline_rank_and_thread():
     assert threads[1, PASSES] == "passes"
 
 
-def test_arrows_lead_from_the_sender_to_the_receiver():
-    trace = trace_events(simulation_of([[[1, 2]]], pp=2, message_ms=3))
+def test_arrows_lead_from_the_sender_to_the_receiver(written):
+    trace = written(simulation_of([[[1, 2]]], pp=2, message_ms=3))
     slices = complete(trace, tid=PASSES)
     arrows = defaultdict(dict)
     for e in trace["traceEvents"]:
@@ -90,10 +101,10 @@ def test_arrows_lead_from_the_sender_to_the_receiver():
 
 
 @pytest.mark.parametrize(("pp", "v", "n"), [(1, 1, 3), (2, 1, 4), (2, 2, 4), (4, 2, 8), (4, 1, 4)])
-def test_times_of_whole_steps(pp, v, n):
+def test_times_of_whole_steps(pp, v, n, written):
     durations = [[[1 + (i * 7 + d) % 5 for i in range(n)] for d in (0, 1)] for _ in (0, 1)]
     simulation = simulation_of(durations, pp=pp, v=v, message_ms=2, other_ms=3)
-    trace = trace_events(simulation)
+    trace = written(simulation)
     events = complete(trace)
     assert all(e["ts"] >= 0 and e["dur"] > 0 for e in events)
     last = max(e["ts"] + e["dur"] for e in events)
@@ -121,12 +132,6 @@ def test_steps_are_written_one_after_the_other(tmp_path):
     assert sum(trace["otherData"]["step_time_s"]) == pytest.approx(total)
     ids = [e["id"] for e in trace["traceEvents"] if e["ph"] == "s"]
     assert len(set(ids)) == len(ids)
-
-
-def test_one_step_written_is_the_step_as_an_object(tmp_path):
-    simulation = simulation_of([[[1, 2]]], pp=2)
-    write_trace(tmp_path / "trace.json", simulation)
-    assert json.loads((tmp_path / "trace.json").read_text()) == trace_events(simulation)
 
 
 @pytest.mark.parametrize(("steps", "words"), [([1], "step 1 is none of the 1"), ([], "no step")])

@@ -1,12 +1,10 @@
 """Runs a real Slurm on this machine while a test group runs: slurmctld, and one slurmd per node.
 
 `Cluster` starts this file inside namespaces of its own (mounts, network, processes): nothing of it
-outlives the tests, no port is shared with anything, and /etc/hosts stays as it is outside. Every
-node is a slurmd with its own host name and address; each claims 96 cores and 8 GPUs (which are
-/dev/null under another name) and runs on whatever cores there are.
-
-Starting takes a second. `stop` ends all of it, jobs included, and so does the end of the process
-that started it, however that comes.
+outlives the tests, no port is shared, and /etc/hosts stays as it is outside. Every node is a slurmd
+with its own host name and address; each claims 96 cores and 8 GPUs (which are /dev/null under
+another name) and runs on whatever cores there are. Starting takes a second. `stop` ends all of it,
+jobs included, and so does the end of the process that started it.
 """
 
 import os

@@ -127,9 +127,10 @@ def whole(lab: Lab, out_of_time: int) -> int:
 
 def test_both_nodes_train_and_the_loss_falls(lab: Lab, whole: int) -> None:
     log = lab.log(whole)
-    assert "7b_128k, system wlb, on 2 x 2 ranks of n[1-2]" in log
-    assert "data: no STORE is given: a trial on Python's own sources, the corpus of the demo" in log
-    assert "0: 4 ranks given by slurm for TP 2 x CP 1 x PP 2 x DP 1; cpu with Gloo" in log
+    for words in ("7b_128k", "system wlb", "2 x 2 ranks of n[1-2]", "data: no STORE"):
+        assert words in log
+    for words in ("0: 4 ranks given by slurm", "TP 2 x CP 1 x PP 2 x DP 1", "cpu with Gloo"):
+        assert words in log
     assert log.endswith(" ended\n")
     # Before it trained, its ranks were examined.
     examined = ("0: wlb doctor 7b_128k", "every rank sees it", "communicator pp", "rank 2 (n2) is")

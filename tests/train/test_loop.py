@@ -58,9 +58,10 @@ def test_a_run_learns_and_leaves_metrics_and_a_checkpoint(
 ) -> None:
     spec = small_spec(tmp_path, corpus)
     run, said = train(spec)
-    assert "1 rank in this process (not started by torchrun or Slurm) for TP 1 x CP 1" in said
+    assert "1 rank " in said
+    assert "TP 1 x CP 1" in said
     assert "corpus: 52 documents, " in said
-    assert "is more than training.steps" not in said
+    assert "training.warmup_steps" not in said
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3, 4, 5, 6]
     # A table of ranks and a timeline come with the last step.
     kinds = ["start", "evaluation", *["step"] * 6, "ranks", "timeline", "evaluation"]
@@ -340,7 +341,8 @@ def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -
     spec = small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0})
     first, said = train(spec)
     assert "older run" not in said
-    assert "= 2 is more than training.steps = 1: the learning rate ends at 0.01 and" in said
+    for figure in ("training.warmup_steps = 2", "training.steps = 1", "0.01"):
+        assert figure in said
     note = first.folder / "note.txt"
     note.write_text("mine")
     for number in (1, 2):
@@ -455,9 +457,7 @@ def test_nodes_with_other_held_out_data_stop_before_they_evaluate(
 @pytest.mark.full
 def test_a_node_without_the_kernel_of_the_others_stops_all(corpus: Path, tmp_path: Path) -> None:
     for message in separate(corpus, tmp_path, attention=AttentionBackend.TORCH_VARLEN):
-        assert message.startswith(
-            "not started: rank 1: kernels.attention = torch_varlen can't compute this run: "
-        )
+        assert message.startswith("not started: rank 1: kernels.attention = torch_varlen ")
 
 
 @pytest.mark.full

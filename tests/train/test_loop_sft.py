@@ -97,7 +97,7 @@ def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
     spec = load("sft_demo", [f"data.cache_dir={tmp_path}", "data.bpe_vocab_size=600"])
     assert check(spec) is spec
     made = prepare_docstrings(tmp_path, vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0)
-    store = TokenStore(made.train)
+    store = TokenStore(made.prefix)
     assert store.vocab_size == 600
     assert made.num_documents == store.num_documents > 1500
     assert int(store.lengths.max()) <= 2048
@@ -105,7 +105,7 @@ def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
     again = prepare_docstrings(tmp_path, vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0)
     assert again == replace(made, reused=True, time_s=again.time_s)
     assert not made.reused
-    assert train_store(spec) == made.train  # found again by who has only the spec
+    assert train_store(spec) == made.prefix  # found again by who has only the spec
 
 
 def test_a_store_of_wlb_prepare_trains_what_assistants_say_and_nothing_else(tmp_path: Path) -> None:

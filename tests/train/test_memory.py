@@ -55,13 +55,12 @@ def test_too_much_is_refused_before_a_rank_starts(corpus: Path, tmp_path: Path, 
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         run(spec, console=Console(quiet=True), **options)
     message = str(refused.value)
-    assert message.startswith("pipeline rank ")
-    assert (
-        "more than the 3.76 MiB that plans may use of 4 MiB (run.memory_gib; allocator's gaps"
-        in message
-    )
-    for word in ("bytes (", "gradients ", "optimizer ", "training.recompute", "packing.s_max"):
+    for word in ("3.76 MiB", "4 MiB", "run.memory_gib"):
         assert word in message
+    for word in ("pipeline rank ", "gradients ", "optimizer "):
+        assert word in message
+    for key in ("training.recompute", "packing.s_max"):
+        assert key in message
     assert not (tmp_path / "runs").exists()
 
 
@@ -129,11 +128,12 @@ def test_packing_plans_with_what_the_device_has(preset: str) -> None:
     # 5 communicators: the world, tp, cp, pp, dp x cp.
     left = 0.94 * (79.19 - 1.0 - 5 * 0.5625)
     assert planned.packing.memory_gib == math.floor(left * 1000) / 1000
-    assert lines == [
-        f"packing.memory_gib = 71.616 is lowered to {planned.packing.memory_gib:g}: the 70.9 GiB "
-        "that plans may use of 79.2 GiB (the smallest GPU here; CUDA context 1 GiB, NCCL buffers "
-        "2.81 GiB, allocator's gaps 4.52 GiB)"
-    ]
+    (line,) = lines
+    assert "packing.memory_gib = 71.616" in line
+    for figure in (f"{planned.packing.memory_gib:g}", "70.9 GiB", "79.2 GiB", "the smallest GPU"):
+        assert figure in line
+    for aside in (" 1 GiB", "2.81 GiB", "4.52 GiB"):
+        assert aside in line
     assert len(hold_against(planned, budget)) == 1
     assert within(planned, budget) == (planned, [])
     warned = replace(spec, run=replace(spec.run, over_memory=OverMemory.WARN))

@@ -3,24 +3,25 @@
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_corpus
 from tests.train.faults.test_watched_ranks import free_port
 from wlb.launch.local import RankFailure, run_local
+from wlb.parallel.host import host_group
 from wlb.parallel.world import World
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.stop import Signals
-from wlb.train.stores import Stores
 
 
 def in_a_folder_of_its_own(world: World, folder: Path) -> None:
@@ -96,29 +97,37 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_collective(tmp_
     assert "2000ms" in done.stderr or "timed out" in done.stderr.lower()
 
 
-def as_given_ranks(world: World, spec: RunSpec) -> bool:
-    """Returns whether this rank got to training, after rank 0 prepared for longer than
-    timeout_s."""
-    opened, trained = start.open_stores, []
+def as_given_ranks(world: World, spec: RunSpec) -> list[float]:
+    """Returns how long this rank's collectives may take while it waits for rank 0's answer, and
+    when it begins to train."""
+    limits_s: list[float] = []
+    broadcast = dist.broadcast_object_list
 
-    def slowly(*given: object) -> Stores:
-        time.sleep(spec.training.timeout_s + 2)
-        return opened(*given)  # type: ignore[arg-type]
+    def note(*_: object) -> None:
+        group = host_group()
+        assert group is not None
+        options = group._get_backend(torch.device("cpu")).options
+        limits_s.append(options._timeout.total_seconds())
 
-    start.open_stores = slowly
-    start.run_rank = lambda *given: trained.append(given)  # type: ignore[assignment]
+    def waits(*given: Any, **named: Any) -> None:
+        note()
+        broadcast(*given, **named)
+
+    dist.broadcast_object_list = waits
+    start.run_rank = note  # type: ignore[assignment]
     with Signals() as signals:
         console = Console(quiet=True)
         asked = start._Request(
             resume=None, calibrate=None, console=console, started_s=0.0, signals=signals
         )
         start._given_ranks(spec, world, asked)
-    return bool(trained)
+    return limits_s
 
 
 @pytest.mark.full
 @pytest.mark.dist
 def test_a_store_may_take_longer_to_make_than_a_collective_may(tmp_path: Path) -> None:
-    spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"timeout_s": 10.0})
+    spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"timeout_s": 300.0})
     spec = replace(spec, parallel=replace(spec.parallel, tp=2))
-    assert run_local(as_given_ranks, 2, spec, timeout_s=600) == [True, True]
+    limits_s = [start.PREPARE_TIMEOUT_S, 300.0]
+    assert run_local(as_given_ranks, 2, spec, timeout_s=600) == [limits_s, limits_s]

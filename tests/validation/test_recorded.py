@@ -88,9 +88,18 @@ def test_folders_without_a_finished_run_are_refused(run: Run, tmp_path: Path) ->
         ValueError, match=r"metrics\.jsonl does not exist; give the folder of a run"
     ):
         simulate_recorded(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes((run.folder / "metrics.jsonl").read_bytes())
-    with pytest.raises(ValueError, match="has no checkpoint with the run's configuration"):
+    started, *steps = run.lines
+    assert started.pop("spec")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [started, *steps])), "utf-8")
+    with pytest.raises(ValueError, match="says how the run was configured"):
         simulate_recorded(tmp_path)
+
+
+def test_a_run_without_a_checkpoint_has_its_configuration_in_its_lines(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes((run.folder / "metrics.jsonl").read_bytes())
+    assert len(simulate_recorded(tmp_path, skip=0).measured) == 6
 
 
 def test_the_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,8 @@ class DealtRows:
             raise UserError("epochs = 0 never ends, so it cannot be dealt; set epochs >= 1")
         rows: list[IntArray] = []
         ids = DocumentIds(num_documents=num_documents)
-        planner = replace(planner, baseline=None)  # Plain-4D's metrics are not needed
+        # Plain-4D's metrics are not needed.
+        planner = replace(planner, baseline=None)
         for plan in planner.steps():
             for i in plan.pipelines.T.ravel().tolist():
                 pieces = plan.packing.micro_batch(i).pieces

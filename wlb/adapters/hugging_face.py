@@ -16,6 +16,7 @@ from math import ceil
 from typing import Any, TypeVar, cast
 
 from wlb.adapters.versions import require
+from wlb.plan import check_at_least
 
 require("transformers>=5.23", "accelerate>=1.15")
 
@@ -88,7 +89,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     lengths: tokens of each dataset row. accumulation_steps: micro-batches per rank and step.
     """
 
-    batch_size = None  # accelerate's BatchSamplerShard requires None for varying sizes
+    # accelerate's BatchSamplerShard requires None for varying sizes.
+    batch_size = None
     drop_last = False
 
     def __init__(
@@ -100,8 +102,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         accumulation_steps: int = 1,
         epochs: int = 1,
     ) -> None:
-        if epochs < 1:
-            raise UserError(f"epochs = {epochs} must be at least 1, as all are planned at once")
+        check_at_least("epochs", epochs, 1, ", as all are planned at once")
         self.lengths = int_array("lengths", lengths)
         self.balance, self.epochs, self.epoch = balance, epochs, 0
         planner = balance.planner(
@@ -230,7 +231,9 @@ class BalancedTrainer:
         is_chosen = self.data_collator is self._chosen_collator
         collator = _collator(None if is_chosen else self.data_collator)
         dataset = _checked(self.train_dataset)
-        if hasattr(dataset, "column_names"):  # from other datasets our collator takes what it needs
+        # Only `datasets.Dataset` needs this; from other datasets the collator takes the keys that
+        # it reads.
+        if hasattr(dataset, "column_names"):
             if isinstance(collator, BalancedCollator):
                 dataset = _read_by_ours(dataset, remove=self.args.remove_unused_columns)
             else:
@@ -264,7 +267,8 @@ class BalancedTrainer:
             # epoch would train the rows of the first epoch.
             shard.sampler = batches
         self.balanced_batches = batches
-        if args.max_steps <= 0:  # with max_steps, more epochs than needed are planned
+        # With max_steps, more epochs than needed are planned.
+        if args.max_steps <= 0:
             batches.warn_of_empty_epochs()
         return loader
 
@@ -307,7 +311,7 @@ def _read_by_ours(dataset: Any, *, remove: bool) -> Any:
     masks = [name for name in LOSS_MASKS if name in names]
     if masks and "labels" not in names:
         raise UserError(
-            f"train_dataset has {masks[0]} and no labels, so what it masks would be trained; give "
+            f"train_dataset has {masks[0]} and no labels, so masked tokens would be trained; give "
             f"labels that are {IGNORE} where nothing is trained"
         )
     if not remove or _is_transformed(dataset):
@@ -324,7 +328,8 @@ def _lengths(dataset: Any) -> IntArray:
     """Tokens of each row; for a `datasets.Dataset` from its offsets, without reading tokens."""
     if not hasattr(dataset, "with_format") or _is_transformed(dataset):
         return np.array(list(_lengths_read(dataset)), np.int64)
-    arrow: Any = importlib.import_module("pyarrow.compute")  # a dependency of datasets
+    # pyarrow is a dependency of datasets.
+    arrow: Any = importlib.import_module("pyarrow.compute")
     table = dataset.with_format("arrow")
     parts = [np.zeros(0, np.int64)]
     for at in range(0, len(dataset), BLOCK):

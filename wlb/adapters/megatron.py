@@ -54,7 +54,8 @@ def thd_batch(
     max_seqlen: int32 [1], padded. An empty micro-batch becomes one document of padding.
     """
     flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
-    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # of an empty micro-batch: its padding
+    # An empty micro-batch has one document, its padding.
+    lengths = np.diff(flat.cu_seqlens).astype(np.int64)
     padded = padded_lengths(lengths, cp=cp, tp=tp)
     starts = offsets_of(padded)
     rows = ranges(starts[:-1], starts[:-1] + lengths)
@@ -203,7 +204,8 @@ class PlannedP2P(P2PCommunicator):
         at = self._taken[way]
         if at >= len(self._shapes):
             raise RuntimeError(
-                "more micro-batches are received than PlannedP2P.begin was told; call it before "
+                "more micro-batches are received than PlannedP2P.begin got shapes for; call it "
+                "before "
                 "every forward-backward with the shapes of all its micro-batches"
             )
         self._taken = [n + (i == way) for i, n in enumerate(self._taken)]

@@ -114,7 +114,7 @@ class BalancedDataLoader(BaseDataLoader):
     ) -> None:
         _check(config, seq_len=seq_len, local_batch_size=local_batch_size)
         s_max = config.s_max or seq_len * 3 // 2
-        # With ranks, micro-batches, store and cost these determine the steps.
+        # These settings determine the steps, together with ranks, micro-batches, store and cost.
         self._planned: dict[str, Any] = {
             "context_window": seq_len,
             "s_max": s_max,
@@ -150,7 +150,8 @@ class BalancedDataLoader(BaseDataLoader):
         for step in self._loader:
             after = self._loader.state_dict()
             for i in range(skip, len(step.micro_batches)):
-                # Counted before the yield: a checkpoint is made after it was trained.
+                # `state` advances before the yield, because a checkpoint is made after the
+                # micro-batch was trained.
                 self._given = i + 1
                 if self._given == len(step.micro_batches):
                     self._before, self._given = after, 0
@@ -184,7 +185,8 @@ class BalancedDataLoader(BaseDataLoader):
         self._loader.load_state_dict(self._before)
 
     def _refuse_other_steps(self, state: dict[str, Any]) -> None:
-        num = state.get("micro_batches_per_step", self._num)  # earlier checkpoints do not say
+        # Earlier checkpoints do not hold micro_batches_per_step.
+        num = state.get("micro_batches_per_step", self._num)
         planned = state.get("planned", self._planned)
         key = "dataloader.micro_batches_per_step"
         differences = [

@@ -20,10 +20,10 @@ from wlb.plan import UserError
 from wlb.spec import SYSTEMS, Device, load, presets
 
 PRESETS = {"cpu": "demo_single", "cuda": "7b_128k"}
-"""What a machine is examined for without a name."""
+"""Preset whose requirements are checked if NAME is not given, by type of device."""
 
 _DESCRIPTION = """\
-Examine what a run needs of its machines: driver and GPUs, NVLink between TP ranks, NUMA binding,
+Examine the machines of a run: driver and GPUs, NVLink between TP ranks, NUMA binding,
 file descriptors, memory, /dev/shm, disk, a shared folder and token stores, clocks of GPUs and of
 nodes, ECC, every attention kernel against the definition, every communicator with its bandwidth
 beside the kernel profile's, and the speed of matrix products on each rank.
@@ -33,7 +33,7 @@ beside the kernel profile's, and the speed of matrix products on each rank.
   srun ... wlb doctor 7b_128k --json found.json     all ranks of a job (slurm/doctor.sh)
 
 Without a launcher as many local ranks are started as the layout has, if this machine has so many
-GPUs (or, on the CPU, if they are few); otherwise one process skips what lies between ranks.
+GPUs (or, on the CPU, if they are few); otherwise one process skips checks between ranks.
 
 fail: the run would not start, would hang, or would compute wrong numbers; warn: slower than it
 should be, or close to a limit. Exit status: 0 without a fail, 1 with one, 2 for a wrong command."""

@@ -1,4 +1,4 @@
-"""Declare options in one call each: flags, texts, values whose default says their type."""
+"""Declare options in one call each: flags, texts, values whose type is that of their default."""
 
 from enum import StrEnum
 from typing import Any
@@ -15,10 +15,9 @@ def add_text(parser: Any, name: str, metavar: str, text: str, **more: Any) -> No
 
 
 def add_value(parser: Any, name: str, usual: Any, text: str, **more: Any) -> None:
-    """Add an option with a default, which is shown and decides the type.
-
-    usual: the default; an enumeration's offers its members, a tuple takes several values. more:
-    keywords of `add_argument`, which win.
+    """Add an option with a default, which is shown and decides the type. usual: the default; an
+    enumeration member offers all members, a tuple takes several values. more: keywords of
+    `add_argument`, which override these.
     """
     kind: Any = type(usual)
     shown, settings = usual, {"default": usual}

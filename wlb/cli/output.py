@@ -38,7 +38,7 @@ def print_written(console: Console, *paths: str | None) -> None:
 
 
 def check_figure(path: str | None) -> None:
-    """UserError before any work for a picture's format that matplotlib does not write."""
+    """Raise UserError, before any work, for a picture's format that matplotlib does not write."""
     suffix = Path(path or "").suffix.removeprefix(".")
     if not suffix:
         return
@@ -50,7 +50,7 @@ def check_figure(path: str | None) -> None:
 
 @contextmanager
 def needs_train_extra(what: str) -> Generator[None]:
-    """UserError for a package that an import in this block lacks; what: "training needs"."""
+    """Raise UserError for a package that an import in this block lacks; what: "training needs"."""
     try:
         yield
     except ModuleNotFoundError as error:

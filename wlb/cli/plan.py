@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     cost = workload_for(spec, options.device)
     batches = sources.batches_of(options, spec, source)
     own = variants_of(spec)[0].label
-    with Console(stderr=True).status("packing"):  # nothing unless stderr is a terminal
+    # The status is shown only if stderr is a terminal.
+    with Console(stderr=True).status("packing"):
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
@@ -63,9 +64,7 @@ def run(options: argparse.Namespace) -> int:
     setting = _setting(spec, cost, len(batches))
     notes = [_stream(options, source, batches), sharding["text"]]
     notes += weight_remark(
-        runs[0].summary,  # of the run's own policy
-        spec.training.loss_normalizer,
-        masks_labels=sources.masks_labels(source),
+        runs[0].summary, spec.training.loss_normalizer, masks_labels=sources.masks_labels(source)
     )
     if options.html:
         provenance = [
@@ -109,7 +108,8 @@ def _show(
     own: str,
     notes: list[str],
 ) -> None:
-    console = Console(highlight=False, markup=False)  # a file's name may have brackets
+    # Markup is off because a file's name may have brackets.
+    console = Console(highlight=False, markup=False)
     for line in facts:
         console.print(line)
     title = (

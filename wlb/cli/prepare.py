@@ -40,24 +40,24 @@ def add_parser(commands: Any) -> None:
         help="turn text, JSONL or Parquet into a token store",
         description="Turn text files, JSONL (.jsonl, .ndjson), Parquet, each also .gz, .bz2 or .xz "
         "but Parquet, folders of them and glob patterns into a token store (.bin + .idx + .json) "
-        "for data.store; with --chat, conversations into one that says which tokens are trained. "
-        "Interrupted, the same command goes on where it was.",
+        "for data.store; with --chat, turn conversations into a store that marks which tokens are "
+        "trained. The same command continues an interrupted preparation.",
     )
-    what = "files, folders (read recursively), quoted patterns; with --verify alone: stores"
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=what)
+    text = "files, folders (read recursively), quoted patterns; with --verify alone: stores"
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
     add_text(parser, "--out", "PREFIX", "prefix of the store")
     add_flag(
         parser,
         "--verify",
-        "read the finished store again: checksum, and every token inside the vocabulary; "
-        "without --out the INPUTs are prefixes of stores to check",
+        "read the finished store and check its checksum and that all tokens are in the vocabulary; "
+        "without --out, INPUTs are prefixes of stores to check",
     )
     _add_tokenizer(parser.add_argument_group("tokenizer"))
     _add_documents(parser.add_argument_group("documents"))
     _add_chat(parser.add_argument_group("conversations"))
     text = "worker processes; the store is the same for any number"
     add_value(parser, "--processes", DEFAULTS.processes, text)
-    text = "replace a store, and drop parts, that were made of other inputs or arguments"
+    text = "replace a store and parts of a preparation that had other inputs or arguments"
     add_flag(parser, "--overwrite", text)
     parser.set_defaults(run=run)
 
@@ -84,29 +84,30 @@ def _add_tokenizer(group: Any) -> None:
 def _add_documents(group: Any) -> None:
     text = "key of JSONL objects, column of Parquet"
     add_value(group, "--text-key", DEFAULTS.text_key, text)
-    text = "what a document of a text file is"
+    text = "unit of a text file that becomes a document"
     add_value(group, "--one-per", DEFAULTS.text_unit, text, dest="text_unit")
     text = (
-        "at malformed JSON, invalid UTF-8, a missing text, what is no conversation: stop and say "
-        "where, or leave it out, count it and show the first"
+        "reaction to malformed JSON, invalid UTF-8, a missing text or a record that is no "
+        "conversation: stop and name its place, or skip it (skipped records are counted, and the "
+        "first ones shown)"
     )
     add_value(group, "--on-error", DEFAULTS.on_error, text)
     text = "share of documents that go to PREFIX-heldout, by a hash of seed and name"
     add_value(group, "--heldout-fraction", DEFAULTS.heldout_fraction, text)
-    add_value(group, "--seed", DEFAULTS.seed, "of the held-out choice and the BPE's sample")
+    add_value(group, "--seed", DEFAULTS.seed, "seed of the held-out choice and the BPE's sample")
 
 
 def _add_chat(group: Any) -> None:
     text = (
         "records are conversations (messages, conversations, or prompt and completion), written "
-        "with this template: chatml, llama3, a Jinja file or a tokenizer_config.json; only what "
-        "assistants say is trained"
+        "with this template: chatml, llama3, a Jinja file or a tokenizer_config.json; only the "
+        "messages of assistants are trained"
     )
     add_text(group, "--chat", "TEMPLATE", text)
     for option, text in (
         ("--turns", "which of the assistant's messages are trained"),
-        ("--too-long", "what becomes of conversations above --limit"),
-        ("--on-untrained", "at a conversation without a trained token"),
+        ("--too-long", "treatment of conversations of more than --limit tokens"),
+        ("--on-untrained", "reaction to a conversation without a trained token"),
     ):
         add_value(group, option, getattr(CHAT_DEFAULTS, CHAT_OPTIONS[option]), text, default=None)
     text = "most tokens of a document (default: any)"
@@ -128,17 +129,17 @@ def _chat(options: argparse.Namespace) -> ChatChoice | None:
     if options.chat is None:
         if given := _written(options, CHAT_OPTIONS):
             raise UserError(
-                f"{given} is for conversations; say with --chat TEMPLATE that the records are "
-                f"such, or leave it out"
+                f"{given} is for conversations; add --chat TEMPLATE if the records are "
+                f"conversations, or leave it out"
             )
         return None
     if given := _written(options, TEXT_OPTIONS):
         raise UserError(
-            f"{given} is for text; with --chat {options.chat} the template says what stands "
-            f"around messages, and their keys are known, so leave it out"
+            f"{given} is for text; with --chat {options.chat} the template sets the tokens around "
+            f"messages, and the keys of conversations are fixed, so leave it out"
         )
     if options.too_long and options.limit is None:
-        raise UserError(f"--too-long {options.too_long} needs --limit TOKENS: nothing is too long")
+        raise UserError(f"--too-long {options.too_long} needs --limit TOKENS, which is not given")
     chosen = {name: getattr(options, name) for name in CHAT_OPTIONS.values()}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     return ChatChoice(template=options.chat, **chosen)
@@ -155,10 +156,13 @@ def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    screen = Console(highlight=False, markup=False)  # names of files may have brackets
+    # Markup is off because names of files may have brackets.
+    screen = Console(highlight=False, markup=False)
     if options.out is None:
         if not options.verify:
-            raise UserError("--out PREFIX says where the store goes; give it, or --verify")
+            raise UserError(
+                "--out is missing; give --out PREFIX to make a store, or --verify to check stores"
+            )
         for prefix in options.inputs:
             _verify(prefix, screen)
         return 0
@@ -167,7 +171,8 @@ def run(options: argparse.Namespace) -> int:
     asked = PrepareOptions(**{**given, "inputs": tuple(options.inputs)})
     try:
         made = _prepare(asked, chat)
-    except RuntimeError as failure:  # a worker that died
+    # A worker process died.
+    except RuntimeError as failure:
         screen.print(f"wlb prepare: {failure}")
         return 1
     screen.print(_table(made))
@@ -215,7 +220,7 @@ def _verify(prefix: str, screen: Console) -> None:
 
 
 def _table(made: StoreReport) -> Table:
-    """Describe the stores; rows of what is always so, or of nothing, are left out."""
+    """Describe the stores in a table. A row is left out if its value is empty."""
     megabytes = made.num_bytes / 1e6
     heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
     trained = unknown = ""

@@ -4,6 +4,7 @@ import argparse
 import datetime
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
         require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Files and pipes have no width; wide tables keep cells on one line.
+    # A console on a file or pipe assumes 80 columns, which would wrap cells; wider is safe there.
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     command = command_of(options)
     if world is not None:
@@ -122,7 +123,7 @@ def _finish(
     from wlb.cost.profile_file import save_profile
     from wlb.profile import SweepOrigin, build
 
-    per_node = options.ranks_per_node or _visible_gpus(environment["device"])
+    per_node = options.ranks_per_node or visible_gpus(environment["device"])
     origin = SweepOrigin(name=name, environment=environment, ranks_per_node=per_node)
     model, layouts, grid = settings.model, settings.layouts, settings.grid
     built = build(records, model=model, layouts=layouts, grid=grid, origin=origin)
@@ -146,8 +147,8 @@ def _finish(
     out.with_suffix(".log").write_text(console.export_text(), "utf-8")
 
 
-def _visible_gpus(device: str) -> int | None:
-    """Return None for a single GPU: a job with one GPU knows nothing about its node."""
+def visible_gpus(device: str) -> int | None:
+    """Return the number of GPUs; None for one, because a job with one GPU does not see its node."""
     import torch
 
     count = torch.cuda.device_count() if device == "cuda" else 0
@@ -160,18 +161,9 @@ def _page(built: Any, settings: Any) -> str:
     return profile_page(
         built.profile,
         model=settings.model,
-        records=[
-            {"kind": r.kind, "point": dict(r.point), "numbers": r.numbers, "failed": r.failed}
-            for r in built.records
-        ],
+        records=[asdict(record) for record in built.records],
         held=[
-            HeldPoint(
-                table=i,
-                kind=point.kind,
-                label=dict(point.label),
-                measured_ns=point.measured_ns,
-                predicted_ns=point.predicted_ns,
-            )
+            HeldPoint(table=i, **asdict(point))
             for i, fitted in enumerate(built.attention)
             for point in fitted.points
         ],

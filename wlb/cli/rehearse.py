@@ -26,10 +26,11 @@ optimiser, evaluation and checkpoint copies, on tensors that have shapes and no 
 
 Prints memory by kind beside the estimate and what torch's allocator would reserve, kernels and
 communication with priced times (exposed = the compute stream waits for it), and where the host
-waits for the device. A fault names rank, step, operator, file and line: a tensor on the wrong
-device, a race between streams, memory freed while in use, collectives that differ between ranks,
-transfers that do not pair up, a deadlock, too little memory. Values, kernels' results and real
-times are not rehearsed. Needs a C++ compiler for a small library, which is compiled once."""
+waits for the device. These faults are reported with rank, step, operator, file and line: a tensor
+on the wrong device, a race between streams, memory freed while in use, collectives that differ
+between ranks, transfers that do not pair up, a deadlock, too little memory. Values, kernels'
+results and real times are not rehearsed. Needs a C++ compiler for a small library, which is
+compiled once."""
 
 
 def add_parser(commands: Any) -> None:

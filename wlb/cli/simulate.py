@@ -145,27 +145,22 @@ def _fastest(
     refused: list[UserError] = []
     for spec in alternatives:
         try:
-            fits.append(_simulated(options, spec, batches, label))
+            cost = workload_for(spec, options.device)
+            if options.strict and cost.notes:
+                raise UserError(
+                    f"cost.profile = {spec.cost.profile} does not cover this run: "
+                    f"{'; '.join(cost.notes)}; measure one that does (wlb profile), or leave "
+                    f"--strict out"
+                )
+            made = simulate_run(spec, cost, batches, label=label)
+            if not options.over_memory:
+                check_memory(made)
+            fits.append(made)
         except UserError as error:
             refused.append(error)
     if not fits:
         raise refused[0]
     return min(fits, key=lambda made: made.time_s)
-
-
-def _simulated(
-    options: argparse.Namespace, spec: RunSpec, batches: Sequence[GlobalBatch], label: str
-) -> RunSimulation:
-    cost = workload_for(spec, options.device)
-    if options.strict and cost.notes:
-        raise UserError(
-            f"cost.profile = {spec.cost.profile} does not cover this run: {'; '.join(cost.notes)}; "
-            f"measure one that does (wlb profile), or leave --strict out"
-        )
-    made = simulate_run(spec, cost, batches, label=label)
-    if not options.over_memory:
-        check_memory(made)
-    return made
 
 
 def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:

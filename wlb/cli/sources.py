@@ -161,7 +161,8 @@ def batches_of(
     elif options.in_order:
         raise UserError(f"--in-order: {source.name} are mixed and have no order; leave it out")
     else:
-        # Only lengths, as for a single store; the tokens that are trained do not matter here.
+        # Only lengths are used, as for a single store: predicted times do not depend on which
+        # tokens are trained.
         lengths = [LengthSource(name=s.prefix, lengths=s.lengths) for s in source.stores.stores]
         stream = BlendedBatches(lengths, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
@@ -201,8 +202,7 @@ def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntAr
 
 
 def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
-    """UserError before any work if a file cannot be written or plots cannot be drawn.
-
+    """Raise UserError, before any work, if a file cannot be written or plots cannot be drawn.
     settings: an output for settings, which may be a .toml file.
     """
     for path in paths:
@@ -221,7 +221,8 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
 
 
 def filled_in(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Fill in what training would fill in: dp (1 rank if unknown), vocabulary size and S_max."""
+    """Fill in the values that training would fill in: dp (1 rank if unknown), vocabulary size,
+    S_max."""
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     spec = with_vocabulary(spec, options)
     return with_s_max(spec, planned_gib=planned_gib(spec))

@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
             from wlb.train.telemetry.display import console
         dry_run.show(spec, console())
         return 0
-    with Signals() as signals:  # importing torch takes seconds
+    # Signals are handled from here on, because importing torch takes seconds.
+    with Signals() as signals:
         return _train(spec, options, signals)
 
 
@@ -98,7 +99,8 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:
-        screen.show_cursor()  # a killed rank may have hidden it with a live table
+        # A rank that was killed while it drew a live table leaves the cursor hidden.
+        screen.show_cursor()
     return 0
 
 

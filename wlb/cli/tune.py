@@ -24,7 +24,7 @@ from wlb.packing.study.tune import (
     finish,
     tune_points,
 )
-from wlb.plan import UserError
+from wlb.plan import check_at_least, check_between
 from wlb.report import tuning_table, weight_remark
 from wlb.report.packing.plots import tuning_figure
 from wlb.spec import Policy, load
@@ -132,9 +132,7 @@ def _show(
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse wrong options before any work."""
-    if not 0 <= options.delay_budget < math.inf:
-        raise UserError(f"--delay-budget {options.delay_budget} must be at least 0 and finite")
-    if options.rows < 1:
-        raise UserError(f"--rows {options.rows} must be at least 1")
+    check_between("--delay-budget", options.delay_budget, 0, math.inf)
+    check_at_least("--rows", options.rows, 1)
     sources.check_outputs(options.json, options.plot, needs_plots=bool(options.plot))
     output.check_figure(options.plot)

@@ -18,7 +18,7 @@ from wlb.cost import KernelProfile, gpu_budget, planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
-from wlb.plan import UserError, check_at_least
+from wlb.plan import UserError, check_at_least, check_between
 from wlb.report import worth_line, worth_of
 from wlb.report.layout.tables import (
     LayoutReport,
@@ -69,7 +69,7 @@ def add_parser(what: Any) -> None:
 
 
 def _add_restrictions(parser: argparse.ArgumentParser) -> None:
-    """Add what narrows or widens the search."""
+    """Add the options that narrow or widen the search."""
     for axis in ("tp", "cp", "pp", "dp"):
         parser.add_argument(
             f"--{axis}", nargs="+", type=int, default=[], help=f"only these degrees of {axis}"
@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
     layouts = layouts_of(spec, gpus=options.gpus, choices=narrowed)
     first = layouts.candidates[0].spec
     profile = workload_for(first, options.device).profile
-    status = Console(stderr=True).status("layouts")  # shows nothing unless stderr is a terminal
+    # The status is shown only if stderr is a terminal.
+    status = Console(stderr=True).status("layouts")
     with Workers(jobs=options.jobs or os.cpu_count() or 1) as workers, status:
         counts: Counter[str] = Counter()
 
@@ -145,12 +146,8 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse wrong options before any work."""
     check_at_least("--gpus", options.gpus, 1)
     check_at_least("--top", options.top, 1)
-    if options.jobs < 0:
-        raise UserError(f"--jobs = {options.jobs} must be at least 0 (0 = as many as cores)")
-    if not 0 <= options.max_delay_mean < math.inf:
-        raise UserError(
-            f"--max-delay-mean = {options.max_delay_mean} must be at least 0 and finite"
-        )
+    check_at_least("--jobs", options.jobs, 0, " (0 = as many as cores)")
+    check_between("--max-delay-mean", options.max_delay_mean, 0, math.inf)
     sources.check_outputs(
         options.html, options.json, needs_plots=bool(options.html), settings=options.out
     )
@@ -182,7 +179,8 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, planned_gib=planned_gib(own))
-        effective_caps(own)  # raises if memory leaves packing no room to catch up
+        # effective_caps raises UserError if memory leaves packing no room to catch up.
+        effective_caps(own)
         return own, ""
     except UserError as error:
         return None, f"the run's own layout is not compared: {error}"

@@ -1,4 +1,4 @@
-"""What plans may use of a device's memory: all of it, less what stands beside tensors.
+"""The memory of a device that plans may use: all of it less the parts that tensors cannot have.
 
 On a GPU these are the CUDA context, NCCL's buffers and the gaps that torch's caching allocator
 leaves between tensors, each with a key of [cluster]. The defaults come from NCCL's sources, from a
@@ -17,8 +17,8 @@ ROUNDING = 1.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """gib: memory of a rank's device. source: the key or device that says so. gaps: share of what
-    the other terms leave."""
+    """gib: memory of a rank's device. source: key or device that `gib` comes from. gaps: share of
+    the memory that the other terms leave."""
 
     gib: float
     source: str
@@ -36,7 +36,7 @@ class Budget:
 
     @property
     def terms(self) -> dict[str, int]:
-        """What is set aside, in bytes, by name."""
+        """Memory that is set aside, in bytes, by name."""
         return {
             "CUDA context": self.context_bytes,
             "NCCL buffers": self.nccl_bytes,
@@ -45,12 +45,12 @@ class Budget:
 
     @property
     def planned_bytes(self) -> int:
-        """What the memory estimate of a rank may come to; 0 if nothing is left."""
+        """Upper limit of a rank's memory estimate; 0 if nothing is left."""
         return max(0, int(self.gib * GIB) - sum(self.terms.values()))
 
     @property
     def reservable_bytes(self) -> int:
-        """What the caching allocator may reserve: for tensors and for gaps between them."""
+        """Memory that the caching allocator may reserve for tensors and gaps between them."""
         return self.planned_bytes + self.gaps_bytes
 
     @property
@@ -87,7 +87,7 @@ def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
 
 
 def planned_gib(spec: RunSpec) -> float:
-    """What plans may use of a GPU with cluster.memory_gib."""
+    """GiB that plans may use of a GPU with cluster.memory_gib."""
     return gpu_budget(spec).planned_gib
 
 

@@ -1,10 +1,11 @@
-"""Refits a kernel profile to what a run measured, term by term of Eq. 2.
+"""Refits a kernel profile to a run's measured times, term by term of Eq. 2.
 
 Attention's factor is the median over records, weighted by predicted time, of measured over
-predicted time summed over the record's cells: disturbed steps count little. Linear terms get a line
-(slope a token, intercept a micro-batch) where at least half the records tell the two apart. Head
-and loss have a factor of their own, which plans ignore. Only a term's factor relative to the others
-(`Scales.relative`) changes plans; `Scales.common` shows a machine that is slower in everything.
+predicted time summed over the record's cells: disturbed steps have little influence. Linear terms
+get a line (slope a token, intercept a micro-batch) where at least half the records tell the two
+apart. Head and loss have a factor of their own, which plans ignore. Only a term's factor relative
+to the others (`Scales.relative`) changes plans; `Scales.common` shows a machine that is slower in
+everything.
 """
 
 import re
@@ -35,7 +36,7 @@ _ATTENTION = ("{}", "square_{}", "launch_{}_ns", "group_{}_ns")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """Measured over predicted time by term. *_extra_ns: added once a micro-batch and stage. head:
-    head and loss, 1 where not predicted. num_records, num_steps: what the fit used."""
+    head and loss, 1 where not predicted. num_records, num_steps: those used by the fit."""
 
     attention_forward: float
     attention_backward: float
@@ -193,7 +194,8 @@ def _slower_tables(
     factors: tuple[float, float],
     provenance: Provenance,
 ) -> tuple[AttentionTable, ...]:
-    first: list[AttentionTable] = []  # the first table also stands for `auto`
+    # The first table is also the one that `auto` uses.
+    first: list[AttentionTable] = []
     rest: list[AttentionTable] = []
     for table in tables:
         if wanted is not None and table is not wanted:
@@ -201,7 +203,8 @@ def _slower_tables(
             continue
         slower = replace(table, **_slower(table, factors, *_ATTENTION), provenance=provenance)
         others = tuple(b for b in table.backends if backend is not None and b != backend)
-        if others:  # other backends were not measured and keep their prices
+        # Other backends were not measured and keep their prices.
+        if others:
             rest.append(replace(table, backends=others))
             slower = replace(slower, backends=(backend,))
         first.append(slower)

@@ -5,6 +5,8 @@ kernel FLOPs (`attention_backward_flops`, kernel profiles) are 2.5 x forward, be
 recomputes QK^T; model FLOPs (`document_flops`, MFU) are 2 x forward, without recomputation.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,11 +17,11 @@ from wlb.spec import ModelSpec
 FloatArray = npt.NDArray[np.float64]
 
 FORWARD_FLOPS_PER_PAIR = 4
-"""Times head_dim and heads: QK^T and PV, a multiply-add each."""
+"""Forward FLOPs per query-key pair, head and head_dim: a multiply-add each for QK^T and PV."""
 BACKWARD_FLOPS_PER_PAIR = 10
-"""Times head_dim and heads: QK^T again, dV, dP, dQ, dK."""
+"""The same in backward: a multiply-add each for QK^T again, dV, dP, dQ and dK."""
 LINEAR_BACKWARD_FACTOR = 2
-"""Backward of a matrix product: one for the input's gradient, one for the weight's."""
+"""Products in backward of a matrix product: the input's gradient and the weight's."""
 
 
 def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:
@@ -60,6 +62,17 @@ def attention_backward_flops(
 ) -> IntArray:
     """Backward FLOPs of a flash kernel: 2.5 x forward, recomputation included."""
     return BACKWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
+
+
+def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
+    """A model whose layers have a TP rank's matrices, and norms of all tokens."""
+    return replace(
+        model,
+        num_heads=model.num_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        head_dim=model.head_size,
+        ffn_hidden_size=model.ffn_hidden_size // tp,
+    )
 
 
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:

@@ -3,7 +3,7 @@
 Proportional to tokens: GEMMs and element-wise operators (times the layer's factor), bandwidth terms
 of TP and CP collectives. Constant a micro-batch: calls and latency of collectives. Embedding and
 head belong to single stages and are apart, as are forward and backward. With `training.recompute`,
-backward includes what it runs again (`RECOMPUTED_WORK`) at forward's price.
+backward includes the recomputed part (`RECOMPUTED_WORK`) at forward's price.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, elementwise_values, head_flops, layer_matrices
 from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
-from wlb.plan import UserError
+from wlb.plan import check_between
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -74,8 +74,7 @@ class LinearCost:
     kv_gradient_bytes: int = GRADIENT_BYTES
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tp_overlap <= 1:
-            raise UserError(f"tp_overlap = {self.tp_overlap} must be in [0, 1]")
+        check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
 
     @property
     def num_layers(self) -> int:
@@ -112,7 +111,7 @@ class LinearCost:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for a log on matrix products outside the profile's measured range."""
+        """Notes, for a log, about matrix products outside the profile's measured range."""
         surface = self.profile.gemm.forward
         tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
         weights = [a * b / self.parallel.tp for a, b in layer_matrices(self.model)]
@@ -135,7 +134,8 @@ class LinearCost:
         tp, cp, profile, again = self.parallel.tp, self.parallel.cp, self.profile, self.again
         forward: float = profile.layer.forward_call_ns
         backward: float = profile.layer.backward_call_ns
-        # Half layers are not measured: a layer's constant is divided by its matrix products.
+        # Only whole layers are measured, so the constant of a partly recomputed layer is divided in
+        # proportion to its matrix products.
         backward += forward * len(again.matrices) / len(layer_matrices(self.model))
         for op, calls in ELEMENTWISE_CALLS.items():
             cost = profile.elementwise_of(Elementwise(op))
@@ -166,7 +166,8 @@ class LinearCost:
     def embedding_ns_per_token(self) -> Passes:
         """The first stage's embedding of one token of a micro-batch."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
-        # Every TP rank looks up all tokens in its part of the vocabulary.
+        # The time is not divided by tp: every TP rank looks up all tokens in its part of the
+        # vocabulary.
         size = DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
         forward, backward = elementwise_values(self.model)[Elementwise.EMBEDDING]
         return (
@@ -195,8 +196,8 @@ class LinearCost:
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
-        reduce-scatter of gradients and, unless gathered K and V are kept, the gather again. What
-        hides behind matrix products counts as well."""
+        reduce-scatter of gradients and, unless gathered K and V are kept, the gather again.
+        Transfers that matrix products hide are included."""
         tp = self.parallel.tp
         values = num_tokens * 2 * self.model.kv_dim / tp
         of_gather, of_scatter = self._gather_and_scatter(tp * cp, cp)
@@ -270,8 +271,8 @@ WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
 class SplitBackward:
     """Weights' gradients computed apart from inputs' gradients (zero-bubble): times of a pipeline
     rank's layers. weight_*: of the weights' pass, which has one of the two products of each
-    linear layer's backward. saved_*: what backward saves. product_ns_per_token: of those products,
-    part of both. *_call_ns: a micro-batch."""
+    linear layer's backward. saved_*: time by which the inputs' pass is shorter than a whole
+    backward. product_ns_per_token: of those products, part of both. *_call_ns: a micro-batch."""
 
     product_ns_per_token: float
     weight_ns_per_token: float

@@ -1,8 +1,9 @@
 """Bytes that must be resident on one rank, with the longest micro-batch packing may make.
 
-An upper bound on tensors and on what attention kernels allocate beside them. The allocator's gaps,
-NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations follow Korthikanti
-et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/README.md has the formulas.
+An upper bound on tensors and on the memory that attention kernels allocate besides them. The
+allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations
+follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/README.md has the
+formulas.
 """
 
 import math
@@ -16,7 +17,7 @@ from wlb.spec import Dtype, Policy, Recompute, Remainder, RunSpec, Schedule, Str
 
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
-"""Share of T that is planned with where several pipelines get unequal tokens."""
+"""Share of T that plans use if several pipelines get unequal numbers of tokens."""
 ROWS_OF_SEGMENT = 128
 """Mean rows of a segment on a rank, at least, of an attention call: kernels pad each segment by up
 to 128 rows. In steps of Table 1's lengths the mean was 106 (`paper`) to 400 (`wlb`) at least."""
@@ -30,10 +31,11 @@ class MemoryEstimate:
     work, those prefetched, embedding and head). optimizer: sharded float32 master weights and two
     AdamW moments. gradients: float32, unsharded until the last micro-batch, plus their reduced
     shard. Without FSDP (one rank, float32) parameters are the master weights; gradients are not
-    copied. activations: of all micro-batches in flight, and what waits for the weights' pass.
+    copied. activations: of all micro-batches in flight, and tensors kept for the weights' pass.
     boundaries: stage outputs kept for backward. logits: a chunk of the loss, last pipeline rank
-    only. workspace: what the layer at work needs in addition, recomputed activations included.
-    kernel: what attention's backward kernel allocates and is not beside a larger workspace.
+    only. workspace: further tensors of the running layer, recomputed activations included. kernel:
+    memory that attention's backward kernel allocates, as far as it exceeds the largest other
+    workspace.
     """
 
     pp_rank: int
@@ -152,8 +154,8 @@ def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 
 
 def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, int]:
-    """Bytes of tensors that one layer needs in backward besides its activations (README.md), and by
-    how much what attention's kernel allocates raises them."""
+    """Bytes of tensors that one layer needs in backward besides its activations (README.md), and
+    their increase by the memory that attention's kernel allocates."""
     mlp, attention, summing, again = _workspaces(spec, micro_batch_tokens)
     tensors = max(mlp, max(attention, summing) + again)
     allocated = _allocated_by_kernel(spec, micro_batch_tokens)
@@ -171,8 +173,8 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         for how in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
     if spec.parallel.cp > 1 and not spec.cp.keep_gathered_kv:
-        # Gathered keys and values are there while the MLP's backward runs: gathered again, or by
-        # the second forward pass of a layer that is recomputed as a whole.
+        # Gathered keys and values exist while the MLP's backward runs, because they were kept or
+        # because the second forward pass of a fully recomputed layer has gathered them.
         kv_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
         mlp += spec.parallel.cp * local * kv_bytes
     # The MLP's backward runs first and frees its workspace before attention's begins.
@@ -184,7 +186,8 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     model, tp = spec.model, spec.parallel.tp
     size = _compute_bytes(spec)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
-    gradients = local * 2 * q_bytes  # of the output and of Q
+    # Gradients are those of the output and of Q.
+    gradients = local * 2 * q_bytes
     if spec.parallel.cp == 1:
         return gradients + local * kv_bytes, 0
     rows, copied = spec.parallel.cp * local, _copied_keys(spec, local)
@@ -257,7 +260,7 @@ def memory_of_rank(
     parameters = _parameters(spec, pp_rank=pp_rank)
     shard = -(-parameters // spec.shard_size)
     has_fsdp = parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
-    # Logits, as the loss has them: in compute dtype, in float32, and their gradient.
+    # The loss holds logits in compute dtype and in float32, and their gradient.
     logits = min(spec.training.loss_chunk, _local(spec, tokens)) * (size + 2 * FLOAT32_BYTES)
     logits *= spec.model.padded_vocab_size // parallel.tp
     activations, boundaries = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
@@ -312,7 +315,8 @@ def _most_in_layer(spec: RunSpec, tokens: int) -> int:
 def memory_estimate(
     spec: RunSpec, *, micro_batch_tokens: int | None = None, step_tokens: int | None = None
 ) -> MemoryEstimate:
-    """The pipeline rank that needs most, mostly rank 0, which has most micro-batches in flight."""
+    """Estimate of the pipeline rank that needs most memory: mostly rank 0, with most passes in
+    flight."""
     tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
     ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
     return max(ranks, key=lambda estimate: estimate.total_bytes)
@@ -320,7 +324,8 @@ def memory_estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCaps:
-    """Tokens that fit a GPU: of a micro-batch, and of a step over all pipelines (None: any)."""
+    """Tokens that fit a GPU: of a micro-batch, and of a step over all pipelines (None: no
+    limit)."""
 
     s_max: int
     step_tokens: int | None
@@ -362,8 +367,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
             f"optimiser, more than the {memory_bytes / GIB:.1f} GiB of packing.memory_gib; use "
             f"more ranks (parallel.tp, pp, dp)"
         )
-    # Bytes a token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
-    # its passes (whole), of all passes in flight (under_way), of the layer at work (at_work).
+    # Bytes per token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
+    # its passes (whole), of all passes in flight (under_way), of the running layer (at_work).
     layers = sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
     resident = min(passes, len(layers))
     in_layer = _most_in_layer(spec, window)
@@ -373,8 +378,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         for stages in (resident, len(layers))
     )
     under_way = (flowing + passes) / window
-    # Kernels pad each segment, so bytes a token vary a little; the longest is taken, the rest is
-    # within the tolerance that runs are held against the estimate with.
+    # Bytes per token vary a little, because kernels pad each segment. The longest micro-batch
+    # counts; the difference is within the tolerance of comparisons with the budget.
     at_work = (longest_one.workspace_bytes + longest_one.kernel_bytes) / spec.s_max + 1
     s_max = min(spec.s_max, int(room / (longest + at_work)))
     if (under_way + at_work) * s_max <= room:
@@ -382,9 +387,10 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     step_tokens = int((room - at_work * s_max) / whole)
     all_under_way = int(room / (under_way + at_work))
     own_tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
-    margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN  # `token_caps` applies the same
+    # `token_caps` applies the same margin.
+    margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN
     if step_tokens * margin <= own_tokens and all_under_way >= window:
-        # Only `passes` micro-batches are in flight at once; shorter ones need no cap on the step.
+        # Only `passes` micro-batches are in flight at once, so the step needs no cap.
         return min(s_max, all_under_way), None
     return s_max, step_tokens
 

@@ -1,4 +1,4 @@
-"""Tables prices by length that never fall, so that a longer piece never costs less.
+"""Tables of prices by length that never fall, so that a longer piece never costs less.
 
 Tile-quantised work over measured throughput dips by a few percent inside a tile; the table holds
 the greatest price of any length up to each. Exact below DENSE; beyond it linear between 512 knots
@@ -62,7 +62,8 @@ class MonotoneTable:
 
 
 def _check_range(price: float, length: float) -> None:
-    if not price < 2.0**63:  # also NaN
+    # The comparison is negated so that it also refuses NaN.
+    if not price < 2.0**63:
         raise UserError(
             f"the cost model gives {price} ns for a piece of {length:.0f} tokens; check the "
             f"kernel profile's numbers"

@@ -182,7 +182,8 @@ class AttentionTable:
         cells = self.forward.cells(tiled, keys)
         rates = [self.forward.read(cells), self.backward.read(cells)]
         if self.square_forward is not None and self.square_backward is not None:
-            # A mask never makes a segment cheaper; where a measurement says so, it is noise.
+            # Segments without a prefix need no explicit mask, so they are at least as fast as the
+            # surface; a measurement that says otherwise is noise.
             for i, curve in enumerate((self.square_forward, self.square_backward)):
                 rates[i] = np.where(q == kv, np.maximum(curve.at(tiled), rates[i]), rates[i])
         # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
@@ -332,10 +333,11 @@ class CollectiveCost:
 class KernelProfile:
     """All tables of one device and dtype; runs log its `name`.
 
-    device, dtype: what was measured. ranks_per_node: where collectives' scope changes. provenance:
-    where the numbers come from. attention: one table for each kernel and head layout; the first
-    kernel is the default. gemm: matrix products. elementwise: each operator once. layer, head: what
-    a decoder layer and the output head cost besides. collectives: one for each op and scope.
+    device, dtype: those that were measured. ranks_per_node: larger groups use collectives between
+    nodes. provenance: source of the numbers. attention: one table for each kernel and head layout;
+    the first kernel is the default. gemm: matrix products. elementwise: each operator once. layer,
+    head: further costs of a decoder layer and of the output head. collectives: one for each op and
+    scope.
     """
 
     name: str

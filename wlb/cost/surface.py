@@ -106,7 +106,7 @@ def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
     for i, axis in enumerate(axes):
         x = axis.reshape([-1 if k == i else 1 for k in range(out.ndim)])
         lowest = np.minimum.accumulate(out / x, axis=i) * x
-        # Differences by rounding are kept, so that limiting twice changes nothing.
+        # Differences within rounding are kept, so that limiting a second time changes nothing.
         out = np.where(lowest < out * (1 - 1e-12), lowest, out)
     return out
 

@@ -145,14 +145,14 @@ class FlopsWorkload:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    model, parallel, profile: what is priced. backend: attention kernel; the profile's first where
-    None or without a table.
-    micro_batch_tokens: tokens at which GEMM throughput is read. keep_gathered_kv, recompute: as in
-    [cp] and [training]. tp_overlap: share of TP collectives hidden behind matrix products.
-    kv_gradient_bytes: of a value of dK and dV between CP ranks. machine, dtype, longest (most
-    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear
-    (all else), ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled
-    at construction (about 2 ms) so that pricing is a look-up.
+    model, parallel: the model and layout that are priced. profile: the kernel profile. backend:
+    attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
+    at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
+    tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
+    of dK and dV between CP ranks. machine, dtype, longest (most tokens of a piece): for `notes`
+    only; "" or 0 if unknown. Derived: table (attention), linear (all else), ns_per_token by linear
+    term, forward_ns and backward_ns: attention by length, tabled at construction (about 2 ms) so
+    that pricing is a look-up.
     """
 
     model: ModelSpec
@@ -187,7 +187,7 @@ class ProfiledWorkload:
             num_kv_heads=max(1, self.model.num_kv_heads // self.parallel.tp),
         )
         object.__setattr__(self, "table", table)
-        # The arguments of `LinearCost` have the names and meanings of this class's.
+        # The arguments of `LinearCost` are fields of this class with the same names.
         linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
@@ -327,7 +327,7 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
 
 
 def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> ProfiledWorkload:
-    """The workload of a run priced with `profile`; machine: what it runs on, for `.notes`."""
+    """The workload of a run priced with `profile`; machine: name of the device, for `.notes`."""
     backend = str(spec.kernels.attention)
     return ProfiledWorkload(
         model=spec.model,

@@ -74,31 +74,21 @@ def attention_workspace_bytes(
 
 
 def most_attention_workspace_bytes(
-    backend: AttentionBackend,
-    call: AttentionCall,
-    *,
-    deterministic: bool,
-    num_sms: int = HOPPER_SMS,
-    compute_major: int = 9,
+    backend: AttentionBackend, call: AttentionCall, *, deterministic: bool
 ) -> int:
     """The most over all calls of 1 to `call.num_segments` segments, else as large as `call`.
 
     More segments need more rows of padding, but FlashAttention-2 keeps fewer deterministic copies.
     """
-    gpu = {"num_sms": num_sms, "compute_major": compute_major}
-    return max(
-        attention_workspace_bytes(
-            backend, replace(call, num_segments=n), deterministic=deterministic, **gpu
-        )
-        for n in _most_segments_by_copies(call, num_sms)
-    )
+    calls = (replace(call, num_segments=n) for n in _most_segments_by_copies(call))
+    return max(attention_workspace_bytes(backend, c, deterministic=deterministic) for c in calls)
 
 
-def _most_segments_by_copies(call: AttentionCall, num_sms: int) -> Iterator[int]:
+def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
     """For each possible number of deterministic copies the most segments that have as many."""
     yield call.num_segments
-    for copies in range(2, -(-num_sms // call.num_heads) + 1):
-        most = (-(-num_sms // (copies - 1)) - 1) // call.num_heads
+    for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):
+        most = (-(-HOPPER_SMS // (copies - 1)) - 1) // call.num_heads
         if 1 <= most < call.num_segments:
             yield most
 
@@ -110,11 +100,9 @@ def deterministic_copies(num_segments: int, num_heads: int, *, num_sms: int = HO
 
 def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
     """softmax_d, dq_accum and, with grouped heads, dK and dV of every query head."""
-    copies = (
-        deterministic_copies(call.num_segments, call.num_heads, num_sms=num_sms)
-        if deterministic
-        else 1
-    )
+    copies = 1
+    if deterministic:
+        copies = deterministic_copies(call.num_segments, call.num_heads, num_sms=num_sms)
     rows = call.num_heads * (call.num_queries + 128 * call.num_segments)
     head_size = _up(call.head_size, 32 if call.head_size <= 128 else 64)
     expanded = 0
@@ -142,11 +130,11 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
     """dpsum, lse_log2, dq_accum, dk_accum, dv_accum and the semaphores."""
     is_hopper = compute_major == 9
     if call.head_size == 256 and not is_hopper:
-        # This head size has a kernel of its own, without accumulators.
+        # This head size has its own kernel, which uses no accumulators.
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
     block_q, block_k, cluster, step = _flash4_blocks(call.head_size, is_hopper)
-    # (rows + (segments + 1) * block - 1) // block * block in the source, which is the same.
+    # The source computes (rows + (segments + 1) * block - 1) // block * block, which is equal.
     return _accumulators(
         call,
         rows_q=_up(call.num_queries + call.num_segments * block_q, block_q),

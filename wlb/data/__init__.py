@@ -1,4 +1,4 @@
-"""What training reads: token stores, blends, document lengths, global batches."""
+"""Data that training reads: token stores, blends, document lengths, global batches."""
 
 from wlb.data.batches import GlobalBatches as GlobalBatches
 from wlb.data.batches import ListedBatches as ListedBatches

@@ -33,7 +33,7 @@ from wlb.plan.arrays import first_true
 State = dict[str, Any]
 
 BLOCK = 1 << 20
-"""Most documents whose lengths are looked up at once."""
+"""Most documents whose lengths are looked up in one call."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
 
 
@@ -135,7 +135,7 @@ class GlobalBatches(SourceBatches):
             self._lengths = int_array("lengths", self._lengths)
         if self._lengths.size != source.num_documents:
             raise UserError(
-                f"the corpus says {source.num_documents} documents and has "
+                f"the corpus has num_documents = {source.num_documents}, but "
                 f"{self._lengths.size} lengths"
             )
         check_lengths(self._lengths)
@@ -230,14 +230,13 @@ def stream_rows(
 def check_settings(tokens_per_batch: int, epochs: int) -> None:
     """UserError for a batch without tokens, and for negative epochs."""
     check_at_least("tokens_per_batch", tokens_per_batch, 1)
-    if epochs < 0:
-        raise UserError(f"epochs = {epochs} must be at least 0 (0 = without end)")
+    check_at_least("epochs", epochs, 0, " (0 = without end)")
 
 
 def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:
     """UserError unless `state` has these counts and this identity.
 
-    what, keys: whose state it is, and the keys that say what is read, for the message.
+    what, keys: owner of the state and the keys that select the data, for the message.
     """
     expected = counts | identity.keys()
     if state.keys() != expected:
@@ -258,7 +257,7 @@ def batch_after(
 ) -> tuple[GlobalBatch, State]:
     """The batch of these documents and the state after it.
 
-    read: what its sources have given. missing: tokens that the batch needed to be complete.
+    read: documents that its sources gave. missing: tokens that the batch needed to be complete.
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}

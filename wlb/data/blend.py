@@ -249,7 +249,8 @@ class BlendedBatches(BatchStream):
             first_unseen.append((float((before[-1] + block[-1]) / weight), number))
         source = np.repeat(np.arange(len(ids)), [block.size for block in ids])
         tag = np.concatenate(tags)
-        # Documents after a source's block may precede later documents of the other sources.
+        # Documents at or after `limit` are kept for the next call: a document after the end of some
+        # source's block could have to precede them.
         limit, of = min(first_unseen)
         known = (tag < limit) | ((tag == limit) & (source < of))
         rows = np.flatnonzero(known & (tag < self._end))

@@ -56,7 +56,8 @@ def write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
 def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
     """Reads the index at `path` for a `.bin` of `num_bytes`; UserError if they do not fit."""
     dtype, num_sequences, num_indices = _read_layout(path)
-    # Copied, not mapped: a store that is replaced while it is open keeps its documents.
+    # The index is copied, not mapped, so that a store which is replaced while open keeps its
+    # documents.
     raw = np.fromfile(path, np.uint8, offset=_HEADER.size)
     lengths = raw[: 4 * num_sequences].view("<i4").astype(np.int64)
     offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8").astype(np.int64)
@@ -66,7 +67,8 @@ def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
     boundary = np.append(offsets // dtype.itemsize, num_bytes // dtype.itemsize)[firsts]
     start, length = boundary[:-1], np.diff(boundary)
     keep = length > 0
-    if not keep.all():  # a copy of two whole columns, which few stores need
+    # Indexing copies both columns, so it is done only if there are empty documents.
+    if not keep.all():
         start, length = start[keep], length[keep]
     length.flags.writeable = False
     return StoreIndex(
@@ -83,7 +85,7 @@ def read_header(
 ) -> tuple[Any, ...]:
     """The header of a store's file after its magic and version; UserError for another file.
 
-    what, remedy: what the file should be and what to do if it is not, for the message.
+    what, remedy: the message's words for the defect and for the remedy.
     """
     with open(path, "rb") as file:
         data = file.read(header.size)

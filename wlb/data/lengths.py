@@ -93,8 +93,7 @@ class LengthFamily:
     def sample(self, num_documents: int, *, window: int, seed: int) -> IntArray:
         """`num_documents` lengths in [1, window], in random order."""
         check_at_least("num_documents", num_documents, 1)
-        if window < 2:
-            raise UserError(f"window = {window} must be at least 2 tokens")
+        check_at_least("window", window, 2, " tokens")
         rng = np.random.Generator(np.random.PCG64(seed))
         body, tail, _ = self.document_shares
         part = np.searchsorted([body, body + tail], rng.random(num_documents), side="right")
@@ -156,7 +155,8 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
         case ".json":
             values = _load_json(path)
         case _:
-            values = _load_text(path)
+            words = map(str.strip, path.read_text("utf-8", "replace").splitlines())
+            values = [_number(word) for word in words if word]  # `_checked` names bad entries
     return LengthSource(name=path.name, lengths=_checked(str(path), values), source_id=source_id)
 
 
@@ -177,12 +177,6 @@ def _load_json(path: Path) -> list[Any]:
     if not isinstance(values, list):
         raise UserError(f"{path} holds a {type(values).__name__}; it must hold a list of lengths")
     return values  # pyright: ignore[reportUnknownVariableType]
-
-
-def _load_text(path: Path) -> list[Any]:
-    """One length a line, without blank lines; `_checked` names entries that are no number."""
-    words = [line.strip() for line in path.read_text("utf-8", "replace").splitlines()]
-    return [_number(word) for word in words if word]
 
 
 def _number(word: str) -> int | float | str:

@@ -38,7 +38,7 @@ class StoreInfo:
     """The sidecar `<prefix>.json` of a store.
 
     eos_id: the token that ends every document, None if there is none. tokenizer: file name beside
-    the store. checksum: blake2b of `.bin`. preparation: what `wlb.prepare` records about its input.
+    the store. checksum: blake2b of `.bin`. preparation: `wlb.prepare`'s record of its input.
     targets: blake2b of `.targets`, None for a store without it.
     """
 
@@ -239,7 +239,7 @@ def _sync_and_close(file: Any) -> None:
 
 
 class TokenStore:
-    """A store opened for reading; `source_id` is what `Documents.source` will say.
+    """A store opened for reading; `source_id` is the value of `Documents.source`.
 
     lengths: int64 tokens of each document, read-only, shape [num_documents]. num_targets: how many
     of them are trained, likewise; all but the first one, where no `.targets` file says otherwise
@@ -280,7 +280,8 @@ class TokenStore:
             self.num_targets = self._targets.num_targets
         self.num_targets.flags.writeable = False
         self._tokens: TokenArray = np.zeros(0, index.dtype)
-        if index.num_tokens:  # an empty file cannot be mapped
+        # An empty file cannot be mapped.
+        if index.num_tokens:
             self._tokens = np.asarray(np.memmap(bin_path, index.dtype, mode="r"))
 
     def _open_targets(self) -> Targets | None:
@@ -317,7 +318,7 @@ class TokenStore:
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends every document; None where it is not known."""
+        """The token that ends every document; None if it is not known."""
         return self.info.eos_id if self.info else None
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:

@@ -57,7 +57,8 @@ class TargetSpans:
                 f"{name}: span {i} of trained is [{start[i]}, {stop[i]}); spans lie in [0, "
                 f"{length}), in order, and do not overlap (the one before ends at {before[i]})"
             )
-        start = np.maximum(start, 1)  # nothing predicts the first token
+        # The first token is never a label.
+        start = np.maximum(start, 1)
         keep = start < stop
         start, stop = start[keep], stop[keep]
         opens = np.ones(start.size, bool)

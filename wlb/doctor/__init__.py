@@ -1,4 +1,4 @@
-"""What a CPU cannot prove, a cluster proves in two minutes before a long job."""
+"""Checks that only a cluster can make, in two minutes before a long job."""
 
 from wlb.doctor.finding import Finding as Finding
 from wlb.doctor.finding import Verdict as Verdict

@@ -27,7 +27,7 @@ FLOOR_EPS = 16
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
 LONG = [(600, 600), (257, 900)]
 """(queries, keys) of each document."""
-REMEDY = "kernels.attention = {other} computes the run until it is mended; report it with versions"
+REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
 
 
 class Heads(NamedTuple):
@@ -41,8 +41,8 @@ class Heads(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Of one tensor. times: its error over what is allowed, at most 1 if right; eps: error in units
-    of the dtype's spacing at the tensor's root mean square."""
+    """Error of one tensor. times: its error over the allowed one, at most 1 if right; eps: error in
+    units of the dtype's spacing at the tensor's root mean square."""
 
     what: str
     times: float
@@ -93,13 +93,15 @@ def examine_kernel(
             worst += deviations(kernel, heads, lengths, dtype=dtype, device=patient.device)
     except torch.OutOfMemoryError as error:
         return skipped(check, f"no memory to compare: {str(error).splitlines()[0]}")
-    except Exception as error:  # of any kind: packages' kernels raise their own
+    # Packages raise exceptions of their own classes.
+    except Exception as error:
         return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)
-    wrong = [d for d in worst if not d.times <= 1]  # not a number is wrong too
+    # The comparison is negated so that NaN counts as wrong.
+    wrong = [d for d in worst if not d.times <= 1]
     top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
     found = (
         f"{str(dtype).removeprefix('torch.')} on {patient.device.type}: error of {top.what} is "
-        f"{top.times:.2f} of what is allowed ({top.eps:.1f} eps)"
+        f"{top.times:.2f} of the allowed error ({top.eps:.1f} eps)"
     )
     if wrong:
         return say(check, f"WRONG: {found}", remedy)

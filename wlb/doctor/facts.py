@@ -1,5 +1,5 @@
-"""Facts: what a rank says of its machine, so that ranks can be compared; `Patient`, what a check
-gets.
+"""`Facts` describes a rank's machine, so that ranks can be compared; `Patient` has a check's
+inputs.
 
 The GPU's part has not run on a GPU.
 """
@@ -60,7 +60,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
-    """What checks of a rank get. spec: with dp and vocabulary size filled in, also where one
+    """Inputs of a rank's checks. spec: with dp and vocabulary size filled in, also where one
     process examines the machine for a larger layout, and `mesh` is None."""
 
     spec: RunSpec
@@ -126,7 +126,8 @@ def gpu_facts(device: torch.device) -> GpuFacts:
 
 
 def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
-    version = int(nvml.nvmlSystemGetCudaDriverVersion())  # 12040 for 12.4
+    # The version is 12040 for 12.4.
+    version = int(nvml.nvmlSystemGetCudaDriverVersion())
     bus = as_text(nvml.nvmlDeviceGetPciInfo(handle_of(nvml, uuid)).busId)
     return {
         "driver": as_text(nvml.nvmlSystemGetDriverVersion()),

@@ -1,4 +1,5 @@
-"""Finding: what one check found, with the remedy; `merged` joins those of all ranks by check.
+"""`Finding` is the result of one check, with the remedy; `merged` joins those of all ranks by
+check.
 
 fail: the run would not start, would hang, or would compute wrong numbers. warn: it would run, but
 slower than it should or close to a limit. skip: it was not asked for, or cannot be seen from here.

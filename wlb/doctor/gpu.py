@@ -1,4 +1,4 @@
-"""What NVML says of a rank's GPU: driver, NVLink between TP ranks, clocks and throttling, ECC.
+"""NVML's data about a rank's GPU: driver, NVLink between TP ranks, clocks and throttling, ECC.
 
 **None of these has run on a GPU**; they are tested with a stand-in for NVML.
 """

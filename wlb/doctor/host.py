@@ -1,4 +1,5 @@
-"""What a node gives a rank: cores near its GPU, file descriptors, shared memory, disk, memory."""
+"""Resources of a rank on its node: cores near its GPU, file descriptors, shared memory, disk,
+memory."""
 
 import resource
 import shutil
@@ -21,7 +22,7 @@ SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")
 SHM_A_RANK_BYTES = 64 << 20
 """NCCL's buffers between GPUs of one node without peer access take tens of MB a rank."""
 STATE_BYTES = 12
-"""Of a checkpoint for each parameter: float32 weight and two moments."""
+"""Bytes of a checkpoint for each parameter: float32 weight and two moments."""
 
 
 def descriptors(patient: Patient) -> Finding:
@@ -109,8 +110,8 @@ def disk(patient: Patient) -> Finding:
 
 
 def memory(patient: Patient) -> Finding:
-    """Free memory of this rank's device beside the run's estimate; on the CPU a share of what the
-    system has available. Has not run on a GPU."""
+    """Free memory of this rank's device beside the run's estimate; on the CPU a share of the
+    system's available memory. Has not run on a GPU."""
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)
     try:
@@ -131,9 +132,12 @@ def memory(patient: Patient) -> Finding:
         return skipped(name, f"the estimate is {_size(need)}; free memory is not known")
     found = f"{_size(free)} of {what} free; the fullest rank needs about {_size(need)}"
     if need > free:
-        remedy = "nvidia-smi: end what else holds memory; training.recompute, or more ranks"
+        remedy = (
+            "nvidia-smi: end other processes that hold memory; training.recompute, or more ranks"
+        )
         return failed(name, found, remedy)
-    if told[1:]:  # run.over_memory = warn
+    # `hold_against` has a second line if run.over_memory = warn let an excess pass.
+    if told[1:]:
         return warned(name, told[-1], "a lower packing.s_max, or more ranks")
     gaps = spec.cluster.allocator_gaps
     if need > free * (1 - gaps):

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 GRACE_S = 20.0
-"""Other ranks wait so much longer than rank 0, which has the report."""
+"""Additional seconds that other ranks wait, so that rank 0, which has the report, ends first."""
 
 
 class StageLimit:
-    """Ends this process when a stage takes longer than `limit_s`; rank 0 first tells who is late.
+    """Ends this process when a stage takes longer than `limit_s`; rank 0 first reports the late
+    ranks.
 
     tell: called on rank 0 from another thread with the stage and the ranks that have not ended it.
     """
@@ -40,7 +41,8 @@ class StageLimit:
 
     def join(self) -> None:
         """Use the store of torch.distributed, which has started, from now on."""
-        # A clone: the thread of ranks that wait inside the store would keep the timer's waiting.
+        # The store is cloned, because a rank that waits inside the store would block the timer's
+        # requests.
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()
         self._world_size = dist.get_world_size()
@@ -60,7 +62,8 @@ class StageLimit:
             self._store.set(_key(name, self.rank), b"1")
 
     def _expired(self) -> None:
-        # Taken and never given back: the main thread may end the stage meanwhile.
+        # The lock is never released, because the main thread could otherwise end the stage
+        # meanwhile.
         if self._is_over.acquire(blocking=False):
             try:
                 if self.rank == 0:
@@ -69,7 +72,7 @@ class StageLimit:
                 self.end(1)
 
     def missing(self) -> tuple[str, list[int]]:
-        """The first stage that not all ranks have ended, and those that have not."""
+        """The first stage that not all ranks have ended, and the ranks that have not."""
         if self._store is None:
             return self._entered[-1], [0]
         stage, late = "", []

@@ -13,7 +13,7 @@ from wlb.doctor.network import synchronize
 
 SIZE = {"cpu": 512, "cuda": 8192}
 SECONDS = {"cpu": (0.1, 0.5), "cuda": (0.5, 4.0)}
-"""Quick and not."""
+"""Seconds of the measurement in a quick and in a full examination, by type of device."""
 AT_ONCE = 10
 LEAST_OF_MEDIAN = 0.9
 
@@ -37,8 +37,8 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
-    """Slow GPUs among all ranks, on rank 0; cores of CPUs share what they compute with, so that
-    there speeds are shown and not judged. tflops: by rank, 0 where not measured."""
+    """Slow GPUs among all ranks, on rank 0; cores of a CPU share caches and memory, so that their
+    speeds are shown and not judged. tflops: by rank, 0 where not measured."""
     check = "matrix products"
     measured = [speed for speed in tflops if speed]
     if not measured:

@@ -2,7 +2,7 @@
 
 Bandwidth follows nccl-tests (bytes that a rank puts on the wire over time). All groups of an axis
 run at once, as in training. **Over NCCL this has not run**; over Gloo figures are shown and not
-judged, because they hang on what else the cores do.
+judged, because they depend on other work of the cores.
 """
 
 import time
@@ -21,9 +21,10 @@ from wlb.parallel.warm import checked_collectives
 
 WORLD = "world"
 OPS = {"pp": Collective.P2P, WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
-"""What is measured of an axis; others gather, as their ranks do most."""
+"""Collective that is measured on an axis; on other axes it is the all-gather, their main
+collective."""
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
-"""Bytes of the whole buffer, quick and not."""
+"""Bytes of the whole buffer in a quick and in a full examination."""
 REPEATS = (5, 20)
 LEAST_OF_PROFILE = 0.5
 REMEDY = (
@@ -65,7 +66,8 @@ def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> Grou
     size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
     began = time.perf_counter()
     calls = list(checked_collectives(axis, group, device))
-    is_right = all(found.item() == due.item() for _, found, due in calls)  # waits for the device
+    # The calls of item() wait for the device.
+    is_right = all(found.item() == due.item() for _, found, due in calls)
     first_s = time.perf_counter() - began
     small, repeats = torch.zeros(2, device=device), REPEATS[is_full]
     latency_s = _seconds(lambda: dist.all_reduce(small, group=group), device, repeats)
@@ -86,10 +88,11 @@ def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> Grou
 def _call(
     op: Collective, group: dist.ProcessGroup, size: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], bool]]:
-    """The collective, and whether its last result is right."""
+    """A function that runs the collective, and one that tells whether its last result is right."""
     rank, count = dist.get_rank(group), group.size()
     if op == Collective.ALL_REDUCE:
-        # Sums of zeros stay as they are however often they are added up.
+        # The buffer holds zeros, because it is reduced in place many times and other sums would
+        # overflow.
         total = torch.zeros(size // 4, device=device)
         return lambda: dist.all_reduce(total, group=group), lambda: not bool(total.any())
     if op == Collective.P2P:
@@ -140,7 +143,8 @@ def synchronize(device: torch.device) -> None:
 def link_findings(
     timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> list[Finding]:
-    """A finding an axis, on rank 0. profile: what bandwidths are held against; None = nothing."""
+    """A finding an axis, on rank 0. profile: source of the bandwidths to compare with; None = no
+    comparison."""
     by_axis: dict[str, list[GroupTiming]] = {}
     for timing in timings:
         by_axis.setdefault(timing.axis, []).append(timing)
@@ -156,7 +160,7 @@ def _of_axis(
     wrong = {timing.ranks for timing in found if not timing.is_right}
     if wrong:
         where = "; ".join(f"ranks {ranges(r)} on {_hosts(r, everyone)}" for r in sorted(wrong))
-        remedy = "do not train here: NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell what is broken"
+        remedy = "do not train here: NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 find the broken link"
         return failed(check, f"WRONG numbers in {where}", remedy)
     slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
     text = (

@@ -1,7 +1,7 @@
 """An examination: the ranks of a launcher, local ones, or this process alone; one table of all.
 
-Each check is a small function that returns a `Finding`. Ranks examine their node first and then,
-together, what lies between them; rank 0 gathers everything and tells it.
+Each check is a small function that returns a `Finding`. Ranks first examine their nodes and then,
+together, the connections between them; rank 0 gathers and reports all findings.
 """
 
 import socket
@@ -51,8 +51,8 @@ NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
 
 
 class Options(NamedTuple):
-    """is_quick: about ten seconds, fewer and smaller measurements. limit_s: what a stage may take.
-    tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable."""
+    """is_quick: about ten seconds, fewer and smaller measurements. limit_s: time that a stage may
+    take. tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable."""
 
     is_quick: bool
     limit_s: float
@@ -61,7 +61,7 @@ class Options(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RankReport:
-    """What one rank found."""
+    """Findings and measurements of one rank."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
     timings: list[network.GroupTiming] = field(default_factory=list[network.GroupTiming])
@@ -74,7 +74,7 @@ def examine(spec: RunSpec, options: Options) -> bool:
     the same on all ranks. UserError for a layout that does not fit the launcher's ranks.
 
     Without a launcher, a layout that is larger than this machine is examined by one process, which
-    skips what lies between ranks.
+    skips the checks between ranks.
     """
     world = worlds.discover()
     if world is not None:
@@ -118,30 +118,37 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
 
     limit = StageLimit(world.rank, options.limit_s, tell_late)
     arrived = time.perf_counter()
-    if problem and world.world_size > 1:  # ranks on two kinds of devices cannot meet
+    # Ranks on different kinds of devices cannot form a process group.
+    if problem and world.world_size > 1:
         options.tell([gpu.equal_gpus([_tried_facts(world, device, problem)])])
         return False
     if world.world_size > 1:
         try:
             worlds.init(world, device, timeout_s=options.limit_s)
-        except UserError as error:  # too few files may be open
+        # The limit on open files is too low.
+        except UserError as error:
             options.tell([failed("file descriptors", f"{HOST}: {error}", LOOK)])
             return False
-        except RuntimeError as error:  # torch's DistError, or Gloo's plain one
+        # torch raises DistError here, Gloo a plain RuntimeError.
+        except RuntimeError as error:
             if world.rank == 0:
                 options.tell([_no_meeting(error, world)])
             return False
-        # Longer than the limit, whose end names ranks, while a collective names none.
+        # Collectives time out after the stage's limit, because that names the late ranks and a
+        # collective does not.
         limit_collectives(options.limit_s + 2 * GRACE_S)
         limit.join()
-        with limit.stage(START):  # ended at once, so that a rank that never comes is the only one
+        # This stage ends at once, so that only ranks that never start lack it.
+        with limit.stage(START):
             pass
     try:
         if world.world_size > 1:
-            with limit.stage(MEETING):  # Gloo connects ranks when they first talk
+            # Gloo connects ranks at their first message.
+            with limit.stage(MEETING):
                 report.wait_s = times.wait_for_all(arrived)
         return _examined(world, spec, device, problem, options, limit, report)
-    except RuntimeError as error:  # torch's, of a collective whose peers are gone
+    # torch raises this in a collective whose peers are gone.
+    except RuntimeError as error:
         if world.rank:
             raise
         stage, late = limit.missing()
@@ -163,7 +170,7 @@ def _line(error: Exception) -> str:
 
 
 def _no_meeting(error: RuntimeError, world: World) -> Finding:
-    remedy = "is the first node's address reachable from all (GLOO_SOCKET_IFNAME)? did all start?"
+    remedy = "check that all ranks started and reach the first node's address (GLOO_SOCKET_IFNAME)"
     found = f"{world.world_size} ranks did not meet: {_line(error)}"
     return failed("rendezvous", found, remedy)
 
@@ -217,7 +224,8 @@ def _examined(
 
 
 def _kernels_of(spec: RunSpec, device: torch.device) -> str:
-    """Names of what would compute the run on this rank, which must be the same on all."""
+    """Names of the kernels that would compute the run on this rank, which must be the same on
+    all."""
     try:
         fused = ", fused" if fused_of(spec, device).fused else ""
         return f"{kernel_of(spec, device).kernel}{fused}"
@@ -228,12 +236,13 @@ def _kernels_of(spec: RunSpec, device: torch.device) -> str:
 def _tried_facts(world: World, device: torch.device, problem: str) -> Facts:
     try:
         return facts_of(world, device, problem)
-    except RuntimeError as error:  # a GPU that torch cannot open
+    # torch cannot open the GPU.
+    except RuntimeError as error:
         return facts_of(world, torch.device("cpu"), f"{device}: {error}")
 
 
 def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> None:
-    """What all ranks do together, so that nothing here is left out by one rank alone."""
+    """Run the checks that all ranks make together; none may be skipped by a single rank."""
     with limit.stage("clock skew"):
         report.findings += times.clock_skew(patient)
     with limit.stage("shared folder"):

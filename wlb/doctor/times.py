@@ -1,4 +1,4 @@
-"""Clocks of nodes held against rank 0's, and ranks that come late."""
+"""Clocks of nodes compared with rank 0's, and ranks that start late."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -87,6 +87,8 @@ def late_finding(waits_s: Sequence[float], hosts: Sequence[str]) -> Finding:
     late = [rank for rank, behind in enumerate(late_s) if behind > LATE_S]
     if late:
         text = ", ".join(f"rank {rank} ({hosts[rank]}) by {late_s[rank]:.1f} s" for rank in late)
-        remedy = "see what else runs on these nodes, and how fast they read the environment's files"
+        remedy = (
+            "check other processes on these nodes, and the speed of reading the environment's files"
+        )
         return warned(check, text, remedy)
     return passed(check, f"the last came {max(late_s):.2f} s after the median")

@@ -1,8 +1,8 @@
 """Backend: how one kernel computes the attention of all segments, forward and backward.
 
-The two are separate calls without autograd, so that the caller chooses what is kept in between:
-`wlb.kernels.op` keeps its inputs, context parallelism its local rows only. Shapes: T query rows, S
-key rows (or R rows of a buffer), H query heads, G key/value heads, D head size.
+The two are separate calls without autograd, so that the caller chooses which tensors are kept in
+between: `wlb.kernels.op` keeps its inputs, context parallelism its local rows only. Shapes: T query
+rows, S key rows (or R rows of a buffer), H query heads, G key/value heads, D head size.
 """
 
 from collections.abc import Iterator

@@ -59,7 +59,7 @@ class Flash3Backend(FlashBackend):
         supported="flash-attn-3 3.0.0",
         install="pip install flash-attn-3, from PyTorch's wheel index for torch.version.cuda",
         functions=(
-            # More splits are for decoding, and every number of splits rounds differently.
+            # Splitting keys helps decoding only, and every number of splits rounds differently.
             FlashFunction(
                 "_flash_attn_forward", (), _NO_WINDOW | {"causal": True, "num_splits": 1}
             ),

@@ -1,4 +1,4 @@
-"""What the three optional FlashAttention packages share: finding, checking and late import.
+"""Shared by the three optional FlashAttention packages: finding, checking and late import.
 
 A package is imported at first use, so that wlb runs without any. We call the functions below the
 public ones, because only those separate forward from backward. As they are private and may change,
@@ -33,7 +33,7 @@ _EVERY_CALL = (
 
 
 class FlashFunction(NamedTuple):
-    """A function of a package, and what we pass it besides `_EVERY_CALL`, by name or constant."""
+    """A function of a package, and the arguments besides `_EVERY_CALL`, by name or constant."""
 
     name: str
     by_name: tuple[str, ...]
@@ -143,7 +143,7 @@ class FlashBackend:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The package's functions, loaded and checked once; UserError says what is wrong."""
+        """The package's functions, loaded and checked once; UserError describes a problem."""
         return self.package.load()
 
     def forward(
@@ -160,8 +160,8 @@ class FlashBackend:
         values |= {"lse": lse_HT, "deterministic": self.deterministic}
         if "dq" not in function.by_name:
             return self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
-        # The function writes into given tensors. They need no zeros: kernels also write the rows of
-        # a segment without queries.
+        # The function writes into given tensors, which need not be zeroed, because kernels also
+        # write the rows of a segment without queries.
         dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
         values |= {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
         self._call(function, (q_THD, k_SGD, v_SGD), segments, values)

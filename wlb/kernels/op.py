@@ -42,7 +42,7 @@ def backward(backend: str, grad_THD: Tensor, saved: SavedTensors, segments: Segm
     if grad_THD.shape[0] == 0:
         dq, dk, dv, *_ = (x.new_zeros(x.shape) for x in saved)
         return dq, dk, dv
-    # Kernels need strides, but e.g. the gradient of a sum is one expanded number.
+    # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
     grad_THD = grad_THD.contiguous()
     with observed(is_backward=True):
         return BACKENDS[backend].backward(grad_THD, saved, segments)
@@ -116,7 +116,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    if grad_THD is None:  # only the log-sum-exp was differentiated
+    # Only the log-sum-exp was differentiated.
+    if grad_THD is None:
         return (None,) * 8
     dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)
     return (*dq_dk_dv, None, None, None, None, None)
@@ -126,7 +127,8 @@ attend_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
-    """Kernels would read out of bounds. Skipped if the check would wait for the device."""
+    """Refuse offsets with which kernels would read out of bounds. The check is skipped if it would
+    wait for the device."""
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
     rows = (segments.num_queries, segments.num_keys)

@@ -56,7 +56,8 @@ class _Rows:
         total = y_P.index_select(0, self.first_N).index_fill_(0, self.unused, 0)
         if self.more:
             total = total.to(sum_dtype(y_P))
-        for rows, where in self.more:  # rows are distinct, so a copy suffices
+        # The rows of one use are distinct, so that plain indexing adds each once.
+        for rows, where in self.more:
             total.index_copy_(0, rows, total.index_select(0, rows) + y_P.index_select(0, where))
         return total
 
@@ -92,7 +93,7 @@ class _Classes:
         """
         rows = self.queries
         if rows.take_P is not None:
-            # Gather along dimension 1: gathering rows of a transposed view is slow.
+            # The gather is along dimension 1, because gathering rows of a transposed view is slow.
             lse_HT = lse_HT.index_select(1, rows.take_P)
             lse_HT.index_fill_(1, rows.padding, float("inf"))
         return self._batch(lse_HT.t(), [c.num_queries for c in self.classes])

@@ -30,8 +30,8 @@ class HostPart:
     derived: dict[str, Any] = field(default_factory=dict)
 
 
-# Keyed by cu_seqlens_q. A module-level cache, because a custom op receives nothing else that could
-# carry the host's part; weak, so that it keeps nothing alive.
+# The host's parts by cu_seqlens_q. The cache is module-level, because a custom op receives nothing
+# else that could carry the host's part, and weak, so that it keeps nothing alive.
 _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -72,8 +72,8 @@ class Segments:
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
         on_device = copy_to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
-        # Clones, not views: compiled code would save other view objects for backward, which `of`
-        # does not know.
+        # The tensors are clones, because compiled code would save other view objects for backward,
+        # which `of` does not know.
         cu_seqlens_q, cu_seqlens_k = on_device[0].clone(), on_device[1].clone()
         host = HostPart(
             cu_seqlens_k=TensorWeakRef(cu_seqlens_k),
@@ -102,7 +102,9 @@ class Segments:
             host = HostPart(
                 cu_seqlens_k=TensorWeakRef(cu_seqlens_k), versions=versions, offsets=None
             )
-            if is_new:  # otherwise the entry belongs to the segments that cu_seqlens_q was made for
+            # Otherwise the entry stays, because it belongs to the segments that cu_seqlens_q was
+            # made for.
+            if is_new:
                 _HOST_PARTS[cu_seqlens_q] = host
         return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host)
 

@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Computed:
-    """What an attention kernel must compute."""
+    """The run that an attention kernel must compute."""
 
     device: torch.device
     dtype: torch.dtype
@@ -76,7 +76,8 @@ class _Computed:
     def why_not(self, backend: AttentionBackend) -> str | None:
         """Why a backend cannot compute this, in words; None if it can."""
         checked = _CHECKED.get(kernel_name(backend, deterministic=self.deterministic))
-        if checked is None:  # sdpa
+        # sdpa can compute everything.
+        if checked is None:
             return None
         return checked.why_not(device=self.device, dtype=self.dtype, head_size=self.head_size)
 

@@ -6,7 +6,9 @@ arguments are the same in torch 2.11 to 2.13.
 """
 
 import torch
-import torch.nn.attention.varlen  # registers the operators
+
+# This import registers the operators.
+import torch.nn.attention.varlen
 from torch import Tensor
 
 from wlb.kernels.backend import Gradients, SavedTensors, fixed_order, kernel_name
@@ -50,7 +52,7 @@ class TorchVarlenBackend:
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-        # The RNG state of dropout: zeros, as forward returns them without dropout.
+        # The RNG state of dropout is zeros, which forward returns if there is no dropout.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
         with fixed_order(self.deterministic):
             dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(

@@ -23,7 +23,7 @@ from wlb.launch.root import RootAggregator, WatchLimits
 from wlb.launch.wire import Listener, Member
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Launchers send these to all processes of a job; ranks decide what they mean."""
+"""Launchers send these signals to all processes of a job; the ranks decide how to react."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ class AggregatorJob:
 def start(job: AggregatorJob) -> "subprocess.Popen[bytes]":
     """Start the process; it ends with the ranks, or with this process if no rank came yet."""
     descriptors = tuple(fd for fd in (job.listener, job.root_listener) if fd >= 0)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the process inherits the mask
+    # The new process inherits the blocked signals.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "wlb.launch.aggregator"],
@@ -133,7 +134,8 @@ class _Parent(asyncio.Protocol):
 
 def _main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a root has a socket per node
+    # A root has a socket for each node.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     job: dict[str, Any] = json.loads(sys.stdin.buffer.raw.readline())  # pyright: ignore
     asyncio.run(serve(AggregatorJob(**job)))
 

@@ -24,9 +24,9 @@ _INNERMOST = 8
 
 @dataclass(slots=True, kw_only=True)
 class RankStatus:
-    """State of a rank as the root knows it. order: its place among the failed ranks, from 1. lines:
-    last lines of its traceback or log. is_gone: it said goodbye. has_report, has_written: it was
-    given the report, and wrote it."""
+    """State of a rank as the root knows it. order: its index among the failed ranks, from 1. lines:
+    last lines of its traceback or log. is_gone: it said goodbye. has_report, has_written: it
+    received the report, and wrote it."""
 
     rank: int
     place: str
@@ -128,7 +128,8 @@ def report_alone(loss: AggregatorLoss, reporter: RankStatus, *, silence_s: float
 def _cause(
     ranks: list[RankStatus], silence_s: float, stuck_s: float, *, is_watch_lost: bool
 ) -> tuple[list[RankStatus], str]:
-    """The ranks that caused the failure, and what they did; no rank if a watch was lost instead."""
+    """The ranks that caused the failure, and its description; no rank if a watch was lost
+    instead."""
     if dead := [s for s in ranks if s.is_dead and not s.failure]:
         return dead, "died"
     if silent := [s for s in ranks if s.is_silent]:

@@ -11,8 +11,9 @@ from wlb.launch.root import WatchLimits
 
 
 class Leader(NamedTuple):
-    """What the first rank of a node says of the aggregator that it starts. port: for the node's
-    ranks. root: an address at which it could be the root. token, failure_id: drawn by rank 0."""
+    """Description of a node's aggregator by the first rank of the node, which starts it. port: for
+    the node's ranks. root: an address at which it could be the root. token, failure_id: drawn by
+    rank 0."""
 
     port: int
     root: tuple[str, int]
@@ -21,7 +22,7 @@ class Leader(NamedTuple):
 
 
 class Attendance(NamedTuple):
-    """What a rank says at the start. node: equal on ranks of a node. leader: of its first rank."""
+    """Message of a rank at the start. node: equal on ranks of a node. leader: of its first rank."""
 
     node: tuple[int, str]
     leader: Leader | None
@@ -37,7 +38,8 @@ class WatchLayout:
 
     @classmethod
     def of(cls, ranks: Sequence[Attendance]) -> "WatchLayout":
-        """The layout of what all ranks said. LookupError if nobody starts a node's aggregator."""
+        """The layout from the messages of all ranks. LookupError if nobody starts a node's
+        aggregator."""
         nodes: dict[tuple[int, str], list[int]] = {}
         for rank, said in enumerate(ranks):
             nodes.setdefault(said.node, []).append(rank)

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from wlb.parallel import world as worlds
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least
 
 PRELOAD = (
     "__main__",
@@ -42,7 +42,7 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# Slow imports of test modules, made once in the server instead of once per rank.
+# Modules whose import is slow are imported once in the server instead of once per rank.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -50,7 +50,7 @@ _STACK_WAIT_S = 2.0
 _PEER_WAIT_S = 0.2
 _REPORT_WAIT_S = 10.0
 _LAST_WORD_S = 0.5
-"""Wait for a rank that others reported: if it died, its exit code says how."""
+"""Time to wait for the end of a rank that others reported, whose exit code tells how it died."""
 _JOIN_S = 10.0
 
 
@@ -106,8 +106,7 @@ def run_local(
     SIGTERM and SIGHUP end this process and the ranks, unless the caller handles them. Raises
     RankFailure.
     """
-    if world_size < 1:
-        raise UserError(f"world_size = {world_size} must be at least 1")
+    check_at_least("world_size", world_size, 1)
     task = _pickled_task(fn, args)
     environment = worlds.environment(OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size)))
     with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
@@ -124,7 +123,7 @@ def run_local(
                 task=task,
                 device=device,
                 start_group=start_group,
-                # Longer than the launcher's own limit, whose report says more.
+                # Collectives time out later than the launcher, whose report is more informative.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 environment=environment,
                 stack_file=str(Path(folder, f"stack-{rank}")),
@@ -272,7 +271,8 @@ class _LocalRanks:
         end = time.monotonic() + _STACK_WAIT_S
         while time.monotonic() < end and not all(self._stack(rank) for rank in running):
             time.sleep(0.02)
-        time.sleep(0.05)  # the last stack may still be written
+        # The last stack may still be being written.
+        time.sleep(0.05)
         error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
         stacks = [f"--- rank {rank}\n{self._stack(rank) or 'no stack'}" for rank in running]
         return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
@@ -288,7 +288,8 @@ class _LocalRanks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
-            process.kill()  # a rank that does not lead its process group yet
+            # This also ends a rank that does not lead its process group yet.
+            process.kill()
 
     def join(self) -> None:
         for receiver in self.pending:
@@ -302,7 +303,8 @@ class _LocalRanks:
 
 
 def _pid(process: ForkServerProcess) -> int:
-    assert process.pid is not None  # and never 0, which would mean this process's own group
+    # A pid of 0 would mean this process's own group.
+    assert process.pid is not None
     return process.pid
 
 
@@ -352,7 +354,8 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            summary = traceback.format_exception_only(error)[0].strip()  # without notes
+            # The first line leaves notes out.
+            summary = traceback.format_exception_only(error)[0].strip()
             details = "".join(traceback.format_exception(error))
             failure = _Failure(
                 rank=job.world.rank, error=summary, details=details, at_s=time.monotonic()
@@ -360,7 +363,8 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
             _result_pipe.send(pickle.dumps(failure))
             sys.stdout.flush()
             sys.stderr.flush()
-            time.sleep(_JOIN_S)  # until it is killed: leaving first would make peers fail
+            # The launcher kills this process; leaving earlier would make peers fail.
+            time.sleep(_JOIN_S)
         else:
             _result_pipe.send(message)
         finally:
@@ -380,7 +384,8 @@ def _run_task(job: _RankJob) -> Any:
         worlds.init(job.world, device, timeout_s=job.group_timeout_s)
     result = fn(job.world, *args)
     if job.start_group and torch.distributed.is_initialized():
-        # Wait for all ranks, over Gloo: leaving early would break connections of peers.
+        # Ranks wait for each other over Gloo, because leaving early would break connections of
+        # peers.
         torch.distributed.all_reduce(torch.zeros(1))
     worlds.shutdown()
     return result

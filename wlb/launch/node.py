@@ -1,8 +1,8 @@
-"""The watch of one node: hears its ranks often, and tells the root of all of them now and then.
+"""The watch of one node: receives its ranks' messages and summarises them for the root.
 
-Positions wait for the next beat, and only those that changed are sent. What ends a run (a rank that
-died, is silent or failed), stacks and goodbyes are sent at once. If the root is lost, the node goes
-to the standby with all that it knows.
+Positions wait for the next beat, and only those that changed are sent. Events that end a run (a
+rank that died, is silent or failed), stacks and goodbyes are sent at once. If the root is lost, the
+node connects to the standby and sends all its state.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from wlb.launch.wire import (
 )
 
 _LINGER_S = 30.0
-"""An aggregator without living ranks waits so long for the root to end the run."""
+"""Time that an aggregator without living ranks waits for the root to end the run."""
 
 
 class Uplink(asyncio.Protocol):
@@ -75,10 +75,11 @@ class Uplink(asyncio.Protocol):
 
 
 class NodeAggregator:
-    """Hears the ranks of a node and speaks for them.
+    """Receives the messages of a node's ranks and reports them to the root.
 
     ranks: of this node. roots: addresses of the root and its standby. name: this process, in words.
-    on_root_lost: told, with whether it fell silent, before the node goes to the standby.
+    on_root_lost: called before the node connects to the standby; its argument is whether the root
+    fell silent.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class NodeAggregator:
         self._suspension = SuspensionCheck(limits.silence_s)
 
     def parent_gone(self) -> None:
-        """The process that started this one is gone: nobody may come who has not come yet."""
+        """Note that the process which started this one is gone: ranks that have not joined may
+        never join."""
         self.is_parent_gone = True
         self._changed.set()
 
@@ -149,7 +151,8 @@ class NodeAggregator:
 
     async def _work(self) -> None:
         limits = self.limits
-        # Nodes that begin together should not all speak at the same moment.
+        # The first beat is random, so that nodes which begin together do not all send at the same
+        # moment.
         beat = time.monotonic() + limits.node_beat_s * random.random()
         lonely_s = time.monotonic()
         while not self._is_over():
@@ -165,7 +168,8 @@ class NodeAggregator:
                 lonely_s = now
             if self._is_ended or now - lonely_s > _LINGER_S:
                 break
-        if self._is_ended:  # until the ranks were told
+        # The ranks' connections stay open until the ranks have read the message and closed them.
+        if self._is_ended:
             end = time.monotonic() + STACKS_S
             while any(m.is_open for m in self._members.values()) and time.monotonic() < end:
                 await self._wait(end - time.monotonic())
@@ -185,18 +189,19 @@ class NodeAggregator:
         return not self._is_ended and (is_silent or self._uplink.lost.is_set())
 
     async def _take_next_root(self) -> bool:
-        """Go to the standby. Without one the ranks are left alone, and see that."""
+        """Connect to the standby; False if none answers. The ranks notice that by closed
+        connections."""
         assert self._uplink is not None
         self._roots.pop(0)
         is_silent = not self._uplink.lost.is_set()
         self._uplink.close()
         self._on_root_lost(is_silent)
-        # A standby answers when it has lost the root as well.
+        # The standby answers only after it has lost the root too, hence this patience.
         patience_s = self.limits.silence_s + self.limits.regroup_s
         return bool(self._roots) and not await self._connect(patience_s)
 
     async def _connect(self, patience_s: float) -> str:
-        """Introduce this node to the first root; the problem if it does not answer."""
+        """Introduce this node to the first root; return the problem, or ""."""
         host, port = self._roots[0]
         places = {rank: place for m in self._members.values() for rank, place in m.ranks.items()}
         first = introduction(self._token, places, name=self.name)
@@ -208,14 +213,15 @@ class NodeAggregator:
                 )
                 await _first_of(self._uplink.welcomed, self._uplink.lost)
             if not self._uplink.welcomed.is_set():
-                return f"{self.name} was not let in at {host}:{port}"
-        except OSError as error:  # a timeout is one
+                return f"{self.name} was not accepted by the root at {host}:{port}"
+        # TimeoutError is an OSError.
+        except OSError as error:
             return f"{self.name} cannot reach the root at {host}:{port} ({error!r})"
         self._send({rank: state for rank, state in self._state.items() if state})
         return ""
 
     def _obey(self, message: Any) -> None:
-        """Pass on what the root says."""
+        """Pass the root's message to the ranks."""
         if isinstance(message, dict):
             self._members[message["of"]].send(message)
         elif message in (STACK, END):
@@ -233,7 +239,7 @@ class NodeAggregator:
                 self._tell(rank, state)
 
     def _tell(self, rank: int, update: dict[str, Any]) -> None:
-        """Send now what cannot wait; a goodbye also ends this process's work."""
+        """Send an update at once; a goodbye also ends this process's work."""
         self._send({rank: update})
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""A rank's part of the watch: a thread that tells its position and obeys, whoever listens."""
+"""A rank's part of the watch: a thread that reports its position and obeys the root."""
 
 import sys
 import threading
@@ -41,7 +41,7 @@ class Reporting:
 
 @dataclass(slots=True)
 class _Told:
-    """What a connection has carried: messages without an answer, and the rank's news."""
+    """News that a connection has carried, and the number of messages without an answer."""
 
     unanswered: int = 0
     num_changes: int = -1
@@ -77,7 +77,8 @@ class Reporter:
         """Report this rank's failure and wait to be ended; return if nobody does."""
         lines = traceback.format_exception(error)
         cause = error
-        while cause.__cause__ is not None:  # torch's schedules wrap exceptions of a stage
+        # torch's schedules wrap exceptions of a stage.
+        while cause.__cause__ is not None:
             cause = cause.__cause__
         self._failure = {
             "error": _short(traceback.format_exception_only(cause)[0].strip()),
@@ -140,7 +141,8 @@ class Reporter:
                 beat = now + self.limits.rank_beat_s
             messages = self._line.receive(beat - now)
             before, now = now, time.monotonic()
-            if messages or now - before > self.limits.silence_s / 2:  # this rank was suspended
+            # A wait that took so long means that this rank was suspended itself.
+            if messages or now - before > self.limits.silence_s / 2:
                 heard = now
             if now - heard > self.limits.silence_s:
                 raise TimeoutError("the aggregator is silent")
@@ -151,7 +153,7 @@ class Reporter:
                     return
 
     def _update(self) -> dict[str, Any]:
-        """What this connection has not been told yet."""
+        """News that this connection has not carried yet."""
         told, at, update = self._told, self.position.now(), dict[str, Any]()
         if at.num_changes != told.num_changes:
             update["at"] = at
@@ -170,7 +172,7 @@ class Reporter:
         self._told.is_gone |= "is_gone" in update
 
     def _obey(self, message: Any) -> bool:
-        """Do what the root says; True if this was the end."""
+        """Obey a message of the root; True if the run ends."""
         if message == STACK:
             self._send({"at": self.position.now(), "stack": self._stack()})
         elif message == END:
@@ -201,7 +203,9 @@ class Reporter:
         except FileExistsError:
             return False
         except OSError:
-            return True  # a full disk may be the cause of the failure
+            # A full disk may be the cause of the failure, so the report is printed without the
+            # file.
+            return True
         return True
 
     def _is_regrouped(self) -> bool:
@@ -216,7 +220,7 @@ class Reporter:
         return False
 
     def _report_alone(self, *, is_silent: bool) -> None:
-        """Nobody hears this rank any more. On a single node its first rank reports."""
+        """Report that no aggregator is left; on a single node its first rank reports."""
         told = self.reporting
         if not told.is_first_alone:
             time.sleep(_DEPUTY_S)

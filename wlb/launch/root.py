@@ -1,8 +1,8 @@
 """The root of the watch: knows the state of all ranks, and ends the run when one is lost.
 
 Its members are the nodes' aggregators, and ranks whose aggregator was lost. README.md describes how
-it tells dead, silent, failed and hanging ranks apart. A standby of another node hears nobody until
-it is told that the root is lost; then all that are left come to it.
+it tells dead, silent, failed and hanging ranks apart. The standby on another node is idle until the
+root is lost; then all members that are left connect to it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ STACKS_S = 2.0
 REGROUP_S = 10.0
 """Time for ranks of a lost aggregator to come to the root; those that do not are lost too."""
 _RANKS_PER_S = 5000
-"""Stacks of so many ranks are waited for one second longer."""
+"""The root waits one second longer for each this many ranks that send stacks."""
 _REPORT_S = 5.0
 _START_S = 30.0
 
@@ -48,7 +48,7 @@ class WatchLimits:
 
     @property
     def check_s(self) -> float:
-        """Seconds between looks for what has fallen silent."""
+        """Seconds between checks for members that have fallen silent."""
         return min(1.0, self.silence_s / 10)
 
     @property
@@ -129,10 +129,12 @@ class RootAggregator:
             member.close()
 
     def _lose(self, member: Member, *, is_silent: bool) -> None:
-        """A member is gone: with an aggregator its ranks may still live, and come by themselves."""
+        """Note that a member is gone; the ranks of an aggregator may still live and connect by
+        themselves."""
         self.members.discard(member)
         if member.name and not all(self._seen[rank].is_gone for rank in member.ranks):
-            ranks = tuple(sorted(member.ranks))  # they came in any order
+            # Ranks join in any order.
+            ranks = tuple(sorted(member.ranks))
             self._losses.append(AggregatorLoss(ranks=ranks, name=member.name, is_silent=is_silent))
         for rank in member.ranks:
             if self._member_of.get(rank) is member:
@@ -222,7 +224,7 @@ class RootAggregator:
                 if not (s.is_lost or s.is_gone or s.rank in self._member_of)
             ]
 
-        # Who comes to a standby is not known before.
+        # A standby does not know in advance which ranks will connect to it.
         await self._until(
             lambda: not missing() and (self._is_first or len(self._seen) == self.limits.world_size),
             self.limits.regroup_s,

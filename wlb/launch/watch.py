@@ -103,7 +103,7 @@ class Watch:
             token, failure_id = secrets.token_hex(16), secrets.token_hex(4)
             leader = Leader(ports[0], (_host_of(world), ports[1]), token, failure_id)
         said: list[Any] = [None] * world.world_size
-        # Without a node's number from the launcher, the host's name tells nodes apart.
+        # If the launcher gives no node numbers, host names distinguish nodes.
         own = Attendance((world.node_rank, socket.gethostname()), leader)
         dist.all_gather_object(said, own, group=host_group())
         try:

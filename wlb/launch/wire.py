@@ -24,7 +24,7 @@ _RECEIVED_BYTES = 1 << 16
 _TOKEN_WAIT_S = 30.0
 
 OK, WELCOME, STACK, END = "ok", "welcome", "stack", "end"
-"""What an aggregator says: it heard a message; the root knows this member; send your stack; end."""
+"""Messages of an aggregator: message received; the root knows this member; send your stack; end."""
 
 
 class FrameError(ConnectionError):
@@ -85,7 +85,8 @@ class Line:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._decoder = FrameDecoder()
-        self._early: list[Any] = []  # what arrived together with the welcome
+        # Messages that arrived together with the welcome.
+        self._early: list[Any] = []
 
     def send(self, message: Any) -> None:
         self._socket.sendall(pack(message))
@@ -138,7 +139,7 @@ class Line:
 
 
 class Listener(Protocol):
-    """What an aggregator does with its members."""
+    """An aggregator's reactions to its members."""
 
     def joined(self, member: "Member") -> None: ...
     def heard(self, member: "Member", updates: dict[str, Any]) -> None: ...

@@ -1,8 +1,8 @@
 """A LLaMA decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
 
-x is [T, C]: T rows, C width. What depends on the micro-batch (rotary tables, attention, labels) is
-a `Rows` record. What tensor parallelism changes, the layers with weights, goes through an `Ops`
-object; `Ops` itself just calls the modules.
+x is [T, C]: T rows, C width. Inputs that depend on the micro-batch (rotary tables, attention,
+labels) are in a `Rows` record. Layers with weights, which tensor parallelism changes, go through an
+`Ops` object; `Ops` itself just calls the modules.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,7 +79,8 @@ class Ops:
         return embedding(tokens_T)
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
-        # The module itself where it can, as it may have hooks (of torch's parallelize_module).
+        # The module itself is called where possible, because it may have hooks (of torch's
+        # parallelize_module).
         return normalise(norm, x_TC, norm.weight, fused=True) if self.fused else norm(x_TC)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
@@ -106,7 +107,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
-        # Passed directly, the projections are freed when the call returns.
+        # The projections are passed without names, so that they are freed when the call returns.
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows))
         return self.ops.fan_in(out_THD.flatten(1), self.o_proj), attended
 

@@ -16,7 +16,7 @@ from wlb.kernels.fused import fused_swiglu
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor, *, fused: bool = False) -> Tensor:
     """silu(gate) * up, shape [T, F] like both. fused: in one kernel, which also saves gate and up
-    alone. Without it torch.compile chooses itself what it saves."""
+    alone. Otherwise torch.compile chooses the tensors that it saves."""
     if fused:
         return fused_swiglu(gate_TF, up_TF)
     if torch.compiler.is_compiling():
@@ -35,4 +35,5 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         (grad,) = grads
         d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return d_gate, silu(gate).mul_(grad)  # in place: at most three tensors of this size
+        # The product is made in place, so that at most three tensors of this size exist.
+        return d_gate, silu(gate).mul_(grad)

@@ -1,8 +1,8 @@
-"""What every packing policy shares: the protocol, and turning placements into a plan.
+"""Shared by all packing policies: the protocol, and the conversion of placements to a plan.
 
-`push(batch, carry) -> (plans, carry)` is pure: what a policy keeps between global batches is in
-`carry` and nowhere else. `push(None, carry)` is the end of data and returns everything that still
-waits, in as many plans as it takes.
+`push(batch, carry) -> (plans, carry)` is pure: all state that a policy keeps between global batches
+is in `carry`. `push(None, carry)` is the end of data and returns everything that still waits, in as
+many plans as it takes.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ from wlb.plan.arrays import first_true
 
 MOST_WORK = 2.0**62
 STEP_ORDER = 1 << 19
-"""Index of `permuted` for the order of steps; micro-batches have lower ones."""
+"""Index of `permuted` for the order of steps; micro-batches have lower indices."""
 LEFTOVER = 0
-"""Slot of a carry for what an earlier packing left over, where a policy has several slots."""
+"""Slot of pieces that an earlier packing left over, in policies whose carry has several slots."""
 
 Pushed = tuple[tuple[PackingPlan, ...], Carry]
-"""The steps that can be made, none or several, and what waits after them."""
+"""The steps that can be made, none or several, and the carry after them."""
 
 
 class Packer(Protocol):
@@ -55,7 +55,8 @@ class Packer(Protocol):
         ...
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """The steps that can be made once `batch` has come, none or several, and what waits after.
+        """Return the steps that can be made once `batch` has come, none or several, and the carry
+        after them.
 
         batch: None at the end of data, when all that is carried is placed. Pure: the same batch and
         carry give the same plans, so a carry is all that a checkpoint keeps. UserError for a
@@ -71,7 +72,8 @@ class PackerOptions:
     num_micro_batches: of a step, over all pipelines. context_window: C, the longest piece, in
     tokens. num_windows: N, windows that a global batch brings on average; 0 = as many as
     micro-batches. long_documents: "split" or "refuse" for documents longer than C. seed: order of
-    documents inside a micro-batch. layout: which rows attend to each other. cost: what is balanced.
+    documents inside a micro-batch. layout: which rows attend to each other. cost: workload model
+    used for balancing.
     """
 
     num_micro_batches: int
@@ -110,10 +112,13 @@ class PackerOptions:
         """N x C, the tokens that a global batch brings on average."""
         return (self.num_windows or self.num_micro_batches) * self.context_window
 
-    def workloads(self, pieces: Pieces) -> IntArray:
-        """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
+    def workloads(self, pieces: Pieces, *, factor: float = 1.0) -> IntArray:
+        """factor * W_a + W_l of each piece in ns, shape [num_pieces]; refuses a negative cost."""
         work = _priced(pieces, self.cost.workload_ns(pieces.length))
-        # Sums, and N times the largest, must stay integers of 64 bits.
+        if factor != 1.0:
+            attention = self.attention(pieces)
+            work = _priced(pieces, work - attention + _priced(pieces, np.rint(attention * factor)))
+        # The sum of all costs, and N times the largest one, must fit 64-bit integers.
         most = int(work.max(initial=0))
         if max(work.sum(dtype=float), float(most * self.num_micro_batches)) > MOST_WORK:
             piece = pieces[int(work.argmax())]
@@ -140,9 +145,8 @@ def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPacker:
-    """Base of policies; a policy sets `policy` and implements `push`.
-
-    options: what all policies are told.
+    """Base of policies; a policy sets `policy` and implements `push`. options: those of every
+    policy.
     """
 
     options: PackerOptions
@@ -176,8 +180,8 @@ class PolicyPacker:
 
         work_ns: of `pieces`, shape [num_pieces]. max_delay: pieces delayed by more steps than that
         are counted as overdue. shuffle: order the pieces of a micro-batch at random, by
-        (options.seed, step, i). Policies push documents in descending order; left so, per-sequence
-        sharding would give the long documents to the same ranks every time.
+        (options.seed, step, i). Policies place documents in descending length; in that order,
+        per-sequence sharding would give the long documents to the same ranks in every step.
         """
         options = self.options
         order = [np.array(members, np.int64) for members in rows]
@@ -211,7 +215,8 @@ class PolicyPacker:
     ) -> tuple[PackingPlan, ...]:
         """Plans of consecutive steps out of the same pieces; `steps[s][i]`: rows of micro-batch i.
 
-        num_waiting_tokens: what still waits after the last step. Tokens of later steps wait too.
+        num_waiting_tokens: tokens that still wait after the last step. Tokens of later steps wait
+        too.
         """
         work, length = self.options.workloads(pieces), pieces.length
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
@@ -225,7 +230,7 @@ class PolicyPacker:
 
 
 def check_s_max(s_max: int, options: PackerOptions) -> None:
-    """UserError for an S_max (tokens) that a document as long as the window would not fit."""
+    """Raise UserError for an S_max (tokens) below the context window."""
     if s_max < options.context_window:
         raise UserError(
             f"s_max = {s_max} is below the context window of {options.context_window}: a document "
@@ -234,9 +239,8 @@ def check_s_max(s_max: int, options: PackerOptions) -> None:
 
 
 def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
-    """UserError naming a waiting piece of more than `limit` tokens.
-
-    It was cut for a larger window; no step could ever take it, and the flush would never end.
+    """Raise UserError naming a waiting piece of more than `limit` tokens. Such a piece was cut for
+    a larger window; no step could take it, so that the flush would never end.
     """
     if (i := first_true(pieces.length > limit)) is not None:
         piece = pieces[i]

@@ -83,9 +83,10 @@ def pack_bins(
 ) -> Bins:
     """Documents of `lengths` tokens (shape [n]) in bins of at most `capacity` tokens.
 
-    window: open bins of best_fit; no other method has a use for it. num_first: the decreasing
-    methods place the rows [0, num_first) before all others, each part in descending length (what
-    waited before what is new); a stream has them first anyway.
+    window: number of open bins of best_fit; the other methods ignore it. num_first: the decreasing
+    methods place the rows [0, num_first), which are documents left over from an earlier packing,
+    before all others, each group in descending length; the streaming methods keep the order of
+    rows, in which leftovers come first already.
     """
     checked = _checked(lengths, capacity)
     check_at_least("window", window, 1)
@@ -168,8 +169,9 @@ def _in_order(lengths: IntArray, order: IntArray, offsets: IntArray, capacity: i
 
 
 def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_first: int) -> Bins:
-    # 1. Rows in descending length, and runs of equal lengths. Nothing needs more room than all
-    #    tokens together, so that a huge capacity costs no memory.
+    # 1. Sort the rows by descending length and find the runs of equal lengths. A bin's room is
+    # capped at the sum of all lengths, because the tables below are as long as a bin's room is
+    # large.
     room = min(capacity, int(lengths.sum()))
     parts = (lengths[:num_first], lengths[num_first:])
     first, rest = (_stable_order(room - part, room) for part in parts)
@@ -177,18 +179,18 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     in_turn = lengths[rows]
     begins = np.flatnonzero(np.diff(in_turn, prepend=0))
     runs = zip(in_turn[begins].tolist(), np.diff(begins, append=rows.size).tolist(), strict=True)
-    # 2. Runs into groups of bins.
+    # 2. Place each run of equal lengths into groups of bins; a fill is one such placement.
     is_first_fit = method == BinMethod.FIRST_FIT_DECREASING
     fills = _place(runs, room, _FirstFitGroups() if is_first_fit else _BestFitGroups(room))
     start, num_documents, each, filled = fills.T
-    # 3. Fills into visits of single bins: a visit takes `each` consecutive rows to consecutive
-    #    places of its bin.
+    # 3. Divide the fills into visits of single bins: a visit puts `each` consecutive rows at
+    # consecutive places of its bin.
     num_visits = num_documents // each
     each = np.repeat(each, num_visits)
     nth = np.arange(each.size) - np.repeat(offsets_of(num_visits)[:-1], num_visits)
     bin_of = np.repeat(start, num_visits) + nth
     taken = offsets_of(each)[:-1]
-    # Sums of whole numbers far below 2^53 are exact in the float64 that bincount adds up in.
+    # bincount sums in float64, which is exact here: the sums are integers far below 2^53.
     offsets = offsets_of(np.bincount(bin_of, weights=each).astype(np.int64))
     tokens = np.bincount(bin_of, weights=each * in_turn[taken]).astype(np.int64)
     places = np.repeat(offsets[bin_of] + np.repeat(filled, num_visits) - taken, each)
@@ -212,22 +214,22 @@ def _stable_order(keys: IntArray, largest: int) -> IntArray:
 
 
 class _BestFitGroups:
-    """Groups of bins for best fit: gives the one with the least room that is enough.
+    """Groups of bins for best fit: `take` finds the group with the least room that is enough.
 
-    Of groups with equal room it gives the lowest bins. has_room: 1 at each room that some group has
-    (`bytearray.find` searches it as fast as memchr). most: no group has more room than this.
+    Of groups with equal room it takes the lowest bins. has_room: 1 at each room that some group has
+    (`bytearray.find` searches it as fast as memchr). max_room: no group has more room than this.
     """
 
     def __init__(self, capacity: int) -> None:
         self.of_room: dict[int, list[Group]] = {}
         self.has_room = bytearray(capacity + 1)
-        self.most = 0
+        self.max_room = 0
 
     def take(self, length: int) -> tuple[int, Group] | None:
         """Remove and return the group (room, group) that a document of `length` goes to."""
-        room = self.has_room.find(1, length, self.most + 1)
+        room = self.has_room.find(1, length, self.max_room + 1)
         if room < 0:
-            self.most = min(self.most, length - 1)
+            self.max_room = min(self.max_room, length - 1)
             return None
         groups = self.of_room[room]
         group = heapq.heappop(groups)
@@ -237,11 +239,11 @@ class _BestFitGroups:
     def put(self, room: int, group: Group) -> None:
         heapq.heappush(self.of_room.setdefault(room, []), group)
         self.has_room[room] = 1
-        self.most = max(self.most, room)
+        self.max_room = max(self.max_room, room)
 
 
 class _FirstFitGroups:
-    """Groups of bins for first fit: gives the lowest bins that have room.
+    """Groups of bins for first fit: `take` finds the lowest bins that have room.
 
     ready: heap of (start, stop, filled, room) of groups with room for the current `length`.
     waiting: heap of (-room, group) of all others, until lengths are short enough for them.
@@ -277,7 +279,7 @@ class _FirstFitGroups:
 def _place(
     runs: Iterable[tuple[int, int]], capacity: int, groups: _BestFitGroups | _FirstFitGroups
 ) -> IntArray:
-    """Places runs, each (length, number of documents), one after the other into groups of bins.
+    """Place runs, each (length, number of documents), one after the other into groups of bins.
 
     Returns fills, shape [num_fills, 4]: (first bin, documents, documents for each bin, documents
     that each bin had before). Fills take the documents in the order of the runs.

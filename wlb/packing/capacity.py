@@ -1,11 +1,11 @@
 """capacity: bins of at most `capacity` tokens, whole documents, as fine-tuning methods pack them.
 
-What waits and what arrives is packed into bins; N bins make a step, and documents of bins that fill
-no step wait and are packed again. Decreasing methods let the fullest bins leave first, in a seeded
-order of steps (from long to short would be a curriculum); streaming methods keep the order of bins.
-Guarantees: capacity held, every piece placed once. What was left over is placed before anything new
-and its bins leave first, so at most N bins wait, and only until the next packing that makes steps
-(best_fit: its oldest document). Work is not balanced. Cost: that of `pack_bins`.
+Waiting and arriving documents are packed into bins; N bins make a step, and documents of bins that
+fill no step wait and are packed again. Decreasing methods let the fullest bins leave first, in a
+seeded order of steps (from long to short would be a curriculum); streaming methods keep the order
+of bins. Guarantees: capacity held, every piece placed once. Leftovers are placed before new
+documents and their bins leave first, so at most N bins wait, and only until the next packing that
+makes steps (best_fit: its oldest document). Work is not balanced. Cost: that of `pack_bins`.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ class CapacityPacker(PolicyPacker):
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
-        # Batches that wait for their window would have been trained one a step by the loader.
+        # The delay of a batch counts from the step in which an unpacked loader would train it: the
+        # batches that wait in this window would have taken one step each.
         waiting = int(carry.slot.max(initial=LEFTOVER))
         due = carry.next_step + (waiting if self.pack_batches > 1 else 0)
         arrived = self.options.arrived(batch, due)
@@ -83,7 +84,7 @@ class CapacityPacker(PolicyPacker):
             num_waiting_tokens=held.num_tokens,
             shuffle=not self.method.keeps_order,
         )
-        # After a packing that made no step, what was new is still new at the next packing.
+        # If no step was made, new documents are still new at the next packing.
         slot = None if plans else slot[left]
         return plans, self._carry(held, carry.next_step + len(plans), slot)
 
@@ -100,7 +101,7 @@ class CapacityPacker(PolicyPacker):
         """The rows of each micro-batch of each step that the bins `leaving` make."""
         num = self.num_micro_batches
         if not flush:
-            # A last bin with room stays for the documents to come.
+            # The last bin stays if it still has room for documents to come.
             stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
             leaving = leaving[: (leaving.size - stays) // num * num]
         if not self.method.keeps_order and leaving.size > num:

@@ -1,10 +1,10 @@
-"""examples: so many whole documents a micro-batch, as fine-tuning batches them.
+"""examples: a fixed number of whole documents a micro-batch, as fine-tuning batches them.
 
 RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing Training Efficiency Using
 Packing with Flash Attention"; with `Layout.SEPARATE` their online mini-batch packing. GroupByLength
 is Hugging Face's: 50 steps' documents are sorted from long to short (of the shuffled stream here).
 Guarantees: every micro-batch but those of the flush has exactly `examples` documents, and only
-those longer than the window are cut. Cost: a sort of what waits.
+those longer than the window are cut. Cost: a sort of the waiting documents.
 """
 
 from dataclasses import dataclass

@@ -70,7 +70,8 @@ class FixedPacker(PolicyPacker):
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
-        num_held = int((carry.slot > 0).sum())  # always first in the stream
+        # Pieces that were held back are always first in the stream.
+        num_held = int((carry.slot > 0).sum())
         plans: list[PackingPlan] = []
         step = carry.next_step
         while len(stream) and (batch is None or stream.num_tokens >= size):
@@ -85,7 +86,7 @@ class FixedPacker(PolicyPacker):
         return tuple(plans), self._carry(stream, step, slot)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
-        """`pieces` in windows of C tokens; a policy with another method overrides this."""
+        """Pack `pieces` into windows of C tokens; policies with another method override this."""
         return greedy(
             pieces,
             self.options.attention(pieces),
@@ -135,7 +136,7 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # There is always one: the document that crosses the limit.
+            # At least one document is long enough: the one that crosses the limit.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])
@@ -149,7 +150,7 @@ def take_tokens(
 def greedy(
     pieces: Pieces, attention_ns: IntArray, *, num_micro_batches: int, capacity: int
 ) -> Window:
-    """Pieces to micro-batches of `capacity` tokens by least attention (steps 1 to 3).
+    """Assign pieces to micro-batches of `capacity` tokens by least attention (steps 1 to 3).
 
     attention_ns: shape [num_pieces]; the part of a cut piece is taken to cost its share of the
     piece's tokens, an upper bound. UserError if the tokens cannot fit.
@@ -196,10 +197,10 @@ def parts_that_fill(
 
 
 class _LeastWorkFirst:
-    """Gives the micro-batch of least work that has room; documents come in descending length.
+    """Finds the micro-batch of least work that has room; documents come in descending length.
 
-    A micro-batch without room is parked until documents are short enough for it, so that each
-    placement looks at O(1) of them.
+    A micro-batch without room is set aside until documents are short enough for it, so that each
+    placement looks at O(1) micro-batches.
     """
 
     def __init__(self, num: int, capacity: int) -> None:

@@ -28,8 +28,8 @@ MOST_OPEN = 4
 class OriginalPacker(PolicyPacker):
     """Plain-4D behind the packer protocol.
 
-    Carry: what follows the last full step; slot 0, or with SHORT the (i-th) open window it is in.
-    cut: where windows end, `packing.window_cut`.
+    Carry: the pieces after the last full step; slot 0, or with SHORT the index of their open
+    window. cut: where windows end, `packing.window_cut`.
     """
 
     policy: ClassVar[str] = "original"
@@ -39,15 +39,16 @@ class OriginalPacker(PolicyPacker):
         if self.cut == WindowCut.SHORT:
             return self._push_whole(batch, carry)
         window, num = self.options.context_window, self.num_micro_batches
-        # 1. The stream, cut at every window's end.
+        # 1. Cut the stream at the end of every window.
         arrived = self.options.arrived(batch, carry.next_step, split=False)
         stream = Pieces.concat(carry.pieces, arrived)
         stream = cut_at(stream, np.arange(0, stream.num_tokens + window, window))
-        # 2. Full steps; at the end of data the rest is one more step, short or with empty windows.
+        # 2. Count the full steps; at the end of data the rest is one more, with short or empty
+        # windows.
         steps = stream.num_tokens // (window * num)
         if batch is None and stream.num_tokens > steps * window * num:
             steps += 1
-        # 3. Pieces by window.
+        # 3. Group the pieces by window.
         window_of = (offsets_of(stream.length)[:-1]) // window
         edges = np.searchsorted(window_of, np.arange(steps * num + 1)).tolist()
         rows = [list(range(a, b)) for a, b in pairwise(edges)]
@@ -62,7 +63,9 @@ class OriginalPacker(PolicyPacker):
         lengths = stream.length.tolist()
         parts: list[Part] = []
         first = 0
-        # Slots are open windows unless the other loader, or one of another C, held the carry.
+        # Slots are the indices of open windows, unless the carry comes from `WindowCut.ANYWHERE` or
+        # from a larger context window: then some slot holds more tokens than a window has, and the
+        # documents are placed as if they were new.
         held_tokens = np.bincount(carry.slot, carry.pieces.length)
         if (held_tokens <= self.options.context_window).all():
             for row, window in enumerate(carry.slot.tolist()):
@@ -89,7 +92,7 @@ class OriginalPacker(PolicyPacker):
         held: Pieces,
         slot: IntArray | None,
     ) -> Pushed:
-        """Plans of N windows each, and what waits; `rows` are the pieces of each window."""
+        """Make plans of N windows each, and the carry; `rows` are the pieces of each window."""
         num, step = self.num_micro_batches, carry.next_step
         steps = [rows[i : i + num] for i in range(0, len(rows), num)]
         plans = self._plans(step, pieces, steps, num_waiting_tokens=held.num_tokens, shuffle=False)
@@ -106,7 +109,7 @@ class _OpenWindows:
     num_full: int = 0
 
     def put_into(self, window: int, length: int) -> None:
-        """A part that is known to be in that window (its number may be new)."""
+        """Put a part of `length` tokens into that window, which is opened if its index is new."""
         self.room += [self.size] * (window + 1 - len(self.room))
         self.room[window] -= length
         while self.num_full < len(self.room) and not self.room[self.num_full]:

@@ -11,15 +11,17 @@ from wlb.packing.capacity import CapacityPacker
 from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
+from wlb.packing.prices import PriceRange
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout, UserError
 from wlb.spec import PackingSection, Policy, RunSpec, check
 
 GIB = 1 << 30
 MOST_AUTOMATIC_WINDOWS = 2
-"""Longest S_max that packing.s_max = 0 comes to: longer ones leave too little for a step's rest."""
+"""Longest S_max, in context windows, that packing.s_max = 0 chooses; longer ones would leave too
+little memory for the other micro-batches of a step."""
 ROOM_OF_A_STEP = 1.1
-"""Global batches that a step should have room for, so that what is held back can be caught up."""
+"""Global batches that a step should have room for, so that documents held back can be caught up."""
 
 
 def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
@@ -84,6 +86,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 queue_thresholds=spec.queue_thresholds,
                 literal=packing.literal,
                 hold=packing.hold,
+                price_range=_price_range(packing),
             )
         case Policy.BOUNDED:
             s_max, step_tokens = caps_of(spec)
@@ -93,7 +96,13 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 step_tokens=step_tokens,
                 max_delay=packing.max_delay,
                 delay_price=packing.delay_price or None,
+                price_range=_price_range(packing),
             )
+
+
+def _price_range(packing: PackingSection) -> PriceRange:
+    low, high = packing.price_range
+    return PriceRange(low=low, high=high)
 
 
 def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
@@ -101,14 +110,15 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
 
     The longest of at most 2 windows (tried in twentieths) beside which a step of 1.1 global batches
     fits, or else of any more than one: packing.memory_gib, or planned_gib where that is 0, also
-    lowers T (`caps_of`). planned_gib: what plans may use of a device (`wlb.cost.Budget`). UserError
-    where it is None (not known) or nothing fits.
+    lowers T (`caps_of`). planned_gib: memory of a device that plans may use (`wlb.cost.Budget`).
+    UserError where it is None (not known) or nothing fits.
     """
     packing, window = spec.packing, spec.data.context_window
     if not packing.takes_s_max_from_memory:
         return spec
     if not packing.varies_lengths:
-        return check(replace(spec, packing=replace(packing, s_max=1.0)))  # not used
+        # Policies that pack to windows ignore s_max; any valid value does.
+        return check(replace(spec, packing=replace(packing, s_max=1.0)))
     planned = packing.memory_gib or planned_gib
     if not planned:
         raise UserError(
@@ -134,8 +144,8 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
 
 
 def first_with_room(alternatives: Sequence[RunSpec]) -> int:
-    """Index of the first whose memory leaves steps room for 1.1 global batches, or else of the
-    first that fits at all; UserError of the first if none does."""
+    """Index of the first configuration whose memory leaves steps room for 1.1 global batches, else
+    of the first one that fits at all; raises the first one's UserError if none fits."""
     fitting: list[int] = []
     refused: list[UserError] = []
     for i, spec in enumerate(alternatives):
@@ -161,7 +171,7 @@ def _room(spec: RunSpec) -> int | None:
 
 
 def caps_of(spec: RunSpec) -> tuple[int, int | None]:
-    """(S_max, T) in tokens: as configured, and lower where packing.memory_gib asks for it."""
+    """(S_max, T) in tokens: as configured, or lower where packing.memory_gib requires it."""
     s_max, step_tokens = spec.s_max, spec.packing.step_tokens_of(spec.tokens_per_step)
     if not spec.packing.memory_gib:
         return s_max, step_tokens

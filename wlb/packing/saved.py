@@ -1,4 +1,4 @@
-"""Packs made offline: an epoch packed once, kept in a file, trained as it is (`wlb pack`).
+"""Packs made offline: an epoch is packed once, saved, and trained from the file (`wlb pack`).
 
 The offline half of the methods of Kundu et al. (2024), Section 3.2. A file holds, for every step of
 an epoch, the store's rows in each micro-batch. It is a source (a step's documents in their saved

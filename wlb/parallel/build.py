@@ -26,7 +26,7 @@ from wlb.parallel.tensor_op import TracedTensorParallelOps
 from wlb.plan import UserError
 from wlb.spec import Recompute, RunSpec
 
-# Recomputed results are bit-equal without the RNG state: the model draws no random numbers.
+# The RNG state is not preserved, because the model draws no random numbers.
 _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -35,7 +35,8 @@ def compute_dtype(spec: RunSpec) -> torch.dtype:
 
 
 def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
-    """The attention kernel of a run on `device`, and why; UserError for one that cannot compute."""
+    """Choose the attention kernel of a run on `device`, with the reason; UserError if it cannot
+    compute."""
     dtype, head_size = compute_dtype(spec), spec.model.head_size
     return choose_backend(
         spec.kernels.attention,
@@ -47,7 +48,8 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 
 
 def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
-    """Whether fused kernels compute a run on `device`, and why; UserError where they cannot."""
+    """Choose whether fused kernels compute a run on `device`, with the reason; UserError if they
+    cannot."""
     return choose_fused(spec.kernels.fused, device=device, dtype=compute_dtype(spec))
 
 
@@ -64,7 +66,7 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
                 layers=spec.layers_of(index),
                 is_first=index == 0,
                 is_last=index == spec.num_stages - 1,
-                ops=_ops(spec, mesh),  # not shared: each stage needs its own weight queue
+                ops=_ops(spec, mesh),
                 loss_chunk=spec.training.loss_chunk,
             )
         if mesh.parallel.tp > 1:
@@ -73,7 +75,8 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         if spec.training.compile:
             compile_layers(stage, spec.training.compile_backend)
         shard_stage(stage, mesh, compute_dtype(spec), spec.fsdp)
-        stage.to_empty(device=mesh.device)  # this rank's shards alone
+        # The storage is that of this rank's shards alone.
+        stage.to_empty(device=mesh.device)
         for name, parameter in stage.named_parameters():
             _fill(parameter, name, spec, mesh)
         stages[index] = stage
@@ -86,30 +89,28 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
 
     FULL keeps a layer's input alone. SELECTIVE recomputes the second norm and the MLP, and keeps
     attention's tensors. In both, the down projection and its reduce-scatter do not run again:
-    torch's checkpoint stops once backward has what it needs, and linear layers save their input
-    before they compute (`wlb.parallel.deferred.Product`).
+    torch's checkpoint stops once backward has all tensors that it needs, and linear layers save
+    their input before they compute (`wlb.parallel.deferred.Product`).
     """
     if how == Recompute.NONE:
         return
     method = "forward" if how == Recompute.FULL else "second_half"
     for layer in stage.model.layers.values():
-        # Replaced inside the module, so that hooks on it (FSDP, clock) run in forward only.
+        # forward is replaced inside the module, so that hooks on the module (FSDP, clock) do not
+        # run again in backward.
         setattr(layer, method, partial(_checkpointed, getattr(layer, method)))
 
 
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
-    ops = _plain_ops(spec, mesh)
-    ops.fused = fused_of(spec, mesh.device).fused
-    return ops
-
-
-def _plain_ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.parallel.tp > 1:
         queue = WeightQueue() if spec.splits_backward else None
         made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
         overlaps = spec.tp.overlap
-        return made(mesh.group("tp"), spec.model.padded_vocab_size, queue, overlaps=overlaps)
-    return DeferringOps() if spec.splits_backward else Ops()
+        ops = made(mesh.group("tp"), spec.model.padded_vocab_size, queue, overlaps=overlaps)
+    else:
+        ops = DeferringOps() if spec.splits_backward else Ops()
+    ops.fused = fused_of(spec, mesh.device).fused
+    return ops
 
 
 def _distribute(stage: Llama, mesh: Mesh) -> None:
@@ -124,7 +125,8 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
-    """A function of its own, so that the whole value is freed before the next one is made."""
+    """Initialise one parameter. This is a separate function so that the whole value is freed before
+    the next one is made."""
     value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
     if mesh.parallel.tp > 1:
         value = _tp_shard(value, placement(name), mesh)

@@ -47,8 +47,8 @@ def _compile(layer: Any, backend: str) -> None:
         for residual in [x_TC] if base is None else [x_TC, base]:
             maybe_mark_dynamic(residual, 0)
             mark_static(residual, 1)
-        # Marked here and not where the tables are made: the thread that makes them may run while
-        # this one compiles, when mark_static has another meaning.
+        # The tables are marked here rather than by the thread that makes them, because mark_static
+        # has another meaning while this thread compiles.
         for table in (rows.cos, rows.sin):
             mark_static(table, [1, 2])
         return compiled(x_TC, rows)
@@ -79,7 +79,8 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
             f"backends: {', '.join(known)}"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
-        return  # a dry run on a machine without the GPUs
+        # This is a dry run on a machine without the GPUs.
+        return
 
     def probe(x: Tensor) -> Tensor:
         return x.sin() + x
@@ -90,7 +91,8 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"training.compile = true, but torch's backend {backend!r} cannot compile for "
-            f"{device.type} here: {reason}; install what it needs (for training.compile_backend = "
+            f"{device.type} here: {reason}; install its requirements (for training.compile_backend "
+            f"= "
             f"inductor: on CPU a C++ compiler and Python's headers, Debian's g++ and python3-dev; "
             f"on CUDA Triton) or set training.compile = false"
         ) from error

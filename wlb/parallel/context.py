@@ -60,7 +60,8 @@ class KvGather(NamedTuple):
 
 
 class GatherAgain(NamedTuple):
-    """What backward gathers again, and the slot that takes it to attention's backward."""
+    """The rows that backward gathers again, and the slot that brings them to attention's
+    backward."""
 
     slot_R2GD: Tensor
     k_TGD: Tensor

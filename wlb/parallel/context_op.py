@@ -49,7 +49,7 @@ def gradients_by_row(
     shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
     total = dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
     for i, grad_KGD in enumerate((dk_KGD, dv_KGD)):
-        # Unused rows read one more row, of zeros.
+        # Rows without a use read an appended row of zeros.
         used = torch.cat([grad_KGD, grad_KGD.new_zeros((1, *grad_KGD.shape[1:]))])
         total[:, i] = used.index_select(0, inverse_UR[0])
         for index_R in inverse_UR[1:]:
@@ -62,14 +62,16 @@ def _gathered(x_TGD: Tensor, num_rows: int) -> Tensor:
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory, [num_rows, 2, G, D], whose gradient is what counts."""
+    """A tensor without memory, [num_rows, 2, G, D], of which only the gradient is used."""
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
 def _fake_gather(
     k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return _gathered(k_TGD, cp * k_TGD.shape[0]), _slot(k_TGD, k_TGD.shape[0], wire)
+    # len(k_TGD) would make the length a constant, and each length a graph of its own.
+    num_rows = k_TGD.shape[0]
+    return _gathered(k_TGD, cp * num_rows), _slot(k_TGD, num_rows, wire)
 
 
 @custom_op("gather_kv", fake=_fake_gather)
@@ -147,13 +149,10 @@ class AddAndGatherAgain(torch.autograd.Function):
         return grad_SC, grad_SC, gathering, None, None, None, None
 
 
-def _fake_attend(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv_gather: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *attention_like(q_THD), _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
-
-
-@custom_op("context_attend", fake=_fake_attend)
+@custom_op(
+    "context_attend",
+    fake=lambda q, k, _, kv, *__: (*attention_like(q), _slot(k, kv.shape[0], k.dtype)),
+)
 def context_attend(
     q_THD: Tensor,
     k_TGD: Tensor,
@@ -229,8 +228,10 @@ def context_attend_backward(
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     saved = SavedTensors(q_THD, k, v, out_THD, lse)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
-    del k, v, saved  # free the copies; autograd holds a gather that began in AddAndGatherAgain
-    del kv_gather  # frees one that began here
+    # The copies are freed here; autograd holds a gather that began in AddAndGatherAgain.
+    del k, v, saved
+    # This frees a gather that began here.
+    del kv_gather
     if _reads_buffer(segments, backend):
         dkv_R2GD = torch.stack([dk, dv], 1)
     else:
@@ -253,7 +254,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _, gathering = grads
     none: list[None] = [None] * ctx.num_inputs
-    if grad_THD is None:  # only the log-sum-exp was differentiated
+    # Only the log-sum-exp was differentiated.
+    if grad_THD is None:
         return tuple(none)
     q_THD, k_TGD, v_TGD, kv_gather, *others = ctx.saved_tensors
     if gathering is not None and not ctx.keeps_gathered:

@@ -56,9 +56,9 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
     """Have FSDP communicate on the same streams for all stages of a rank; before their first pass.
 
     A stage is a root of FSDP's with four streams of its own, and torch's caching allocator gives no
-    stream what another one freed. torch's `share_comm_ctx` would also share the order of forward
-    passes, which one stage's last backward pass clears while others still prefetch by it, and makes
-    new streams whenever another root begins.
+    stream memory that another one freed. torch's `share_comm_ctx` would also share the order of
+    forward passes, which one stage's last backward pass clears while others still prefetch by it,
+    and makes new streams whenever another root begins.
     """
     streams: dict[str, Any] = {}
     for stage in stages:
@@ -90,8 +90,8 @@ def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
 
     modules: the stage, which begins both passes, then its layers. By default torch posts a gather
     when its module begins, which is too late if the host lags, as at a step's first micro-batch. In
-    backward torch prefetches what ran before in forward, which is not always the next layer if
-    several micro-batches are in flight.
+    backward torch prefetches the module that ran before in forward, which is not always the next
+    layer if several micro-batches are in flight.
     """
     if not ahead:
         return
@@ -108,7 +108,8 @@ def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
     which gathers whole stages before their passes and drops parameters after a step's last one."""
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
-    nothing = SimpleNamespace(wait=lambda: None)  # an unshard handle of nothing
+    # A handle like that of FSDP's unshard, with nothing to wait for.
+    nothing = SimpleNamespace(wait=lambda: None)
     for layer in layers:
         setattr(layer, "unshard", lambda **_: nothing)  # noqa: B010
 
@@ -119,7 +120,8 @@ def shard_start(num_rows: int, mesh: Mesh) -> int:
 
 
 def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
-    """Without a pipeline: reduce gradients in the next backward only if it is the step's last."""
+    """Have FSDP reduce gradients in the next backward only if it is the step's last (no
+    pipeline)."""
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(is_last)
         stage.set_is_last_backward(is_last)
@@ -157,7 +159,8 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
         for name, p in parameters.items()
         if p.grad is not None and placement(name).is_replicate()
     ]
-    if not grads:  # as on all tp ranks of this stage
+    # Then no tp rank of this stage has any.
+    if not grads:
         return
     flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.group("tp"))
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -167,8 +170,8 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
 def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's share of the squared gradient norm, float64 scalar; sum it over ALL ranks.
 
-    Each element counts once: what is replicated (over tp, or in HSDP copies) counts on its first
-    rank only. A single sum over the world can share an all-reduce with other values.
+    Each element counts once: replicated parameters (over tp, or in HSDP copies) count on their
+    first rank only. A single sum over the world can share an all-reduce with other values.
     """
     counted = [
         local_tensor(p.grad)

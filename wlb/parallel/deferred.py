@@ -39,7 +39,7 @@ class WeightQueue:
             self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue; returns a function that computes and accumulates what was in it."""
+        """Empty the queue; returns a function that computes and accumulates its gradients."""
         waiting, self._waiting = self._waiting, []
 
         def begin_next() -> Tensor | None:
@@ -50,7 +50,8 @@ class WeightQueue:
         def run() -> None:
             begun = begin_next()
             while waiting:
-                parameters, _, compute = waiting.pop()  # frees each entry's activations early
+                # Entries are removed one by one, which frees their activations early.
+                parameters, _, compute = waiting.pop()
                 current, begun = begun, begin_next()
                 for parameter, grad in zip(parameters, compute(current), strict=True):
                     if parameter.requires_grad:
@@ -129,7 +130,8 @@ class DeferringOps(Ops):
         return (self.fan_in(x_TC, linear) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        parameter = linear.weight  # of the forward pass: FSDP exchanges a module's parameters
+        # The parameter is read in forward, because FSDP exchanges a module's parameters.
+        parameter = linear.weight
 
         def differentiate(grad_TF: Tensor, x_TC: Tensor, weight_FC: Tensor) -> tuple[Tensor, None]:
             self.queue.push([parameter], lambda _: [grad_TF.t() @ x_TC])

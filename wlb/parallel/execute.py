@@ -159,7 +159,8 @@ class Executor:
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,
-            # If backward runs the layer again, the gather of that run serves both.
+            # A layer that backward recomputes gathers K and V in the recomputation, which serves
+            # backward too.
             keep_gathered_kv=self.spec.cp.keep_gathered_kv or self._recomputes_attention,
             gradient_dtype=getattr(torch, self.spec.cp.gradient_dtype),
             fused=self._fused,

@@ -39,7 +39,8 @@ def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) ->
     def with_one_worker(
         group: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
     ) -> None:
-        if not isinstance(timeout, gloo._Options):  # keep options that the caller gives
+        # Options that the caller gives are kept.
+        if not isinstance(timeout, gloo._Options):
             options = gloo._Options()
             options._devices = devices()
             options._timeout = timeout

@@ -32,6 +32,13 @@ def new_host_group(timeout_s: float) -> None:
     dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=HOSTS)
 
 
+def destroy_gloo_groups() -> None:
+    """Destroy this process's Gloo groups, and their threads, without waiting for other ranks."""
+    for group in list(distributed_c10d._world.pg_map):
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            dist.destroy_process_group(group)
+
+
 def host_group() -> dist.ProcessGroup | None:
     """The group of all ranks for CPU tensors and objects; None without torch.distributed."""
     if not dist.is_initialized():
@@ -65,7 +72,8 @@ def gather_rows(own: Tensor) -> Tensor | None:
         if rank & step:
             dist.send(rows, dst=rank - step, group=group)
             return None
-        if rank + step < size:  # its rows are those of ranks rank + step ... rank + 2 * step - 1
+        # The peer's rows are those of ranks rank + step ... rank + 2 * step - 1.
+        if rank + step < size:
             theirs = rows.new_empty(min(step, size - rank - step), own.numel())
             dist.recv(theirs, src=rank + step, group=group)
             rows = torch.cat([rows, theirs])
@@ -74,7 +82,7 @@ def gather_rows(own: Tensor) -> Tensor | None:
 
 
 class HostCost(NamedTuple):
-    """What a job's Gloo groups, rendezvous store and watch cost. sockets, root_sockets: of a rank
+    """Costs of a job's Gloo groups, rendezvous store and watch. sockets, root_sockets: of a rank
     and of rank 0. messages: in a row for a sum over all ranks. store_requests, store_bytes: to rank
     0's store, by all ranks. full_mesh_*: of one Gloo group that connects everybody, for comparison.
     """
@@ -112,7 +120,8 @@ def host_cost(world_size: int) -> HostCost:
         sockets=each,
         root_sockets=root,
         messages=2 * (n - 1).bit_length(),
-        store_requests=2 * (2 * n + 2 * lookups),  # set; wait and get
+        # A rank sets keys, and waits for and gets the keys of others.
+        store_requests=2 * (2 * n + 2 * lookups),
         store_bytes=(2 * n + lookups) * _ADDRESS_BYTES,
         full_mesh_sockets=n - 1 + listener,
         full_mesh_bytes=n * n * (_ADDRESS_BYTES + _PAIR_BYTES * n),

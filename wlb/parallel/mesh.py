@@ -55,7 +55,7 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
     """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
-    flattened, dp major. sharding: what FSDP2 shards over, `fsdp` or its ranks as (replicate,
+    flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
     shard)."""
 
     parallel: ParallelSpec

@@ -1,4 +1,4 @@
-"""Protocols for watching a rank execute a step: which chunk runs, and where its time goes.
+"""Protocols for watching a rank execute a step: the running chunk, and its time by part.
 
 The executor reports each chunk of the schedule to a `Progress` and a `Timer`. Implementations are
 `wlb.launch.position` and `wlb.train.telemetry.clock`.

@@ -58,7 +58,8 @@ class VarLenStage(PipelineStage):
         self.width, self.dtype = width, dtype
         self._queue, self._watchers = queue, watchers or Watchers()
         self._rows_record: dict[str, Any] = {}
-        # With static metadata torch makes no inference run; only its rank and dtype are used.
+        # Static metadata spares torch a run that infers shapes; only its number of axes and dtype
+        # are used.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(1, dtype=torch.long, device="meta")
         super().__init__(
@@ -132,7 +133,7 @@ class VarLenStage(PipelineStage):
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
         if self._watchers.timer is not None:
-            # On the first stage the timer still counts the embedding, where backward ended.
+            # On the first stage backward ended in the embedding, which the timer would still count.
             self._watchers.timer.switch(Part.LAYERS)
         return self._queue.take()
 
@@ -212,11 +213,13 @@ class Pipeline:
         if len(rows) not in self._schedules:
             self._schedules[len(rows)] = self._new_schedule(len(rows))
         schedule = self._schedules[len(rows)]
-        schedule._has_backward = train  # as schedule.eval() does around step()
+        # schedule.eval() sets this around step() too.
+        schedule._has_backward = train
         for stage in self.stages:
             stage.has_backward = train
             stage.rows = num_rows
-            stage.chunks = len(rows)  # schedules of different sizes share the stages
+            # Schedules of different sizes share the stages.
+            stage.chunks = len(rows)
             stage.clear_runtime_states()
         losses: list[Tensor] = []
         args = [(t,) for t in tokens] if tokens is not None else [()] * len(rows)
@@ -231,11 +234,28 @@ class Pipeline:
         stages: Any = self.stages
         match self.schedule:
             case Schedule.ONE_F_ONE_B:
-                return Schedule1F1B(stages[0], n, **options)
+                made = Schedule1F1B(stages[0], n, **options)
             case Schedule.INTERLEAVED_1F1B:
                 made = ScheduleInterleaved1F1B(stages, n, **options)
             case Schedule.INTERLEAVED_ZERO_BUBBLE:
                 made = LateWeights(stages, n, weight_delay=self.weight_delay, **options)
-        for rank, actions in made.pipeline_order_with_comms.items():
-            made.pipeline_order_with_comms[rank] = gathered_once(actions)
+        if not isinstance(made, Schedule1F1B):
+            for rank, actions in made.pipeline_order_with_comms.items():
+                made.pipeline_order_with_comms[rank] = gathered_once(actions)
+        if hasattr(made, "_warmup_p2p"):
+            setattr(made, "_warmup_p2p", _skip_vote)  # noqa: B010  # private to torch
         return made
+
+
+def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Replaces the vote of torch >= 2.12 on whether shapes must be inferred: ours never must be.
+
+    The vote sends messages through all stages and reads the result on the host, before a
+    schedule's first step and whenever training and evaluation alternate
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py).
+    `wlb.parallel.warm` has connected the neighbours already.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.12
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

@@ -37,7 +37,7 @@ class LabelReader(TokenReader, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Index arrays of one rank's attention call: what a kernel needs besides q, k and v.
+    """Index arrays of one rank's attention call, which a kernel needs besides q, k and v.
 
     positions: position of each row in its piece, shape [T_local]. cu_seqlens_q, cu_seqlens_k:
     offsets of the segments (spans, then padding), shape [num_segments + 1]. kv_index: shape [K],

@@ -286,9 +286,9 @@ class TensorParallelOps(Ops):
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
         assert isinstance(norm.weight, DTensor)
-        # A rank sees its own rows only, so its gradient is one term of a sum over the tp axis,
-        # which `finish_gradients` computes for all norms at once. With grad_placements=[Partial()]
-        # FSDP would compute it for each.
+        # A rank's norm sees its own rows only, so its gradient is one term of a sum over the tp
+        # axis, which `finish_gradients` computes for all norms at once. With
+        # grad_placements=[Partial()] FSDP would make an all-reduce for each norm.
         weight = norm.weight.to_local()
         return normalise(norm, x_TC, weight, fused=self.fused)
 
@@ -332,8 +332,8 @@ class TensorParallelOps(Ops):
         dx_SC: Tensor,
         gathering: Tensor | None,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """`gathered_gradients`, where dx_SC travels, as does `gathering`, all ranks' rows of x_SC,
-        unless the weights' gradients are put into the queue."""
+        """`gathered_gradients` after its collectives have started: dx_SC, and `gathering`, all
+        ranks' rows of x_SC (not read if the weights' gradients are put into the queue)."""
         if self.queue is None:
             assert gathering is not None
             x_TC = wait(gathering)
@@ -348,7 +348,7 @@ class TensorParallelOps(Ops):
         grad_TC, dx_TF = self.products.scattered_backward(grad_SC, weight_CF)
         if self.queue is None:
             return dx_TF, grad_TC.t() @ x_TF
-        # The queue holds the scattered gradient and gathers it again, which saves memory.
+        # To save memory, the queue holds the scattered gradient, which is gathered again later.
         self._defer([parameter], grad_SC, lambda grad_TC: [grad_TC.t() @ x_TF])
         return dx_TF, None
 
@@ -373,7 +373,8 @@ def refuse_overlap(device: torch.device, num_ranks: int) -> None:
     """UserError if products of one host's `num_ranks` ranks cannot overlap; hosts: unchecked."""
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
     missing = [name for name in names if not hasattr(torch.ops.symm_mem, name)]
-    gpus = range(min(num_ranks, torch.cuda.device_count()))  # empty in a dry run without GPUs
+    # The range is empty in a dry run without GPUs.
+    gpus = range(min(num_ranks, torch.cuda.device_count()))
     pairs = permutations(gpus, 2) if device.type == "cuda" and not missing else ()
     apart = next((p for p in pairs if not torch.cuda.can_device_access_peer(*p)), None)
     if device.type != "cuda":

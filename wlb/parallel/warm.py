@@ -46,7 +46,8 @@ def warm(mesh: Mesh, *, wraps: bool) -> Warmed:
     checks: list[tuple[str, Tensor, Tensor]] = []
     used = used_groups(mesh)
     for name, group in used:
-        # A pipeline's own communicator carries transfers only, unless it is the world's.
+        # The pipeline's communicator carries transfers only, which `_exchange` covers, unless it is
+        # also the world's.
         if name != "pp" or group is dist.group.WORLD:
             checks += checked_collectives(name, group, mesh.device)
     neighbours = 0
@@ -72,8 +73,8 @@ def warm(mesh: Mesh, *, wraps: bool) -> Warmed:
 def checked_collectives(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each kind of collective at the sizes of `_ROWS`: its name, what it gave, and what it should
-    give, float64 scalars on the device."""
+    """Run each kind of collective at the sizes of `_ROWS`; yields its name, its result and the
+    expected result, float64 scalars on the device."""
     size, rank = group.size(), dist.get_rank(group)
     due = torch.tensor(size * (size - 1) / 2, dtype=torch.float64, device=device)
     for rows in _ROWS[device.type]:
@@ -107,7 +108,8 @@ def _exchange(mesh: Mesh, *, wraps: bool) -> Iterator[tuple[str, Tensor, Tensor]
         at = torch.full((1,), own, dtype=torch.float64, device=mesh.device)
         ops.append(dist.P2POp(dist.isend, at, group=group, group_peer=peer))
 
-    # Activations first and then gradients: of two ranks, both neighbours are the same one.
+    # NCCL pairs messages between two ranks by order. With two pipeline ranks both neighbours are
+    # the same rank, so every rank lists activations first and then gradients.
     if before is not None:
         receive(before)
     if after is not None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from wlb.parallel.gloo import use_one_worker
-from wlb.parallel.host import allow_open_files, new_host_group
+from wlb.parallel.host import allow_open_files, destroy_gloo_groups, new_host_group
 from wlb.plan import UserError
 from wlb.spec.run import Device
 
@@ -213,8 +213,10 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     of a pipeline then use its group's communicator and stream, one after the other: torch 2.13
     would otherwise give each pair of ranks its own, 2.11 does it in any case.
 
-    CPU groups are destroyed when Python exits, because a Gloo worker still alive then can abort the
-    process (https://github.com/pytorch/pytorch/issues/65237).
+    Gloo groups, also those that are made later, are destroyed when Python exits, because a Gloo
+    worker still alive then can abort the process (https://github.com/pytorch/pytorch/issues/65237).
+    NCCL groups are left: they have no such worker, and destroying one could wait for ranks that are
+    gone.
     """
     is_cuda = device.type == "cuda"
     allow_open_files(world.rank, world.world_size, device.type)
@@ -232,8 +234,7 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     )
     if is_cuda:
         new_host_group(timeout_s)
-    else:  # Destroying NCCL groups at exit could wait for ranks that are gone.
-        atexit.register(shutdown)
+    atexit.register(destroy_gloo_groups if is_cuda else shutdown)
 
 
 CUDA_DEFAULTS = {
@@ -256,7 +257,7 @@ def set_cuda_defaults() -> None:
     """Set `CUDA_DEFAULTS` that are not set yet, before CUDA is initialised. Processes that this one
     starts inherit them, and the allocator reads its own when it is first used."""
     for name, value in CUDA_DEFAULTS.items():
-        if name not in os.environ and _OLD_NAMES.get(name) not in os.environ:
+        if not {name, _OLD_NAMES.get(name, name)} & os.environ.keys():
             os.environ[name] = value
 
 
@@ -282,7 +283,8 @@ def _rendezvous(world: World) -> dict[str, Any]:
 
 def shutdown() -> None:
     """Destroy all process groups and their threads; no effect if there are none."""
-    atexit.unregister(shutdown)
+    for at_exit in (shutdown, destroy_gloo_groups):
+        atexit.unregister(at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Records of the whole project: what a step trains, where, and how long it is predicted to take."""
+"""Records of the whole project: documents, packing, sharding, plans of steps, and their metrics."""
 
 from wlb.plan.arrays import DIGEST_BITS as DIGEST_BITS
 from wlb.plan.arrays import BoolArray as BoolArray
@@ -6,6 +6,7 @@ from wlb.plan.arrays import FloatArray as FloatArray
 from wlb.plan.arrays import IntArray as IntArray
 from wlb.plan.arrays import IntLike as IntLike
 from wlb.plan.arrays import check_at_least as check_at_least
+from wlb.plan.arrays import check_between as check_between
 from wlb.plan.arrays import check_minimum as check_minimum
 from wlb.plan.arrays import digest as digest
 from wlb.plan.arrays import int_array as int_array
@@ -31,6 +32,11 @@ from wlb.plan.packing import Layout as Layout
 from wlb.plan.packing import MicroBatch as MicroBatch
 from wlb.plan.packing import PackingPlan as PackingPlan
 from wlb.plan.packing import segment_lengths as segment_lengths
+from wlb.plan.prices import AS_PROFILED as AS_PROFILED
+from wlb.plan.prices import NO_CHANGES as NO_CHANGES
+from wlb.plan.prices import PriceChange as PriceChange
+from wlb.plan.prices import PriceFactors as PriceFactors
+from wlb.plan.prices import PriceSchedule as PriceSchedule
 from wlb.plan.ranks import MeasuredTimeline as MeasuredTimeline
 from wlb.plan.ranks import Place as Place
 from wlb.plan.ranks import RankTable as RankTable

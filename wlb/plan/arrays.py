@@ -1,7 +1,7 @@
 """Integer arrays as the records of `wlb.plan` hold them: int64, one axis, read-only.
 
-Everything a plan is compared by is integer, so that two hosts that make the same plan hold the same
-bytes (`digest`).
+All values by which plans are compared are integers, so that hosts which make the same plan hold the
+same bytes (`digest`).
 """
 
 import hashlib
@@ -43,10 +43,18 @@ def int_array(name: str, values: IntLike) -> IntArray:
     return out
 
 
-def check_at_least(name: str, value: int, minimum: int) -> None:
-    """UserError naming a number that is below `minimum`."""
-    if value < minimum:
-        raise UserError(f"{name} = {value} must be at least {minimum}")
+def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
+    """UserError naming a number that is below `minimum`, or NaN. remedy: ends the message."""
+    if not value >= minimum:
+        raise UserError(f"{name} = {value} must be at least {minimum}{remedy}")
+
+
+def check_between(
+    name: str, value: float, low: float, high: float, *, closed: bool = False
+) -> None:
+    """UserError naming a number outside [low, high), or [low, high] where `closed`."""
+    if not (low <= value < high or (closed and value == high)):
+        raise UserError(f"{name} = {value} must be in [{low}, {high}{']' if closed else ')'}")
 
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:

@@ -1,4 +1,5 @@
-"""What a step holds: `StepMetrics` is the planner's prediction, `MeasuredStep` what ranks measured.
+"""Metrics of a step: `StepMetrics` is the planner's prediction, `MeasuredStep` the ranks'
+measurement.
 
 Both are written to metrics.jsonl with the same keys. A key that a record has no value for is null
 there, or 0 for workloads, as files of all versions have it.
@@ -161,7 +162,8 @@ def token_delay(plan: PackingPlan) -> tuple[float, int]:
     """Mean (over tokens) and maximum delay of a plan's pieces, in iterations; early ones have 0."""
     if not len(plan.pieces):
         return 0.0, 0
-    # Policies that pack several batches train some tokens early; they cancel nobody's delay.
+    # Policies that pack several batches train some tokens early; early tokens count as 0, so that
+    # they do not offset the delay of others.
     delay = np.maximum(plan.step - plan.pieces.arrival_step, 0)
     return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
 

@@ -1,4 +1,4 @@
-"""PackingPlan: which pieces make up each micro-batch of a step; Carry: what waits for later steps.
+"""PackingPlan: the pieces of each micro-batch of a step; Carry: pieces that wait for later steps.
 
 A plan is global and deterministic: it names no rank, device or process group.
 """
@@ -143,7 +143,7 @@ class PackingPlan(PlainRecord):
 
     @property
     def num_targets(self) -> int:
-        """Valid labels of the whole step: what the loss is divided by."""
+        """Valid labels of the whole step, by which the loss is divided."""
         return self.pieces.total_targets + self.num_joined_targets
 
     @property
@@ -244,7 +244,8 @@ class Carry(PlainRecord):
 
     def save(self, path: str | Path) -> None:
         """Write an `.npz` file: arrays only, no pickle; smaller and faster than JSON."""
-        with open(path, "wb") as file:  # numpy would add a suffix to a name
+        # The file is opened here because numpy would add a suffix to a name.
+        with open(path, "wb") as file:
             arrays: dict[str, Any] = {
                 "policy": np.array(self.policy),
                 "next_step": np.array(self.next_step, np.int64),

@@ -1,4 +1,5 @@
-"""Records as plain values and back: what is no record is refused by its name."""
+"""Records as plain values and back; values that are no record are refused with the record's
+name."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def parsing(what: str) -> Generator[None, None, None]:
-    """Turn what a missing or misplaced value raises into a UserError that names the record.
+    """Turn the exception of a missing or misplaced value into a UserError that names the record.
 
     A ValueError passes unchanged, because the records themselves name the value that is wrong.
     """
@@ -43,5 +44,5 @@ def parsing(what: str) -> Generator[None, None, None]:
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"this is no {what} as `to_json` writes it ({reason}); give all of what it wrote"
+            f"this is no {what} as `to_json` writes it ({reason}); give the whole value"
         ) from error

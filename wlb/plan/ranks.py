@@ -131,13 +131,7 @@ class MeasuredTimeline(PlainRecord):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MeasuredTimeline":
-        return cls(
-            step=data["step"],
-            steps_done=data["steps_done"],
-            ranks=tuple(data["ranks"]),
-            wall_us=tuple(data["wall_us"]),
-            passes=tuple(
-                tuple(TimedPass(PASSES[p[0]], *p[1:]) for p in of_rank)
-                for of_rank in data["passes"]
-            ),
-        )
+        values: dict[str, Any] = {name: data[name] for name in ("step", "steps_done")}
+        values |= {name: tuple(data[name]) for name in ("ranks", "wall_us")}
+        passes = [[TimedPass(PASSES[p[0]], *p[1:]) for p in ps] for ps in data["passes"]]
+        return cls(**values, passes=tuple(map(tuple, passes)))

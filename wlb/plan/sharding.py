@@ -172,7 +172,8 @@ class ShardingPlan(RankTimes):
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
-            return cls(**{"forward_ns": both, **values})  # once only the sum of both was written
+            # Old files have only the sum of both.
+            return cls(**{"forward_ns": both, **values})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

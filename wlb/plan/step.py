@@ -1,4 +1,4 @@
-"""StepPlan: a step's packing dealt to pipelines; PipelinePlan: what one pipeline executes."""
+"""StepPlan: a step's packing dealt to pipelines; PipelinePlan: one pipeline's part."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +9,7 @@ from wlb.plan.arrays import IntArray, digest
 from wlb.plan.metrics import StepMetrics
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
+from wlb.plan.prices import AS_PROFILED, NO_CHANGES, PriceFactors, PriceSchedule
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
@@ -16,10 +17,11 @@ from wlb.plan.sharding import ShardingPlan, local_tokens
 class PlannerState(PlainRecord):
     """State that a planner needs to continue after a step: explicit, immutable, JSON in and out.
 
-    carry: what the packer holds. ready: plans the packer already made for later steps. baseline:
-    what the baseline packer holds; baseline_made: metrics of its plans that no step reported yet.
-    corpus: the source's own state; num_batches: global batches it has given. exhausted: it had
-    ended and the packer was flushed. num_tokens: document tokens of all steps so far.
+    carry: the packer's state. ready: plans the packer already made for later steps. baseline: the
+    baseline packer's state; baseline_made: metrics of its plans that no step reported yet. corpus:
+    the source's own state; num_batches: global batches it has given. exhausted: it had ended and
+    the packer was flushed. num_tokens: document tokens of all steps so far. prices: in force and to
+    come, of a run that learns them (`cost.online`).
     """
 
     carry: Carry
@@ -30,6 +32,7 @@ class PlannerState(PlainRecord):
     num_batches: int = 0
     exhausted: bool = False
     num_tokens: int = 0
+    prices: PriceSchedule = NO_CHANGES
 
     @property
     def next_step(self) -> int:
@@ -40,10 +43,15 @@ class PlannerState(PlainRecord):
         """Return the state to resume from; ended data is asked again: epochs may be more now."""
         return replace(self, exhausted=False)
 
+    def with_prices(self, prices: PriceSchedule) -> "PlannerState":
+        """Return the state with what its coming steps need of a schedule."""
+        return replace(self, prices=prices.from_step(self.next_step))
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Read what `to_json` wrote; UserError if it is not a planner state."""
         with parsing("planner state"):
+            prices = data.get("prices")  # older states have none
             return cls(
                 carry=Carry.from_json(data["carry"]),
                 baseline=Carry.from_json(data["baseline"]),
@@ -53,15 +61,15 @@ class PlannerState(PlainRecord):
                 num_batches=data["num_batches"],
                 exhausted=data["exhausted"],
                 num_tokens=data["num_tokens"],
+                prices=NO_CHANGES if prices is None else PriceSchedule.from_json(prices),
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProgress:
-    """Where a run is after a step, for any rank.
-
-    next_step: the step that comes next. num_tokens: document tokens of all steps so far. state:
-    what a checkpoint stores; None on ranks that write none, since it holds every waiting document.
+    """Progress of a run after a step, for any rank. next_step: the step that comes next.
+    num_tokens: document tokens of all steps so far. state: the planner's, for a checkpoint; None on
+    ranks that write none, since it holds every waiting document.
     """
 
     next_step: int
@@ -80,10 +88,10 @@ class StepPlan:
 
     packing: the step's micro-batches. pipelines: shape [dp, N / dp], the micro-batches of each
     pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
-    rank's rows are a multiple of it. predicted: what the step will do.
-    baseline: metrics of Plain-4D on the same stream, where it is asked for: its steps for the
-    global batches since our last step (usually one), as one. progress: once this step has been
-    executed.
+    rank's rows are a multiple of it. predicted: metrics of the step. baseline: metrics of Plain-4D
+    on the same stream, where it is asked for: its steps for the global batches since our last step
+    (usually one), as one. progress: once this step has been executed. prices: those that hold for
+    this step.
     """
 
     packing: PackingPlan
@@ -93,6 +101,7 @@ class StepPlan:
     predicted: StepMetrics
     baseline: StepMetrics | None
     progress: PlanProgress
+    prices: PriceFactors = AS_PROFILED
 
     @property
     def state(self) -> PlannerState:
@@ -112,7 +121,7 @@ class StepPlan:
 
     @property
     def num_targets(self) -> int:
-        """Labels of the step: what its mean loss is divided by."""
+        """Labels of the step, by which its mean loss is divided."""
         return self.packing.num_targets
 
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
@@ -122,7 +131,10 @@ class StepPlan:
 
     def digest(self) -> int:
         """60 bits that tell two plans apart, equal on every host for equal plans."""
-        return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple)
+        prices = () if self.prices == AS_PROFILED else self.prices.integers
+        return digest(
+            self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple, *prices
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
@@ -134,13 +146,14 @@ class StepPlan:
             "predicted": self.predicted.to_json(),
             "baseline": plain(self.baseline),
             "state": self.state.to_json(),
+            "prices": self.prices.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
         """Read what `to_json` wrote; UserError if it is not a step plan."""
         with parsing("step plan"):
-            baseline = data["baseline"]
+            baseline, prices = data["baseline"], data.get("prices")  # older plans have no prices
             return cls(
                 packing=PackingPlan.from_json(data["packing"]),
                 pipelines=np.array(data["pipelines"], np.int64),
@@ -149,6 +162,7 @@ class StepPlan:
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=None if baseline is None else StepMetrics.from_json(baseline),
                 progress=PlanProgress.of(PlannerState.from_json(data["state"])),
+                prices=AS_PROFILED if prices is None else PriceFactors.from_json(prices),
             )
 
 

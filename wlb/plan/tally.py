@@ -135,9 +135,9 @@ class Saves:
 
 @dataclass(slots=True)
 class Tally:
-    """Everything the summary says. losses: mean loss of each step, in order. heldout: loss after
+    """Contents of the summary. losses: mean loss of each step, in order. heldout: loss after
     executed steps. telemetry: records after the warm-up. refused: steps that were not finite, by
-    what was done about them; skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
+    the action taken; skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)

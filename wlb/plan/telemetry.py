@@ -87,7 +87,7 @@ class Moments:
         if self.num_cells < 2:
             return None
         x, y, variance_x, variance_y, covariance = self._spread
-        # A smaller difference of sums is rounding.
+        # A smaller difference of sums is a rounding error.
         if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
             return None
         return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))
@@ -109,7 +109,7 @@ class Work:
     model_flops: forward and backward (3 x forward) of real tokens with their documents' attention,
     without recomputation or padding. rank_s: wall time times ranks. window_flops: the same tokens
     counted as full windows, as Megatron-LM does without lengths, which overstates short documents.
-    peak_flops: what the ranks' devices could do in that time; 0 if unknown for any part.
+    peak_flops: FLOPs of the ranks' devices at their peak in that time; 0 if unknown for any part.
     """
 
     rank_s: float = 0.0

@@ -3,17 +3,17 @@
 `start()` gives the state before the first step; `next(state)` the next StepPlan, which carries the
 state after it, or None when everything was flushed. Both are pure, so plans can be made ahead, in
 another process, and again from the state that a checkpoint stored. `shard(plan, pipeline)` adds the
-spans of one pipeline, lazily. Labels of a plan that leaves are counted (`counted`).
+spans of one pipeline, lazily. A plan's labels are counted when `next` returns it (`counted`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost import FlopsWorkload, WorkloadModel, workload_for
+from wlb.cost import FlopsWorkload, ProfiledWorkload, WorkloadModel, repriced, workload_for
 from wlb.data import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
 from wlb.packing import (
     BoundedPacker,
@@ -29,6 +29,7 @@ from wlb.packing import (
     packer_for,
 )
 from wlb.plan import (
+    AS_PROFILED,
     Carry,
     GlobalBatch,
     IntArray,
@@ -39,6 +40,7 @@ from wlb.plan import (
     PipelinePlan,
     PlannerState,
     PlanProgress,
+    PriceFactors,
     StepMetrics,
     StepPlan,
     UserError,
@@ -79,11 +81,13 @@ class TargetCounter(Protocol):
 class Planner:
     """Makes global step plans.
 
-    source: of global batches. packer: the policy. cost: what balance is reckoned in. strategy: of
-    sharding, `sharding.strategy`. remainder: where tokens go that no equal chunk holds,
-    `sharding.remainder`. dp: pipelines the micro-batches are dealt to. cp: ranks a micro-batch is
-    sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a second packer that
-    only predicts, on the same stream, or None.
+    source: of global batches. packer: the policy. cost: workload model used for balancing.
+    strategy: `sharding.strategy`. remainder: `sharding.remainder`, the treatment of tokens left
+    over by equal chunks. dp: pipelines that the micro-batches are dealt to. cp: ranks that a
+    micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a
+    second packer on the same stream, which only predicts, or None. reprice: the workload at other
+    prices, which planners of runs have; a step is planned and sharded at the prices that its state
+    names.
     """
 
     source: BatchSource
@@ -95,6 +99,10 @@ class Planner:
     dp: int = 1
     cp: int = 1
     row_multiple: int = 1
+    reprice: Callable[[PriceFactors], WorkloadModel] | None = None
+    _repriced: "dict[PriceFactors, Planner]" = field(
+        default_factory=dict["PriceFactors", "Planner"], init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "row_multiple"):
@@ -110,7 +118,14 @@ class Planner:
             )
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> "Planner":
+    def from_spec(
+        cls,
+        spec: RunSpec,
+        source: BatchSource,
+        cost: WorkloadModel,
+        *,
+        reprice: Callable[[PriceFactors], WorkloadModel] | None = None,
+    ) -> "Planner":
         """The planner of a run; `spec.parallel.dp` must be filled in."""
         return cls(
             source=source,
@@ -122,6 +137,7 @@ class Planner:
             dp=max(1, spec.parallel.dp),
             cp=spec.parallel.cp,
             row_multiple=spec.row_multiple,
+            reprice=reprice,
         )
 
     @classmethod
@@ -199,8 +215,37 @@ class Planner:
             yield plan
             at = plan.state
 
+    def at(self, prices: PriceFactors) -> "Planner":
+        """This planner at other prices; UserError if it has none but its own."""
+        if prices == AS_PROFILED:
+            return self
+        if prices not in self._repriced:
+            if self.reprice is None:
+                raise UserError(
+                    f"the planner's state has prices that a run learned ({prices.relative}), but "
+                    f"this planner's are fixed, as those of packing.packs are; plan without "
+                    f"packs, or from state.with_prices(NO_CHANGES)"
+                )
+            cost = self.reprice(prices)
+            made = replace(
+                self,
+                packer=_priced(self.packer, cost),
+                baseline=None if self.baseline is None else _priced(self.baseline, cost),
+                cost=cost,
+            )
+            # Two are at work at a time: the one in force, and the one that follows.
+            for old in list(self._repriced)[:-1]:
+                del self._repriced[old]
+            self._repriced[prices] = made
+        return self._repriced[prices]
+
     def next(self, state: PlannerState) -> StepPlan | None:
         """The plan of step `state.next_step`; None after the last one."""
+        prices = state.prices.at(state.next_step)
+        plan = self.at(prices)._next(state)
+        return None if plan is None else replace(plan, prices=prices)
+
+    def _next(self, state: PlannerState) -> StepPlan | None:
         state = self._split_again(state)
         while not state.ready and not state.exhausted:
             state = self._push(state)
@@ -216,6 +261,7 @@ class Planner:
             baseline_made=rest,
             num_tokens=state.num_tokens + plan.num_tokens,
         )
+        after = after.with_prices(state.prices)
         return StepPlan(
             packing=plan,
             pipelines=deal(plan.workload_ns, plan.rows, self.dp),
@@ -229,7 +275,7 @@ class Planner:
     def _baseline(
         self, state: PlannerState, step: int
     ) -> tuple[StepMetrics | None, tuple[StepMetrics, ...]]:
-        """What the baseline does with the batches since our last step, and what it does later.
+        """Metrics of the baseline on the batches since our last step, and of its later steps.
 
         Its step k trains the k-th N x C tokens, so it belongs to global batch k. At the end of data
         the rest of it belongs to our last step.
@@ -242,6 +288,7 @@ class Planner:
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
         """The spans of one pipeline's micro-batches."""
+        cost = self.at(plan.prices).cost
         how: dict[str, Any] = {"strategy": self.strategy, "remainder": self.remainder}
         members = plan.pipelines[pipeline].tolist()
         micro_batches = tuple(plan.packing.micro_batch(i) for i in members)
@@ -249,14 +296,13 @@ class Planner:
             step=plan.step,
             pipeline=pipeline,
             micro_batches=micro_batches,
-            shardings=tuple(
-                shard(m.lengths, cp=self.cp, cost=self.cost, **how) for m in micro_batches
-            ),
+            shardings=tuple(shard(m.lengths, cp=self.cp, cost=cost, **how) for m in micro_batches),
             local_tokens=plan.local_tokens(pipeline),
         )
 
     def _split_again(self, state: PlannerState) -> PlannerState:
-        """Plans made for another number of micro-batches go back to what waits, in their order."""
+        """Return the state with plans of another number of micro-batches moved back to the carry,
+        in order."""
         if not state.ready or state.ready[0].num_micro_batches == self.packer.num_micro_batches:
             return state
         planned = Pieces.concat(*(plan.pieces for plan in state.ready))
@@ -266,7 +312,8 @@ class Planner:
             slot=np.concatenate([np.zeros(len(planned), np.int64), state.carry.slot]),
             next_step=state.next_step,
         )
-        # Pushed again even if the data had ended: the flush was part of those plans.
+        # `exhausted` is reset so that the data's end is pushed again: its flush was part of those
+        # plans.
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
@@ -275,7 +322,8 @@ class Planner:
         plans, carry = self.packer.push(batch, state.carry)
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
-            if baseline.policy != self.baseline.policy:  # it was off until now
+            # The baseline was off until now.
+            if baseline.policy != self.baseline.policy:
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
             also, baseline = self.baseline.push(batch, baseline)
             made += tuple(predict(counted(plan, self.source)) for plan in also)
@@ -288,11 +336,18 @@ class Planner:
             num_batches=state.num_batches + (batch is not None),
             exhausted=batch is None,
             num_tokens=state.num_tokens,
+            prices=state.prices,
         )
 
 
+def _priced(packer: Packer, cost: WorkloadModel) -> Packer:
+    """The packer with another workload. What it carries between steps has no prices."""
+    changed: Any = packer  # every packer is a dataclass
+    return replace(changed, options=replace(changed.options, cost=cost))
+
+
 def counted(plan: PackingPlan, source: object) -> PackingPlan:
-    """The plan with its pieces' labels counted; as it is if `source` trains every token.
+    """Return the plan with its pieces' labels counted; unchanged if `source` trains every token.
 
     The loss of a step is divided by its labels. Where only some tokens are trained, only the store
     knows the labels of a part of a document, so pieces are UNCOUNTED until their plan leaves.
@@ -300,7 +355,8 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
     if not (isinstance(source, TargetCounter) and source.has_targets):
         return plan
     pieces = replace(plan.pieces, num_targets=source.count_targets(plan.pieces))
-    # A document's first token is trained nowhere, joined to another document or not.
+    # A store with `.targets` never trains a document's first token, even where documents are
+    # joined.
     return replace(plan, pieces=pieces, num_joined_targets=0)
 
 
@@ -319,7 +375,7 @@ _PLAIN_PACKING: dict[str, Any] = {
 def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
 
-    What the planner process calls: everything is opened there, nothing is shared with training.
+    The planner process calls this, so that it opens its own files and shares none with training.
     """
     cost = workload_for(spec, device)
     if spec.packing.packs:
@@ -327,7 +383,12 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     source = open_batches(
         store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
     )
-    return Planner.from_spec(spec, source, cost)
+    reprice = partial(_at_prices, cost, device)
+    return Planner.from_spec(spec, source, cost, reprice=reprice)
+
+
+def _at_prices(cost: ProfiledWorkload, device: str, prices: PriceFactors) -> WorkloadModel:
+    return repriced(cost, prices, device=device)
 
 
 def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
@@ -352,10 +413,9 @@ def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
 
 
 def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of an evaluation: the held-out store once, in order, in Plain-4D's windows, or
-    for fine-tuning methods whole examples one after the other (next fit).
-
-    Always the same, so that the held-out loss does not depend on the packing policy under study.
+    """The planner of an evaluation reads the held-out store once, in order, in Plain-4D's windows,
+    or for fine-tuning methods whole examples one after the other (next fit). It is always the same,
+    so that the held-out loss does not depend on the run's packing policy.
     """
     source = GlobalBatches(
         TokenStore(store),

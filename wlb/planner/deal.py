@@ -1,4 +1,4 @@
-"""Micro-batches to data-parallel pipelines, equally many each.
+"""Deals micro-batches to data-parallel pipelines, equally many to each.
 
 A step waits for the pipeline with most work, and a pipeline's first stage holds the activations of
 all its tokens. (1) Heaviest first, to the pipeline with the least work that has room; (2) exchanges
@@ -13,7 +13,8 @@ from wlb.plan import IntArray, UserError
 
 WORK_FOR_TOKENS = 1.005
 MAX_PAIRS = 1 << 22
-"""Exchanges looked at in all, which bounds the time where pipelines have hundreds each."""
+"""Most exchanges that are evaluated; bounds the time if pipelines have hundreds of
+micro-batches."""
 
 
 def deal(workload_ns: IntArray, tokens: IntArray, dp: int) -> IntArray:
@@ -53,7 +54,8 @@ def _exchange(dealt: IntArray, size: IntArray, other: IntArray, *, limit: int) -
     for _ in range(min(128, rounds)):
         sums, other_sums = size[dealt].sum(1), other[dealt].sum(1)
         top = int(sums.argmax())
-        # Of each pair (one of the largest pipeline, one of any): the larger of both after it.
+        # For each pair of a micro-batch of the largest pipeline and one of any pipeline: the larger
+        # `size` of the two pipelines after exchanging them.
         moved = size[dealt[top]][:, None, None] - size[dealt][None]
         after = np.maximum(sums[top] - moved, sums[None, :, None] + moved)
         moved_other = other[dealt[top]][:, None, None] - other[dealt][None]

@@ -26,14 +26,14 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from wlb.plan import PipelinePlan, PlannerState, StepPlan, UserError
+from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PriceSchedule, StepPlan, UserError
 from wlb.planner.compose import Planner
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_S = 1.0
 _LONGEST = 100
 _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
-"""How the last line of a UserError's traceback begins."""
+"""Beginning of the last line of a UserError's traceback."""
 _DIED = "the planner process of this node has died"
 
 
@@ -48,13 +48,13 @@ class Address:
     def new(cls, token: str = "", node: int = 0, folder: str = "") -> "Address":
         """The address for a node of the run that drew `token` (empty = draw one here).
 
-        folder: one that somebody else removes when the run is over, however it ends.
+        folder: its owner removes it when the run is over, however the run ends.
         """
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
             return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
         name = f"wlb-planner-{token[:16]}-{node}"
-        # A socket's path may have 107 bytes; a batch job's TMPDIR can be longer than that.
+        # A socket's path has at most 107 bytes; a batch job's TMPDIR can be longer.
         roots = (tempfile.gettempdir(), "/tmp")
         path = min((f"{root}/{name}/socket" for root in roots), key=lambda p: len(p) > _LONGEST)
         return cls(path=path, key=token.encode())
@@ -162,6 +162,19 @@ class PlanClient:
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
 
+    def announce(self, prices: PriceSchedule) -> None:
+        """Have the last change of `prices` planned with, from its step on. Does not wait.
+
+        Every client of the process announces the same, before it asks for a step that the change
+        holds for: connections are read in any order, but each in its own.
+        """
+        if self._received and self._received[-1][0].step >= prices.last_step:
+            raise ValueError(f"prices for step {prices.last_step} come after its plan was received")
+        try:
+            self._connection.send(prices)
+        except ConnectionError:
+            raise PlanningError(_DIED) from None
+
     def close(self) -> None:
         self._connection.close()
 
@@ -184,13 +197,16 @@ class PlanServer:
     """Answers clients; plans one more step whenever nobody asks.
 
     plans: steps that some client does not have yet, from step index `dropped` on. The last one is
-    None at the end of data, or the text of an error: what was planned before it still runs.
+    None at the end of data, or the text of an error; steps planned before it still run. before: the
+    state that they were planned from.
     """
 
     def __init__(self, job: PlanningJob, listener: Listener) -> None:
         self.job = job
         self.planner: Planner | None = None
         self.state: PlannerState | None = job.state
+        self.before: PlannerState | None = job.state
+        self.prices = NO_CHANGES if job.state is None else job.state.prices
         self.plans: list[StepPlan | str | None] = []
         self.dropped = 0
         self.shards: dict[tuple[int, int], PipelinePlan] = {}
@@ -202,7 +218,8 @@ class PlanServer:
                 self.clients[connection] = connection.recv()
                 self.cursor[connection] = 0
             except (EOFError, ConnectionError, AuthenticationError):
-                continue  # that rank is gone; its launcher ends the others
+                # That rank is gone; its launcher ends the others.
+                continue
 
     def serve(self) -> None:
         while self.cursor:
@@ -216,7 +233,10 @@ class PlanServer:
 
     def _answer(self, connection: "Connection[Any, Any]") -> None:
         try:
-            connection.recv()
+            asked = connection.recv()
+            if isinstance(asked, PriceSchedule):
+                self._change_prices(asked)
+                return
             index = self.cursor[connection]
             while self.dropped + len(self.plans) <= index and not self._has_ended():
                 self._plan_one()
@@ -236,7 +256,7 @@ class PlanServer:
         try:
             if self.planner is None:
                 self.planner = self.job.make(*self.job.args)
-            state = self.state or self.planner.start()
+            state = self.state or self.planner.start().with_prices(self.prices)
             plan = self.planner.next(state)
             if plan is not None:
                 self.state = plan.state
@@ -245,6 +265,27 @@ class PlanServer:
             self.plans.append(plan)
         except Exception:
             self.plans.append(traceback.format_exc())
+
+    def _change_prices(self, prices: PriceSchedule) -> None:
+        """Drop plans of steps that a change holds for; they are planned again when asked for."""
+        if prices == self.prices:  # another rank said so already
+            return
+        self.prices = prices
+        kept = [p for p in self.plans if isinstance(p, StepPlan) and p.step < prices.last_step]
+        state = kept[-1].state if kept else self.before
+        made = self.dropped + len(kept)
+        if self._has_ended() and self.state and self.state.next_step < prices.last_step:
+            return  # what ended before the change stays ended
+        if max(self.cursor.values(), default=0) > made:
+            self.plans = [*kept, f"a rank has a plan of step {prices.last_step} at other prices"]
+            return
+        self._keep(kept)
+        self.state = None if state is None else state.with_prices(prices)
+
+    def _keep(self, kept: list[StepPlan]) -> None:
+        steps = {plan.step for plan in kept}
+        self.plans = list(kept)
+        self.shards = {k: v for k, v in self.shards.items() if k[0] in steps}
 
     def _has_ended(self) -> bool:
         return bool(self.plans) and not isinstance(self.plans[-1], StepPlan)
@@ -255,14 +296,14 @@ class PlanServer:
             plan = self.plans.pop(0)
             self.dropped += 1
             assert isinstance(plan, StepPlan)
+            self.before = plan.state
             self.shards = {k: v for k, v in self.shards.items() if k[0] != plan.step}
 
 
 @contextlib.contextmanager
 def _held_back() -> Generator[None]:
-    """A process that is started inside has signals to stop held back until it ignores them.
-
-    Slurm signals all processes of a step; ranks save and then end the planner themselves.
+    """Block stop signals in processes started inside this context, until they ignore them. Slurm
+    signals all processes of a step, but ranks save first and then end the planner themselves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -285,7 +326,8 @@ def _main() -> None:
 
 
 def _end_with(parent: int, address: Address) -> None:
-    """End when the rank that started this process is gone: nobody may connect any more."""
+    """End this process when the rank that started it is gone, because no other rank may connect
+    then."""
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     shutil.rmtree(Path(address.path).parent, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Conversations to tokens, with the spans that are trained; README.md says what is trained.
+"""Conversations to tokens, with the spans that are trained (README.md has the rules).
 
 Special tokens are matched only in the template's own text. Text is cut where training begins and
-ends, so that no token is half trained; wherever contents hold no special token and no token would
-cross such a cut, the result equals encoding the rendered text at once.
+ends, so that every token is trained or not as a whole; if contents hold no special token and no
+token would cross a cut, the result equals encoding the rendered text at once.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wlb.data.targets import spans_of
-from wlb.plan import BoolArray, IntArray, UserError, offsets_of
+from wlb.plan import BoolArray, IntArray, UserError, check_at_least, offsets_of
 from wlb.prepare.chat_template import (
     BuiltInTemplate,
     ChatTemplate,
@@ -125,7 +125,8 @@ class ChatEncoder:
         return _assemble(rendered, runs, ids)
 
     def _ids(self, text: str) -> list[int]:
-        # A batch of one runs on one thread and skips the offsets that encode() computes.
+        # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no
+        # offsets.
         encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded[0].ids
         if not self._forbidden.isdisjoint(ids):
@@ -171,9 +172,8 @@ class ChatEncoder:
         return runs
 
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
-        """A copy in which every added token that the template uses is special.
-
-        Contents would match tokens that were added as ordinary ones.
+        """A copy in which every added token that the template uses is special, because contents
+        could match added tokens that are not.
         """
         from tokenizers import Tokenizer
 
@@ -181,7 +181,8 @@ class ChatEncoder:
         for roles in _PROBES:
             try:
                 rendered = self.template.render(probe_of(roles), Turns.LAST)
-            except UserError:  # a template may refuse system messages and tools
+            # A template may refuse system messages and tools.
+            except UserError:
                 if roles == _PROBES[0]:
                     raise
                 continue
@@ -191,13 +192,14 @@ class ChatEncoder:
         for token in data["added_tokens"]:
             token["special"] = token["special"] or token["content"].strip() in used
         copy = Tokenizer.from_str(json.dumps(data))
-        copy.no_truncation()  # runs of text are encoded one by one, whole
+        # Each run of text is encoded as a whole.
+        copy.no_truncation()
         copy.no_padding()
         return copy
 
 
 def probe_of(roles: Sequence[Role]) -> Conversation:
-    """A conversation of these roles, to see what a template does with it."""
+    """A conversation of these roles, for examining a template."""
     return Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
 
 
@@ -209,8 +211,7 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
     num = made.tokens.size
     if limit is None or num <= limit:
         return [made]
-    if limit < 2:
-        raise UserError(f"limit = {limit} must be at least 2 tokens: one to predict from")
+    check_at_least("limit", limit, 2, " tokens: one to predict from")
     match too_long:
         case TooLong.SPLIT:
             return _split(made, limit)
@@ -253,7 +254,8 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     start = turns[0] if turns else num - room
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
     is_trained = made.is_trained.copy()
-    is_trained[start] = False  # it would be predicted from a token that does not precede it
+    # The first token after a removed part has no predecessor to be predicted from.
+    is_trained[start] = False
     return _document(made.tokens[rows], is_trained[rows])
 
 
@@ -286,7 +288,8 @@ def _pattern_of(added: list[Any]) -> re.Pattern[str]:
     for token in sorted(added, key=lambda token: len(token.content), reverse=True):
         left, right = (r"\s*" if on else "" for on in (token.lstrip, token.rstrip))
         patterns.append(f"{left}{re.escape(token.content)}{right}")
-    return re.compile(f"({'|'.join(patterns) or '(?!)'})")  # without tokens it never matches
+    # Without added tokens the pattern never matches.
+    return re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
 
 def _check_parts(tokenizer: "Tokenizer") -> None:
@@ -296,7 +299,7 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
     ]
     if encoded[0] != encoded[1] + encoded[2]:
         raise UserError(
-            "the tokenizer puts white space in front of what it encodes, so a conversation cannot "
+            "the tokenizer puts white space in front of each text, so a conversation cannot "
             "be encoded in parts and contents be kept apart from special tokens; use a tokenizer "
             "without a prefix space (byte-level BPE with add_prefix_space = false)"
         )

@@ -1,4 +1,4 @@
-"""Conversations as records of `prepare_store`: which template, what is trained, what is too long.
+"""Conversations as records of `prepare_store`: template, trained messages, limit of tokens.
 
 `Encoded.counts` has conversations `split` and their `split_documents`; `untrained_parts` that were
 left out, with `untrained_part_tokens`; conversations `truncated`, with `truncated_tokens` and, of
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wlb.data.store import file_checksum
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least
 from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit, probe_of
 from wlb.prepare.chat_template import BUILT_IN, Turns
 from wlb.prepare.conversation import Conversation, Role, conversation_columns, conversation_of
@@ -42,11 +42,10 @@ class ChatChoice(EncoderChoice):
     add_tokens: bool = False
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 2:
-            raise UserError(
-                f"--limit = {self.limit} must be at least 2 tokens: one to predict from"
-            )
-        load_template(self.template)  # UserError for a template that cannot be used
+        if self.limit is not None:
+            check_at_least("--limit", self.limit, 2, " tokens: one to predict from")
+        # This raises UserError for a template that cannot be used.
+        load_template(self.template)
         if self.add_tokens and self.template not in BUILT_IN:
             raise UserError(
                 f"--add-tokens is for built-in templates ({', '.join(BUILT_IN)}), not "

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as text, in parts that say whose they are and what is trained.
+"""Chat templates: a conversation as text, in parts with an owner, each trained or not.
 
 ChatML and Llama 3 are built in; `jinja_template.py` renders any Jinja template.
 """
@@ -84,7 +84,7 @@ class BuiltInTemplate:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Each of them must be one token."""
+        """Texts that must each be one special token of the tokenizer."""
         names = [self.start, self.begin, self.after_role.strip(), self.end]
         return tuple(dict.fromkeys(name for name in names if name.strip()))
 
@@ -113,7 +113,7 @@ class BuiltInTemplate:
 CHATML = BuiltInTemplate(
     name="chatml", start="", begin="<|im_start|>", after_role="\n", end="<|im_end|>", after_end="\n"
 )
-"""It adds no system message; the newline after a message is not trained."""
+"""ChatML. It adds no system message; the newline after a message is not trained."""
 
 LLAMA3 = BuiltInTemplate(
     name="llama3",

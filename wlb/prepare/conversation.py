@@ -1,8 +1,8 @@
 """Conversations: messages with roles, in the three shapes that records of them usually have.
 
 README.md lists the shapes. Text under "system" is a system message before the others, and null is
-a key that is absent, as in Parquet. Nothing is guessed: what is out of order, no text, or would be
-lost is refused with the message's number.
+a key that is absent, as in Parquet. Nothing is guessed: messages that are out of order, have no
+text or would lose a part are refused with their number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from wlb.plan import UserError
 
 
 class Role(StrEnum):
-    """Who speaks."""
+    """Author of a message."""
 
     SYSTEM = "system"
     USER = "user"
@@ -95,7 +95,7 @@ class Conversation:
 
 
 def conversation_of(record: object) -> Conversation:
-    """The conversation that a JSON object holds; UserError names what is wrong with it."""
+    """The conversation that a JSON object holds; UserError names the problem."""
     if not isinstance(record, Mapping):
         raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)

@@ -10,10 +10,8 @@ import ast
 import hashlib
 import json
 import platform
-import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from wlb.prepare.chat_encode import ChatChoice
 from wlb.prepare.encode import BPE
 from wlb.prepare.files import found_or_made, write_text
 from wlb.prepare.pipeline import prepare_store
-from wlb.prepare.request import PrepareOptions
+from wlb.prepare.request import PrepareOptions, StoreReport, report_of
 from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
 _ABOUT_FUNCTION = (
@@ -162,27 +160,9 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocstringStores:
-    """Prefixes of the two stores. heldout: "" where nothing is held out.
-
-    num_documents, num_tokens, num_targets (trained tokens): of `train`. reused: the stores were
-    there already. time_s: of this call.
-    """
-
-    train: str
-    heldout: str
-    vocab_size: int
-    num_documents: int
-    num_tokens: int
-    num_targets: int
-    reused: bool = True
-    time_s: float = 0.0
-
-
 def prepare_docstrings(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
-) -> DocstringStores:
+) -> StoreReport:
     """Writes, or finds, the stores in `folder`, and the conversations beside them as JSONL.
 
     vocab_size: includes ChatML's tokens. limit: most tokens of a document; longer ones are split.
@@ -195,7 +175,6 @@ def prepare_docstrings(
     prefix = docstring_prefix(
         folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
     )
-    began = time.perf_counter()
     conversations = store_path(prefix, ".jsonl")
     options = PrepareOptions(
         inputs=(str(conversations),),
@@ -212,8 +191,7 @@ def prepare_docstrings(
         prepare_store(options, encoder=ChatChoice(template="chatml", limit=limit))
 
     lock = store_path(prefix, ".jsonl.lock")
-    found, was_there = found_or_made(lock, lambda: _find(prefix, heldout_fraction), make)
-    return replace(found, reused=was_there, time_s=time.perf_counter() - began)
+    return found_or_made(lock, lambda: _find(prefix, heldout_fraction), make)
 
 
 def docstring_prefix(
@@ -226,19 +204,13 @@ def docstring_prefix(
     return Path(folder) / f"docstrings-bpe{vocab_size}-{mark % 16**6:06x}"
 
 
-def _find(prefix: Path, heldout_fraction: float) -> DocstringStores | None:
+def _find(prefix: Path, heldout_fraction: float) -> StoreReport | None:
     """The stores, or None where they are not complete; the train store is written last."""
     try:
         train = TokenStore(prefix)
         heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None
     except (UserError, OSError):
         return None
-    assert train.vocab_size is not None
-    return DocstringStores(
-        train=train.prefix,
-        heldout=heldout.prefix if heldout is not None and heldout.num_documents else "",
-        vocab_size=train.vocab_size,
-        num_documents=train.num_documents,
-        num_tokens=train.num_tokens,
-        num_targets=int(train.num_targets.sum()),
-    )
+    conversations = store_path(prefix, ".jsonl")
+    num_bytes = conversations.stat().st_size if conversations.exists() else 0
+    return report_of(train, heldout, num_files=1, num_bytes=num_bytes)

@@ -1,8 +1,8 @@
-"""Records to tokens: which tokenizer, and which special tokens stand around a document.
+"""Records to tokens: the tokenizer, and the special tokens before and after a document.
 
-All that a preparation knows of a kind of records is its `EncoderChoice`, plain data that travels to
-worker processes and opens an encoder there. Special tokens come from the policy alone.
-Cost: 2 to 3 MB/s a process for BPE, and some 100 bytes a token of the longest piece of text.
+A preparation knows a kind of records only by its `EncoderChoice`, plain data that travels to worker
+processes and opens an encoder there. Special tokens come from the policy alone. Cost: 2 to 3 MB/s a
+process for BPE, and some 100 bytes a token of the longest piece of text.
 """
 
 import json
@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 BPE = "bpe"
 BYTES_BOS, BYTES_EOS, BYTES_VOCAB = 256, 257, 258
-_PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 20
 
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofsentence|>")
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
@@ -239,7 +239,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+    # tokenizers raises plain Exception.
+    except Exception as error:
         raise UserError(f"{path} is not a tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -248,21 +249,21 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    # A batch of one runs on one thread and skips the offsets that encode() computes.
+    # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no offsets.
     encoded: Any = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoded[0].ids, np.int64)
 
 
 def _in_pieces(tokenizer: "Tokenizer", text: str) -> TokenArray:
     """Encodes a long text piece by piece: an encoding takes some 100 bytes a token until freed."""
-    return np.concatenate([_whole(tokenizer, piece) for piece in _pieces(text)])
+    return np.concatenate([_whole(tokenizer, piece) for piece in text_pieces(text)])
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Pieces of at most `_PIECE_CHARACTERS`, which end with a line where they can."""
+def text_pieces(text: str) -> Iterator[str]:
+    """Yield pieces of at most PIECE_CHARACTERS, which end with a line where possible."""
     start = 0
     while start < len(text):
-        stop = start + _PIECE_CHARACTERS
+        stop = start + PIECE_CHARACTERS
         if stop < len(text):
             stop = (text.rfind("\n", start, stop) + 1) or stop
         yield text[start:stop]
@@ -287,8 +288,8 @@ def read_vocabulary(
 ) -> Vocabulary:
     """Size and special tokens of a tokenizer file.
 
-    bos, eos: tokens by name; "" for what the tokenizer_config.json in `folder` (that of the file)
-    says, or else the one special token with a usual name. size: the largest id, added tokens
+    bos, eos: tokens by name; "" for the token of the tokenizer_config.json in `folder` (that of the
+    file), or else the one special token with a usual name. size: the largest id, added tokens
     included, plus one.
     """
     tokenizer = load_tokenizer(path)

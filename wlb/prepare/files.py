@@ -1,14 +1,14 @@
 """Files that are complete or absent, and locks that let one process prepare a store."""
 
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from wlb.data.store import temporary_name
-
-Found = TypeVar("Found")
+from wlb.prepare.request import StoreReport
 
 
 def write_text(path: Path, text: str) -> None:
@@ -30,22 +30,23 @@ def locked(path: Path) -> Generator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except (ImportError, OSError):
             pass
-        yield  # closing the file releases the lock, also when the process dies
+        # Closing the file releases the lock, also when the process dies.
+        yield
 
 
 def found_or_made(
-    lock: Path, find: Callable[[], Found | None], make: Callable[[], object]
-) -> tuple[Found, bool]:
-    """Return what `find` finds and whether it was there already; else one process makes it."""
-    if (found := find()) is not None:
-        return found, True
-    with locked(lock):
-        if (found := find()) is not None:  # another process was faster
-            return found, True
-        make()
-        if (found := find()) is None:
-            raise RuntimeError(
-                f"what was made beside {lock} cannot be read, or another process replaced it with "
-                f"other settings"
-            )
-        return found, False
+    lock: Path, find: Callable[[], StoreReport | None], make: Callable[[], object]
+) -> StoreReport:
+    """Return the report of the stores; one process makes them where `find` finds none."""
+    began = time.perf_counter()
+    if (found := find()) is None:
+        with locked(lock):
+            if (found := find()) is None:  # None made it while this one waited.
+                make()
+                if (found := find()) is None:
+                    raise RuntimeError(
+                        f"the result beside {lock} cannot be read, or another process replaced "
+                        f"it with other settings"
+                    )
+                found = replace(found, reused=False)
+    return replace(found, time_s=time.perf_counter() - began)

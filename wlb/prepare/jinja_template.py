@@ -1,8 +1,8 @@
 """Jinja chat templates in exact parts, found by running the template in jinja2's sandbox.
 
 1. Render a sequence of roles once with a marker for each content; all must come out, in order.
-2. Trained is what {% generation %} blocks hold. Without them a turn ends where the text of the
-conversation up to there ends, which must start the longer text.
+2. The contents of {% generation %} blocks are trained. Without them a turn ends where the text of
+the conversation up to there ends, which must start the longer text.
 3. Render each conversation with its contents too: the parts must add up to the same text.
 """
 
@@ -31,7 +31,8 @@ from wlb.prepare.encode import token_text
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_MARK = "\U000f5eed"  # a private-use character
+# A private-use character that marks contents; messages that contain it are refused.
+_MARK = "\U000f5eed"
 _BEGIN, _END = f"{_MARK}[", f"{_MARK}]"
 _MARKS = re.compile(f"({_MARK}\\[|{_MARK}\\]|{_MARK}[0-9]+{_MARK})")
 _MOST_SHAPES = 4096
@@ -111,7 +112,7 @@ class JinjaTemplate:
         )
 
     def _train(self, piece: _Piece, shape: _Shape) -> Train:
-        """Return what is trained of a piece of a trained message."""
+        """Return which tokens are trained of a piece of a trained message."""
         if self.has_generation:
             return Train.ALL if piece.is_generated else Train.NO
         if piece.is_content:
@@ -170,10 +171,12 @@ class JinjaTemplate:
         """Length of the rendering of the first messages, if `plain` begins with it."""
         try:
             text = self._text(roles, markers[: len(roles)])
-        except UserError:  # templates may refuse a conversation that is not complete
+        # Templates may refuse a conversation that is not complete.
+        except UserError:
             return None
         text = text.replace(_BEGIN, "").replace(_END, "")
-        is_whole = markers[len(roles) - 1] in text  # a system message may wait for the user's
+        # Some templates write a system message only together with the user's first message.
+        is_whole = markers[len(roles) - 1] in text
         return len(text) if is_whole and plain.startswith(text) else None
 
     def _text(self, roles: Sequence[Role], contents: Sequence[str]) -> str:
@@ -195,7 +198,8 @@ def _pieces(marked: str, ends: Sequence[int | None], *, start: str) -> list[_Pie
     """The rendering in pieces, cut at the known ends of turns."""
     out: list[_Piece] = []
     content, depth, at = -1, 0, 0
-    is_direct = False  # whether the block that wrote the last content is still open
+    # is_direct: whether the block that wrote the last content is still open.
+    is_direct = False
 
     def add(text: str, owner: int, is_end: bool) -> None:
         if text or is_end:
@@ -251,7 +255,8 @@ def _compile(source: str, name: str) -> tuple["Template", bool, set[str]]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    open_environment: Any = environment  # its dictionaries are not typed
+    # jinja2 does not type the environment's dictionaries.
+    open_environment: Any = environment
     open_environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     open_environment.globals["raise_exception"] = refuse
     try:

@@ -1,4 +1,4 @@
-"""What a preparation was asked for, kept beside its parts and in its store.
+"""The arguments and inputs of a preparation, kept beside its parts and in its store.
 
 An interrupted preparation continues only with equal arguments and unchanged inputs.
 """
@@ -32,7 +32,7 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """Describe what changed between two manifests; empty if they are equal."""
+    """Describe the changes between two manifests; empty if they are equal."""
     if old.get("format") != new["format"]:
         return [f"it was made by another version of this program (format {old.get('format')})"]
     sides = [
@@ -73,8 +73,9 @@ def open_manifest(path: Path, manifest: Manifest) -> bool:
         ) from None
     if found:
         raise UserError(
-            f"an interrupted preparation in {path.parent} was asked for something else: "
-            f"{'; '.join(found)}. Go on with what it was asked for, or start anew with --overwrite"
+            f"an interrupted preparation in {path.parent} has other arguments or inputs: "
+            f"{'; '.join(found)}. Use the same arguments to continue it, or start anew with "
+            f"--overwrite"
         )
     return True
 

@@ -18,7 +18,8 @@ _BUFFER_BYTES = 1 << 20
 
 
 def _pyarrow(module: str = "") -> Any:
-    return import_module(f"pyarrow{module}")  # pyarrow has no types, so pyright must not see it
+    # pyarrow has no types, so it is imported by name, which pyright does not follow.
+    return import_module(f"pyarrow{module}")
 
 
 def open_parquet(path: str) -> Any:

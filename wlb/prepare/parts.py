@@ -29,7 +29,7 @@ from wlb.prepare.text import Skip
 
 SIDES = ("train", "heldout")
 NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
-"""Counted whatever --on-error says, because nothing is lost with them."""
+"""Reasons that never stop a preparation, whatever --on-error is, because no text is lost."""
 MOST_EXAMPLES = 3
 _STOP_EVERY = 64
 
@@ -252,7 +252,9 @@ def merge_parts(
     about = {"vocab_size": vocabulary.size, "eos_id": job.choice.eos_id(vocabulary), **about}
     moved = moved_record(parts, fraction=job.heldout_fraction)
     total, done = sum(part.size for part in parts), 0
-    with ExitStack() as stack:  # it ends the held-out store first, so that the other marks the end
+    # ExitStack closes the held-out store first, so that the training store appears last and marks a
+    # complete pair.
+    with ExitStack() as stack:
         writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
         for part in parts:
             for side in range(2):

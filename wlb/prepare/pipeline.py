@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ from wlb.prepare.records import (
     list_inputs,
     list_shards,
 )
-from wlb.prepare.request import PrepareOptions, Status, StoreReport, arguments_of
+from wlb.prepare.request import PrepareOptions, Status, StoreReport, arguments_of, report_of
 from wlb.prepare.text import Skip
 from wlb.prepare.tokenizer import prepare_tokenizer
 from wlb.prepare.workers import encode_shards
@@ -183,29 +182,8 @@ class _Preparation:
                 f"{prefix} is there already and {what}; write to another --out, or replace it with "
                 f"--overwrite"
             )
-        info, lengths = infos[0], stores[0].lengths
-        held = stores[1] if len(stores) > 1 else None
-        p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
-        about: dict[str, Any] = {"counts": {}, **info.preparation}  # old stores have no counts
-        return StoreReport(
-            prefix=prefix,
-            heldout=heldout_prefix,
-            tokenizer=str(Path(prefix).parent / info.tokenizer) if info.tokenizer else "",
-            vocab_size=info.vocab_size,
-            num_documents=stores[0].num_documents,
-            num_tokens=stores[0].num_tokens,
-            num_targets=int(stores[0].num_targets.sum()),
-            num_heldout_documents=held.num_documents if held else 0,
-            num_heldout_tokens=held.num_tokens if held else 0,
-            num_heldout_targets=int(held.num_targets.sum()) if held else 0,
-            lengths_p50=p50,
-            lengths_p99=p99,
-            longest=int(lengths.max()),
-            **{name: about[name] for name in ("counts", "skipped", "examples", "num_unknown")},
-            checksum=info.checksum,
-            num_files=len(self.files),
-            num_bytes=sum(file.size for file in self.files),
-        )
+        size = sum(file.size for file in self.files)
+        return report_of(*stores, num_files=len(self.files), num_bytes=size)
 
     def make(self) -> tuple[int, int]:
         """Makes parts, then stores; returns the numbers of shards and of parts that existed."""

@@ -1,8 +1,8 @@
 """Inputs to records: text files, JSONL and Parquet in shards that any process can read.
 
 JSONL and line files are divided at line ends, Parquet by row groups, text files into groups. Shards
-in order give every line, row and file once, in the order of the inputs; what is no record is given
-as a `BadRecord`, and reading continues after it. Reading holds one line or file, or 256 rows.
+in order give every line, row and file once, in the order of the inputs; invalid records are given
+as `BadRecord`, and reading continues after them. Reading holds one line or file, or 256 rows.
 """
 
 import bz2
@@ -90,9 +90,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPosition:
-    """Where a record is. offset: bytes before a line, rows before a row; None for a whole file.
-
-    name: what the held-out rule hashes; it does not depend on the corpus's folder.
+    """Position of a record. offset: bytes before a line, rows before a row; None for a whole file.
+    name: text that the held-out rule hashes; it does not depend on the corpus's folder.
     """
 
     file: InputFile
@@ -331,7 +330,8 @@ def _json_record(line: bytes) -> Record | BadRecord:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
-    except (RecursionError, ValueError) as error:  # too deep, or a number of too many digits
+    # The JSON is nested too deeply, or has a number of too many digits.
+    except (RecursionError, ValueError) as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
     if not isinstance(value, dict):
         return BadRecord(Skip.NOT_AN_OBJECT, f"not a JSON object but {type(value).__name__}")
@@ -349,7 +349,7 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
-    """UserError for the first Parquet file that lacks what `columns` looks for."""
+    """UserError for the first Parquet file that lacks columns that `columns` needs."""
     for file in files:
         if file.kind == FileKind.PARQUET:
             names = open_parquet(file.path).schema_arrow.names

@@ -1,11 +1,13 @@
-"""What `prepare_store` is asked for, and what it reports."""
+"""Options and report of `prepare_store`."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from wlb.data.store import file_checksum
-from wlb.plan import UserError, check_at_least
+import numpy as np
+
+from wlb.data.store import TokenStore, file_checksum
+from wlb.plan import UserError, check_at_least, check_between
 from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
 
@@ -44,8 +46,7 @@ class PrepareOptions:
             raise UserError(
                 f"--vocab-size = {self.vocab_size} must be above 256: 256 bytes and {END_OF_TEXT}"
             )
-        if not 0 <= self.heldout_fraction < 1:
-            raise UserError(f"--heldout-fraction = {self.heldout_fraction} must be in [0, 1)")
+        check_between("--heldout-fraction", self.heldout_fraction, 0, 1)
         if self.tokenizer == BYTES and (self.bos or self.eos):
             raise UserError("--bos and --eos are for a tokenizer.json; bytes have their own")
         if self.tokenizer != BPE:
@@ -65,7 +66,7 @@ class PrepareOptions:
             if field.name in ("vocab_size", "sample_bytes") and value != field.default:
                 raise UserError(
                     f"--{field.name.replace('_', '-')} {value} is for training a BPE; --tokenizer "
-                    f"{self.tokenizer} has its vocabulary: leave it out, or say --tokenizer {BPE}"
+                    f"{self.tokenizer} has its vocabulary: leave it out, or use --tokenizer {BPE}"
                 )
 
 
@@ -116,6 +117,37 @@ class StoreReport:
     time_s: float = 0.0
 
 
+def report_of(
+    train: TokenStore, heldout: TokenStore | None = None, *, num_files: int, num_bytes: int
+) -> StoreReport:
+    """The report of stores that exist, made of `num_files` inputs of `num_bytes` together."""
+    info, lengths = train.info, train.lengths
+    assert info is not None
+    p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
+    # Stores of earlier versions have no counts.
+    unknown: dict[str, Any] = {"counts": {}, "skipped": {}, "examples": {}, "num_unknown": 0}
+    about: dict[str, Any] = {**unknown, **info.preparation}
+    return StoreReport(
+        prefix=train.prefix,
+        heldout=heldout.prefix if heldout else "",
+        tokenizer=str(Path(train.prefix).parent / info.tokenizer) if info.tokenizer else "",
+        vocab_size=info.vocab_size,
+        num_documents=train.num_documents,
+        num_tokens=train.num_tokens,
+        num_targets=int(train.num_targets.sum()),
+        num_heldout_documents=heldout.num_documents if heldout else 0,
+        num_heldout_tokens=heldout.num_tokens if heldout else 0,
+        num_heldout_targets=int(heldout.num_targets.sum()) if heldout else 0,
+        lengths_p50=p50,
+        lengths_p99=p99,
+        longest=int(lengths.max()),
+        **{name: about[name] for name in ("counts", "skipped", "examples", "num_unknown")},
+        checksum=info.checksum,
+        num_files=num_files,
+        num_bytes=num_bytes,
+    )
+
+
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:
     """The options that the content of the store depends on."""
     names = {f: v for f, v in asdict(options).items() if f not in ("out", "processes", "overwrite")}
@@ -125,7 +157,8 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
         names["tokenizer_checksum"] = file_checksum(path)
         config = path.parent / "tokenizer_config.json"
         names["tokenizer_config"] = file_checksum(config) if config.is_file() else ""
-    if options.tokenizer != BPE:  # vocab_size and sample_bytes only train a BPE
+    # vocab_size and sample_bytes are used only to train a BPE.
+    if options.tokenizer != BPE:
         del names["vocab_size"], names["sample_bytes"]
     return names
 

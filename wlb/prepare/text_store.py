@@ -10,21 +10,19 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from wlb.data.store import TokenStore, file_checksum, store_path
-from wlb.plan import IntArray, UserError, check_at_least
+from wlb.plan import IntArray, UserError, check_at_least, check_between
 from wlb.prepare.encode import END_OF_TEXT, TextChoice, Vocabulary
 from wlb.prepare.files import found_or_made, write_text
 from wlb.prepare.parts import PartJob, heldout_rows, merge_parts, totals
 from wlb.prepare.pipeline import encode_parts
 from wlb.prepare.records import OnError, document_shards
-from wlb.prepare.request import Status
+from wlb.prepare.request import Status, StoreReport, report_of
 from wlb.prepare.text import Skip, TextDocuments, describe_empty
 from wlb.prepare.tokenizer import sample_texts, train_bpe
 
@@ -36,27 +34,6 @@ Progress = Callable[[int, int], None]
 """Called with (bytes of text done, bytes of text in all)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedStores:
-    """Prefixes of the two stores, the tokenizer's file, and what went into them.
-
-    skipped: files left out, by reason. reused: the stores were there already. time_s: of this call.
-    """
-
-    train: str
-    heldout: str
-    tokenizer: str
-    vocab_size: int
-    eos_id: int
-    num_documents: int
-    num_tokens: int
-    num_heldout_documents: int
-    num_heldout_tokens: int
-    skipped: dict[str, int]
-    reused: bool
-    time_s: float
-
-
 def prepare(
     documents: TextDocuments,
     prefix: str | Path,
@@ -66,7 +43,7 @@ def prepare(
     seed: int,
     sample_bytes: int = 2_000_000,
     progress: Progress | None = None,
-) -> PreparedStores:
+) -> StoreReport:
     """Writes, or finds, `<prefix>-train`, `<prefix>-heldout` and `<prefix>-tokenizer.json`.
 
     UserError for arguments out of range and for documents without any UTF-8 text.
@@ -76,10 +53,8 @@ def prepare(
             f"data.bpe_vocab_size = {vocab_size} must be above {_NUM_BYTES}: 256 bytes and "
             f"{END_OF_TEXT}"
         )
-    if not 0 <= heldout_fraction < 1:
-        raise UserError(f"data.heldout_fraction = {heldout_fraction} must be in [0, 1)")
+    check_between("data.heldout_fraction", heldout_fraction, 0, 1)
     check_at_least("sample_bytes", sample_bytes, 1)
-    began = time.perf_counter()
     listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]
     asked = (vocab_size, heldout_fraction, seed, sample_bytes)
     inputs = json.dumps([_FORMAT, platform.python_version(), listing, *asked])
@@ -108,42 +83,25 @@ def prepare(
             _write(documents, prefix, job, fingerprint=fingerprint, progress=progress)
 
     lock = store_path(prefix, ".lock")
-    found, was_there = found_or_made(lock, lambda: _find(prefix, fingerprint), make)
-    return replace(found, reused=was_there, time_s=time.perf_counter() - began)
+    return found_or_made(lock, lambda: _find(documents, prefix, fingerprint), make)
 
 
 def _paths(prefix: str | Path) -> tuple[str, str, Path]:
     return f"{prefix}-train", f"{prefix}-heldout", store_path(prefix, "-tokenizer.json")
 
 
-def _find(prefix: str | Path, fingerprint: str) -> PreparedStores | None:
+def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> StoreReport | None:
     """The stores of `fingerprint` if all files are there and belong together."""
-    train_prefix, heldout_prefix, tokenizer = _paths(prefix)
+    *prefixes, tokenizer = _paths(prefix)
     try:
-        train, heldout = TokenStore(train_prefix), TokenStore(heldout_prefix)
+        stores = [TokenStore(side) for side in prefixes]
         checksum = file_checksum(tokenizer)
     except (UserError, OSError):  # absent, not complete, or of another preparation
         return None
-    info = train.info
-    if info is None or heldout.info is None or info.eos_id is None:
+    mark = {"fingerprint": fingerprint, "tokenizer_checksum": checksum}.items()
+    if any(store.info is None or not mark <= store.info.preparation.items() for store in stores):
         return None
-    mark = {"fingerprint": fingerprint, "tokenizer_checksum": checksum}
-    if any(not mark.items() <= side.preparation.items() for side in (info, heldout.info)):
-        return None
-    return PreparedStores(
-        train=train_prefix,
-        heldout=heldout_prefix,
-        tokenizer=str(tokenizer),
-        vocab_size=info.vocab_size,
-        eos_id=info.eos_id,
-        num_documents=train.num_documents,
-        num_tokens=train.num_tokens,
-        num_heldout_documents=heldout.num_documents,
-        num_heldout_tokens=heldout.num_tokens,
-        skipped=dict(info.preparation.get("skipped", {})),
-        reused=True,
-        time_s=0.0,
-    )
+    return report_of(*stores, num_files=len(documents.sizes), num_bytes=sum(documents.sizes))
 
 
 def _sample(

@@ -63,10 +63,7 @@ def prepare_tokenizer(
         source = tokenizer_path(options.tokenizer)
         write_text(path, _copied(source, names))
         vocabulary = read_vocabulary(
-            path if names else source,  # so that messages name the user's file
-            bos=options.bos,
-            eos=eos,
-            folder=source.parent,  # its tokenizer_config.json names the EOS token
+            path if names else source, bos=options.bos, eos=eos, folder=source.parent
         )
     return PreparedTokenizer(path=str(path), vocabulary=vocabulary, checksum=file_checksum(path))
 
@@ -76,7 +73,8 @@ def _copied(source: Path, names: Sequence[str]) -> str:
     if names:
         from tokenizers import Tokenizer
 
-        load_tokenizer(source)  # raises UserError for a file that is no tokenizer
+        # load_tokenizer raises UserError for a file that is no tokenizer.
+        load_tokenizer(source)
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
             return tokenizer.to_str(pretty=True)
@@ -93,7 +91,8 @@ def _trained(
             f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes, "
             f"{', '.join([END_OF_TEXT, *names])}"
         )
-    if not shards:  # a Parquet file may have no row group
+    # Parquet files without row groups have no shard.
+    if not shards:
         raise UserError(
             f"--tokenizer {BPE}: {', '.join(options.inputs)} holds no record to train one on"
         )
@@ -160,6 +159,7 @@ def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iter
     for position, record in read_shard(shard, text_key=options.text_key, columns=choice.columns):
         if draw(options.seed, position.name) < options.heldout_fraction:
             continue
-        with suppress(BadRecord):  # encoding refuses or counts it
+        # Encoding refuses or counts bad records.
+        with suppress(BadRecord):
             if not isinstance(record, BadRecord):
                 yield from choice.texts(record)

@@ -36,8 +36,8 @@ def encode_shards(
     """Encodes the shards of `numbers`; summaries as they are made, in any order.
 
     in_threads: with threads of this process, which need no main module that can be imported.
-    A UserError of a shard stops the others; of several that of the first shard is raised. What is
-    complete stays. RuntimeError if a worker dies. One process encodes in this one.
+    A UserError of a shard stops the others; of several that of the first shard is raised. Complete
+    parts stay. RuntimeError if a worker dies. One process encodes in this one.
     """
     if processes == 1 or len(numbers) <= 1:
         encoder = job.open_encoder() if numbers else None
@@ -66,7 +66,7 @@ def encode_shards(
 def _open_pool(
     job: PartJob, num_workers: int, *, in_threads: bool
 ) -> tuple[Executor, Any, Callable[[int, AnyShard], PartSummary]]:
-    """The pool, the event that stops its workers, and what they call with a shard."""
+    """The pool, the event that stops its workers, and the function that they call with a shard."""
     if in_threads:
         stop, encoder = threading.Event(), job.open_encoder()
 
@@ -90,13 +90,14 @@ def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
     raise AssertionError("no shard failed")
 
 
-# The job of a worker process; a pool's initializer can only store it in a global.
+# The job of a worker process. It is global because a pool's initializer cannot pass it otherwise.
 _worker: tuple[PartJob, RecordEncoder, Any] | None = None
 
 
 def _start_worker(job: PartJob, stop: Any) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt and sets `stop`
+    # The parent handles the interrupt and sets `stop`.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = (job, job.open_encoder(), stop)
 

@@ -31,7 +31,8 @@ TILE_ROWS = {"cuda": 128, "cpu": 1}
 CUDA_TILES = 1024
 """Number of tiles that fills a GPU with several waves."""
 CPU_KEYS, CPU_SEGMENTS = 4096, 256
-"""Keys that make a CPU call's own cost negligible, and the largest number of segments."""
+"""On a CPU, keys of a call's segments together, which make the call's own cost negligible, and the
+largest number of segments."""
 MOST_BYTES = 24 << 30
 """Limit of keys, values and their gradients in a call of equal segments."""
 NAMED_BY = ("backend", "num_heads", "num_kv_heads", "head_dim")
@@ -111,7 +112,8 @@ def time_call(
     generator = torch.Generator().manual_seed(0)
 
     def made(rows: int, heads: int) -> torch.Tensor:
-        # Drawing all values would take longer than the kernels; one block is repeated.
+        # One block of random values is repeated, because drawing all of them would take longer than
+        # the kernels.
         block = torch.randn(min(rows, 1024), heads, layout.head_dim, generator=generator)
         block = block.to(layout.device, layout.dtype)
         return block.repeat(-(-rows // block.shape[0]), 1, 1)[:rows].contiguous()
@@ -248,7 +250,8 @@ def batch_tasks(
     first = 1000 if held else 0
     tasks: list[Task] = []
     for index in range(first, first + num):
-        segments = digest(*random_call(grid, index))  # names the batch in records
+        # The digest identifies the batch in records.
+        segments = digest(*random_call(grid, index))
         point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
         tasks.append(Task(kind=kind, point=point, run=partial(run, index), may_fail=True))
     return tasks

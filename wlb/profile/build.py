@@ -34,12 +34,12 @@ from wlb.spec import ModelSpec
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
 """Shipped profiles whose collectives stand in where they were not measured."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
-"""The usual number of a cluster's nodes, where the machine does not tell."""
+"""GPUs per node that are assumed where the machine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltProfile:
-    """A profile with what reports need in addition."""
+    """A profile, with the errors and notes that reports show."""
 
     profile: KernelProfile
     attention: tuple[FittedAttention, ...]
@@ -88,7 +88,8 @@ def build(
     grid: AttentionGrid,
     origin: SweepOrigin,
 ) -> BuiltProfile:
-    """Fits all blocks; raises UserError, naming what is missing, if too little was measured."""
+    """Fits all blocks; raises UserError, naming missing measurements, if too little was
+    measured."""
     provenance = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:
@@ -189,25 +190,16 @@ def collectives(
             provenance=origin.provenance(f"wlb profile, {ranks} ranks", residuals=fit.residuals),
         )
     for op, scope in pairs:
-        if (op, scope) not in found:
-            reason = why.get((op, scope), "not measured")
-            found[op, scope] = _stand_in(op, scope, found, origin, reason)
+        if (op, scope) in found:
+            continue
+        near = found.get((op, Scope.INTRA_NODE))
+        if near is not None and origin.environment["device"] == "cpu":
+            source = "as between processes of one machine"
+        else:
+            other = load_profile(STAND_INS[origin.environment["device"]])
+            near = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
+            source = f"profile {other.name}, which has {near.provenance.source}"
+        source = f"{why.get((op, scope), 'not measured')}: {source}"
+        assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=source)
+        found[op, scope] = replace(near, scope=scope, provenance=assumed)
     return tuple(found[pair] for pair in pairs), notes
-
-
-def _stand_in(
-    op: Collective,
-    scope: Scope,
-    found: Mapping[tuple[str, str], CollectiveCost],
-    origin: SweepOrigin,
-    why: str,
-) -> CollectiveCost:
-    near = found.get((op, Scope.INTRA_NODE))
-    if near is not None and origin.environment["device"] == "cpu":
-        source = f"{why}: as between processes of one machine"
-    else:
-        other = load_profile(STAND_INS[origin.environment["device"]])
-        near = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
-        source = f"{why}: profile {other.name}, which has {near.provenance.source}"
-    assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=source)
-    return replace(near, scope=scope, provenance=assumed)

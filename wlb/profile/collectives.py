@@ -33,7 +33,8 @@ SMALLEST_BYTES = 1 << 12
 CPU_LARGEST_BYTES = 1 << 24
 CUDA_LARGEST_BYTES = 1 << 30
 SHARE_OF_FREE_MEMORY = 8
-"""The largest buffer is at most 1 / this of a GPU's free memory, because it is copied."""
+"""The largest buffer takes at most one part in this many of a GPU's free memory, because it is
+copied."""
 LOCAL_RANKS = 2
 WARM_UPS = 3
 HEAD_START_CYCLES = 400_000
@@ -155,7 +156,7 @@ def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers])
     return Task(kind="collective", point=named, run=lambda: measure(point))
 
 
-# Local ranks: one launch for all points.
+# The following functions measure on local ranks, which are launched once for all points.
 
 
 def _of_local_ranks(
@@ -191,7 +192,7 @@ def _numbers(found: Numbers | str) -> Numbers:
     return found
 
 
-# Ranks that were started by a launcher: rank 0 says what comes next.
+# The following functions measure on ranks that a launcher started; rank 0 broadcasts each point.
 
 
 def _sweep_of_world(
@@ -208,7 +209,8 @@ def _sweep_of_world(
     scopes = _scopes([node for node, _ in told])
     places: dict[Scope, _Place] = {}
     for scope, members in scopes.items():
-        group = dist.new_group(list(members))  # ranks outside a group must create it too
+        # Ranks outside a group must create it too.
+        group = dist.new_group(list(members))
         if isinstance(group, dist.ProcessGroup):
             places[scope] = _Place(group=group, device=device, dtype=dtype, repeats=repeats)
     ranks = _LedRanks(world=world, places=places)
@@ -260,7 +262,7 @@ class _LedRanks:
         return told[0]
 
 
-# Measuring, on every rank of the group at the same time.
+# The following functions measure a point; every rank of the group calls them at the same time.
 
 
 def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
@@ -355,14 +357,16 @@ def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndar
     return np.array([before.elapsed_time(after) * 1e6 for before, after in pairs])
 
 
-# The fit.
+# The following functions fit alpha and bandwidth to the measured times.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlphaBeta:
-    """time = alpha_ns + bytes on the wire / bytes_per_s, as in `CollectiveCost`. residuals:
-    relative errors of the fit, and of each time as predicted by a fit to the others (leave one
-    out)."""
+    """Fitted costs: time = alpha_ns + bytes on the wire / bytes_per_s, as in `CollectiveCost`.
+
+    residuals: relative errors of the fit, and of each time as predicted by a fit to the others
+    (leave one out).
+    """
 
     alpha_ns: float
     bytes_per_s: float

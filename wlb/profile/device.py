@@ -116,7 +116,8 @@ def handle_of(nvml: Any, uuid: str) -> Any:
     try:
         return by_uuid(f"GPU-{uuid}")
     except nvml.NVMLError:
-        return by_uuid(f"MIG-{uuid}")  # a MIG slice: another prefix
+        # MIG slices have another prefix.
+        return by_uuid(f"MIG-{uuid}")
 
 
 class Monitor:

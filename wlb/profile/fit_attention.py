@@ -134,14 +134,15 @@ def _rates(
     for record in grid:
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
-        # At least a fifth is the segments' own: the cost of a call is uncertain.
+        # At least a fifth of the time is attributed to the segments, because the cost of a call is
+        # uncertain.
         price = max(took - call_ns - group_ns * record.point["has_other"], 0.2 * took) / count
-        rows = _computed(layout, q)
+        rows = next((n for n in layout.padded_lengths if n >= q), q)  # that the kernel computes
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
         work = float(tile_pairs(*sides, tile_rows=layout.tile_rows)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
         # The point with one row less than keys stands for the diagonal with a prefix.
-        node = kv if is_apart and q == kv - 1 else _tiled(layout, rows)
+        node = kv if is_apart and q == kv - 1 else -(-rows // layout.tile_rows) * layout.tile_rows
         found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
     square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
     axis_q = np.array(sorted({q for _, q, _ in found}), np.float64)
@@ -160,18 +161,6 @@ def _rates(
         curve = limit_curve_growth(lengths, np.array(list(square.values())))
         out[f"square_{name}"] = Curve(axis=lengths, values=curve)
     return out
-
-
-def _computed(layout: HeadLayout, length: int) -> int:
-    """Rows that the kernel computes for `length` rows."""
-    steps = layout.padded_lengths
-    if not steps or length > steps[-1]:
-        return length
-    return next(n for n in steps if n >= length)
-
-
-def _tiled(layout: HeadLayout, rows: int) -> int:
-    return -(-rows // layout.tile_rows) * layout.tile_rows
 
 
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:

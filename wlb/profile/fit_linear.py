@@ -32,7 +32,7 @@ from wlb.spec import ModelSpec
 PASSES = ("forward", "backward")
 GEMMS = {"forward": 1, "backward": 2}
 FREE_BYTES_PER_S = 1e14
-"""Rate of an operator whose time did not grow with size; above that of any memory."""
+"""Bytes a second of an operator whose time did not grow with size; no memory is that fast."""
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
@@ -97,7 +97,7 @@ def fit_elementwise(
 def _bytes(record: Record, name: str, value_bytes: int) -> float:
     if record.kind != "embedding":
         return record.numbers[f"{name}_bytes"]
-    # The factors of `elementwise_values`.
+    # These are the factors of `elementwise_values`.
     factor = {"forward": 2, "backward": 3}[name]
     return factor * record.point["tokens"] * record.point["hidden"] * value_bytes
 

@@ -1,4 +1,4 @@
-"""Tasks that measure a layer's work outside attention: what W_l(d) of Eq. 2 is fitted to.
+"""Tasks that measure a layer's work outside attention, to which W_l(d) of Eq. 2 is fitted.
 
 Times are of one rank, forward and backward apart, without collectives, through the modules of
 `wlb.model` and autograd. Kinds: gemm, elementwise (`*_bytes` are those that `wlb.cost.flops`
@@ -8,7 +8,7 @@ tokens, since no other rank shares them. Tasks allocate when they run and keep n
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wlb.cost.flops import layer_matrices
+from wlb.cost.flops import layer_matrices, rank_model
 from wlb.kernels.fused import choose_fused
 from wlb.model import Ops
 from wlb.model.llama import DecoderLayer, LocalAttend, Rows
@@ -128,28 +128,30 @@ def linear_tasks(
     """
     _check(model, tp_degrees, tokens)
     bench = _TaskBench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
-    tasks: list[Task] = []
-    for count in sorted(set(tokens)):
-        tasks += _gemm_tasks(bench, model, tp_degrees, count)
-    for count in sorted({1, *tokens}):
-        tasks += _elementwise_tasks(bench, model, tp_degrees, count)
-    for count, tp in product(sorted(set(tokens)), tp_degrees):
-        tasks += _end_tasks(bench, model, tp, count, loss_chunk)
-        tasks.append(_layer_task(bench, model, "layer", count, tp))
+    tasks: dict[str, Task] = {}
+
+    def add(kind: str, run: Callable[..., Numbers], *fixed: Any, **point: Any) -> None:
+        task = Task(kind=kind, point=point, run=partial(run, bench, *fixed, **point))
+        tasks.setdefault(task.key, task)
+
+    counts = sorted(set(tokens))
+    matrices: dict[tuple[int, int], int] = {}  # and the first TP degree that has each
+    for tp in tp_degrees:
+        for matrix in rank_matrices(model, tp):
+            matrices.setdefault(matrix, tp)
+    for count, ((rows, columns), tp) in product(counts, matrices.items()):
+        add("gemm", _gemm, tokens=count, rows=rows, columns=columns, tp=tp)
+    for count, (op, width) in product(sorted({1, *tokens}), _widths(model, tp_degrees)):
+        add("elementwise", _elementwise, model, op=op, tokens=count, width=width)
+    for count, tp in product(counts, tp_degrees):
+        vocab = model.padded_vocab_size // tp
+        ends = {"tokens": count, "hidden": model.hidden_size, "vocab": vocab}
+        add("embedding", _embedding, tp, **ends)
+        add("head", _head, loss_chunk, **ends)
+        add("layer", _layer, model, tokens=count, tp=tp)
     for count, tp in product(held_tokens, tp_degrees):
-        tasks.append(_layer_task(bench, model, "held_layer", count, tp))
-    return list({task.key: task for task in tasks}.values())
-
-
-def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
-    """A model whose layers have a TP rank's matrices."""
-    return replace(
-        model,
-        num_heads=model.num_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
-        head_dim=model.head_size,
-        ffn_hidden_size=model.ffn_hidden_size // tp,
-    )
+        add("held_layer", _layer, model, tokens=count, tp=tp)
+    return list(tasks.values())
 
 
 def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:
@@ -182,42 +184,24 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
                 raise UserError(f"tp = {tp} does not divide the model's {name}, {size}")
 
 
-def _gemm_tasks(
-    bench: _TaskBench, model: ModelSpec, tp_degrees: Sequence[int], tokens: int
-) -> list[Task]:
-    tasks: dict[tuple[int, int], Task] = {}
-    for tp in tp_degrees:
-        for rows, columns in rank_matrices(model, tp):
-            point = {"tokens": tokens, "rows": rows, "columns": columns, "tp": tp}
-            task = Task(kind="gemm", point=point, run=partial(_gemm, bench, tokens, rows, columns))
-            tasks.setdefault((rows, columns), task)
-    return list(tasks.values())
-
-
-def _gemm(bench: _TaskBench, tokens: int, rows: int, columns: int) -> Numbers:
+def _gemm(bench: _TaskBench, *, tokens: int, rows: int, columns: int, tp: int) -> Numbers:
     x, grad = bench.random(tokens, rows), bench.random(tokens, columns)
     weight = bench.random(columns, rows, scale=0.02)
     return bench.passes(lambda: x @ weight.t(), lambda _: (grad @ weight, grad.t() @ x))
 
 
-def _elementwise_tasks(
-    bench: _TaskBench, model: ModelSpec, tp_degrees: Iterable[int], tokens: int
-) -> list[Task]:
+def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]]:
+    """Element-wise operators and the channels of a row that each has on a TP rank."""
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
         widths |= {("rotary", model.q_dim // tp), ("rotary", model.kv_dim // tp)}
         widths.add(("swiglu", model.ffn_hidden_size // tp))
-    return [
-        Task(
-            kind="elementwise",
-            point={"op": op, "tokens": tokens, "width": width},
-            run=partial(_elementwise, bench, model, op, tokens, width),
-        )
-        for op, width in sorted(widths)
-    ]
+    return sorted(widths)
 
 
-def _elementwise(bench: _TaskBench, model: ModelSpec, op: str, tokens: int, width: int) -> Numbers:
+def _elementwise(
+    bench: _TaskBench, model: ModelSpec, *, op: str, tokens: int, width: int
+) -> Numbers:
     measure = {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "residual": _residual}[op]
     value_bytes = tokens * width * bench.dtype.itemsize
     return measure(bench, model, tokens, width) | {
@@ -265,19 +249,7 @@ def _tables(bench: _TaskBench, model: ModelSpec, tokens: int) -> tuple[Tensor, T
     return rope_tables(positions, inverse_frequencies(model, bench.device))
 
 
-def _end_tasks(
-    bench: _TaskBench, model: ModelSpec, tp: int, tokens: int, loss_chunk: int
-) -> list[Task]:
-    vocab = model.padded_vocab_size // tp
-    shape = {"tokens": tokens, "hidden": model.hidden_size, "vocab": vocab}
-    runs = {
-        "embedding": partial(_embedding, bench, **shape, tp=tp),
-        "head": partial(_head, bench, **shape, loss_chunk=loss_chunk),
-    }
-    return [Task(kind=kind, point=shape, run=run) for kind, run in runs.items()]
-
-
-def _embedding(bench: _TaskBench, tokens: int, hidden: int, vocab: int, tp: int) -> Numbers:
+def _embedding(bench: _TaskBench, tp: int, *, tokens: int, hidden: int, vocab: int) -> Numbers:
     """As `wlb.parallel.tensor`: under TP, tokens of other ranks look up an end row, times zero."""
     weight = bench.random(vocab, hidden, grad=True)
     index = bench.integers(vocab * tp, tokens)
@@ -291,20 +263,15 @@ def _embedding(bench: _TaskBench, tokens: int, hidden: int, vocab: int, tp: int)
     return bench.gradients(forward, [weight], bench.random(tokens, hidden))
 
 
-def _head(bench: _TaskBench, tokens: int, hidden: int, vocab: int, loss_chunk: int) -> Numbers:
+def _head(bench: _TaskBench, chunk: int, *, tokens: int, hidden: int, vocab: int) -> Numbers:
     x = bench.random(tokens, hidden, grad=True)
     weight = bench.random(vocab, hidden, scale=0.02, grad=True)
     labels = bench.integers(vocab, tokens)
 
     def forward() -> Tensor:
-        return head_loss(x, weight, labels, vocab_size=vocab, chunk=loss_chunk)
+        return head_loss(x, weight, labels, vocab_size=vocab, chunk=chunk)
 
     return bench.gradients(forward, [x, weight], torch.ones((), device=bench.device))
-
-
-def _layer_task(bench: _TaskBench, model: ModelSpec, kind: str, tokens: int, tp: int) -> Task:
-    run = partial(_layer, bench, rank_model(model, tp), tokens)
-    return Task(kind=kind, point={"tokens": tokens, "tp": tp}, run=run)
 
 
 class _PassThrough(torch.autograd.Function):
@@ -320,8 +287,8 @@ class _PassThrough(torch.autograd.Function):
         return *grads, *ctx.gradients, None, None
 
 
-def _layer(bench: _TaskBench, model: ModelSpec, tokens: int) -> Numbers:
-    ops = Ops()
+def _layer(bench: _TaskBench, model: ModelSpec, *, tokens: int, tp: int) -> Numbers:
+    model, ops = rank_model(model, tp), Ops()
     ops.fused = bench.fused
     with torch.device(bench.device):
         layer = DecoderLayer(model, ops).to(bench.dtype)

@@ -151,7 +151,8 @@ def _backends(
                 raise
             continue
         found.append(str(name))
-    # On a GPU sdpa serves float32; it is measured only where it is all there is.
+    # On a GPU sdpa serves only float32 and heads that no other kernel takes, so it is measured only
+    # if no other kernel is available.
     return found if found == ["sdpa"] or asked else [b for b in found if b != "sdpa"]
 
 
@@ -236,7 +237,8 @@ def run_sweep(
             console.print(collectives.note, markup=False, highlight=False)
             try:
                 records = list(_shown(file, collectives.tasks, "collectives", console))
-                collectives.release()  # before the other ranks' timeout
+                # The other ranks are released here so that they do not run into their timeout.
+                collectives.release()
                 what = f"kernels of {describe(settings.device)['name']}"
                 records += _shown(file, tasks, what, console)
             finally:

@@ -30,7 +30,8 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 WARM_UP_CALLS = 3
 """At most; one call is enough if it takes longer than the budget."""
 HEAP_BYTES = 31 << 20
-"""Just below 32 MiB: freeing such a block raises glibc's mmap and trim thresholds (mallopt(3))."""
+"""Size just below 32 MiB: freeing such a block raises glibc's mmap and trim thresholds
+(mallopt(3))."""
 USUAL_CPU_L2_BYTES = 2 << 20
 """Assumed where the system does not tell a core's L2."""
 SETTLE_S = 1.0
@@ -125,8 +126,8 @@ class KernelTimer(ABC):
 class CpuTimer(KernelTimer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # glibc keeps freed memory after this: else it returns blocks to the system after each call
-        # and faults them in again, which costs more than a small operator.
+        # After this, glibc keeps freed memory. Otherwise it would return blocks to the system after
+        # each call and fault them in again, which costs more than a small operator.
         torch.empty(HEAP_BYTES, dtype=torch.uint8)
         flush_bytes = 2 * (cpu_l2_bytes() or USUAL_CPU_L2_BYTES)
         self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8)

@@ -12,12 +12,12 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from wlb.rehearse.gpu import FREED, AllocatorRequest
 from wlb.rehearse.results import Reserved
 
 MIB = 1 << 20
 SMALL, LARGE = MIB, 10 * MIB
 PAGE_SMALL, PAGE_LARGE = 2 * MIB, 20 * MIB
-_FREED = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -147,22 +147,23 @@ class Allocator:
                             block.before.after = None
 
 
-def reserved(requests: Iterable[tuple[int, int, int]], *, limit: int, expandable: bool) -> Reserved:
-    """Replay requests (number, bytes or -1 to free, stream)."""
+def reserved(requests: Iterable[AllocatorRequest], *, limit: int, expandable: bool) -> Reserved:
+    """Replay a rank's requests until one does not fit."""
     allocator = Allocator(limit=limit, expandable=expandable)
-    failed = 0
-    for number, size, stream in requests:
-        if size == _FREED:
+    failed, failed_at = 0, ""
+    for number, size, stream, step, where in requests:
+        if size == FREED:
             allocator.free(number)
             continue
         try:
             allocator.request(number, size, stream)
         except _Full:
-            failed = size
+            failed, failed_at = size, f"step {step}, {where}"
             break
     return Reserved(
         peak_bytes=allocator.peak,
         allocated_bytes=allocator.peak_allocated,
         retries=allocator.retries,
         failed_bytes=failed,
+        failed_at=failed_at,
     )

@@ -39,7 +39,6 @@ def install() -> None:
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
     importlib.import_module("torch.distributed._tools.fake_collectives")
-    _votes()
     _register_kernels()
     setattr(select, "launch_problem", lambda _: None)  # noqa: B010  # a CUDA build brings Triton
     setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
@@ -115,7 +114,7 @@ def _streams() -> None:
 def _tensors() -> None:
     def pin(tensor: Tensor, *_: Any) -> Tensor:
         pinned = tensor.clone()
-        record.PINNED[pinned] = True
+        record.PINNED[pinned] = None
         return pinned
 
     def record_stream(tensor: Tensor, stream: FakeStream) -> None:
@@ -145,25 +144,6 @@ def _tensors() -> None:
     for attribute, value in replaced.items():
         setattr(Tensor, attribute, value)
     setattr(FakeTensor, "tolist", read_list)  # noqa: B010
-
-
-def _votes() -> None:
-    # Stages of a pipeline vote before their first step; 1 means that shapes need no inference.
-    from torch.distributed.pipelining import schedules
-
-    schedule: Any = schedules._PipelineSchedule  # pyright: ignore[reportPrivateUsage]
-    vote = getattr(schedule, "_warmup_p2p", None)
-    if vote is None:  # before torch 2.12
-        return
-
-    def voted(*args: Any, **options: Any) -> Any:
-        GPU.read = 1
-        try:
-            return vote(*args, **options)
-        finally:
-            GPU.read = 0
-
-    setattr(schedule, "_warmup_p2p", voted)  # noqa: B010
 
 
 def _register_kernels() -> None:

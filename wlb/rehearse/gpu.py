@@ -48,6 +48,31 @@ class HostWait(NamedTuple):
     where: str
 
 
+class StreamFault(NamedTuple):
+    """Memory that a stream took while another may use it. op: that took it. where: file and line of
+    wlb."""
+
+    step: int
+    op: str
+    where: str
+    error: str
+
+
+FREED = -1
+"""Size in an `AllocatorRequest` that gives memory back."""
+
+
+class AllocatorRequest(NamedTuple):
+    """What the caching allocator was asked for. size: bytes, or FREED. where: file and line of wlb
+    that made the storage."""
+
+    number: int
+    size: int
+    stream: int
+    step: int = -1
+    where: str = ""
+
+
 class StreamSpan(NamedTuple):
     """A kernel or transfer on a stream, for traces; times in ns."""
 
@@ -131,19 +156,19 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Stands for torch.cuda.Event and torch.Event."""
+    """Stands for torch.cuda.Event and torch.Event. seen: of the stream where it was recorded."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
-        self._seen: Counter[int] = Counter()
+        self.seen: Counter[int] = Counter()
         self._time_ns, self._part = 0.0, "compute"
 
     def record(self, stream: FakeStream | None = None) -> "FakeEvent":
         stream = stream or GPU.current
-        self._seen, self._time_ns, self._part = stream.seen.copy(), stream.time_ns, stream.part
+        self.seen, self._time_ns, self._part = stream.seen.copy(), stream.time_ns, stream.part
         return self
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        (stream or GPU.current).join(self._seen, self._time_ns, self._part)
+        (stream or GPU.current).join(self.seen, self._time_ns, self._part)
 
     def synchronize(self) -> None:
         GPU.host_waits("Event.synchronize", self._time_ns)
@@ -157,22 +182,21 @@ class FakeEvent:
 
 @dataclass(slots=True)
 class FakeGpu:
-    """State of the rehearsed device. step: -1 before the first. read: what the host reads from the
-    device. failing: the innermost operator that raised, and where. faults: memory that was freed
-    too early."""
+    """State of the rehearsed device. step: -1 before the first. op: the latest operator. failing:
+    the innermost operator that raised, and where. faults: memory that was freed too early."""
 
     device: Any = None
     streams: list[FakeStream] = field(default_factory=list)
     stack: list[FakeStream] = field(default_factory=list)
     messages: list[RankMessage] = field(default_factory=list)
     waits: list[HostWait] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    faults: list[StreamFault] = field(default_factory=list)
     spans: list[StreamSpan] = field(default_factory=list)
     parts: dict[str, PartTotals] = field(default_factory=lambda: defaultdict(PartTotals))
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host_ns: float = 0.0
     step: int = -1
-    read: int = 0
+    op: str = ""
     traces: bool = False
     failing: tuple[str, str] | None = None
 

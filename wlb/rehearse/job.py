@@ -64,6 +64,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
         resume=None,
         title="rehearsal",
         started_s=0.0,
+        calibrate=folder / "calibrated.json" if spec.telemetry.enabled else None,
     )
     # The loop looks two steps ahead.
     plans = list(islice(planner.steps(), steps + 2))

@@ -12,11 +12,18 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from wlb.rehearse.gpu import GPU, FakeStream, RehearsalFault, called_from
+from wlb.rehearse.gpu import (
+    FREED,
+    GPU,
+    AllocatorRequest,
+    FakeStream,
+    RehearsalFault,
+    StreamFault,
+    called_from,
+)
 
 BLOCK = 512
 """The caching allocator rounds requests up to it, in bytes."""
-FREED = -1
 _BY_FRAME = (
     ("_fsdp_collectives.py", "", "gathered parameters"),
     ("_fsdp_param.py", "", "gathered parameters"),
@@ -52,14 +59,13 @@ class _Storage:
 
 @dataclass(slots=True)
 class Footprint:
-    """Bytes of the fake GPU. at_peak: by kind, when `peak` was reached. requests: (number, bytes or
-    FREED, stream) in order."""
+    """Bytes of the fake GPU. at_peak: by kind, when `peak` was reached. requests: in order."""
 
     now: int = 0
     peak: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
     at_peak: dict[str, int] = field(default_factory=dict)
-    requests: list[tuple[int, int, int]] = field(default_factory=list)
+    requests: list[AllocatorRequest] = field(default_factory=list)
     parameter_shapes: set[tuple[int, ...]] = field(default_factory=set)
     is_backward: bool = False
     _known: Any = field(default_factory=weakref.WeakKeyDictionary)
@@ -140,7 +146,7 @@ class Footprint:
     def _resize(self, record: _Storage, size: int) -> None:
         if record.size:
             self._note_uses(record)
-            self.requests.append((record.number, FREED, record.stream.id))
+            self._ask(record, FREED)
         change = size - record.size
         self.now += change
         self.by_kind[record.kind] += change
@@ -148,10 +154,15 @@ class Footprint:
         if size:
             self._numbers += 1
             record.number, record.stream = self._numbers, GPU.current
-            self.requests.append((record.number, size, record.stream.id))
+            self._ask(record, size)
             self._check_reuse(record.stream)
             if self.now > self.peak:
                 self.peak, self.at_peak = self.now, dict(self.by_kind)
+
+    def _ask(self, record: _Storage, size: int) -> None:
+        where = record.where or record.kind
+        request = AllocatorRequest(record.number, size, record.stream.id, GPU.step, where)
+        self.requests.append(request)
 
     def _note_uses(self, record: _Storage) -> None:
         """A storage is freed: others of its stream may get its memory from now on."""
@@ -169,11 +180,12 @@ class Footprint:
         for stream, count, text in unfinished:
             if own.seen[stream] < count:
                 # Raised where the garbage collector frees, it would be printed and lost.
-                GPU.faults.append(
+                error = (
                     f"{text} were freed while {GPU.streams[stream].name} may still use them, and "
-                    f"{own.name} allocates at {called_from(3)} without having waited for it: wait "
-                    f"for that stream first, or call record_stream"
+                    f"{own.name} allocates without having waited for it: wait for that stream "
+                    f"first, or call record_stream"
                 )
+                GPU.faults.append(StreamFault(GPU.step, GPU.op, called_from(3), error))
 
     def _kind_of(self, tensor: Any) -> str:
         frame = sys._getframe(3)

@@ -224,6 +224,9 @@ def _text(message: RankMessage | None, program: Sequence[RankMessage] = ()) -> s
         return "nothing"
     if message.kind == "wait":
         awaited = program[message.what]
-        return f"waiting for its {awaited.kind} with rank {awaited.op} (step {message.step})"
+        return (
+            f"waiting at {message.where} for its {awaited.kind} with rank {awaited.op} "
+            f"(step {message.step})"
+        )
     what = f"{message.op}" if message.kind == "collective" else f"{message.kind} {message.op}"
     return f"{what} of {message.what} in step {message.step} at {message.where}"

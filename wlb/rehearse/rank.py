@@ -6,24 +6,25 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wlb.cost import gpu_budget, workload_for
 from wlb.parallel import build, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import Mesh, build_mesh, coordinates
-from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
 from wlb.rehearse import cuda
 from wlb.rehearse.allocator import reserved
 from wlb.rehearse.gpu import GPU, Communicator
 from wlb.rehearse.memory import FOOTPRINT
 from wlb.rehearse.prices import Prices
-from wlb.rehearse.record import Recorder
+from wlb.rehearse.record import Recorder, check_copied
 from wlb.rehearse.results import Fault, RankResult, StepResult
 from wlb.simulate.memory import peak_of_step
 from wlb.spec import RunSpec
@@ -51,6 +52,9 @@ class PlannedFeed:
         at = self._at + steps_ahead
         return self._items[at : at + 1]
 
+    def announce(self, prices: PriceSchedule) -> None:
+        """Planned steps keep their prices."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -68,11 +72,23 @@ class _InlinePool:
 
 
 class UnwrittenSaver(saver.CheckpointSaver):
-    """Copies the state to the host as a run does, and writes nothing."""
+    """Copies the state to the host as a run does, checks that a thread may read the copies, and
+    writes nothing. copied: bytes of each checkpoint, by executed steps."""
+
+    copied: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._pool: Any = _InlinePool()
 
     def _write(self, task: Any) -> saver.Saved:
-        sizes = (t.numel() * t.element_size() for t in task.tensors.values())
-        return saver.Saved(step=task.step, stall_s=0.0, write_s=0.0, num_bytes=sum(sizes))
+        num_bytes = 0
+        for tensor in task.tensors.values():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            check_copied(local, task.copied)
+            num_bytes += local.numel() * local.element_size()
+        self.copied[task.step] = num_bytes
+        return saver.Saved(step=task.step, stall_s=0.0, write_s=0.0, num_bytes=num_bytes)
 
 
 class RehearsedTrainer(loop.Trainer):
@@ -124,13 +140,11 @@ def rehearse_rank(
     GPU.traces = traces
     RehearsedTrainer.results = []
     with contextlib.ExitStack() as stack:
-        fault: Fault | None = None
         try:
             _trainer(rank, job, items, stack).run()
+            faults = [Fault(rank=rank, trace="", **found._asdict()) for found in GPU.faults]
         except Exception as error:
-            fault = _fault(rank, error)
-        for text in GPU.faults[:1] if fault is None else ():
-            fault = Fault(rank=rank, step=GPU.step, error=text, op="", where="", trace="")
+            faults = [_fault(rank, error)]
         limit = gpu_budget(spec).reservable_bytes
         return RankResult(
             rank=rank,
@@ -146,7 +160,9 @@ def rehearse_rank(
                 kind: reserved(FOOTPRINT.requests, limit=limit, expandable=kind == "expandable")
                 for kind in ("expandable", "segments")
             },
-            fault=fault,
+            copied=dict(UnwrittenSaver.copied),
+            calibrates=job.calibrate is not None and job.calibrate.exists(),
+            faults=tuple(faults),
             wall_s=time.perf_counter() - began,
         )
 

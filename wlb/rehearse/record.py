@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from wlb.rehearse.gpu import GPU, Communicator, FakeStream, RankMessage, called_from
+from wlb.rehearse.gpu import (
+    GPU,
+    Communicator,
+    FakeEvent,
+    FakeStream,
+    RankMessage,
+    RehearsalFault,
+    called_from,
+)
 from wlb.rehearse.memory import FOOTPRINT
 from wlb.rehearse.prices import Prices, size_of
 
@@ -36,7 +44,7 @@ ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("swiglu", "norm")}
 """Custom ops that launch a kernel of their own, which takes memory and cannot run; of other custom
 ops the body runs."""
 PINNED = WeakTensorKeyDictionary()
-"""Tensors in pinned memory of the host."""
+"""Tensors in pinned memory of the host, with the stream and count of the copy that fills them."""
 _SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
 
 
@@ -70,6 +78,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name: str = func._schema.name
+        GPU.op = str(func)
         flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
         if not ours and not _makes_cuda(kwargs):
@@ -86,7 +95,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if name == "aten::_local_scalar_dense":
             GPU.host_waits("item()")
-            return float(GPU.read) if args[0].dtype.is_floating_point else GPU.read
+            return 0.0 if args[0].dtype.is_floating_point else 0
         if name in _SYNCHRONIZES:
             GPU.host_waits(f"{name}: the length of its result depends on values")
         with self.fakes:
@@ -253,10 +262,21 @@ def _host_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
     if not asked:
         GPU.host_waits(f"copy {kind}")
     elif name == "aten::_to_copy" and not is_up:
-        PINNED[host] = True  # torch takes pinned memory for what such a copy returns
+        # torch takes pinned memory for the result; the copy is the stream's next kernel.
+        PINNED[host] = GPU.current.id, GPU.current.seen[GPU.current.id] + 1
     elif not is_pinned(host):
         GPU.host_waits(f"copy {kind}, whose memory is not pinned")
 
 
 def is_pinned(tensor: Tensor) -> bool:
     return tensor in PINNED
+
+
+def check_copied(host: Tensor, event: FakeEvent | None) -> None:
+    """The host reads a tensor once `event` has passed (None: at once): its copy must have ended."""
+    stream, count = PINNED.get(host) or (0, 0)
+    if count > (0 if event is None else event.seen[stream]):
+        raise RehearsalFault(
+            f"the host reads {tuple(host.shape)} before its copy on {GPU.streams[stream].name} has "
+            f"ended: record an event behind the copy, and wait for it before reading"
+        )

@@ -47,19 +47,23 @@ class StepResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
     """What torch's caching allocator takes from the device for a rank's requests, in bytes.
-    retries: times it gave free memory back to go on. failed_bytes: the request that did not fit,
-    or 0."""
+    retries: times it gave free memory back to go on. failed_bytes, failed_at: the request that did
+    not fit, its step, file and line; 0 and "" if all did."""
 
     peak_bytes: int
     allocated_bytes: int
     retries: int
     failed_bytes: int
+    failed_at: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
     """A rehearsed rank. coordinates: tp, cp, pp, dp. at_peak: bytes by kind when most was
-    allocated. reserved: with "expandable" segments, and with the default "segments"."""
+    allocated. reserved: with "expandable" segments, and with the default "segments".
+    copied: bytes of each checkpoint, by executed steps. calibrates: whether it fitted a kernel
+    profile to the priced times. faults: the error that ended it, or else all memory that was freed
+    too early."""
 
     rank: int
     coordinates: tuple[int, ...]
@@ -71,5 +75,7 @@ class RankResult:
     peak_bytes: int
     at_peak: dict[str, int]
     reserved: dict[str, Reserved]
-    fault: Fault | None
+    copied: dict[int, int]
+    calibrates: bool
+    faults: tuple[Fault, ...]
     wall_s: float

@@ -32,7 +32,7 @@ class Rehearsed:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        return tuple(result.fault for result in self.ranks if result.fault is not None)
+        return tuple(fault for result in self.ranks for fault in result.faults)
 
     @property
     def passed(self) -> bool:
@@ -119,7 +119,7 @@ def _found(request: Request) -> Rehearsed | UserError:
         pickle.loads(_path(request, rank).read_bytes()) for rank in request.ranks
     )
     programs = {result.rank: result.messages for result in ranks}
-    faulty = any(result.fault for result in ranks)
+    faulty = any(result.faults for result in ranks)
     world_size = request.spec.parallel.world_size
     proof = Proof(num_ranks=0) if faulty else prove(programs, world_size=world_size)
     return Rehearsed(spec=request.spec, ranks=ranks, proof=proof)

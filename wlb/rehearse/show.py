@@ -39,7 +39,8 @@ def verdict(found: Rehearsed) -> list[str]:
                 lines.append(
                     f"{'FAULT' if is_fault else 'warning'}: rank {result.rank} runs out of "
                     f"{limit:.1f} GiB with {_segments(kind)}: {taken.failed_bytes / GIB:.2f} GiB "
-                    f"are asked for when {taken.allocated_bytes / GIB:.1f} GiB are allocated"
+                    f"are asked for when {taken.allocated_bytes / GIB:.1f} GiB are allocated "
+                    f"({taken.failed_at})"
                 )
     if not found.faults and not proof.problems:
         whole = "no deadlock" if proof.is_complete else "no deadlock among the rehearsed ranks"
@@ -66,7 +67,7 @@ def as_json(found: Rehearsed) -> dict[str, Any]:
                 "at_peak": result.at_peak,
                 "reserved": {kind: asdict(taken) for kind, taken in result.reserved.items()},
                 "steps": [_step(step) for step in result.steps],
-                "fault": None if result.fault is None else asdict(result.fault),
+                "faults": [asdict(fault) for fault in result.faults],
                 "wall_s": result.wall_s,
             }
             for result in found.ranks
@@ -104,28 +105,29 @@ def _memory(found: Rehearsed) -> Table:
 
 
 def _parts(found: Rehearsed) -> Table:
-    """Kernels and transfers of the last step of each rank."""
-    title = f"Last step: calls, and time in ms priced by profile {found.spec.cost.profile!r}"
+    """Kernels and transfers of the last step of each rank; a line for each part."""
+    title = f"Last step, priced by profile {found.spec.cost.profile!r}"
     table = Table(title=title, title_justify="left")
-    table.add_column("rank", justify="right")
-    for part in _PARTS:
-        exposed = "\n(exposed)" if part in ("tp", "cp", "fsdp", "pp") else ""
-        table.add_column(f"{part}{exposed}", justify="right")
+    for name in ("rank", "part", "calls", "ms", "exposed ms", "GB", "TFLOP"):
+        table.add_column(name, justify="left" if name == "part" else "right")
     for result in found.ranks:
         if not result.steps:
             continue
         step = result.steps[-1]
-        row = [str(result.rank)]
-        for part in _PARTS:
-            totals = step.parts.get(part)
-            if totals is None:
-                row.append("-")
-                continue
-            text = f"{totals['calls']:,.0f}  {totals['time_ns'] / 1e6:,.1f}"
-            if part in ("tp", "cp", "fsdp", "pp"):
-                text += f"\n({step.exposed_ns.get(part, 0.0) / 1e6:,.1f})"
-            row.append(text)
-        table.add_row(*row)
+        parts = [part for part in _PARTS if part in step.parts]
+        for part in parts:
+            totals = step.parts[part]
+            communicates = part in ("tp", "cp", "fsdp", "pp")
+            table.add_row(
+                str(result.rank) if part == parts[0] else "",
+                part,
+                f"{totals['calls']:,.0f}",
+                f"{totals['time_ns'] / 1e6:,.1f}",
+                f"{step.exposed_ns.get(part, 0.0) / 1e6:,.1f}" if communicates else "",
+                f"{totals['num_bytes'] / 1e9:,.2f}",
+                f"{totals['flops'] / 1e12:,.2f}" if totals["flops"] else "",
+                end_section=part == parts[-1],
+            )
     return table
 
 

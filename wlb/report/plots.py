@@ -1,4 +1,4 @@
-"""What all figures share: colours, axes, running means, and SVG; needs matplotlib.
+"""Shared by all figures: colours, axes, running means, and SVG; needs matplotlib.
 
 matplotlib is imported when a figure is made, so that tables and pages' numbers need none. Colours
 are Okabe and Ito's, which colour-blind readers can tell apart. Text stays text in the SVG
@@ -63,7 +63,8 @@ def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
 def svg(figure: Any, name: str) -> str:
     """The figure as an <svg> element. `name` prefixes its ids and must be unique on the page."""
     out = StringIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # else it contains links
+    # Without this, the metadata would contain links.
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with importlib.import_module("matplotlib").rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": name}
     ):
@@ -136,5 +137,5 @@ def draw_means(
 
 
 def stride(count: int, most: int | None) -> int:
-    """Every how many of `count` points are drawn, so that at most `most` are."""
+    """Step between drawn points of `count`, so that at most `most` are drawn."""
     return max(1, -(-count // most)) if most else 1

@@ -1,11 +1,11 @@
-"""balanced: each document over as many ranks as its work asks for; ours, beyond the paper.
+"""balanced: each document over as many ranks as its work requires; ours, beyond the paper.
 
 Per-document sharding cuts every document into 2 * CP chunks: at CP 16 one of 8K tokens becomes 32
 segments of 256 rows. Here the fewest ranks m share it whose parts stay below a share of a rank's
 mean work, in 2 * m symmetric chunks. From long to short, each goes to the m least loaded ranks with
-room; what fits nowhere fills ranks up, so that all have equally many tokens. Five shares are tried
-and hybrid's plan competes, so balanced is never predicted slower.
-Cost: a Python loop over documents for each share.
+room; documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
+Five shares are tried and hybrid's plan competes, so balanced is never predicted slower. Cost: a
+Python loop over documents for each share.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from wlb.sharding.spans import RankedSpans, checked_lengths, from_spans
 
 STRATEGY = "balanced"
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""Most work of a document's part, in a rank's mean work."""
+"""Limits tried for the work of one part of a document, relative to a rank's mean work."""
 
 _Span = tuple[int, int, int, int]
 """(piece, start, stop, rank)"""
@@ -42,10 +42,12 @@ def balanced(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
 def _dealt(
     pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float
 ) -> ShardingPlan:
-    """Documents dealt in `order` (falling lengths), parts of at most `share` of the mean work."""
+    """Deal documents in `order` (descending length), in parts of at most `share` of the mean
+    work."""
     ordered = pieces[order]
-    # Predicted time may dip by a percent where a length meets a new cell of the kernel's table. As
-    # work of a longer document it must not: documents over all ranks have to be the first ones.
+    # A longer document may be predicted a percent faster than a shorter one at a cell boundary of
+    # the kernel's table. Its work is raised to that of all shorter documents, because the documents
+    # that all ranks share have to be the first ones in `order`.
     work = np.maximum.accumulate(_both(cost, ordered, ordered)[::-1])[::-1]
     mean = max(1.0, float(work.sum()) * share / cp)
     num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
@@ -69,7 +71,7 @@ def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
 class _DealtDocuments:
     """Spans of the documents dealt so far, and each rank's load (predicted ns) and room (tokens).
 
-    left: documents that found no room as their share of the work asks for.
+    left: documents for which no rank had room in the parts that their work requires.
     """
 
     def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
@@ -121,7 +123,7 @@ class _DealtDocuments:
             room[best] -= size
 
     def fill(self) -> None:
-        """Cut what fitted nowhere so that it fills the ranks with most room first."""
+        """Cut the documents in `left` so that they fill the ranks with most room first."""
         for document in self.left:
             at, size = 0, int(self.ordered[document])
             while at < size:

@@ -30,16 +30,16 @@ def hybrid(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
 
 
 def _best_threshold(pieces: IntArray, cp: int, cost: WorkloadModel) -> ShardingPlan:
-    # 1. From long to short, so that the long documents of any threshold are a prefix.
+    # 1. Sort from long to short, so that the long documents of any threshold are a prefix.
     order = np.argsort(-pieces, kind="stable")
     ordered = pieces[order]
     start, stop = document_chunks(ordered, cp)
     counts = _thresholds(ordered)
-    # 2. What the slowest rank takes for the long part of each threshold and its short part.
+    # 2. Price the slowest rank for the long and the short part of each threshold.
     times, tokens = _long_parts(start, stop, cost, counts)
     shorts = [_short_part(ordered, k, held) for k, held in zip(counts, tokens, strict=True)]
     best = int(np.argmin(_slowest(times, shorts, cost)))
-    # 3. Spans of the best one.
+    # 3. Make the spans of the best threshold.
     k, short = counts[best], shorts[best]
     ranks = np.tile(head_tail_ranks(cp), k)
     long = (np.repeat(np.arange(k), 2 * cp), start[:k].ravel(), stop[:k].ravel(), ranks)
@@ -61,7 +61,7 @@ def _thresholds(ordered: IntArray) -> list[int]:
 
 
 def shares_of(total: int, held: IntArray) -> IntArray:
-    """Tokens of each rank, one apart at most; those that hold more already get the odd ones."""
+    """Tokens of each rank, at most one apart; ranks that hold more already get the odd tokens."""
     shares = np.full(held.size, total // held.size, np.int64)
     shares[np.argsort(-held, kind="stable")[: total % held.size]] += 1
     return shares
@@ -76,7 +76,7 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans
     cp = held.size
     rest = shares_of(int(ordered.sum()), held) - held
     head = (rest + 1) // 2
-    # The last rank's two chunks are neighbours, one chunk.
+    # The last rank's two chunks are adjacent and form one chunk.
     edges = np.delete(offsets_of(np.concatenate([head, (rest - head)[::-1]])), cp)
     ranks = np.delete(head_tail_ranks(cp), cp)
     spans = cut_sequence(ordered[num_long:], edges, ranks)
@@ -86,12 +86,12 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans
 def _long_parts(
     start: IntArray, stop: IntArray, cost: WorkloadModel, counts: list[int]
 ) -> tuple[IntArray, list[IntArray]]:
-    """What each rank has of the first k documents, for each k in counts.
+    """Times and tokens of each rank for the first k documents, for each k in counts.
 
     (forward and backward time, shape [2, num_counts, cp]; tokens, each of shape [cp]).
     """
     cp = start.shape[1] // 2
-    # The last rank's two chunks are neighbours, one segment.
+    # The last rank's two chunks are adjacent and form one segment.
     begin = start.copy()
     begin[:, cp] = start[:, cp - 1]
     q = stop - begin
@@ -115,7 +115,8 @@ def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> 
     rank = np.concatenate([p.rank + i * cp for i, p in enumerate(parts)])
     total = times.copy()
     for i, priced in enumerate(cost.segment_times_ns(stop - start, stop)):
-        # Exact in float64 below 2^53 ns (104 days); beyond it only the choice may differ.
+        # float64 is exact below 2^53 ns (104 days); beyond that, rounding may only change the
+        # choice.
         sums = np.bincount(rank, weights=priced, minlength=len(parts) * cp)
         total[i] += sums.astype(np.int64).reshape(-1, cp)
     return total.max(2).sum(0)

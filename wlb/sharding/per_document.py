@@ -2,10 +2,10 @@
 
 Rank r takes chunks r and 2*CP-1-r of every document, so ranks get equal tokens and equal attention.
 Deviations: a chunk has d // (2 * CP) tokens (e_i in the text lacks the factor); the d mod (2 * CP)
-tokens over make chunks one token longer, round the ranks from document to document, so that ranks
+left-over tokens lengthen chunks by one, dealt to the ranks in turn across documents, so that ranks
 differ by at most one token. `remainder="one_by_one"` deals them as the paper does, to compare with:
-each is a kernel segment that costs a full tile. A short document leaves some chunks empty.
-Cost: NumPy passes over num_pieces x 2*CP chunks.
+each is a kernel segment that costs a full tile. A short document leaves some chunks empty. Cost:
+NumPy passes over num_pieces x 2*CP chunks.
 """
 
 import numpy as np
@@ -20,10 +20,10 @@ def per_document(
 ) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
     pieces = checked_lengths(lengths, cp)
-    # With one rank there is nobody to deal to.
+    # A single rank gets all tokens, so that none have to be dealt.
     remainder = Remainder(remainder) if cp > 1 else Remainder.MERGED
     start, stop = document_chunks(pieces, cp, grows=remainder == Remainder.MERGED)
-    # Rank-major, then by piece: head chunk, tail chunk.
+    # Spans are ordered by rank, then by piece, with the head chunk before the tail chunk.
     heads_tails = [np.stack([x[:, :cp], x[:, : cp - 1 : -1]], 2) for x in (start, stop)]
     begin, end = (x.transpose(1, 0, 2).ravel() for x in heads_tails)
     piece = np.tile(np.repeat(np.arange(pieces.size), 2), cp)
@@ -39,17 +39,18 @@ def per_document(
 
 
 def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[IntArray, IntArray]:
-    """Where the 2 * cp chunks of each document begin and end, shape [num_pieces, 2 * cp] each.
+    """Start and stop of the 2 * cp chunks of each document, shape [num_pieces, 2 * cp] each.
 
-    grows: tokens over make chunks longer, dealt round the ranks from one document to the next; else
+    grows: left-over tokens lengthen chunks, dealt to the ranks in turn across documents; otherwise
     they are left out (they lie at each document's end). Chunks r and 2 * cp - 1 - r are rank r's.
     """
     base, over = np.divmod(lengths, 2 * cp)
     if not grows:
         stop = base[:, None] * np.arange(1, 2 * cp + 1)
         return stop - base[:, None], stop
-    # The turn of each rank: the dealing goes on where the document before stopped. A rank's first
-    # token over goes to its head chunk, its second to its tail chunk.
+    # Left-over tokens are dealt to ranks in turn, from the rank after the one that got the previous
+    # document's last. A rank's first such token goes to its head chunk, its second to its tail
+    # chunk.
     first = (np.cumsum(over) - over) % cp
     turn = (np.arange(cp) - first[:, None]) % cp
     served = np.concatenate([turn, turn[:, ::-1] + cp], 1)

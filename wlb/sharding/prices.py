@@ -1,4 +1,5 @@
-"""What a strategy chooses by: the predicted time of a micro-batch's attention, kept in the plan.
+"""The price by which strategies choose: predicted time of a micro-batch's attention, kept in the
+plan.
 
 Section 5.3: segments (q = span tokens, kv = span end) of every rank are priced, forward and
 backward. Collectives and linear layers do not enter, because every strategy gives all ranks the

@@ -1,7 +1,7 @@
 """From spans and their ranks to a ShardingPlan: shared by every strategy.
 
-A strategy only says which tokens go to which rank. Here empty spans are left out, neighbours on one
-rank merged (each span is a kernel segment), and spans laid out rank-major.
+A strategy only assigns tokens to ranks. Here empty spans are left out, neighbours on one rank
+merged (each span is a kernel segment), and spans laid out rank-major.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def from_spans(lengths: IntArray, spans: RankedSpans, *, cp: int, strategy: str)
     """
     piece, start, stop, rank = spans
     if rank.size > 1 and (rank[1:] < rank[:-1]).any():
-        # int16 where it fits: NumPy sorts that by counting.
+        # NumPy sorts int16 by counting, so ranks are cast to int16 if they fit.
         order = np.argsort(rank.astype(np.int16 if cp < 2**15 else np.int64), kind="stable")
         piece, start, stop, rank = piece[order], start[order], stop[order], rank[order]
     if (filled := stop > start).sum() < start.size:

@@ -22,7 +22,8 @@ def adaptive(
     """
     remainder = Remainder(remainder)
     plans = [per_sequence(lengths, cp=cp)]
-    if cp > 1 and len(lengths):  # otherwise both give the same spans
+    # With one rank or no piece, both strategies give the same spans.
+    if cp > 1 and len(lengths):
         plans.append(per_document(lengths, cp=cp, remainder=remainder))
     return cheapest(plans, cost)
 
@@ -37,7 +38,7 @@ STRATEGIES: dict[str, Callable[..., ShardingPlan]] = {
 
 NAMES = (*STRATEGIES, "adaptive")
 WITH_REMAINDER = ("per_document", "adaptive")
-"""Strategies that may deal tokens over one by one."""
+"""Strategies that may deal left-over tokens one by one."""
 
 
 def shard(
@@ -50,12 +51,12 @@ def shard(
 ) -> ShardingPlan:
     """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
 
-    lengths: tokens of each piece, shape [num_pieces]. remainder: what per_document does with tokens
-    over (also as adaptive's candidate). UserError for an unknown strategy, for a remainder that
-    the strategy does not have; ValueError for a plan that would lose or repeat a token.
+    lengths: tokens of each piece, shape [num_pieces]. remainder: treatment of left-over tokens by
+    per_document (also as adaptive's candidate). UserError for an unknown strategy, for a remainder
+    that the strategy does not have; ValueError for a plan that would lose or repeat a token.
     """
     if Remainder(remainder) != Remainder.MERGED and strategy not in WITH_REMAINDER:
-        raise UserError(f"{strategy} merges tokens over; it has no remainder {remainder!r}")
+        raise UserError(f"{strategy} merges left-over tokens; it has no remainder {remainder!r}")
     match strategy:
         case "per_sequence":
             plan = cheapest([per_sequence(lengths, cp=cp)], cost)

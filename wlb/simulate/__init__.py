@@ -16,5 +16,4 @@ from wlb.simulate.run import sharded_steps as sharded_steps
 from wlb.simulate.run import simulate_run as simulate_run
 from wlb.simulate.step import Simulation as Simulation
 from wlb.simulate.step import Simulator as Simulator
-from wlb.simulate.trace import trace_events as trace_events
 from wlb.simulate.trace import write_trace as write_trace

@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
 The path is followed from the step's end to its start; each event is the one that the next waited
-for. A pass divides into attention of an even CP group, what the slowest CP rank adds, and the terms
-of its linear part.
+for. A pass divides into attention of an even CP group, the excess of the slowest CP rank, and the
+terms of its linear part.
 """
 
 from collections.abc import Hashable, Iterable

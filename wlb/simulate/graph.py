@@ -94,7 +94,8 @@ class Graph:
         while before := self.predecessors[node]:
             if is_joint(self.nodes[node]):
                 pipeline = int(last[list(before)].max(axis=0).argmax())
-            # Ties go to the longer predecessor: a pass explains more than what waited for it.
+            # Ties go to the longer predecessor, because a pass explains the wait better than a
+            # short message.
             node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))
             path.append((node, pipeline))
         return path[::-1]
@@ -112,7 +113,7 @@ def sorted_graph(
 
     ValueError naming nodes that wait for each other.
     """
-    # Nodes that are ready together keep their order.
+    # Nodes that become ready together keep their order.
     sorter = TopologicalSorter[int]({i: () for i in range(len(nodes))})
     for i, before in enumerate(predecessors):
         sorter.add(i, *set(before))

@@ -19,7 +19,7 @@ from wlb.spec import RunSpec
 
 class PassBytes(NamedTuple):
     """Bytes by micro-batch, [..., n]. kept: activations of a layer that forward keeps. output: of a
-    stage. waiting: what the inputs' pass of a layer leaves for the weights' pass."""
+    stage. waiting: tensors that the inputs' pass of a layer keeps for the weights' pass."""
 
     kept: IntArray
     output: IntArray
@@ -65,8 +65,9 @@ def peak_activation_bytes(
 
 
 def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
-    """Peak bytes of a pipeline rank in a step whose micro-batches have these lengths, with what
-    attention kernels allocate. tokens: of its pipeline's micro-batches, on all CP ranks."""
+    """Peak bytes of a pipeline rank in a step whose micro-batches have these lengths, with the
+    memory that attention kernels allocate. tokens: of its pipeline's micro-batches, on all CP
+    ranks."""
     lengths = np.array(tokens, np.int64)
     pp = spec.parallel.pp
     order = pipeline_order(spec.pp, pp=pp, num_micro_batches=len(tokens))[pp_rank]

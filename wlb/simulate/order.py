@@ -49,7 +49,8 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
     for name, value in (numbers | {"weight_delay": pipeline.weight_delay}).items():
         check_at_least(name, value, 1)
     if pp == 1:
-        kinds = (PassKind.FORWARD, PassKind.BACKWARD)  # one micro-batch after the other
+        # Without a pipeline, each micro-batch runs forward and then backward.
+        kinds = (PassKind.FORWARD, PassKind.BACKWARD)
         return (tuple(Action(0, kind, i) for i in range(n) for kind in kinds),)
     if schedule == Schedule.ONE_F_ONE_B and v != 1:
         raise UserError(f"1f1b has one stage a rank, got virtual_stages = {v}")

@@ -127,7 +127,8 @@ class StepPrices:
         """Every value at its mean over these of the axes [steps, dp, n, cp]."""
 
         def mean(x: IntArray) -> IntArray:
-            own = tuple(axis for axis in axes if axis < x.ndim)  # tokens have no axis of CP ranks
+            # `tokens` has no axis of CP ranks.
+            own = tuple(axis for axis in axes if axis < x.ndim)
             means = np.rint(x.mean(axis=own, keepdims=True))
             return np.broadcast_to(means, x.shape).astype(np.int64)
 

@@ -256,10 +256,13 @@ def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
 
 def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]:
     """Adds the nodes of one rank's program; returns the nodes that end it."""
-    point: set[int] = set()  # nodes that have ended when the program gets here
+    # point: nodes that have ended when the program gets here. gathered: the gather of each stage.
+    # channel: the last FSDP collective, for which the next one waits. hidden: collectives that run
+    # during the next pass.
+    point: set[int] = set()
     gathered: dict[int, int] = {}
-    channel: set[int] = set()  # the last FSDP collective: they run one after the other
-    hidden: set[int] = set()  # collectives that run during the next pass
+    channel: set[int] = set()
+    hidden: set[int] = set()
     for instruction in program:
         match instruction:
             case RunPass(action):

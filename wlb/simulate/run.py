@@ -1,7 +1,7 @@
 """Simulates whole runs: planner and simulator over the same global batches, to their end.
 
-What a policy holds back is flushed after the last batch and the flush counts, so that delaying
-outliers cannot look like speed.
+Documents that a policy holds back are flushed after the last batch, and the flush counts, so that
+delaying outliers cannot look like speed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

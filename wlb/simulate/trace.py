@@ -32,12 +32,6 @@ _PASS_WORDS = {
 }
 
 
-def trace_events(simulation: Simulation, *, step: int = 0) -> dict[str, Any]:
-    """One step as the JSON object that trace viewers read."""
-    _check(simulation, [step])
-    return {"traceEvents": list(_events(simulation, [step], 0)), **_header(simulation, [step])}
-
-
 def write_trace(
     path: str | Path,
     simulation: Simulation,

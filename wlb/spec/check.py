@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least, check_between
 from wlb.spec.blend import parse_blend
 from wlb.spec.keys import check_bounds
 from wlb.spec.packing import Policy
@@ -27,6 +27,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_compile(spec)
     _check_overlap(spec)
     _check_sharding(spec)
+    _check_online(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
     return spec
@@ -85,14 +86,15 @@ _AT_LEAST = {
     1: (
         "parallel.tp parallel.cp parallel.pp data.row_multiple pp.virtual_stages pp.weight_delay "
         "training.steps training.loss_chunk training.max_nonfinite checkpoint.keep "
-        "telemetry.interval telemetry.straggler_records"
+        "telemetry.interval telemetry.straggler_records cost.online_interval"
     ),
     2: "data.context_window planner.ahead",
     300: "data.bpe_vocab_size",
 }
 _ABOVE_0 = (
     "training.learning_rate training.adam_eps training.timeout_s telemetry.drift_threshold "
-    "telemetry.straggler_threshold cluster.memory_gib cluster.peak_tflops"
+    "telemetry.straggler_threshold cluster.memory_gib cluster.peak_tflops cost.online_threshold "
+    "cost.online_max_change"
 )
 
 
@@ -100,11 +102,6 @@ def _check_ranges(spec: RunSpec) -> None:
     for minimum, names in _AT_LEAST.items():
         check_bounds(spec, names, at_least=minimum)
     check_bounds(spec, _ABOVE_0, above=0)
-    if not 0 <= spec.cluster.allocator_gaps < 1:
-        raise UserError(
-            f"cluster.allocator_gaps = {spec.cluster.allocator_gaps} must be at least 0 and below "
-            f"1, since it is a share"
-        )
     if spec.run.seed >= 2**64:
         raise UserError(f"run.seed = {spec.run.seed} must be below 2**64")
     _check_name(spec)
@@ -114,11 +111,9 @@ def _check_ranges(spec: RunSpec) -> None:
             f"set; use data.blend alone, and add data.store to it if it should be mixed in"
         )
     heartbeat_s = spec.training.heartbeat_s
-    if heartbeat_s and not heartbeat_s >= 1:
-        raise UserError(
-            f"training.heartbeat_s = {heartbeat_s} must be at least 1 second, or 0 for ranks that "
-            f"do not watch each other"
-        )
+    if heartbeat_s:
+        remedy = " second, or 0 for ranks that do not watch each other"
+        check_at_least("training.heartbeat_s", heartbeat_s, 1, remedy)
     _check_fractions(spec)
     if spec.training.loss_chunk > 8192:
         raise UserError(
@@ -163,13 +158,11 @@ def _check_fractions(spec: RunSpec) -> None:
         ("training.beta1", 1),
         ("training.beta2", 1),
         ("data.heldout_fraction", 0.5),
+        ("cluster.allocator_gaps", 1),
     ):
         section, key = name.split(".")
-        value = getattr(getattr(spec, section), key)
-        if not 0 <= value < below:
-            raise UserError(f"{name} = {value} must be in [0, {below})")
-    if not 0 <= spec.cluster.tp_overlap <= 1:
-        raise UserError(f"cluster.tp_overlap = {spec.cluster.tp_overlap} must be in [0, 1]")
+        check_between(name, getattr(getattr(spec, section), key), 0, below)
+    check_between("cluster.tp_overlap", spec.cluster.tp_overlap, 0, 1, closed=True)
 
 
 def _check_name(spec: RunSpec) -> None:
@@ -187,8 +180,7 @@ def _check_name(spec: RunSpec) -> None:
 
 def _check_layout(spec: RunSpec) -> None:
     parallel, model = spec.parallel, spec.model
-    if parallel.dp < 0:
-        raise UserError(f"parallel.dp = {parallel.dp} must be at least 0 (0 = all ranks)")
+    check_at_least("parallel.dp", parallel.dp, 0, " (0 = all ranks)")
     if parallel.tp > model.num_kv_heads:
         raise UserError(
             f"parallel.tp = {parallel.tp} exceeds model.num_kv_heads = {model.num_kv_heads}, and a "
@@ -210,6 +202,22 @@ def _check_layout(spec: RunSpec) -> None:
         raise UserError(
             f"fsdp.shard_size = {size} does not divide the dp {parallel.dp} x cp {parallel.cp} = "
             f"{shared} ranks that share parameters; use one of {good}, or 0 for all of them"
+        )
+
+
+def _check_online(spec: RunSpec) -> None:
+    if not spec.cost.online:
+        return
+    if not spec.telemetry.enabled:
+        raise UserError(
+            "cost.online = true learns prices from measured times, but telemetry.enabled = false; "
+            "set telemetry.enabled = true, or cost.online = false"
+        )
+    if spec.packing.packs:
+        raise UserError(
+            f"cost.online = true plans later steps with other prices, but packing.packs = "
+            f"{spec.packing.packs} is packed already; leave packing.packs empty, or set "
+            f"cost.online = false"
         )
 
 
@@ -329,7 +337,8 @@ def _check_number_packed(spec: RunSpec) -> None:
             f"to 0"
         )
     if packing.takes_s_max_from_memory:
-        return  # S_max is unknown here; `with_s_max` checks the filled-in spec again
+        # S_max is unknown here; `with_s_max` checks the filled-in spec again.
+        return
     most = m * spec.s_max
     is_bounded = packing.policy == Policy.BOUNDED
     if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):

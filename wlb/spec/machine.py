@@ -29,7 +29,8 @@ class FsdpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Hardware assumed by estimates; a run takes from it only what is set aside of its GPUs."""
+    """Hardware assumed by estimates; a run takes from it only the memory that is set aside on its
+    GPUs."""
 
     memory_gib: float = key(
         80.0, "device memory, which simulate, tune and --dry-run check layouts against", unit="GiB"

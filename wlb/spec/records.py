@@ -1,4 +1,4 @@
-"""Sections about what a run records: evaluations, checkpoints, telemetry."""
+"""Sections about the records of a run: evaluations, checkpoints, telemetry."""
 
 from dataclasses import dataclass
 

@@ -54,8 +54,8 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return a system's alternatives; UserError listing known systems. planned_gib: what plans may
-    use of a device (`wlb.cost.planned_gib`)."""
+    """Return a system's alternatives; UserError listing known systems. planned_gib: memory of a
+    device that plans may use (`wlb.cost.planned_gib`)."""
     if name not in SYSTEMS:
         raise UserError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
     return tuple(

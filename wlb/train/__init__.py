@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it, from starting ranks to the final summary."""
+"""The training loop and its surroundings, from starting ranks to the final summary."""

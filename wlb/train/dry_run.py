@@ -25,7 +25,8 @@ def show(spec: RunSpec, console: Console) -> None:
         choice = worlds.choose_device(spec.run.device, local_ranks=1)
     stores = open_stores(spec, console)
     spec = ready(spec, stores, world_size)
-    told = budget_of(spec, choice.kind)  # what a run started here would be refused for exceeding
+    # A run that is started here would be refused for exceeding this budget.
+    told = budget_of(spec, choice.kind)
     budget = told or gpu_budget(spec)
     known = budget if told or choice.kind == "cuda" else None
     spec = with_s_max(spec, planned_gib=known.planned_gib if known else None)
@@ -62,7 +63,8 @@ def show(spec: RunSpec, console: Console) -> None:
 
 
 def _layout(spec: RunSpec) -> Table:
-    grid = rank_grid(spec.parallel)  # [pp, dp, cp, tp]
+    # The grid has shape [pp, dp, cp, tp].
+    grid = rank_grid(spec.parallel)
     headings = ("pipeline rank", "stages", "layers", "ranks, by TP group")
     table = Table(*headings, title="Layout", title_justify="left")
     for pp_rank, ranks in enumerate(grid):

@@ -67,8 +67,9 @@ class EvaluateHeldOut(Hook):
         tokens = run.spec.eval.interval_tokens
         if not tokens:
             return run.is_due(run.spec.eval.interval)
-        # `_tokens_before` is as of the last call, which skipped steps do not make, so a threshold
-        # that they cross is due next. After a rollback it may exceed the tokens before this step.
+        # `_tokens_before` was set at the last updated step, so that a threshold which skipped steps
+        # crossed is due now. After a rollback it may exceed the tokens before this step; hence the
+        # minimum.
         done = plan.progress.num_tokens
         before = min(self._tokens_before, done - plan.packing.num_tokens)
         self._tokens_before = done

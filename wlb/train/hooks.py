@@ -1,6 +1,6 @@
 """Hooks: everything that watches training, called at named events of the loop.
 
-`wlb.train.loop` trains; what measures, records, shows, evaluates or saves is a `Hook`.
+`wlb.train.loop` trains; everything that measures, records, shows, evaluates or saves is a `Hook`.
 `wlb.train.watchers` lists a run's hooks in the order of their calls, which is the same on all ranks
 because some of them communicate. Modelled on OLMo-core's callbacks
 (https://github.com/allenai/OLMo-core, olmo_core/train/callbacks).
@@ -14,7 +14,15 @@ import numpy as np
 
 from wlb.launch.position import Position
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PipelinePlan, PlanProgress, StepPlan, Telemetry
+from wlb.plan import (
+    NO_CHANGES,
+    FloatArray,
+    PipelinePlan,
+    PlanProgress,
+    PriceSchedule,
+    StepPlan,
+    Telemetry,
+)
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.faults.stop import Stop
@@ -31,8 +39,9 @@ class RunContext:
 
     progress: after the last executed step, None before the first. steps_done: updates of the
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
-    summary. stop: who asked the run to end early, the same on all ranks. records_ns: thread time
-    that hooks took in `record` and telemetry has not counted yet.
+    summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
+    that hooks took in `record` and telemetry has not counted yet. prices: in force and to come, the
+    same on all ranks.
     """
 
     job: Job
@@ -47,6 +56,7 @@ class RunContext:
     tally: Tally = field(default_factory=Tally)
     stop: Stop = Stop.NO
     records_ns: int = 0
+    prices: PriceSchedule = NO_CHANGES
 
     @property
     def spec(self) -> RunSpec:
@@ -69,7 +79,8 @@ class ExecutedStep:
     """A step that was executed and counts. loss: mean over valid labels, in nats. updated: False
     where the step had no label, or was skipped as not finite. began_s: by time.perf_counter.
     waited_ns: for plans, before it began. telemetry: set by `MeasureSteps` where a record is due;
-    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
+    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up. votes: sum of
+    all ranks' ballots (`wlb.cost.ballot`), None where none are due."""
 
     plan: StepPlan
     pipeline: PipelinePlan
@@ -80,6 +91,7 @@ class ExecutedStep:
     waited_ns: int
     telemetry: Telemetry | None = None
     own_ns: np.ndarray | None = None
+    votes: FloatArray | None = None
 
 
 class RefusedStep(NamedTuple):
@@ -92,8 +104,8 @@ class RefusedStep(NamedTuple):
 
 
 class Hook:
-    """Watches a run on one rank. All ranks call each event together, so a hook may communicate;
-    what it prints or writes belongs on rank 0 (`RunReport` is silent elsewhere)."""
+    """Watches a run on one rank. All ranks call each event together, so a hook may communicate; it
+    prints and writes on rank 0 only (`RunReport` is silent elsewhere)."""
 
     def begin(self, run: RunContext) -> None:
         """Before the first step, once all ranks hold the same plans."""

@@ -1,4 +1,4 @@
-"""What every rank of a run is told: its spec, stores and folders."""
+"""Arguments that every rank of a run gets: its spec, stores and folders."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Compares a run's estimated memory with its devices' before any rank computes.
 
-The estimate bounds what must be resident (`wlb.cost.memory`), with packing's S_max and T. It may
-take what `wlb.cost.budget` leaves of a device beside CUDA's context, NCCL's buffers and the
+The estimate bounds resident memory (`wlb.cost.memory`), with packing's S_max and T. It may take the
+memory that `wlb.cost.budget` leaves of a device besides CUDA's context, NCCL's buffers and the
 allocator's gaps. The device's memory is `run.memory_gib` if set; on CPU it is unknown otherwise,
 and nothing is refused.
 """
@@ -72,7 +72,7 @@ def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
 
 
 def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
-    """Describe which rank needs how much for what, and what would help."""
+    """Describe which rank needs how much memory for which terms, and the remedies."""
     terms = sorted(estimate.terms.items(), key=lambda term: -term[1])
     listed = ", ".join(f"{n.removesuffix('_bytes')} {size_text(size)}" for n, size in terms if size)
     return (

@@ -28,7 +28,8 @@ class InputPrefetcher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="inputs") if ahead else None
         device = executor.mesh.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:  # it reads the rotary frequencies, which this stream wrote
+        # The loading stream reads the rotary frequencies, which the current stream wrote.
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
@@ -38,7 +39,7 @@ class InputPrefetcher:
         self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
-        """The inputs of `plan`. Raises what failed in the loading thread."""
+        """Return the inputs of `plan`, or raise the exception of the loading thread."""
         begin = time.perf_counter_ns()
         future = self._waiting.pop(plan.step, None)
         inputs, event = self._load(plan, loss_scale) if future is None else future.result()

@@ -65,13 +65,16 @@ class StepReducer:
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
         host = np.concatenate([np.zeros(2), counts, self._digests(ahead)])
-        vector = copy_to_device(host, mesh.device)  # without waiting for the device
-        if loss is not None and mesh.at.tp == 0:  # TP ranks hold copies
+        # The copy does not wait for the device.
+        vector = copy_to_device(host, mesh.device)
+        # TP ranks hold copies of the loss.
+        if loss is not None and mesh.at.tp == 0:
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
         dist.all_reduce(vector)
-        total = vector.tolist()  # the step's one wait for the device
+        # This is the step's only wait for the device.
+        total = vector.tolist()
         num_values = 2 + len(counts)
         self._check(total[num_values:], ahead)
         slowest, mean, *rest = total[2:num_values]
@@ -89,7 +92,8 @@ class StepReducer:
         out = [0.0] * (2 + len(self.strategies))
         mesh = self.mesh
         if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:
-            return out  # one rank counts for its pipeline
+            # One rank of each pipeline contributes its counts.
+            return out
         for sharding in done.shardings:
             out[0] += float(sharding.latency_ns.max())
             out[1] += float(sharding.latency_ns.mean())

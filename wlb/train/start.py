@@ -1,7 +1,7 @@
 """From a spec to running ranks: stores, device, layout, folder, and which processes are the ranks.
 
 Under torchrun or Slurm the ranks are those given; otherwise as many local processes are started as
-the layout asks for (a single rank runs in this one). What cannot work is refused before a rank
+the layout needs (a single rank runs in this one). A run that cannot work is refused before a rank
 computes.
 """
 
@@ -41,6 +41,7 @@ from wlb.train.refuse import (
     model_change,
     priced_by,
     priced_workload,
+    prices_kept,
     refuse_early,
 )
 from wlb.train.stores import Stores, open_stores, ready
@@ -92,7 +93,8 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     if choice.kind == "cuda":
-        # Before the device's memory is read, which starts CUDA; ranks started here inherit them.
+        # The settings are made before the device's memory is read, which starts CUDA; local ranks
+        # inherit them.
         worlds.set_cuda_defaults()
     checked = resolve_dp(spec, world_size)
     asked.console.print(_why(checked, choice, None))
@@ -134,7 +136,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
                 asked.console.print(_why(checked, choice, world))
                 try:
                     answer = [_claimed_job(checked, world.world_size, choice, asked, lock)]
-                # Of any kind: the other ranks wait for this answer.
+                # Every exception is caught, because the other ranks wait for this answer.
                 except (UserError, OSError) as error:
                     answer = [str(error)]
                 except StoppedEarly:
@@ -174,7 +176,8 @@ def _claimed_job(
     stores = open_stores(spec, asked.console, asked.signals)
     asked.console.print(f"corpus: {stores.note}")
     if lock.directory.exists():
-        # Lock first: another process might still write checkpoints, which are read next.
+        # The folder is locked first, because another process might still write the checkpoints that
+        # are read next.
         with claiming(spec):
             lock.take()
     job = _job(spec, stores, world_size, choice, asked)
@@ -217,6 +220,7 @@ def _job(
         *memory,
         computed_by(filled, choice.kind),
         priced_by(planner),
+        prices_kept(saved, planner) if saved else "",
         f"weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",
         peak_missed(filled),

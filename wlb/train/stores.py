@@ -8,12 +8,13 @@ from rich.console import Console
 
 from wlb.data import BlendedStore, StoreName, open_store
 from wlb.plan import UserError, digest
-from wlb.prepare import docstring_prefix, prepare, prepare_docstrings, text_documents
+from wlb.prepare import StoreReport, docstring_prefix, prepare, prepare_docstrings, text_documents
 from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train.faults.stop import Signals
 
 SPLIT_SEED = 0
-"""Chooses the held-out documents. Not run.seed, so that runs of several seeds share them."""
+"""Seed of the choice of held-out documents; run.seed is not used, so that runs of several seeds
+share them."""
 DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 
 
@@ -45,7 +46,10 @@ def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None)
             note += "; " + ", ".join(f"{s.prefix} {w / total:.1%}" for s, w in shares)
         return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
     if spec.data.corpus == DOCSTRINGS:
-        return _docstring_stores(spec, console)
+        with console.status("token store of conversations about Python's docstrings"):
+            made = prepare_docstrings(spec.data.cache_dir, **_docstring_options(spec))
+        trained = f", {made.num_targets / made.num_tokens:.0%} trained"
+        return _stores_of(made, spec, f"conversations, {made.num_tokens:,} tokens{trained}")
     prefix = _store_prefix(spec)
     with console.status(f"token store of {spec.data.corpus}") as status:
 
@@ -63,25 +67,17 @@ def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None)
             progress=progress,
         )
     left_out = ", ".join(f"{count} {why}" for why, count in made.skipped.items() if count)
-    how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
-    note = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens ({how})"
-    if left_out:
-        note += f"; left out: {left_out}"
-    vocab = spec.model.vocab_size or made.vocab_size
-    heldout = made.heldout if made.num_heldout_documents else ""
-    return Stores(train=made.train, heldout=heldout, vocab_size=vocab, note=note)
+    stores = _stores_of(made, spec, f"documents, {made.num_tokens:,} tokens")
+    return replace(stores, note=f"{stores.note}; left out: {left_out}") if left_out else stores
 
 
-def _docstring_stores(spec: RunSpec, console: Console) -> Stores:
-    with console.status("token store of conversations about Python's docstrings"):
-        made = prepare_docstrings(spec.data.cache_dir, **_docstring_options(spec))
+def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(
-        train=made.train,
-        heldout=made.heldout,
+        train=made.prefix,
+        heldout=made.heldout if made.num_heldout_documents else "",
         vocab_size=spec.model.vocab_size or made.vocab_size,
-        note=f"{made.num_documents:,} conversations, {made.num_tokens:,} tokens, "
-        f"{made.num_targets / made.num_tokens:.0%} trained ({how})",
+        note=f"{made.num_documents:,} {what} ({how})",
     )
 
 

@@ -1,4 +1,4 @@
-"""What is done once before a run's first step, so that no step pauses for it in the middle."""
+"""Work that is done once before a run's first step, so that no step pauses for it."""
 
 import gc
 
@@ -9,7 +9,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
 class ConnectRanks(Hook):
-    """Uses every communicator once, before hooks that communicate begin, and says how many."""
+    """Uses every communicator once, before hooks that communicate begin, and reports their
+    number."""
 
     def begin(self, run: RunContext) -> None:
         if dist.get_world_size() == 1:
@@ -28,7 +29,7 @@ class CollectGarbage(Hook):
 
     Python's automatic collections come at other moments on each rank, and all ranks wait for each:
     a full one walks all objects of torch and of the run. Those are frozen when training begins, so
-    that only what steps made is walked.
+    that only objects of later steps are walked.
     """
 
     def __init__(self, interval: int) -> None:

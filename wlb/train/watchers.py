@@ -14,6 +14,7 @@ from wlb.train.telemetry.ending import ShowSummary, TellStop
 from wlb.train.telemetry.graphs import CountGraphs
 from wlb.train.telemetry.ledger import Ledger, RecordLedger
 from wlb.train.telemetry.measure import MeasureSteps
+from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.steps import RecordSteps
 from wlb.train.warm_up import CollectGarbage, ConnectRanks
@@ -36,13 +37,21 @@ def hooks_of(
     measure = MeasureSteps(priced, mesh, clock) if clock is not None else None
     calibration = None
     if job.calibrate is not None:
-        assert measure is not None  # --calibrate without telemetry was refused
+        # `wlb.train.start` refuses --calibrate without telemetry.
+        assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
+    learn = None
+    if spec.cost.online:
+        assert measure is not None  # cost.online without telemetry was refused
+        learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
     hooks = (
-        measure,  # first: the others record what it measured
+        # This hook is first, because the others record its measurements.
+        measure,
         RecordSteps(),
-        ConnectRanks(),  # before those that communicate when they begin
+        learn,
+        # Communicators are connected before hooks that communicate when they begin.
+        ConnectRanks(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
@@ -51,6 +60,7 @@ def hooks_of(
         TellStop(stop_request),
         ShowSummary(),
         calibration,
-        CollectGarbage(interval) if interval else None,  # last, after what a step leaves behind
+        # Garbage is collected last, when the other hooks have dropped their objects of the step.
+        CollectGarbage(interval) if interval else None,
     )
     return tuple(hook for hook in hooks if hook is not None)

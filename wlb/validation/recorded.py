@@ -1,29 +1,23 @@
 """Simulate the steps that a finished run trained, and compare them with its measured times.
 
-The last checkpoint has the configuration and `metrics.jsonl` the times. The planner runs again on
+`metrics.jsonl` has the configuration and the times since the last start. The planner runs again on
 the same store; plans that differ from the trained ones (another store, code or kernel profile) are
 refused. Steps can be priced with another kernel profile, which is how a calibration is tested.
 """
 
-import json
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from wlb.cost import KernelProfile, workload_for
+from wlb.cost import KernelProfile
 from wlb.parallel.world import choose_device
 from wlb.plan import FloatArray, MeasuredStep, UserError
-from wlb.planner import open_planner
-from wlb.report.run.simulated import planned_again
-from wlb.simulate import Simulation, Simulator
-from wlb.simulate.step import chunked
-from wlb.spec import RunSpec, apply
-from wlb.train.checkpoint import folder as checkpoint
+from wlb.report.run.records import read_run
+from wlb.report.run.simulated import simulate_again
+from wlb.simulate import Simulation
+from wlb.spec import RunSpec
 from wlb.train.refuse import with_backend
 from wlb.train.stores import open_stores, ready
 
@@ -76,53 +70,20 @@ def simulate_recorded(
     profile: name or path of a kernel profile; "" = the run's own. skip: first steps that are left
     out; None = telemetry.warmup_steps.
     """
-    written = folder / "metrics.jsonl"
-    metrics = _metrics(written)
-    spec = _spec(folder)
+    records = read_run(folder)
+    spec, written = records.spec, str(folder / "metrics.jsonl")
     left_out = spec.telemetry.warmup_steps if skip is None else skip
-    metrics = metrics[left_out:]
+    since_start = [s.measured for s in records.steps if s.step in records.since_start]
+    metrics = [measured for measured in since_start if measured.num_targets][left_out:]
     if not metrics:
         raise UserError(f"{written} has no step after the first {left_out}")
     stores = open_stores(spec, console or Console(quiet=True))
     device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
     spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
-    spec = replace(spec, planner=replace(spec.planner, baseline=False))
-    planner = open_planner(spec, stores.train, device)
-    priced = replace(spec, cost=replace(spec.cost, profile=profile)) if profile else spec
-    simulator = Simulator(spec=priced, cost=workload_for(priced, device))
-    wanted = {m.step: m for m in metrics}
-    steps = planned_again(planner, wanted, dp=spec.parallel.dp, written=str(written))
-    simulations = [simulator.run(simulator.price(chunk)) for chunk in chunked(steps)]
+    trained = {m.step: m for m in metrics}
+    simulations = simulate_again(
+        spec, stores.train, device, trained, profile=profile, written=written, prices=records.prices
+    )
     return RecordedRun(
         spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)
     )
-
-
-def _spec(folder: Path) -> RunSpec:
-    saved = checkpoint.list_complete(folder / "checkpoints")
-    if not saved:
-        raise UserError(
-            f"{folder} has no checkpoint with the run's configuration; give the folder of a run "
-            f"that was saved (run.output_dir/run.name)"
-        )
-    path = saved[-1] / "run.json"
-    data = json.loads(path.read_text("utf-8"))
-    return apply(RunSpec(), data["spec"], source=str(path), is_stored=True)
-
-
-def _metrics(path: Path) -> list[MeasuredStep]:
-    """Return measured steps in order since the last start of the run, whose configuration the last
-    checkpoint has."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give the folder of a run that trained")
-    lines = list(_lines(path))
-    starts = [i for i, line in enumerate(lines) if line["kind"] == "start"]
-    last = lines[max(starts, default=0) :]
-    found = [MeasuredStep.from_json(x["measured"]) for x in last if x["kind"] == "step"]
-    return [m for m in found if m.num_targets]
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text("utf-8", errors="replace").splitlines():
-        with suppress(ValueError):  # an incomplete line of a run that was killed
-            yield json.loads(text)

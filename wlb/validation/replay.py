@@ -24,7 +24,7 @@ from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.mesh import Mesh, build_mesh
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.world import World
-from wlb.plan import FloatArray, IntArray
+from wlb.plan import FloatArray, IntArray, check_at_least
 from wlb.simulate import PassKind, pipeline_order
 from wlb.spec import ParallelSpec, PipelineSection, RunSpec, Schedule
 
@@ -38,6 +38,8 @@ TOO_SHORT = (
 _START_S = 0.02
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
+_WIDTH = 16
+"""Width of the messages' rows (float32)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,20 +129,14 @@ class Replayed:
 
 
 def replay(
-    steps: Sequence[StepWaits],
-    pipeline: PipelineSection,
-    *,
-    pp: int,
-    repeats: int = 3,
-    width: int = 16,
+    steps: Sequence[StepWaits], pipeline: PipelineSection, *, pp: int, repeats: int = 3
 ) -> list[list[Replayed]]:
     """Run every step `repeats` times, on dp * pp * cp processes; TP is 1.
 
     Each step first runs once without waits, which opens its connections. pp = 1 runs F and B of
-    each micro-batch in turn. width: width of the messages' rows (float32).
+    each micro-batch in turn.
     """
-    if repeats < 1 or width < 1:
-        raise ValueError(f"repeats = {repeats} and width = {width} must be at least 1")
+    check_at_least("repeats", repeats, 1)
     if not steps:
         return []
     for index, step in enumerate(steps):
@@ -151,7 +147,7 @@ def replay(
             raise ValueError(f"step {index}: {error}") from None
     dp, _, _, cp = steps[0].shape
     spec = RunSpec(parallel=ParallelSpec(tp=1, cp=cp, pp=pp, dp=dp), pp=pipeline)
-    job = _ReplaySettings(spec=spec, repeats=repeats, width=width)
+    job = _ReplaySettings(spec=spec, repeats=repeats)
     ranks: list[list[list[_RankTimes]]] = run_local(
         _run_rank,
         dp * pp * cp,
@@ -200,7 +196,6 @@ class _ReplaySettings:
 
     spec: RunSpec
     repeats: int
-    width: int
 
 
 class _RankTimes(NamedTuple):
@@ -221,7 +216,7 @@ class _WaitingMicroBatch:
 
 @dataclass(slots=True)
 class _Timer:
-    """Makes the passes of a rank take their time, and records when they ran."""
+    """Lets each pass of a rank wait for its time, and records when it ran."""
 
     group: dist.ProcessGroup | None
     origin_s: float = 0.0
@@ -255,7 +250,7 @@ def _sleep_until(instant_s: float) -> None:
 
 
 class _WaitingStage(nn.Module):
-    """Replaces the layers of a stage: waits, and returns rows that depend on its input."""
+    """A stage whose passes only wait (`_WaitingPass`), instead of computing layers."""
 
     def __init__(
         self, index: int, job: _ReplaySettings, *, timer: _Timer, queue: WeightQueue | None = None
@@ -263,7 +258,7 @@ class _WaitingStage(nn.Module):
         super().__init__()
         self.index, self.timer, self.queue = index, timer, queue
         self.is_first, self.is_last = index == 0, index == job.spec.num_stages - 1
-        self.scale = nn.Parameter(torch.ones(job.width))
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
 
     def forward(self, x: Tensor, rows: _WaitingMicroBatch) -> Tensor:
         out: Any = _WaitingPass.apply(x, self.scale, self, rows)
@@ -271,7 +266,8 @@ class _WaitingStage(nn.Module):
 
 
 class _WaitingPass(torch.autograd.Function):
-    """Multiplies rows (tokens on the first stage) by a weight; the last stage's sum is the loss."""
+    """The waits of a stage as an autograd function. The output is its input times a weight, so that
+    autograd runs every stage's backward; the last stage's sum is the loss."""
 
     @staticmethod
     def forward(
@@ -320,7 +316,11 @@ class _Rank:
         num_rows = [int(r) for r in step.rows[mesh.at.dp]]
         tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.at.pp == 0 else None
         micro_batches = self._micro_batches(step, factor)
-        self.timer.restart(self._common_start_s())
+        # A common instant, because ranks would leave a barrier at different times.
+        ahead_s = _START_S + _START_PER_RANK_S * mesh.world_size
+        start_s = _latest(time.perf_counter()) + ahead_s
+        _sleep_until(start_s)
+        self.timer.restart(start_s)
         if self.pipeline is None:
             assert tokens is not None
             for tokens_T, micro_batch in zip(tokens, micro_batches, strict=True):
@@ -340,17 +340,11 @@ class _Rank:
             for i in range(step.shape[1])
         ]
 
-    def _common_start_s(self) -> float:
-        """Wait for a common instant; ranks would leave a barrier at different times."""
-        ahead_s = _START_S + _START_PER_RANK_S * self.mesh.world_size
-        start_s = _latest(time.perf_counter()) + ahead_s
-        _sleep_until(start_s)
-        return start_s
-
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
     """Return this rank's times of each step's repeats."""
-    del world  # build_mesh reads it from the process group
+    # build_mesh reads the world from the process group.
+    del world
     rank = _build_rank(job)
     # A full garbage collection takes 140 ms per rank, because torch loads many objects.
     gc.freeze()
@@ -382,7 +376,7 @@ def _build_rank(job: _ReplaySettings) -> _Rank:
                     stage.index,
                     job.spec.num_stages,
                     mesh=mesh,
-                    width=job.width,
+                    width=_WIDTH,
                     dtype=torch.float32,
                     queue=stage.queue,
                 )

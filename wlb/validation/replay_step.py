@@ -76,12 +76,7 @@ def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> floa
 
 
 def compare(
-    waits: Sequence[StepWaits],
-    labels: Sequence[str],
-    pipeline: PipelineSection,
-    *,
-    pp: int,
-    repeats: int = 3,
+    waits: Sequence[StepWaits], labels: Sequence[str], pipeline: PipelineSection, *, pp: int
 ) -> list[Agreement]:
     """Simulate and replay each step; UserError if that takes too many processes."""
     dp, _, _, cp = waits[0].shape
@@ -90,7 +85,7 @@ def compare(
             f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, but at most "
             f"{MOST_PROCESSES} are allowed; lower parallel.dp, cp or pp"
         )
-    runs = replay(waits, pipeline, pp=pp, repeats=repeats)
+    runs = replay(waits, pipeline, pp=pp)
     return [
         Agreement(
             label=label,

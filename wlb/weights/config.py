@@ -1,7 +1,7 @@
 """Convert between Hugging Face's config.json and ModelSpec.
 
 Reads the keys of transformers 4 and 5 with transformers' defaults for missing keys, and writes both
-forms. What `wlb.model` would compute differently is refused with key, value and remedy.
+forms. Models that `wlb.model` would compute differently are refused with key, value and remedy.
 """
 
 import json
@@ -173,7 +173,7 @@ def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
-            raise keys.error(name, "asks for biases, which wlb's linear layers do not have")
+            raise keys.error(name, "requires biases, which wlb's linear layers do not have")
     window = values.get("sliding_window", _MISTRAL_WINDOW)
     if is_mistral and window is not None:
         raise UserError(

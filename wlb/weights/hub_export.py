@@ -12,7 +12,7 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 
-from wlb.plan import UserError
+from wlb.plan import check_at_least
 from wlb.spec import Dtype
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.config import config_json, one_or_many
@@ -54,8 +54,7 @@ def export(
     tensor is larger. tokenizer: a tokenizer.json instead of that of the run's token store.
     """
     refuse_existing(out)
-    if shard_bytes < 1:
-        raise UserError(f"--shard-size {shard_bytes} must be at least 1 byte")
+    check_at_least("--shard-size", shard_bytes, 1, " byte")
     saved = open_saved(checkpoint.resolve(source, str(source)))
     stored = set(saved.dtypes.values())
     taken = stored.pop() if dtype is None and len(stored) == 1 else torch.float32
@@ -103,7 +102,8 @@ def _write_shards(
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
-        del values  # before the next shard is read
+        # This shard is freed before the next one is read.
+        del values
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         _write_json(folder / INDEX, index)

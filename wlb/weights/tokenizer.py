@@ -57,7 +57,8 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
         raise UserError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
     try:
         size = load_tokenizer(file).get_vocab_size()
-    except Exception as error:  # the tokenizers library raises plain Exception
+    # The tokenizers library raises plain Exception.
+    except Exception as error:
         raise UserError(f"--tokenizer {file} is not a tokenizer.json: {error}") from None
     if size > vocab_size:
         raise UserError(

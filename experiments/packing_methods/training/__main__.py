@@ -53,7 +53,8 @@ def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]
                 flush=True,
             )
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which the runs received as well
+        # After Ctrl-C, which the runs received too, no further run starts.
+        pool.shutdown(cancel_futures=True)
     return {case: study.run(case) for case in cases}
 
 

@@ -1,4 +1,4 @@
-"""Defines what is trained: the data, the base model, and every run by name.
+"""Defines the data, the base model, and every run by name.
 
 Each run is one `wlb train` in a process of its own on one thread, so that processor time and peak
 memory are its own and two runs can go on at once. A run that finished has left `result.json` and is
@@ -30,7 +30,7 @@ HELDOUT_FRACTION = 0.1
 BASE_PACKAGES = ("numpy", "scipy")
 """The base model is trained on the Python sources of these packages.
 
-The standard library is not among them, because its docstrings are what the model is fine-tuned on.
+The standard library is not among them, because the model is fine-tuned on its docstrings.
 """
 BASE_STEPS, BASE_BATCHES = 200, 16
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -105,7 +105,8 @@ class Case:
             "packing.method": self.method,
             "packing.examples": BS,
             "packing.bin_windows": BS,
-            "packing.window_batches": 100_000,  # offline methods pack the whole epoch at once
+            # With a window this large, offline methods pack the whole epoch at once.
+            "packing.window_batches": 100_000,
             "data.num_windows": self.gas * (BS if self.is_fixed else 1),
             "training.learning_rate": self.learning_rate,
             "training.min_learning_rate": self.learning_rate / 10,
@@ -135,7 +136,7 @@ def rate_cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds what a run left. Losses are in nats per trained token.
+    """Holds the results of a run. Losses are in nats per trained token.
 
     steps: optimiser steps
     tokens: tokens of the examples
@@ -213,10 +214,10 @@ class Study:
             heldout_fraction=HELDOUT_FRACTION,
             seed=0,
         )
-        info = TokenStore(made.train).info
+        info = TokenStore(made.prefix).info
         assert info is not None
-        tokenizer = str(Path(made.train).parent / str(info.tokenizer))
-        return cls(folder=folder, train=made.train, heldout=made.heldout, tokenizer=tokenizer)
+        tokenizer = str(Path(made.prefix).parent / str(info.tokenizer))
+        return cls(folder=folder, train=made.prefix, heldout=made.heldout, tokenizer=tokenizer)
 
     @property
     def base(self) -> Path:
@@ -299,7 +300,8 @@ class Study:
             "data.heldout_store": self.heldout,
             "data.context_window": MSL,
             "data.epochs": 1,
-            "eval.steps": 1_000,  # enough for the whole held-out store
+            # This number covers the whole held-out store.
+            "eval.steps": 1_000,
         }
 
     def _train(self, name: str, keys: dict[str, Any], *, threads: int, cap_mib: int = 0) -> Result:

@@ -184,7 +184,7 @@ def draw_methods(groups: list[Group]) -> Any:
 
 
 def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
-    """Draws what the paper's Figures 2 and 3 show."""
+    """Draws our versions of the paper's Figures 2 and 3."""
     figure, axes = new_figure(ncols=2, height=3.8)
     methods = list(dict.fromkeys(case.method for case in sizes))
     for i, method in enumerate(methods):

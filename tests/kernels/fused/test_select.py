@@ -40,16 +40,15 @@ def test_a_gpu_computes_fused(requested: FusedKernels) -> None:
 def test_off_is_plain_torch() -> None:
     choice = choose_fused(OFF, device=CUDA, dtype=BF16)
     assert not choice.fused
-    assert choice.line == (
-        "RoPE, SwiGLU, RMSNorm and key gradients plain torch (kernels.fused = off; torch.bfloat16 "
-        "on cuda)"
-    )
+    for word in ("plain torch", "kernels.fused = off", "torch.bfloat16", "cuda"):
+        assert word in choice.line
 
 
 def test_a_cpu_is_plain_torch() -> None:
     choice = choose_fused(AUTO, device=CPU, dtype=BF16)
     assert not choice.fused
-    assert choice.line.endswith("(auto; torch.bfloat16 on cpu; not fused: they need an NVIDIA GPU)")
+    for word in ("plain torch", "auto", "torch.bfloat16", "cpu", "NVIDIA"):
+        assert word in choice.line
 
 
 def test_a_run_prepared_without_a_gpu_counts_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:

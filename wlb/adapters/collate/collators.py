@@ -47,7 +47,8 @@ class PaddingFreeCollator(FlatOptions):
     dtype: npt.DTypeLike = field(init=False, default=np.int64, repr=False)
 
     def __post_init__(self) -> None:
-        FlatOptions.__post_init__(self)  # super() fails in a dataclass with slots
+        # super() fails in a dataclass with slots.
+        FlatOptions.__post_init__(self)
         _check_tensors(self.return_tensors)
         object.__setattr__(self, "next_labels", self.return_shift_labels)
         if not (self.return_position_ids or self.return_flash_attn_kwargs or self.return_seq_idx):

@@ -27,7 +27,7 @@ from wlb.parallel.rows import IGNORE, LabelReader, TokenReader
 from wlb.plan import IntArray, IntLike, Layout, MicroBatch, UserError, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
-"""int64, or what `FlatOptions.dtype` says."""
+"""Integers of `FlatOptions.dtype`, int64 by default."""
 
 
 _PACKED_TOKENS = 256
@@ -128,8 +128,8 @@ def flatten(
     """One batch of `examples`: token ids (lists or arrays), each a document or a packed row.
 
     labels: unshifted, as long as each example; default: its tokens. lengths: of the documents in
-    each example. position_ids: of each example. Without both, an example is one document. UserError
-    names an example that does not fit.
+    each example. position_ids: of each example. If both are missing, an example is one document.
+    UserError names an example that does not fit.
     """
     if not len(examples):
         raise UserError("a batch needs at least one example, got none")

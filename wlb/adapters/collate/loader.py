@@ -126,6 +126,7 @@ class PlannedLoader(PlannedRank):
                     f"step {loaded.step} came from a worker, this process planned "
                     f"{None if plan is None else plan.step}: the planners differ"
                 )
-            # Updated before the yield: a checkpoint is made after the step was trained.
+            # The state advances before the yield, because a checkpoint is made after the step was
+            # trained.
             self._state = plan.state
             yield loaded

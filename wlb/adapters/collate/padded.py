@@ -26,9 +26,9 @@ class PadTo(StrEnum):
     """Width of a batch."""
 
     LONGEST = "longest"
-    """The batch's longest document."""
+    """The width is that of the batch's longest document."""
     MAX_LENGTH = "max_length"
-    """Always `max_length`, for compiled models and fixed buffers."""
+    """The width is always `max_length`, for compiled models and fixed buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Fused Triton kernels of what surrounds matrix products and attention, as custom ops."""
+"""Fused Triton kernels of the operators beside matrix products and attention, as custom ops."""
 
 from wlb.kernels.fused.op import fused_norm as fused_norm
 from wlb.kernels.fused.op import fused_rotate as fused_rotate

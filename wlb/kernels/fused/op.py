@@ -102,7 +102,8 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _differentiate_norm(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grads[0] is None:  # nothing depends on the output
+    # Nothing depends on the output.
+    if grads[0] is None:
         return None, None, None
     return *fused_norm_backward(grads[0], *ctx.saved_tensors), None
 
@@ -121,12 +122,8 @@ def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor
     row's uses added in order, bit-equal to the plain code. inverse: see `AttentionRows`."""
     from wlb.kernels.fused import launch
 
-    dk_KGD, dv_KGD = (_with_flat_rows(x) for x in (dk_KGD, dv_KGD))
+    flat = (dk_KGD.shape[2], 1)  # strides of a row whose [G, D] values are next to each other
+    dk_KGD, dv_KGD = (x if x.stride()[1:] == flat else x.contiguous() for x in (dk_KGD, dv_KGD))
     out = _rows_like(dk_KGD, dv_KGD, inverse_UR)
     launch.sum_uses(dk_KGD, dv_KGD, inverse_UR.contiguous(), out).run()
     return out
-
-
-def _with_flat_rows(x_KGD: Tensor) -> Tensor:
-    """The tensor, copied only if a row's [G, D] values are not next to each other."""
-    return x_KGD if x_KGD.stride()[1:] == (x_KGD.shape[2], 1) else x_KGD.contiguous()

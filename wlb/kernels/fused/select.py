@@ -54,7 +54,8 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES:
         return f"they compute {', '.join(map(str, _DTYPES))}"
     if not torch.cuda.is_available():
-        return None  # a run prepared on a machine without GPUs: CUDA builds of torch bring Triton
+        # The run is prepared on a machine without GPUs; CUDA builds of torch bring Triton.
+        return None
     return launch_problem(device)
 
 
@@ -68,7 +69,8 @@ def launch_problem(device: torch.device) -> str | None:
     try:
         one = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
         fused_swiglu(one, one)
-    except Exception as error:  # of a C compiler, a driver or a cache folder: classes differ
+    # A C compiler, a driver or a cache folder may fail, each with its own class of exception.
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"Triton cannot launch a kernel here: {reason}"
     return None

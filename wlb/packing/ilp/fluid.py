@@ -1,4 +1,4 @@
-"""From pieces to the ILP's problem and back: what is placed whole, and what is a fluid.
+"""From pieces to the ILP's problem and back: long pieces have binaries, short ones are a fluid.
 
 Pieces of at least `divisible_below` tokens get binaries; shorter ones are a fluid in classes by
 length. `placed` then puts their documents, longest first, where the slowest micro-batch of the step
@@ -46,10 +46,10 @@ class Items:
     start: Assignment
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """How far below a lower bound for whole pieces a packing can be that cuts as `window` does.
+        """How far a packing that cuts as `window` does can be below a lower bound for whole pieces.
 
-        That is, at most num_micro_batches - 1 pieces, none dearer than those it cuts. A cut piece
-        saves no more than its cost.
+        Such a packing cuts at most num_micro_batches - 1 pieces, none more expensive than the most
+        expensive one that `window` cuts, and cutting a piece saves at most its cost.
         """
         row, num_parts = np.unique(rows_of(self.pieces, window.pieces), return_counts=True)
         cut = row[num_parts > 1]
@@ -72,7 +72,7 @@ def items_of(
     divisible_below: int,
     cost: Callable[[Pieces], IntArray],
 ) -> Items:
-    """The ILP's problem for `pieces`, of which `greedy` is a packing."""
+    """Make the ILP's problem for `pieces`, of which `greedy` is a packing."""
     begins = np.cumsum(greedy.pieces.length) - greedy.pieces.length
     is_long = pieces.length[rows_of(pieces, greedy.pieces)] >= divisible_below
     pieces = cut_at(pieces, begins[is_long])
@@ -132,7 +132,7 @@ def _start(
 
 
 def placed(items: Items, plan: Assignment) -> Window | None:
-    """Documents where `plan` says; None if they do not fit and may not be cut."""
+    """Place the documents as `plan` says; None if they do not fit and may not be cut."""
     shape, lengths = items.shape, items.pieces.length.tolist()
     filling = _MostHeadroomFirst(shape, items.problem.step_maxima_ns(plan))
     parts: list[Part] = []
@@ -150,9 +150,9 @@ def placed(items: Items, plan: Assignment) -> Window | None:
 
 
 class _MostHeadroomFirst:
-    """Gives the micro-batch that is furthest below the slowest one of its step.
+    """Finds the micro-batch that is furthest below the slowest one of its step.
 
-    room: of each micro-batch, in tokens. headroom: how far below it is, in ns.
+    room: of each micro-batch, in tokens. headroom: how far each is below the slowest, in ns.
     """
 
     def __init__(self, shape: Shape, limits_ns: list[float]) -> None:
@@ -177,5 +177,5 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Headroom, or that for each token of room where room must be filled."""
+        """Headroom in ns; if every micro-batch must be filled, headroom per token of room."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

@@ -20,7 +20,7 @@ from typing import Any
 from wlb.packing.ilp.solvers import Outcome, Solver, SolverLimits, modeller, run
 
 TOLERANCE = 1e-6
-"""Relative: what solvers may violate a row by."""
+"""Relative tolerance to which solvers satisfy a row."""
 
 
 class Objective(StrEnum):
@@ -110,14 +110,15 @@ class Problem:
         return loads
 
     def step_maxima_ns(self, answer: Assignment) -> list[float]:
-        """The slowest micro-batch of each one's step, shape [num_micro_batches]."""
+        """Cost of the slowest micro-batch in the step of each micro-batch, shape
+        [num_micro_batches]."""
         loads, n = self.loads_ns(answer), self.per_step
         return [max(loads[j // n * n : j // n * n + n]) for j in range(self.num_micro_batches)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """assignment: None if the solver found nothing. bound_ns: of `Problem`, not of its relatives.
+    """assignment: None if the solver found nothing. bound_ns: lower bound for `Problem` itself.
 
     status: "optimal" (to the gap), "feasible" (stopped early), "nothing_found", "infeasible".
     """
@@ -237,7 +238,7 @@ class _PulpProgram:
             y.lowBound = floor / self.cost_scale
 
     def start_at(self, start: Assignment) -> None:
-        """Variables to the values of `start`."""
+        """Set the variables to the values of `start`."""
         for row, j in zip(self.x, start.bin_of, strict=True):
             for i, x in enumerate(row):
                 x.varValue = float(i == j)
@@ -253,7 +254,7 @@ class _PulpProgram:
             y.varValue = maximum / self.cost_scale
 
     def assignment(self) -> Assignment:
-        """The variables' values; a binary is rounded."""
+        """Return the variables' values, with binaries rounded."""
         capacity = self.problem.capacity
         return Assignment(
             bin_of=[max(range(len(row)), key=lambda j: row[j].varValue) for row in self.x],

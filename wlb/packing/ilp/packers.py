@@ -1,11 +1,10 @@
 """ilp: packing by integer linear program, the paper's Fixed-Len Solver (Eq. 1) and its Eq. 2.
 
-`ilp_fixed` packs windows of `fixed`, `ilp_var_len` whole documents of W batches under S_max.
-The solver starts from the greedy packing, short documents are a fluid, and the better of greedy and
-solution is kept. Deviations: `Objective.SUM_OF_STEP_MAX` by default (one maximum is degenerate once
-a document dominates), CBC or HiGHS for a limited time in place of a commercial solver.
-Guarantees: never slower than greedy by the objective; `IlpReport.bound_ns` is a lower bound.
-A solve that ends by time differs from host to host: solve offline or on one rank. Cost: README.md.
+`ilp_fixed` packs windows of `fixed`, `ilp_var_len` whole documents of W batches under S_max. The
+solver starts from the greedy packing; short documents are a fluid (divisible totals). Deviations:
+`Objective.SUM_OF_STEP_MAX` by default (one maximum is degenerate once a document dominates), CBC or
+HiGHS for a limited time. Guarantees: never slower than greedy by the objective;
+`IlpReport.bound_ns` is a lower bound. Solves stopped by time differ between hosts: solve on one.
 """
 
 import math
@@ -34,7 +33,7 @@ from wlb.packing.var_len import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
 OPTIMAL_GAP = 1e-5
-"""A gap that is rounding: solvers and bounds work to 1e-6."""
+"""Gaps up to this are rounding errors: solvers and bounds work to 1e-6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,8 @@ class IlpOptions:
     """How windows are solved.
 
     time_limit_s: for each window, in the solver. gap_limit: relative gap at which it stops.
-    divisible_below: tokens; shorter documents are a fluid. None = C // 16, 0 = no document is.
+    divisible_below: tokens; shorter documents are placed as divisible totals, longer ones by a
+    binary each. None = C // 16, 0 = every document has binaries.
     """
 
     solver: Solver = Solver.HIGHS
@@ -71,14 +71,16 @@ class IlpOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpReport:
-    """How good a window's packing is.
+    """Quality of a window's packing.
 
     objective_ns: of the packing that was returned, by its true cost; greedy_objective_ns: of the
-    greedy one. bound_ns: what every packing takes at least that keeps documents whole (and the
-    parts into which greedy cuts a long one), but for num_micro_batches - 1 at most, none dearer
-    than the dearest that this one cuts. status: how the solver ended: "optimal" (to gap_limit, for
-    the fluid problem), "feasible" (out of time), "nothing_found", or "infeasible", which can only
-    be the solver's mistake. kept_greedy: nothing found is better, once its fluid is documents.
+    greedy one. bound_ns: lower bound on the objective of every packing that cuts at most
+    num_micro_batches - 1 pieces, none more expensive than the most expensive one that this packing
+    cuts (the parts into which greedy cuts a long document are pieces of their own). status: how the
+    solver ended: "optimal" (to gap_limit, for the fluid problem), "feasible" (out of time),
+    "nothing_found", or "infeasible", which would be an error of the solver. kept_greedy: the greedy
+    packing was returned, because the solver's is not better once its fluid is replaced by
+    documents.
     """
 
     solver: Solver
@@ -97,7 +99,7 @@ class IlpReport:
 
     @property
     def optimal(self) -> bool:
-        """No packing of the kind that `bound_ns` speaks of is better."""
+        """No packing that `bound_ns` covers is better."""
         return self.gap <= OPTIMAL_GAP
 
 
@@ -107,7 +109,7 @@ ReportSink = Callable[[IlpReport], None]
 def solve_fixed(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int
 ) -> tuple[Window, IlpReport]:
-    """Eq. 1: `pieces` in windows of C tokens; UserError if they do not fit."""
+    """Eq. 1: pack `pieces` into windows of C tokens; UserError if they do not fit."""
     window, work = options.context_window, options.attention(pieces)
     start = greedy(pieces, work, num_micro_batches=num_micro_batches, capacity=window)
     return _solve(pieces, start, options, ilp, options.attention, capacity=window, may_cut=True)
@@ -116,9 +118,9 @@ def solve_fixed(
 def solve_var_len(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int, s_max: int
 ) -> tuple[Window, IlpReport]:
-    """Eq. 2: `pieces` whole in micro-batches of at most S_max tokens.
+    """Eq. 2: pack `pieces`, none of them cut, into micro-batches of at most S_max tokens.
 
-    UserError if greedy, which is where the solver starts, cannot place them all.
+    UserError if the greedy packing, from which the solver starts, cannot place them all.
     """
     start, rest = _greedy_var_len(pieces, options, num_micro_batches, s_max)
     if len(rest):
@@ -139,7 +141,8 @@ def _greedy_var_len(
     *,
     num_leftovers: int = 0,
 ) -> tuple[Window, Pieces]:
-    """Algorithm 1's placement: leftovers first, then longest first; and what fits nowhere."""
+    """Algorithm 1's placement (leftovers first, then longest first), and the pieces that do not
+    fit."""
     check_s_max(s_max, options)
     check_fits(pieces, s_max)
     is_new = np.arange(len(pieces)) >= num_leftovers
@@ -163,11 +166,12 @@ def _solve(
     capacity: int,
     may_cut: bool,
 ) -> tuple[Window, IlpReport]:
-    """The better of `start`, a packing of `pieces`, and what the solver makes of it."""
+    """Return the better of `start`, which is a packing of `pieces`, and the solver's improvement of
+    it."""
     began = time.perf_counter()
     num, per_step = len(start.rows), options.num_micro_batches
     if num < 1 or num % per_step:
-        raise UserError(f"num_micro_batches = {num} are not whole steps of {per_step}")
+        raise UserError(f"num_micro_batches = {num} is not a multiple of the {per_step} per step")
     if ilp.objective == Objective.MAX:
         per_step = num
     shape = Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)
@@ -195,7 +199,8 @@ def _solve(
 
 
 def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: int) -> int:
-    """Sum over steps of the slowest micro-batch, grouped by load, which no grouping beats."""
+    """Sum over steps of the slowest micro-batch; steps group micro-batches by load, which is
+    optimal."""
     return sum(sorted(window.loads(cost(window.pieces)), reverse=True)[::per_step])
 
 
@@ -203,8 +208,8 @@ def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: 
 class IlpFixedPacker(FixedPacker):
     """`solve_fixed` behind the packer protocol; windows, steps and carry are those of `fixed`.
 
-    on_report: called with each window's report. Not a result, because a plan must not depend on how
-    long a solver took, and not kept here, because `push` is pure.
+    on_report: called with each window's report. The report is no part of the result, because a plan
+    must not depend on how long a solver took, and is not kept here, because `push` is pure.
     """
 
     policy: ClassVar[str] = "ilp_fixed"
@@ -224,10 +229,10 @@ class IlpFixedPacker(FixedPacker):
 class IlpVarLenPacker(PolicyPacker):
     """`solve_var_len` behind the packer protocol: W batches become W steps, in a seeded order.
 
-    Carry: slot 0 = leftovers of the last window, slot i = the i-th batch of the next one. A batch
-    without documents is no batch; a step without any is left out. What greedy cannot place within
-    S_max is left over and comes first in the next window. s_max: longest micro-batch in tokens, at
-    least the context window. on_report: as in `IlpFixedPacker`.
+    Carry: slot 0 = leftovers of the last window, slot i = the i-th batch of the next one. Batches
+    without documents do not count; steps without documents are left out. Documents that greedy
+    cannot place within S_max are left over and come first in the next window. s_max: longest
+    micro-batch in tokens, at least the context window. on_report: as in `IlpFixedPacker`.
     """
 
     policy: ClassVar[str] = "ilp_var_len"
@@ -248,7 +253,8 @@ class IlpVarLenPacker(PolicyPacker):
         slot = np.concatenate([carry.slot, np.full(len(arrived), num_batches, np.int64)])
         plans: list[PackingPlan] = []
         while len(stream) and (batch is None or num_batches >= self.window_batches):
-            if not num_batches:  # at the end of data, when only leftovers remain
+            # Only leftovers remain, at the end of the data.
+            if not num_batches:
                 num_batches = -(-stream.num_tokens // self.options.tokens_per_step)
             made, stream = self._steps(stream, int((slot == LEFTOVER).sum()), num_batches, step)
             plans += made
@@ -259,7 +265,7 @@ class IlpVarLenPacker(PolicyPacker):
     def _steps(
         self, pieces: Pieces, num_leftovers: int, num_steps: int, step: int
     ) -> tuple[tuple[PackingPlan, ...], Pieces]:
-        """A window's plans, and what is left over."""
+        """Return a window's plans and the pieces left over."""
         num = self.num_micro_batches
         start, rest = _greedy_var_len(
             pieces, self.options, num_steps * num, self.s_max, num_leftovers=num_leftovers
@@ -271,7 +277,8 @@ class IlpVarLenPacker(PolicyPacker):
         if self.on_report is not None:
             self.on_report(report)
         steps = [window.rows[i * num : (i + 1) * num] for i in range(num_steps)]
-        # By load, the heaviest step would always come first.
+        # `window.rows` are sorted by load: without this permutation the heaviest step would always
+        # come first.
         mixed = permuted(range(num_steps), self.options, step=step, index=STEP_ORDER)
         steps = [steps[int(i)] for i in mixed if any(steps[int(i)])]
         return self._plans(step, window.pieces, steps, num_waiting_tokens=rest.num_tokens), rest

@@ -1,4 +1,4 @@
-"""Running a PuLP model on CBC or HiGHS: the only file that sees their untyped interfaces.
+"""Runs a PuLP model on CBC or HiGHS; no other file uses their untyped interfaces.
 
 A solve starts from the values of its variables and ends at the relative gap or the time limit, so
 the same model may end elsewhere on a slower machine. PuLP has no warm start for HiGHS (set between
@@ -23,7 +23,8 @@ from typing import Any
 
 from wlb.plan import UserError
 
-PRINTED = 0.0005
+_PRINTED = 0.0005
+"""Largest rounding error of the three decimals with which CBC prints a bound."""
 _LOWER_BOUND = re.compile(r"^Lower bound:\s+(\S+)\s*$", re.MULTILINE)
 _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
@@ -90,7 +91,8 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         timeLimit=limits.time_limit_s,
         random_seed=limits.seed % 2**31,
     )
-    # The interface's own solve(), with the start put in between building and running.
+    # These are the steps of the interface's solve(); the start has to be set between building the
+    # model and running it.
     api.createAndConfigureSolver(problem)
     api.buildSolverModel(problem)
     model, columns = problem.solverModel, problem.variables()
@@ -107,7 +109,7 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         for column, value in zip(columns, model.getSolution().col_value, strict=True):
             column.varValue = value
     is_proven = status == ended.kOptimal
-    # Without a binary there is no tree: the objective of the linear program is its bound.
+    # Without binaries there is no search tree: the objective of the linear program is its bound.
     bound = info.mip_dual_bound if problem.isMIP() else info.objective_function_value
     return Outcome(
         has_values=has_values,
@@ -120,15 +122,16 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
 def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
     pulp = modeller()
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
-    seed = 1 + limits.seed % (2**31 - 1)  # 0 would be the time of day
+    # A seed of 0 means the time of day to CBC.
+    seed = 1 + limits.seed % (2**31 - 1)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cbc.log"
         api = pulp.COIN_CMD(
             path=bundled.pulp_cbc_path if bundled else None,
             msg=False,
             gapRel=limits.gap,
-            # One thread is CBC's default; asking for it starts its threaded mode all the same,
-            # which now and then waits ten seconds for a wake-up that was lost.
+            # `threads=1` starts CBC's threaded mode, which sometimes waits ten seconds for a lost
+            # wake-up; its default is one thread without that mode.
             threads=limits.threads if limits.threads > 1 else None,
             timeLimit=limits.time_limit_s,
             warmStart=True,
@@ -144,9 +147,10 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
         text = log.read_text()
     constants = pulp.constants
     is_proven = problem.sol_status == constants.LpSolutionOptimal
-    # The log rounds to three decimals, up as well as down.
-    bounds = [float(bound) - PRINTED for bound in _LOWER_BOUND.findall(text)]
-    if is_proven and not bounds:  # searched to the end, but nodes within the gap may be cut off
+    # The printed bound may be rounded up, so that it could exceed the true one.
+    bounds = [float(bound) - _PRINTED for bound in _LOWER_BOUND.findall(text)]
+    # The search ended without a printed bound, but nodes within the gap may have been pruned.
+    if is_proven and not bounds:
         bounds = [float(value) * (1 - limits.gap) for value in _OBJECTIVE.findall(text)]
     return Outcome(
         has_values=is_proven or problem.sol_status == constants.LpSolutionIntegerFeasible,

@@ -1,8 +1,8 @@
 """All policies on the same global batches: the rows of `wlb plan`.
 
 Variants derive from a run's own [packing] section, so that all have its S_max, T, thresholds and
-maximum delay; the run's own policy is marked. Policies that fill windows make N micro-batches, and
-those that balance keep documents apart, whatever the run has, because they could have no other.
+maximum delay; the run's own policy is marked. Policies that fill windows make N micro-batches and
+balancing policies keep documents separate, whatever the run has, because they support nothing else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ CONSTANT_TOKENS = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy with its options, and its name in a table. is_own: what the run would train with."""
+    """A policy with its options, and its name in a table. is_own: the run's own configuration."""
 
     label: str
     section: PackingSection
@@ -33,7 +33,8 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     """The comparison's rows; the run's own policy comes first and is not repeated."""
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
-        base = replace(base, num_micro_batches=0)  # says the same, as the other rows do
+        # 0 means the number of windows, as in the other rows.
+        base = replace(base, num_micro_batches=0)
     own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)
     windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
     original = replace(windows, policy=Policy.ORIGINAL)

@@ -1,4 +1,4 @@
-"""How a policy does on a stream of global batches: balance, delay, tokens, time.
+"""Measures a policy on a stream of global batches: balance, delay, tokens, time.
 
 Imbalance is slowest x number / total of predicted forward latency (Section 7.4), attention
 (Section 3.3), or both passes, of the segments that a plan's layout makes; a time-weighted ratio
@@ -29,7 +29,7 @@ from wlb.plan import (
 )
 
 DELAY_BINS = 1024
-"""Delays from here on share a bin of the histogram; the maximum is exact."""
+"""Delays of at least this many iterations share a bin of the histogram; `max_delay` is exact."""
 LONGEST = 0.1
 """Share of labels that count as those of the longest documents."""
 
@@ -40,19 +40,18 @@ class PackingSummary:
 
     label: the row's name; policy: the packer's. num_documents and num_tokens: that were trained.
     imbalance, imbalance_p95, imbalance_max and imbalance_time_weighted are of forward latency:
-    mean, 95th percentile, maximum and time-weighted over steps; lower_bound: what the mean could
-    not go below with the same documents in the same steps; imbalance_step and step_time_weighted
-    are of forward + backward; imbalance_attention, attention_p95 and attention_time_weighted of
-    attention alone. num_steps: without the flush. mean_delay, p99_delay, max_delay: of a token.
-    mean_advance: of tokens trained before the step that was next when they came. num_overdue:
-    pieces trained later than the policy's maximum. tokens_per_step: mean; tokens_cv: standard
-    deviation / mean. longest_micro_batch and longest_step: in tokens. held_tokens: waiting after a
-    step, on average. flushed_tokens, in flush_steps: trained when the data had ended, and left out
-    of imbalance. cut_documents: trained in more than one piece. long_weight: what a label of the
-    longest documents (which hold a tenth of the labels) counts in the loss if every step's is the
-    mean of its labels, where 1 is as if all labels counted the same, as they do with
-    `training.loss_normalizer` = constant; without the flush. packing_ms: mean time of a push, so
-    that policies which pack several batches at once pay for each of them.
+    mean, 95th percentile, maximum and time-weighted over steps; lower_bound: of the mean imbalance,
+    for the same documents in the same steps; imbalance_step and step_time_weighted are of forward +
+    backward; imbalance_attention, attention_p95 and attention_time_weighted of attention alone.
+    num_steps: without the flush. mean_delay, p99_delay, max_delay: of a token. mean_advance: of
+    tokens trained before the step that was next when they came. num_overdue: pieces trained later
+    than the policy's maximum. tokens_per_step: mean; tokens_cv: standard deviation / mean.
+    longest_micro_batch and longest_step: in tokens. held_tokens: waiting after a step, on average.
+    flushed_tokens, in flush_steps: trained when the data had ended, and left out of imbalance.
+    cut_documents: trained in more than one piece. long_weight: mean weight (`label_weights`) of the
+    labels of the longest documents, which hold a tenth of all labels; `training.loss_normalizer` =
+    constant would make it 1; without the flush. packing_ms: mean time of a push, so that policies
+    which pack several batches at once pay for each of them.
     """
 
     label: str
@@ -93,7 +92,7 @@ class PackingSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingRun:
-    """A policy's summary and what plots need.
+    """A policy's summary and the data of plots.
 
     imbalance, tokens: of each step, shape [num_steps]. delay_tokens: tokens by delay in iterations,
     shape [max_delay + 1] (at most DELAY_BINS).
@@ -106,7 +105,7 @@ class PackingRun:
 
 
 class StepLoads:
-    """Work of each step's micro-batches: the slowest one's, and the sum over all of them."""
+    """Work of the slowest micro-batch of each step, and of all its micro-batches together."""
 
     def __init__(self) -> None:
         self._slowest_and_sum: list[tuple[int, int]] = []
@@ -134,7 +133,8 @@ class StepLoads:
 def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
-    """`packer` on `batches` and the flush after them; UserError if there is nothing to train."""
+    """Run `packer` on `batches` and the flush after them; UserError if there is nothing to
+    train."""
     stream: list[PackingPlan] = []
     times: list[float] = []
     carry = packer.start()
@@ -179,8 +179,11 @@ def measure(
 
 
 def label_weights(labels: IntArray) -> FloatArray:
-    """What a label of each step counts in the loss if every step's is the mean of its labels, where
-    1 is as if all labels counted the same. labels: of each step; both of shape [num_steps]."""
+    """Weight of a label of each step if a step's loss is the mean over its labels.
+
+    1 is the weight that a label has if all labels count the same. labels: number of labels of each
+    step; both of shape [num_steps].
+    """
     even = labels.sum() / max(1, np.count_nonzero(labels))
     return even / np.maximum(1, labels)
 
@@ -196,7 +199,8 @@ def _balance(
         mean = forward.add(_of_micro_batches(cost.forward_latency_ns(lengths), offsets))
         attention.add(_of_micro_batches(cost.attention_ns(lengths), offsets))
         both.add(plan.workload_ns)
-        # Of a piece in any layout: another packing could join it to less, or pad it less.
+        # The bound is of the longest piece alone, in every layout: another packing could join it to
+        # fewer documents or pad it less.
         tallest = int(cost.forward_latency_ns(plan.pieces.length).max(initial=0))
         bounds.append(max(1.0, tallest / mean if mean else 1.0))
     return forward, {
@@ -232,8 +236,9 @@ def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict
 
 
 def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: IntArray) -> float:
-    """pieces: of the stream and the flush; of_document: number of the document of each."""
-    # A flush is not a step of the stream: what is left in it can be few labels of much weight.
+    """`PackingSummary.long_weight`. pieces: of the stream and the flush; of_document: index of the
+    document of each."""
+    # The flush is left out: it may hold few labels, which would then have a large weight.
     of_step = [len(plan.pieces) for plan in stream]
     num = sum(of_step)
     targets, document = pieces.num_targets[:num], of_document[:num]
@@ -258,7 +263,7 @@ def _documents(pieces: Pieces) -> IntArray:
 
 
 def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
-    """Rows of every segment, and which are a micro-batch's: shapes [n], [num_micro_batches + 1]."""
+    """Lengths of all segments, shape [n], and offsets by micro-batch, [num_micro_batches + 1]."""
     if plan.layout == Layout.SEPARATE:
         return plan.pieces.length, plan.offsets
     segments = [micro_batch.lengths for micro_batch in plan.micro_batches]

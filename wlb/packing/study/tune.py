@@ -1,10 +1,10 @@
 """Tuning of packing on a sample of documents: Section 4.2's procedure, automatic.
 
-Tried are the number and values of queue thresholds, S_max and T of Algorithm 1, and the delay price
-of `bounded`. The front holds points that no other beats in time-weighted imbalance, mean, p99 and
-maximum delay, and variation of tokens. Recommended is the least imbalance within a budget of mean
-delay (0.5 iterations, the paper's figure), or the least delay if none is within it.
-Cost: one run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
+It tries the number and values of queue thresholds, S_max and T of Algorithm 1, and the delay price
+of `bounded`. The front holds points that no other dominates in time-weighted imbalance, mean, p99
+and maximum delay, and variation of tokens. It recommends the least imbalance within a budget of
+mean delay (0.5 iterations, the paper's figure), or the least delay if none is within it. Cost: one
+run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,7 +64,8 @@ class TuningGrid:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:
-                    continue  # S_max alone keeps a step below that
+                    # With N micro-batches, S_max alone keeps a step below this T.
+                    continue
                 capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
                 if Policy.VAR_LEN in self.policies:
                     yield from self._queues(replace(capped, policy=Policy.VAR_LEN))
@@ -80,13 +81,13 @@ class TuningGrid:
                 yield replace(section, queue_thresholds=thresholds)
 
     def size(self, spec: RunSpec) -> int:
-        """Settings, those included that `tune_points` leaves out for want of room."""
+        """Number of settings, with those for which `tune_points` finds no room."""
         return sum(1 for _ in self.sections(spec))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePoint:
-    """A setting and what it did on the sample. own: the run's own, of which some must go."""
+    """A setting and its result on the sample. own: the configuration that `overrides` changes."""
 
     section: PackingSection
     summary: PackingSummary

@@ -107,7 +107,8 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
     if max((s.mean_delay for s in shown), default=0) > 3:
         axes.set_xscale("symlog", linthresh=1)
         axes.xaxis.set_major_formatter("{x:g}")
-    axes.margins(x=0.2, y=0.08)  # room for labels
+    # The margins leave room for labels.
+    axes.margins(x=0.2, y=0.08)
     axes.set_xlim(left=-0.05)
     _label_points(figure, axes, [(s.mean_delay, s.step_time_weighted, s.label) for s in shown])
     return svg(figure, "trade")
@@ -120,7 +121,8 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
     """
     from matplotlib.transforms import Bbox
 
-    figure.draw_without_rendering()  # computes the layout, which places need
+    # Drawing computes the layout, which the choice of places needs.
+    figure.draw_without_rendering()
     pixels = [axes.transData.transform((x, y)) for x, y, _ in points]
     per_point = figure.dpi / 72
     high, dot = 11 * per_point, 6 * per_point

@@ -55,9 +55,9 @@ CAPTION = (
     "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
     "of steps; time-w.: sum of slowest / sum of means; F+B: forward and backward, which is what "
     "packing balances; delay, p99, max: iterations a token waits (the paper: 0.5 on average); tok. "
-    "CV: variation of tokens per step; long wt: what a label of the longest documents, a tenth of "
-    "all labels, counts in a step's mean loss (1: as all others); held: tokens that wait after a "
-    "step; ms: packing time of a global batch"
+    "CV: variation of tokens per step; long wt: weight of a label of the longest documents, a "
+    "tenth of all labels, in a step's mean loss (1: that of others); held: tokens that wait after "
+    "a step; ms: packing time of a global batch"
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wlb.cost import AttentionTable, Elementwise, KernelProfile, ProfiledWorkload
-from wlb.cost.flops import attention_backward_flops, attention_forward_flops
+from wlb.cost.flops import attention_backward_flops, attention_forward_flops, rank_model
 from wlb.cost.linear import LinearCost
 from wlb.cost.profile import DTYPE_BYTES, LayerCost
 from wlb.plan import FloatArray, IntArray
@@ -162,7 +162,7 @@ def layer_samples(
     for record in measured_of(records, kind):
         at = record["point"]
         cost = LinearCost(
-            model=_model_of_rank(model, at["tp"]),
+            model=replace(rank_model(model, at["tp"]), num_layers=1),
             parallel=ParallelSpec(),
             profile=profile,
             micro_batch_tokens=at["tokens"],
@@ -188,18 +188,6 @@ def without_layer(profile: KernelProfile) -> KernelProfile:
         provenance=profile.layer.provenance,
     )
     return replace(profile, layer=free)
-
-
-def _model_of_rank(model: ModelSpec, tp: int) -> ModelSpec:
-    """One layer with the matrices that a TP rank holds, and norms of all tokens."""
-    return replace(
-        model,
-        num_layers=1,
-        num_heads=model.num_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
-        head_dim=model.head_size,
-        ffn_hidden_size=model.ffn_hidden_size // tp,
-    )
 
 
 def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:

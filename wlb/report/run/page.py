@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import TERMS, UserError
+from wlb.plan import AS_PROFILED, TERMS, UserError
 from wlb.plan.tally import Tally
 from wlb.report.plots import svg
 from wlb.report.render import render
@@ -29,6 +29,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         "balance": plots.balance_figure(records),
         "delays": plots.delay_figure(records),
         **({"ratio": plots.ratio_figure(records)} if totals.telemetry.terms else {}),
+        **({"prices": plots.price_figure(records)} if _has_prices(records) else {}),
     }
     return render(
         "run",
@@ -45,13 +46,19 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         timeline=_timeline(records, step),
         command=command,
         toml=to_toml(
-            spec, comments=("What wlb train ran; most keys at their defaults are left out.",)
+            spec,
+            comments=("The configuration of the run; most keys at their defaults are left out.",),
         ),
     )
 
 
+def _has_prices(records: RunRecords) -> bool:
+    held = any(step.prices != AS_PROFILED for step in records.steps)
+    return held or bool(records.decisions)
+
+
 def tally_of(records: RunRecords) -> Tally:
-    """The sums that training prints, over what was recorded."""
+    """The sums that training prints, over the recorded steps."""
     totals = Tally()
     for step in records.steps:
         totals.add(step.measured, step.predicted, step.plain)
@@ -63,7 +70,7 @@ def tally_of(records: RunRecords) -> Tally:
 
 
 def _ranks(records: RunRecords) -> dict[str, Any]:
-    """Computing time of ranks in all tables, and who was busiest in the last one."""
+    """Computing time of ranks in all tables, and the busiest ranks of the last one."""
     tables, spec = records.tables, records.spec
     num_steps = sum(t.num_steps for t in tables)
     compute = np.sum([t.compute_us for t in tables], axis=0).astype(np.float64)

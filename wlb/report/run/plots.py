@@ -94,6 +94,29 @@ def ratio_figure(records: RunRecords) -> Any:
     return figure
 
 
+def price_figure(records: RunRecords) -> Any:
+    """Learned prices over the profile's, relative to linear layers forward: those that steps were
+    planned with as lines, and what ranks measured at each decision as points."""
+    figure, (axes,) = new_figure(height=3.4)
+    asked = [line for line in records.decisions if line["measured"]]
+    decided = np.array([line["steps_done"] for line in asked], np.float64)
+    for k, name in enumerate(term for term in TERMS if term != "linear_forward"):
+        held = records.column(lambda s, name=name: s.prices.relative[name])
+        style: dict[str, Any] = {"color": RUNS[k + 1], "label": name.replace("_", " ")}
+        every = stride(held.size, MOST_POINTS)
+        axes.step(
+            records.steps_done[::every], held[::every], where="post", ls=DASHES[k], lw=1.6, **style
+        )
+        measured = np.array([line["measured"][name] for line in asked], np.float64)
+        every = stride(measured.size, MOST_POINTS)
+        axes.plot(decided[::every], measured[::every], "o", color=RUNS[k + 1], ms=3.5, alpha=0.6)
+    axes.axhline(1.0, color="grey", lw=0.8)
+    axes.set(ylabel="price / profile's price", xlabel="step")
+    axes.set_ylim(bottom=0)
+    _finish(figure, [axes], records)
+    return figure
+
+
 def balance_figure(records: RunRecords) -> Any:
     """Imbalance of micro-batches: Plain-4D and ours as predicted, ours as measured."""
     figure, (axes,) = new_figure(height=3.8)
@@ -102,22 +125,19 @@ def balance_figure(records: RunRecords) -> Any:
             "ours, predicted",
             records.column(lambda s: s.predicted.imbalance),
             records.column(lambda s: s.predicted.mean_workload_ns),
-        )
-    ]
-    if any(s.plain is not None for s in records.steps):
-        plain = StepSeries(
+        ),
+        StepSeries(
             "Plain-4D, predicted, same documents",
-            records.column(lambda s: None if s.plain is None else s.plain.imbalance),
-            records.column(lambda s: 0.0 if s.plain is None else s.plain.mean_workload_ns),
-        )
-        series.append(plain)
-    if any(s.measured.imbalance is not None for s in records.steps):
-        measured = StepSeries(
+            records.column(lambda s: s.plain and s.plain.imbalance),
+            records.column(lambda s: s.plain and s.plain.mean_workload_ns),
+        ),
+        StepSeries(
             "ours, measured",
             records.column(lambda s: s.measured.imbalance),
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
-        )
-        series.append(measured)
+        ),
+    ]
+    series = [s for s in series if not np.isnan(s.values).all()]
     _draw(axes, records, series)
     axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
     points = [
@@ -154,7 +174,8 @@ def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> An
     p = parallel
     grid = values.reshape(max(1, p.dp), p.pp, p.cp, p.tp)
     inner = [f"cp {c}, tp {t}" for c in range(p.cp) for t in range(p.tp)] if p.tp > 1 else ()
-    if max(1, p.dp) * p.cp * p.tp > MOST_ROWS:  # the slowest TP rank stands for all
+    # Above MOST_ROWS rows, a TP group is shown by its slowest rank.
+    if max(1, p.dp) * p.cp * p.tp > MOST_ROWS:
         return heat_map_figure(grid.max(3), what=what, tp=p.tp, devices="ranks")
     cells = grid.reshape(grid.shape[0], p.pp, p.cp * p.tp)
     return heat_map_figure(cells, what=what, inner=inner, devices="ranks")
@@ -162,7 +183,8 @@ def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> An
 
 def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> Any:
     """Measured over predicted time of each rank over the median rank's, table by table."""
-    values = np.stack([t.over_median for t in tables], axis=1)  # [ranks, tables]
+    # The values have shape [ranks, tables].
+    values = np.stack([t.over_median for t in tables], axis=1)
     # Keep the slowest ranks if there are too many rows.
     order = np.argsort(-values.max(1), kind="stable").tolist()
     kept: list[int] = sorted(order[:MOST_ROWS])

@@ -1,4 +1,4 @@
-"""`wlb simulate --html`: which run is faster, and what the time of a step is spent on."""
+"""`wlb simulate --html`: which run is faster, and where the time of a step goes."""
 
 from collections.abc import Sequence
 from typing import Any

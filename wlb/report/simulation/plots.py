@@ -37,7 +37,7 @@ def heat_map_figure(
 ) -> Any:
     """values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
 
-    tp: GPUs that each cell stands for. inner: what the last axis is, where it is not CP ranks.
+    tp: GPUs that each cell stands for. inner: name of the last axis if it is not CP ranks.
     """
     if values.ndim != 3 or not values.size:
         raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")

@@ -1,4 +1,4 @@
-"""Simulated runs as a table, and the provenance of what they were priced with."""
+"""Simulated runs as a table, and the provenance of the profile that priced them."""
 
 from collections.abc import Callable, Mapping, Sequence
 

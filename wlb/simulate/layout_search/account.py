@@ -77,7 +77,7 @@ def mean_prices(prices: StepPrices) -> StepPrices:
 
 
 def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload) -> None:
-    """Moves what backward recomputes from its terms to `RECOMPUTE`."""
+    """Moves the time of recomputation from the terms of backward to `RECOMPUTE`."""
     if cost.recompute == Recompute.NONE:
         return
     plain = replace(cost.linear, recompute=Recompute.NONE)

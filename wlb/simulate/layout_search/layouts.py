@@ -1,4 +1,4 @@
-"""Enumerates the layouts of a number of devices and says why the others cannot work.
+"""Enumerates the layouts of a number of devices, with the reasons why others cannot work.
 
 Degrees are divisors whose product is the number of devices; each is tried with every schedule,
 number of virtual stages and recompute that `wlb.spec.check`, the schedule and memory allow. More

@@ -22,8 +22,9 @@ STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingChoices:
     """Values to try. s_max in windows and step_tokens in global batches (0 = no cap), as in
-    [packing], are lowered to what memory allows. queues: thresholds of Algorithm 1, micro_batches:
-    per window, weight_delays: of zero-bubble; each in addition to the run's own or 1."""
+    [packing], are lowered as far as memory requires. queues: thresholds of Algorithm 1,
+    micro_batches: per window, weight_delays: of zero-bubble; each in addition to the run's own or
+    1."""
 
     policies: tuple[Policy, ...] = CHOSEN
     s_max: tuple[float, ...] = (1.25, 1.5, 2.0)
@@ -74,7 +75,8 @@ class PackingChoices:
         windows = spec.num_windows // dp
         for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
             packing = replace(spec.packing, num_micro_batches=number * dp)
-            with suppress(UserError):  # a schedule may need rounds of equal size
+            # A schedule may need rounds of equal size.
+            with suppress(UserError):
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
@@ -87,7 +89,8 @@ class PackingChoices:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    continue  # S_max alone keeps a step shorter
+                    # With this number of micro-batches, S_max alone keeps a step below T.
+                    continue
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)
                 if section.policy == Policy.BOUNDED:
                     yield replace(made, delay_price=0.0)

@@ -61,6 +61,13 @@ class Outline:
         return sum(self.terms.values())
 
 
+_FIGURES = (
+    *("tokens_per_s", "mfu", "bubble", "imbalance", "mean_delay", "max_delay"),
+    *("peak_memory_bytes", "fullest_rank"),
+)
+"""Fields of a trial that are in its JSON under their own names."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A layout simulated on the sample. time_s, balanced_s, terms: seconds a global batch. caps:
@@ -124,14 +131,7 @@ class Trial:
             "is_sharded": self.is_sharded,
             "s_per_batch": self.time_s,
             "balanced_s_per_batch": self.balanced_s,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
-            "bubble": self.bubble,
-            "imbalance": self.imbalance,
-            "mean_delay": self.mean_delay,
-            "max_delay": self.max_delay,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "fullest_rank": self.fullest_rank,
+            **{name: getattr(self, name) for name in _FIGURES},
             "steps": self.num_steps,
             "terms": self.terms,
             "spec": self.spec.to_dict(),
@@ -183,7 +183,8 @@ class TrialRunner:
             try:
                 trial = self._try(spec, is_sharded=is_sharded)
             except UserError:
-                return None  # memory leaves packing no room to catch up
+                # Memory leaves packing no room to catch up.
+                return None
             if trial.fits:
                 return trial
             if not spec.packing.memory_gib:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TypeVar
 
-from wlb.plan import UserError
+from wlb.plan import check_at_least
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,13 +21,15 @@ class Workers:
     pool: ProcessPoolExecutor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.jobs < 1:
-            raise UserError(f"jobs = {self.jobs} must be at least 1")
+        check_at_least("jobs", self.jobs, 1)
 
     def __enter__(self) -> "Workers":
         if self.jobs > 1:
             self.pool = ProcessPoolExecutor(
-                self.jobs, mp_context=get_context("spawn"), initializer=_leave_interrupts
+                self.jobs,
+                mp_context=get_context("spawn"),
+                initializer=signal.signal,  # this process handles Ctrl-C
+                initargs=(signal.SIGINT, signal.SIG_IGN),
             )
         return self
 
@@ -41,8 +43,3 @@ class Workers:
         if self.pool is None or len(tasks) < 2:
             return map(function, tasks)
         return self.pool.map(function, tasks)
-
-
-def _leave_interrupts() -> None:
-    """Ignores Ctrl-C, which the parent process handles."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -141,7 +141,7 @@ def check_files(checkpoint: Path) -> None:
 
 
 def _damage(path: Path, num_bytes: int) -> str:
-    """Describe what is wrong with a file's size; "" if nothing."""
+    """Describe the defect of a file's size; "" if there is none."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
@@ -149,7 +149,8 @@ def _damage(path: Path, num_bytes: int) -> str:
 
 
 def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
-    """Name what this process does not see completely of `files` after `within_s`, or ""."""
+    """Name the files of `files` that this process does not see completely after `within_s`, or
+    ""."""
     end = time.monotonic() + within_s
     for name, about in files.items():
         while what := _damage(folder / name, about["bytes"]):
@@ -166,7 +167,8 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
         try:
             files = read_manifest(checkpoint)
             break
-        except UserError:  # absent, or not completely visible yet
+        # The checkpoint is absent, or not completely visible yet.
+        except UserError:
             if time.monotonic() >= end:
                 raise
         time.sleep(0.1)

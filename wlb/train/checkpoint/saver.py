@@ -97,7 +97,8 @@ class CheckpointSaver:
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup)  # the group has all ranks
+        # The group has all ranks, so new_group returns no placeholder.
+        assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
@@ -159,7 +160,8 @@ class CheckpointSaver:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
-        give_back_freed()  # memory of older copies and of steps
+        # Copies of earlier saves and tensors of earlier steps were freed.
+        give_back_freed()
         stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
         return Saved(
             step=task.step, stall_s=stall_s, write_s=write_s, num_bytes=num_bytes, error=error
@@ -219,10 +221,11 @@ class CheckpointSaver:
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)
-        # Ranks hashed the files that they see, which rank 0 need not see on an unshared folder.
+        # Ranks hashed the files that they see; on an unshared folder rank 0 does not see them.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
-                f"rank 0 on {socket.gethostname()} does not see what other ranks wrote: {problem}; "
+                f"rank 0 on {socket.gethostname()} does not see the files of other ranks: "
+                f"{problem}; "
                 f"set run.output_dir to a folder that all nodes share"
             )
         checkpoint.write_manifest(partial, files)
@@ -263,7 +266,8 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
-    optimizers.configure()  # hyper-parameters come from the current spec, not from the checkpoint
+    # Hyper-parameters come from the current spec, not from the checkpoint.
+    optimizers.configure()
     return int(checkpoint.read_run(saved_in)["step"])
 
 
@@ -282,7 +286,8 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
 def _verify(saved_in: Path, mesh: Mesh) -> None:
     problem = None
     try:
-        if mesh.world_size > 1:  # rank 0 may have just renamed the folder
+        # Another node may not see the folder yet, because rank 0 may have just renamed it.
+        if mesh.world_size > 1:
             checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
     except UserError as error:
@@ -340,7 +345,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind what the current stream was given so far; None without a stream."""
+    """An event after all work that was submitted to the current stream so far; None without a
+    stream."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -1,4 +1,5 @@
-"""The hook that saves checkpoints while training goes on, and knows where a rollback leads."""
+"""The hook that saves checkpoints while training goes on, and finds the checkpoint of a
+rollback."""
 
 import time
 from copy import deepcopy
@@ -54,12 +55,18 @@ class SaveCheckpoints(Hook):
         began_s = time.perf_counter()
         ended = self.saver.wait()
         if any(saved.error for saved in ended):
-            run.saved = None  # All ranks learn of the failure here, and none before.
-        # Compare states, not steps_done: a step without a label changes the state alone.
+            # All ranks learn of the failure here, and none before.
+            run.saved = None
+        # States are compared instead of steps_done, because a step without a label changes only the
+        # state.
         if run.progress is not None and run.progress is not run.saved:
             if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
                 self._tallies[run.steps_done] = deepcopy(run.tally)
-            ended += self.saver.save(run.steps_done, run.progress.state, began_s=began_s)
+            state = run.progress.state
+            if state is not None:
+                # Plans of steps before a change were made before it was known.
+                state = state.with_prices(run.prices)
+            ended += self.saver.save(run.steps_done, state, began_s=began_s)
             run.saved = run.progress
         if is_last:
             ended += self.saver.wait()
@@ -67,7 +74,7 @@ class SaveCheckpoints(Hook):
         if is_last and ended and ended[-1].error:
             raise CheckpointError(
                 f"the last checkpoint, after step {ended[-1].step}, could not be written: "
-                f"{ended[-1].error}. Those before it in {run.job.checkpoints} are as they were; "
+                f"{ended[-1].error}. Those before it in {run.job.checkpoints} are intact; "
                 f"make room or correct run.output_dir, and go on with --resume"
             )
 
@@ -75,7 +82,8 @@ class SaveCheckpoints(Hook):
         """Count and report saves that ended; `poll` and `wait` may return the same one twice."""
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)
-            if not saved.error:  # A rollback leads to the newest complete checkpoint.
+            # A rollback leads to the newest complete checkpoint, so earlier tallies are not needed.
+            if not saved.error:
                 for step in [s for s in self._tallies if s < saved.step]:
                     del self._tallies[step]
             if saved is not self._reported:
@@ -84,5 +92,5 @@ class SaveCheckpoints(Hook):
                 if saved.error:
                     run.report.say(
                         f"the checkpoint after step {saved.step} could not be written: "
-                        f"{saved.error}; training goes on, those before it are as they were"
+                        f"{saved.error}; training goes on, and those before it are intact"
                     )

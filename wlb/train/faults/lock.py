@@ -21,9 +21,10 @@ from rich.console import Console
 from wlb.plan import UserError
 
 SAME_MACHINE_S = 2.0
-"""Wait for an owner on this machine, which may be ending."""
+"""Time to wait for an owner on this machine, which may be ending."""
 OTHER_MACHINE_S = 120.0
-"""Wait for an owner elsewhere: NFSv4 servers keep locks of a lost client for 90 s by default."""
+"""Time to wait for an owner elsewhere: NFSv4 servers keep locks of a lost client for 90 s by
+default."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 

@@ -1,4 +1,4 @@
-"""Decide what follows a non-finite loss or gradient (`training.on_nonfinite`).
+"""Decide the reaction to a non-finite loss or gradient (`training.on_nonfinite`).
 
 All ranks see the same sums, so they decide alike without communication.
 """
@@ -11,7 +11,8 @@ from wlb.spec import OnNonfinite
 @dataclass(slots=True)
 class NonfiniteSteps:
     """most_in_a_row: consecutive skipped updates that are tolerated. A step that fails again after
-    a rollback is skipped, since its documents are the cause rather than a transient hardware fault.
+    a rollback is skipped, because the cause is then its documents rather than a transient hardware
+    fault.
     """
 
     action: OnNonfinite

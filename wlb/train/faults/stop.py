@@ -53,7 +53,8 @@ class Signals:
         self._is_terminated |= number == signal.SIGTERM
         self.came = True
         if self._passed_on is not None:
-            with contextlib.suppress(FileNotFoundError):  # the ranks and the file's folder are gone
+            # The file's folder is gone if the ranks have ended.
+            with contextlib.suppress(FileNotFoundError):
                 self._passed_on.touch()
 
     def pass_on(self, file: Path) -> None:

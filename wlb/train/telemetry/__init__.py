@@ -1,1 +1,1 @@
-"""What a step took, what was predicted, and where that is written and shown."""
+"""Measured and predicted times of steps, and the files and screen that show them."""

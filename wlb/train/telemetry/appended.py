@@ -13,7 +13,8 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_lost = 0
-        # Unbuffered: a buffer would keep what could not be written and fail again at close.
+        # The file is unbuffered, because a buffer would keep text that could not be written and
+        # fail again at close.
         self._file = path.open("ab", buffering=0)
         self._is_torn = False
 

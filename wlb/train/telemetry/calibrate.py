@@ -1,4 +1,5 @@
-"""`wlb train --calibrate`: a new kernel profile from what the run measured, and what drifted.
+"""`wlb train --calibrate`: a new kernel profile from a run's measured times, and the terms that
+drifted.
 
 A run's own plans keep their prices: the profile is written when training has ended, under another
 name, and only runs that name it (`cost.profile`) use it.
@@ -22,15 +23,15 @@ from wlb.cost import (
     scaled_profile,
 )
 from wlb.cost.machine import program_version
-from wlb.plan import Telemetry, UserError
+from wlb.plan import AS_PROFILED, Telemetry, UserError
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
 
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
-    """Where --calibrate writes. wanted: a path ending in .json, a name for a file in `folder`, or
-    empty for the name of `priced_by` with "-calibrated", numbered if taken.
+    """Path of the profile that --calibrate writes. wanted: a path ending in .json, a name for a
+    file in `folder`, or empty for the name of `priced_by` with "-calibrated", numbered if taken.
 
     UserError for a file that exists: profiles are never overwritten.
     """
@@ -68,6 +69,10 @@ class Calibration:
     def add(self, record: Telemetry) -> None:
         self._records.append(record)
 
+    def clear(self) -> None:
+        """Forget records, which compare with prices that hold no more."""
+        self._records.clear()
+
     def finish(
         self,
         path: Path,
@@ -77,7 +82,8 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """On the rank with a console: fit and write the profile; say what drifted or is missing."""
+        """Fit and write the profile, and print the terms that drifted or are missing (rank 0
+        only)."""
         if console is None:
             return
         try:
@@ -88,7 +94,7 @@ class Calibration:
         old = cost.profile.name
         name = path.stem
         provenance = _provenance(scales, cost, run, name)
-        # Constants were fitted to a cell, which is a stage; a profile has them per layer.
+        # Constants were fitted per cell, which is a stage, but a profile has them per layer.
         layers = self.spec.model.num_layers / self.spec.num_stages
         made = scaled_profile(
             cost.profile,
@@ -104,7 +110,8 @@ class Calibration:
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         taken = path
-        while path.exists():  # another run finished in the meantime
+        # Another run may have written this name in the meantime.
+        while path.exists():
             path = path.with_name(f"{calibrated_name(path.stem)}.json")
         save_profile(path, replace(made, name=path.stem))
         if path != taken:
@@ -114,13 +121,25 @@ class Calibration:
 
 
 class WriteProfile(Hook):
-    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end."""
+    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end.
+
+    With cost.online it refits the prices last in force, from the records since they hold.
+    """
 
     def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:
         self.calibration, self.path, self.meter = calibration, path, meter
+        self._prices = AS_PROFILED
+        self._is_mixed = False
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        if step.own_ns is not None and step.telemetry is not None:  # after the warm-up
+        if step.plan.prices != self._prices:
+            self.calibration.clear()
+            # A record of several steps may have begun before the change.
+            self._prices, self._is_mixed = step.plan.prices, run.spec.telemetry.interval > 1
+        if self._is_mixed and step.telemetry is not None:
+            self._is_mixed = False
+        # own_ns is None in the warm-up.
+        elif step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
     def finished(self, run: RunContext) -> None:

@@ -45,7 +45,7 @@ class StepTimes:
 
 class StepSpans(NamedTuple):
     """Wall times of a rank's step, which began at the Unix time began_ns. spans: each chunk's cell,
-    its begin since the step's, and what it took, in ns."""
+    its begin since the step's, and its duration, in ns."""
 
     began_ns: int
     wall_ns: int
@@ -60,7 +60,7 @@ class WallMarks:
         self.reset()
 
     def reset(self) -> None:
-        """A step begins; the last step's points are not read any more."""
+        """Begin a step: the last step's points will not be read any more."""
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
@@ -94,7 +94,7 @@ class ThreadMarks(WallMarks):
 
 
 class EventMarks(WallMarks):
-    """CUDA events on the current stream, from a pool that grows to what a step needs."""
+    """CUDA events on the current stream, from a pool that grows to the number that a step needs."""
 
     def __init__(self) -> None:
         self._pool: list[torch.cuda.Event] = []
@@ -118,7 +118,7 @@ class EventMarks(WallMarks):
 
 
 _NUM_TRIED = 100
-"""Marks made once to measure the cost of one."""
+"""Number of marks that are made once, to measure the cost of a mark."""
 
 
 class StepClock:
@@ -143,7 +143,7 @@ class StepClock:
     def of(cls, device: torch.device) -> "StepClock":
         if device.type == "cuda":
             return cls(EventMarks())
-        # With more threads, one thread's CPU time is neither the work nor the time it took.
+        # With several threads, one thread's CPU time measures neither the work nor its duration.
         return cls(ThreadMarks() if torch.get_num_threads() == 1 else WallMarks())
 
     @contextmanager

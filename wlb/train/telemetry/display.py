@@ -1,4 +1,4 @@
-"""What rank 0 shows: a live table on a terminal, else a line for each step, and the summary."""
+"""Output of rank 0: a live table on a terminal, else a line for each step, and the summary."""
 
 from collections import deque
 from pathlib import Path
@@ -31,7 +31,7 @@ class Display:
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
         self._live: Live | None = None
-        # A dumb terminal would show a live table only once it ends.
+        # A dumb terminal would show a live table only when it ends.
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
 
@@ -82,7 +82,7 @@ class Display:
             self.console.print(note)
 
     def say(self, line: str) -> None:
-        """A line that stays, above a live table."""
+        """Print a line that stays, above a live table."""
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> Group:

@@ -9,7 +9,8 @@ from wlb.train.telemetry.display import summary
 
 
 class TellStop(Hook):
-    """Says who asked a run to end early, and whether there is a checkpoint to go on from."""
+    """Reports the source of a request to end early, and whether there is a checkpoint to continue
+    from."""
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""The hook that says when a step waited for torch.compile, so that its time explains itself."""
+"""The hook that reports steps that waited for torch.compile, which explains their time."""
 
 import torch
 

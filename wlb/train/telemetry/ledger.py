@@ -1,4 +1,5 @@
-"""Which tokens every executed step trained (telemetry.ledger), and the proof that each was once.
+"""The tokens that every executed step trained (telemetry.ledger), and the proof that each was
+trained once.
 
 ledger.jsonl in a run's folder has a line a step, from rank 0: the pieces of documents in its plan.
 A training that goes on from a checkpoint writes the step it begins with; lines of that step and

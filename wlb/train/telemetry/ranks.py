@@ -1,4 +1,4 @@
-"""Tables of all ranks' times, who is slower than the others, and timelines of a few ranks.
+"""Tables of all ranks' times, the ranks that are slower than others, and timelines of a few ranks.
 
 A table gathers five integers from each rank every telemetry.ranks_interval steps (35 bytes a rank
 in the file); a timeline is a message from each of at most `MOST_TIMED` ranks, TP rank 0 of the
@@ -139,7 +139,8 @@ class RankMeter:
 
 def drawn_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """TP rank 0 of as many pipelines as fit into MOST_TIMED, of CP rank 0 alone if need be."""
-    grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)  # [dp, cp, pp]
+    # The grid has shape [dp, cp, pp].
+    grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
     if grid[0].size > MOST_TIMED:
         grid = grid[:, :1]
     pipelines = max(1, MOST_TIMED // grid[0].size)
@@ -174,7 +175,7 @@ def timeline_of(
 
 
 class RecordRanks(Hook):
-    """Writes tables of ranks and timelines where they are due, and says who became a straggler."""
+    """Writes tables of ranks and timelines when they are due, and reports new stragglers."""
 
     def __init__(self, meter: RankMeter, clock: StepClock) -> None:
         self.meter, self.clock = meter, clock
@@ -213,6 +214,6 @@ def gather_places(mesh: Mesh, world: World) -> tuple[Place, ...]:
     """Where every rank computes, on rank 0; () elsewhere. A collective call."""
     found: list[Any] = [None] * mesh.world_size
     own = Place(platform.node(), world.node_rank)
-    # A ring; with gather_object rank 0 would connect to every rank.
+    # This gathers along a ring; with gather_object rank 0 would connect to every rank.
     dist.all_gather_object(found, own, group=host_group())
     return tuple(found) if mesh.rank == 0 else ()

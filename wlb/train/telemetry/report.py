@@ -1,4 +1,4 @@
-"""Where a run's records and messages go while it trains: the sinks and the screen, on rank 0."""
+"""Sends a run's records and messages to the sinks and the screen, on rank 0."""
 
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
@@ -14,7 +14,8 @@ from wlb.train.telemetry.sinks import Sink, open_sinks
 
 class RunReport:
     """metrics.jsonl, other sinks and the screen; a context manager, silent unless `is_shown`.
-    priced: the run's spec with the kernel that computes. steps_done: what the run goes on from."""
+    priced: the run's spec with the kernel that computes. steps_done: executed steps of the
+    checkpoint that the run continues from."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class RunReport:
             self.display.say(line)
 
     def start(self, resumed_from: str | None, *, steps_done: int) -> None:
-        """Records after this one are of a training that began, or went on from a checkpoint."""
+        """Write that training begins, or continues from a checkpoint."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"resumed_from": resumed_from, "steps_done": steps_done, "time": now}
         self.write("start", **about, **self._about)

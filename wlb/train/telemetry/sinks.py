@@ -1,4 +1,4 @@
-"""Where a run's records go: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
+"""Sinks of a run's records: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
 
 A record is a line of metrics.jsonl: a dictionary with its `kind`. Every sink gets every record. The
 two that draw curves take all numbers in it by their names (`scalars_of`), so a new field of a
@@ -35,7 +35,8 @@ class Sink(Protocol):
 
 
 def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
-    """The configured sinks, metrics.jsonl first. steps_done: what a resumed run goes on from."""
+    """The configured sinks, metrics.jsonl first. steps_done: executed steps of the checkpoint that
+    a resumed run continues from."""
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     if spec.telemetry.tensorboard:
@@ -138,7 +139,7 @@ class WeightsAndBiases:
             dir=str(folder),
             config=spec.to_dict(),
         )
-        # wandb's own axis cannot go back to steps that are trained again after a resume.
+        # wandb's own axis cannot return to steps that are trained again after a resume.
         self._run.define_metric("steps_done")
         self._run.define_metric("*", step_metric="steps_done")
 
