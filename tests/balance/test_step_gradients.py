@@ -1,13 +1,9 @@
 """Tests that a divided step trains what the whole batch at once does.
 
-Ranks and micro-batches are run one after the other, as gradient accumulation and a sum over ranks
-would add them; gradients equal those of all samples together to 1e-5 under three normalisers:
-
-- per token: each micro-batch's sum over the step's tokens (verl's "token-mean" with its global
-  token number, TRL's "dapo", torchtitan's num_global_valid_tokens);
-- per sequence: each sequence's mean over the step's sequences (verl's "seq-mean-token-mean", TRL's
-  "grpo" on slices of equal number);
-- by group: each group's mean over its tokens, over the step's groups (one prompt, one vote).
+Ranks and micro-batches run one after the other; gradients, summed, equal those of all samples to
+1e-5: with a mean over the step's tokens (verl's "token-mean", TRL's "dapo", torchtitan's global
+valid tokens), over its sequences' means (verl's "seq-mean-token-mean", TRL's "grpo" on slices of
+equal number), and over its groups' means (each prompt counts once).
 """
 
 from collections.abc import Callable
