@@ -97,6 +97,7 @@ REGISTRY = (
     Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
     Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
+    Experiment("step_balance", "step_balance", "", 10, "one step, beside other frameworks", "--quick"),  # noqa: E501
     Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
     Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501
