@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +136,8 @@ def rehearse_rank(
 ) -> RankResult:
     """Run the job's steps as `rank`; a fault is part of the result. items: of a pipeline."""
     began = time.perf_counter()
+    if job.calibrate is not None:  # ranks share the folder, and only rank 0 is to write
+        job = replace(job, calibrate=job.calibrate.with_stem(f"calibrated-{rank}"))
     spec = job.spec
     GPU.traces = traces
     RehearsedTrainer.results = []

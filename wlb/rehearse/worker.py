@@ -6,6 +6,7 @@ folder of each, or refused.txt for a run that cannot work. It is not started by 
 does that.
 """
 
+import importlib
 import os
 import pickle
 import sys
@@ -54,6 +55,7 @@ def rehearse_ranks(request: Request) -> None:
     from wlb.rehearse import cuda
     from wlb.rehearse.job import prepare
 
+    importlib.import_module("wlb.rehearse.rank")  # here once, and not in each fork
     spec = request.spec
     memory = int((spec.run.memory_gib or spec.cluster.memory_gib) * 2**30)
     local = min(8, max(1, spec.parallel.world_size))
