@@ -83,6 +83,7 @@ REGISTRY = (
     Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, scales, tails", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
+    Experiment("robust_packing", "robust_packing", "", 20, "balance where prices are wrong", BOTH),
     Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
     Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
     Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
@@ -92,9 +93,11 @@ REGISTRY = (
     Experiment("convergence", "convergence", "Figure 16", 660, "loss by packing policy, measured", "--quick"),  # noqa: E501
     Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
+    Experiment("online_prices", "online_prices", "", 8, "prices learned while training", "--quick"),
     Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
     Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
+    Experiment("step_balance", "step_balance", "", 10, "one step, beside other frameworks", "--quick"),  # noqa: E501
     Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
     Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
     Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "wlb.planner": "Planner",
+    "wlb.balance": "StepBalance balance_step",
     "wlb.plan": (
         "Carry Documents GlobalBatch MicroBatch PackingPlan Pieces PipelinePlan PlannerState "
         "RankSpans ShardingPlan StepMetrics StepPlan"

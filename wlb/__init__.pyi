@@ -1,5 +1,6 @@
 """Types of the public API (`wlb/__init__.py` imports it when it is used)."""
 
+from wlb.balance import StepBalance, balance_step
 from wlb.cost import (
     FlopsWorkload,
     KernelProfile,
@@ -68,12 +69,14 @@ __all__ = [
     "RankSpans",
     "RunSpec",
     "ShardingPlan",
+    "StepBalance",
     "StepMetrics",
     "StepPlan",
     "TokenStore",
     "VarLenPacker",
     "WorkloadModel",
     "__version__",
+    "balance_step",
     "load",
     "load_profile",
     "measure",

@@ -5,8 +5,10 @@ most a few windows long). A step is a list of ranks, a rank's step a list of mic
 micro-batch the documents in it, whatever loop put them there.
 """
 
+import os
+import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -241,3 +243,87 @@ def cells(row: Row) -> list[str]:
         f"{row.num_twice:,}",
         f"{row.loss:.3f}" + (f" ± {row.loss_sd:.3f}" if row.loss_sd is not None else ""),
     ]
+
+
+def in_two_processes(train: Callable[[int], None]) -> None:
+    """Runs train(rank) in two processes of a Gloo group, as torchrun would start them."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_one_of_two, (train, port), nprocs=2)
+
+
+def _one_of_two(rank: int, train: Callable[[int], None], port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["MASTER_ADDR"] = "localhost"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(rank)
+    dist.destroy_process_group()
+
+
+def words_tokenizer() -> Any:
+    """Returns a tokenizer of 16 words, made here, so that nothing is downloaded."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", "."])}
+    words |= {f"w{i}": i + 4 for i in range(12)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def tiny_llama() -> Any:
+    """Returns a LLaMA of transformers for `words_tokenizer`, the same on every rank."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=1,
+        use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class TinyTrainer:
+    """Trains a bigram model on micro-batches of a rank's own samples, with a sum over ranks.
+
+    The loss of a step is the mean over the tokens of all ranks, however they were divided.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+
+    def step(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
+        """Returns the step's loss; micro_batches: indices into lengths, each sample once."""
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([float(sum(lengths)), 0.0])
+        dist.all_reduce(total)
+        for part in micro_batches:
+            ids = torch.cat([torch.arange(lengths[i]) % 8 for i in part])
+            loss = torch.nn.functional.cross_entropy(self.model(ids), ids, reduction="sum")
+            (loss / total[0]).backward()
+            total[1] += loss.detach() / total[0]
+        summed = total[1:].clone()
+        for tensor in (summed, *(weight.grad for weight in self.model.parameters())):
+            dist.all_reduce(tensor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(summed)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
-from wlb.packing.release import StepLimits, choose
+from wlb.packing.prices import ONE_PRICE, PriceRange
+from wlb.packing.release import choose
 from wlb.packing.study.measure import measure
+from wlb.packing.waiting import StepLimits
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
 
 C = 4096
@@ -26,6 +28,7 @@ def packer(
     step_tokens: float | None = 1.5,
     max_delay: int = 10,
     delay_price: float | None = None,
+    price_range: PriceRange = ONE_PRICE,
 ) -> BoundedPacker:
     options = PackerOptions(num_micro_batches=n, context_window=C, cost=COST)
     return BoundedPacker(
@@ -34,6 +37,7 @@ def packer(
         step_tokens=None if step_tokens is None else int(step_tokens * n * C),
         max_delay=max_delay,
         delay_price=delay_price,
+        price_range=price_range,
     )
 
 
@@ -131,7 +135,7 @@ def fitted(num: int, n: int, seed: int = 0) -> list[GlobalBatch]:
 
 def test_it_balances_better_than_algorithm_1_at_less_delay() -> None:
     """The comparison is on the fitted stream, at the same S_max and T, with the paper's two
-    queues."""
+    queues and prices that are right."""
     batches = fitted(150, 4)
     ours = measure(packer(delay_price=0.03), batches, cost=COST).summary
     options = PackerOptions(num_micro_batches=4, context_window=C, cost=COST)
@@ -401,9 +405,10 @@ def test_a_rare_tall_document_collects_company(monkeypatch: pytest.MonkeyPatch) 
 
 def test_moves_and_swaps_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = fitted(80, 16)
-    ours = measure(packer(n=16), batches, cost=COST).summary
+    pack = packer(n=16)
+    ours = measure(pack, batches, cost=COST).summary
     monkeypatch.setattr(bounded, "refine", lambda rows, *_, **__: rows)
-    without = measure(packer(n=16), batches, cost=COST).summary
+    without = measure(pack, batches, cost=COST).summary
     assert ours.imbalance < without.imbalance - 0.001
 
 
@@ -411,7 +416,8 @@ def test_a_backlog_costs_more_the_longer_it_takes_to_catch_up() -> None:
     """Of two equally balanced choices the one that leaves less behind wins, the more so at a tight
     T."""
     batches = fitted(100, 4)
-    tight = measure(packer(step_tokens=1.1, s_max=1.5, max_delay=40), batches, cost=COST).summary
+    pack = packer(step_tokens=1.1, s_max=1.5, max_delay=40)
+    tight = measure(pack, batches, cost=COST).summary
     assert tight.mean_delay < 0.6
     assert tight.held_tokens < 0.8 * 4 * C
     assert tight.imbalance < 1.02

@@ -12,6 +12,7 @@ from wlb.packing import (
     CapacityPacker,
     FixedPacker,
     OriginalPacker,
+    PriceRange,
     StepGrouping,
     VarLenPacker,
     WindowCut,
@@ -62,6 +63,12 @@ def test_each_policy_has_its_packer_and_options() -> None:
     assert isinstance(bounded, BoundedPacker)
     assert (bounded.s_max, bounded.limits.step_tokens) == (2000, 12000)
     assert (bounded.max_delay, bounded.limits.price) == (7, 0.5)
+    assert var_len.price_range == PriceRange()
+    narrow = {"price_range": (0.9, 1.2), "s_max": 2.0, "step_tokens": 1.5}
+    for policy in (Policy.BOUNDED, Policy.VAR_LEN):
+        packer = packer_for(spec(policy=policy, **narrow), COST)
+        assert isinstance(packer, BoundedPacker | VarLenPacker)
+        assert packer.price_range == PriceRange(low=0.9, high=1.2)
     capacity = packer_for(
         spec(policy=Policy.CAPACITY, bin_method=BinMethod.BEST_FIT, window_batches=2, open_bins=5),
         COST,
@@ -103,6 +110,10 @@ def test_defaults_mean_what_their_help_says() -> None:
     assert isinstance(bounded, BoundedPacker)
     assert bounded.limits.step_tokens == 8 * 1500  # only S_max limits a step
     assert bounded.limits.price == pytest.approx(0.15 / 8**0.5)
+    assert bounded.price_range == PriceRange()
+    robust = packer_for(spec(policy=Policy.BOUNDED, s_max=1.5, price_range=(0.7, 1.6)), COST)
+    assert isinstance(robust, BoundedPacker)
+    assert robust.limits.price == pytest.approx(0.1 / 8**0.5)
     assert baseline_for(spec(), COST).cut == WindowCut.ANYWHERE
 
 
@@ -130,6 +141,14 @@ def test_defaults_mean_what_their_help_says() -> None:
         ({"step_tokens": 1.0}, "packing.step_tokens = 1.0 must be above 1 global batch"),
         ({"step_tokens": -2.0}, "packing.step_tokens = -2.0 must be above 1"),
         ({"memory_gib": -1.0}, "packing.memory_gib = -1.0 must be at least 0"),
+        ({"price_range": (0.7,)}, r"packing.price_range = \[0.7\] must be two factors"),
+        ({"price_range": (1.1, 1.6)}, r"packing.price_range = \[1.1, 1.6\] must be two factors"),
+        ({"price_range": (0.7, 0.9)}, r"packing.price_range = \[0.7, 0.9\] must be two factors"),
+        ({"price_range": (0.0, 1.6)}, r"packing.price_range = \[0.0, 1.6\] must be two factors"),
+        (
+            {"price_range": (0.7, 1.6), "literal": True, "policy": Policy.VAR_LEN},
+            r"packing.price_range = \[0.7, 1.6\] with packing.literal",
+        ),
         ({"delay_price": -0.1}, "packing.delay_price = -0.1 must be at least 0"),
         ({"max_delay": 0}, "packing.max_delay = 0 must be at least 1"),
         ({"window_batches": 0}, "packing.window_batches = 0 must be at least 1"),

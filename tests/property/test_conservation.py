@@ -21,6 +21,7 @@ from wlb.packing import (
     OriginalPacker,
     Packer,
     PackerOptions,
+    PriceRange,
     StepGrouping,
     VarLenPacker,
     WindowCut,
@@ -68,6 +69,7 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
         seed=draw(st.integers(0, 3)),
     )
     per_step = options.tokens_per_step
+    prices = draw(st.sampled_from([PriceRange(), PriceRange(low=0.7, high=1.6)]))
     match policy or draw(st.sampled_from(POLICIES)):
         case "original":
             return OriginalPacker(options=options, cut=draw(st.sampled_from(list(WindowCut))))
@@ -90,6 +92,7 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
                 s_max=draw(st.integers(window + 1, 3 * window + 1)),
                 step_tokens=draw(st.none() | st.integers(per_step + 1, 3 * per_step)),
                 max_delay=draw(st.integers(1, 8)),
+                price_range=prices,
             )
     thresholds = draw(st.lists(st.integers(1, window + 2), max_size=3, unique=True).map(sorted))
     s_max = draw(st.integers(window, 3 * window))
@@ -98,6 +101,7 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
         s_max=s_max,
         queue_thresholds=tuple(thresholds),
         step_tokens=draw(st.none() | st.integers(window, 3 * per_step + s_max)),
+        price_range=prices,
     )
 
 

@@ -146,6 +146,7 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
         ("tp.overlap=true", "training.recompute=selective"),
         ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
         ("kernels.deterministic=true", "kernels.fused=off"),
+        ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
         ("packing.policy=var_len", "sharding.strategy=per_document"),
     ],
 )

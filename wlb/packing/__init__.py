@@ -26,6 +26,7 @@ from wlb.packing.policies import first_with_room as first_with_room
 from wlb.packing.policies import options_for as options_for
 from wlb.packing.policies import packer_for as packer_for
 from wlb.packing.policies import with_s_max as with_s_max
+from wlb.packing.prices import PriceRange as PriceRange
 from wlb.packing.refine import refine as refine
 from wlb.packing.saved import PackedBatches as PackedBatches
 from wlb.packing.saved import Packs as Packs

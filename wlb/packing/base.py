@@ -112,9 +112,12 @@ class PackerOptions:
         """N x C, the tokens that a global batch brings on average."""
         return (self.num_windows or self.num_micro_batches) * self.context_window
 
-    def workloads(self, pieces: Pieces) -> IntArray:
-        """W_a + W_l of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
+    def workloads(self, pieces: Pieces, *, factor: float = 1.0) -> IntArray:
+        """factor * W_a + W_l of each piece in ns, shape [num_pieces]; refuses a negative cost."""
         work = _priced(pieces, self.cost.workload_ns(pieces.length))
+        if factor != 1.0:
+            attention = self.attention(pieces)
+            work = _priced(pieces, work - attention + _priced(pieces, np.rint(attention * factor)))
         # The sum of all costs, and N times the largest one, must fit 64-bit integers.
         most = int(work.max(initial=0))
         if max(work.sum(dtype=float), float(most * self.num_micro_batches)) > MOST_WORK:

@@ -1,8 +1,8 @@
 """bounded: outliers are released by predicted load, under a bound on delay and two on memory.
 
 Every global batch makes one step, and `release.choose` decides which waiting documents it takes:
-the time that micro-batches wait for the slowest one against the delay of what is held back.
-Placement is Algorithm 1's over all pipelines together, then `refine`.
+the time that micro-batches wait for the slowest one against the delay of what is held back, at the
+worst of a range of prices (`prices`). Placement is Algorithm 1's over all pipelines, then `refine`.
 Guarantees: at most S_max tokens a micro-batch and `step_tokens` a step, in the flush too; documents
 leave within `max_delay` steps whenever the caps permit, others are counted as overdue.
 Cost: O(n log n) in the documents that wait; 0.8 ms for 200, 0.1 s for 51,000.
@@ -14,9 +14,11 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits, check_s_max
+from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
 from wlb.packing.refine import refine
-from wlb.packing.release import StepLimits, choose
+from wlb.packing.release import choose
 from wlb.packing.var_len import place
+from wlb.packing.waiting import StepLimits
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -28,8 +30,9 @@ from wlb.plan import (
     check_at_least,
 )
 
-DELAY_PRICE = 0.15
-"""Price of a global batch held for a step: micro-batch times, times sqrt(N) (experiments/LOG.md)"""
+DELAY_PRICE, DELAY_PRICE_IN_RANGE = 0.15, 0.1
+"""Price of a global batch held for a step: micro-batch times, times sqrt(N); with one price of
+attention, and with a range of prices (experiments/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class BoundedPacker(PolicyPacker):
     in steps. delay_price: what holding a global batch for a step may cost, in typical micro-batch
     times; more means less delay and more imbalance. None = DELAY_PRICE / sqrt(N): with many
     micro-batches some imbalance is always on offer, and a constant price would take it.
+    price_range: factors of attention's price at whose worst documents are chosen and placed.
     """
 
     policy: ClassVar[str] = "bounded"
@@ -48,6 +52,7 @@ class BoundedPacker(PolicyPacker):
     step_tokens: int | None = None
     max_delay: int = 10
     delay_price: float | None = None
+    price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
         options, step_tokens = self.options, self.limits.step_tokens
@@ -68,13 +73,14 @@ class BoundedPacker(PolicyPacker):
         """Limits of a step, in tokens and steps."""
         num = self.num_micro_batches
         most = num * self.s_max
+        usual = DELAY_PRICE if self.price_range.is_one_price else DELAY_PRICE_IN_RANGE
         return StepLimits(
             num_micro_batches=num,
             tokens_per_step=self.options.tokens_per_step,
             s_max=self.s_max,
             step_tokens=most if self.step_tokens is None else min(self.step_tokens, most),
             max_delay=self.max_delay,
-            price=DELAY_PRICE / num**0.5 if self.delay_price is None else self.delay_price,
+            price=usual / num**0.5 if self.delay_price is None else self.delay_price,
         )
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
@@ -92,21 +98,22 @@ class BoundedPacker(PolicyPacker):
 
     def _step(self, waiting: Pieces, step: int, *, flush: bool) -> tuple[PackingPlan, Pieces]:
         work = self.options.workloads(waiting)
+        ends = self.price_range.ends(self.options, waiting, work)
         limits = self.limits
         age = step - waiting.arrival_step
         is_due = age >= self.max_delay
         if flush:
             taken = _tallest_first(waiting, work, is_due, limits.step_tokens)
         else:
-            taken = choose(waiting.length, work, age, limits)
+            taken = choose(waiting.length, work, age, limits, ends=ends)
         order = np.flatnonzero(taken)
         order = order[np.argsort(-work[order], kind="stable")]
-        rows, rest = self._place(waiting.length[order], work[order])
+        rows, rest = self._place(waiting.length[order], ends[:, order])
         if is_due[order[rest]].any():
             # S_max left out a document that must leave: such documents come first, which costs
             # some balance.
             order = order[np.argsort(~is_due[order], kind="stable")]
-            rows, rest = self._place(waiting.length[order], work[order])
+            rows, rest = self._place(waiting.length[order], ends[:, order])
         taken[order[rest]] = False
         held = waiting.take(np.flatnonzero(~taken))
         plan = self._plan(
@@ -119,12 +126,13 @@ class BoundedPacker(PolicyPacker):
         )
         return plan, held
 
-    def _place(self, length: IntArray, work: IntArray) -> tuple[list[list[int]], list[int]]:
+    def _place(self, length: IntArray, ends: IntArray) -> tuple[list[list[int]], list[int]]:
         """Algorithm 1's placement in the given order, refined; and what S_max leaves over."""
-        lengths, loads = length.tolist(), work.tolist()
+        lengths, works = length.tolist(), comparable(ends)
+        first, second, s_max = works[0], works[-1], self.s_max
         num = self.num_micro_batches
-        rows, rest = place(lengths, loads, num_micro_batches=num, s_max=self.s_max)
-        return refine(rows, lengths, loads, s_max=self.s_max), rest
+        rows, rest = place(lengths, first, second=second, num_micro_batches=num, s_max=s_max)
+        return refine(rows, lengths, first, second=second, s_max=s_max), rest
 
 
 def _tallest_first(

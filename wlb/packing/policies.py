@@ -11,6 +11,7 @@ from wlb.packing.capacity import CapacityPacker
 from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
 from wlb.packing.original import OriginalPacker
+from wlb.packing.prices import PriceRange
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout, UserError
 from wlb.spec import PackingSection, Policy, RunSpec, check
@@ -85,6 +86,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 queue_thresholds=spec.queue_thresholds,
                 literal=packing.literal,
                 hold=packing.hold,
+                price_range=_price_range(packing),
             )
         case Policy.BOUNDED:
             s_max, step_tokens = caps_of(spec)
@@ -94,7 +96,13 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 step_tokens=step_tokens,
                 max_delay=packing.max_delay,
                 delay_price=packing.delay_price or None,
+                price_range=_price_range(packing),
             )
+
+
+def _price_range(packing: PackingSection) -> PriceRange:
+    low, high = packing.price_range
+    return PriceRange(low=low, high=high)
 
 
 def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:

@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import LEFTOVER, PolicyPacker, Pushed, check_fits, check_s_max
+from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -39,6 +40,7 @@ class VarLenPacker(PolicyPacker):
     the paper has it (`<`, one release a queue and batch, a step for every batch, no shuffling),
     except that the end flushes. hold: steps that every queued document waits, to study delay alone;
     0 = until N are there. Where nothing else could be trained, the oldest leave earlier.
+    price_range: each document goes to the micro-batch that is fastest at its worst price in it.
     """
 
     policy: ClassVar[str] = "var_len"
@@ -47,6 +49,7 @@ class VarLenPacker(PolicyPacker):
     step_tokens: int | None = None
     literal: bool = False
     hold: int = 0
+    price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
         check_s_max(self.s_max, self.options)
@@ -54,6 +57,11 @@ class VarLenPacker(PolicyPacker):
             raise UserError(
                 f"s_max = {self.s_max} is the context window, and Algorithm 1 taken literally "
                 f"places a document only where it stays below s_max: use {self.s_max + 1} or more"
+            )
+        if self.literal and not self.price_range.is_one_price:
+            raise UserError(
+                f"price_range = {self.price_range.low}, {self.price_range.high} is not Algorithm "
+                f"1, which has one price; leave out literal"
             )
         window = self.options.context_window
         if self.step_tokens is not None and self.step_tokens < window:
@@ -144,10 +152,12 @@ class VarLenPacker(PolicyPacker):
         self, pieces: Pieces, work: IntArray, now: IntArray, queued_tokens: int, step: int
     ) -> tuple[PackingPlan, IntArray]:
         """The plan of the rows `now`, and those of them that are left over."""
-        length = pieces.length[now]
+        length, packed = pieces.length[now], pieces.take(now)
+        ends = comparable(self.price_range.ends(self.options, packed, work[now]))
         rows, rest = place(
             length.tolist(),
-            work[now].tolist(),
+            ends[0],
+            second=ends[-1],
             num_micro_batches=self.num_micro_batches,
             s_max=self.s_max - self.literal,
             step_tokens=self.step_tokens,
@@ -170,22 +180,26 @@ def place(
     num_micro_batches: int,
     s_max: int,
     step_tokens: int | None = None,
+    second: list[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """Lines 22-37 of Algorithm 1: (rows of each micro-batch, rows left over), in the given order.
 
     step_tokens: a document that would bring the sum over all micro-batches above it is left over.
+    second: work at another price, in units of the same sum (`prices.comparable`); a micro-batch's
+    work is then the larger of its two sums.
     Both minima come from heaps of one entry a micro-batch, O(log N) a document: work and size only
     grow, so an old entry is a lower bound and is brought up to date when it comes to the top.
     """
     rows: list[list[int]] = [[] for _ in range(num_micro_batches)]
-    work, size = [0] * num_micro_batches, [0] * num_micro_batches
+    one, two, work, size = ([0] * num_micro_batches for _ in range(4))
     by_work = [(0, i) for i in range(num_micro_batches)]
     by_size = [(0, i) for i in range(num_micro_batches)]
     rest: list[int] = []
     room = num_micro_batches * s_max if step_tokens is None else step_tokens
     # The shortest document from each row on: where even that fits nowhere, nothing more does.
     shortest = np.minimum.accumulate(np.array([*lengths, s_max + 1], np.int64)[::-1])[::-1].tolist()
-    for row, (length, workload) in enumerate(zip(lengths, workloads, strict=True)):
+    others = workloads if second is None else second
+    for row, (length, a, b) in enumerate(zip(lengths, workloads, others, strict=True)):
         if length > room:
             rest.append(row)
             continue
@@ -200,7 +214,9 @@ def place(
                 rest.append(row)
                 continue
         rows[target].append(row)
-        work[target] += workload
+        one[target] += a
+        two[target] += b
+        work[target] = max(one[target], two[target])
         size[target] += length
         room -= length
     return rows, rest

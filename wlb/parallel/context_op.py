@@ -66,9 +66,15 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
-@custom_op(
-    "gather_kv", fake=lambda k, _, cp, __, wire: (_gathered(k, cp * len(k)), _slot(k, len(k), wire))
-)
+def _fake_gather(
+    k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    # len(k_TGD) would make the length a constant, and each length a graph of its own.
+    num_rows = k_TGD.shape[0]
+    return _gathered(k_TGD, cp * num_rows), _slot(k_TGD, num_rows, wire)
+
+
+@custom_op("gather_kv", fake=_fake_gather)
 def gather_kv(
     k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from wlb.plan.arrays import IntArray, digest
 from wlb.plan.metrics import StepMetrics
 from wlb.plan.packing import Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
+from wlb.plan.prices import AS_PROFILED, NO_CHANGES, PriceFactors, PriceSchedule
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
@@ -19,7 +20,8 @@ class PlannerState(PlainRecord):
     carry: the packer's state. ready: plans the packer already made for later steps. baseline: the
     baseline packer's state; baseline_made: metrics of its plans that no step reported yet. corpus:
     the source's own state; num_batches: global batches it has given. exhausted: it had ended and
-    the packer was flushed. num_tokens: document tokens of all steps so far.
+    the packer was flushed. num_tokens: document tokens of all steps so far. prices: in force and to
+    come, of a run that learns them (`cost.online`).
     """
 
     carry: Carry
@@ -30,6 +32,7 @@ class PlannerState(PlainRecord):
     num_batches: int = 0
     exhausted: bool = False
     num_tokens: int = 0
+    prices: PriceSchedule = NO_CHANGES
 
     @property
     def next_step(self) -> int:
@@ -40,10 +43,15 @@ class PlannerState(PlainRecord):
         """Return the state to resume from; ended data is asked again: epochs may be more now."""
         return replace(self, exhausted=False)
 
+    def with_prices(self, prices: PriceSchedule) -> "PlannerState":
+        """Return the state with what its coming steps need of a schedule."""
+        return replace(self, prices=prices.from_step(self.next_step))
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Read what `to_json` wrote; UserError if it is not a planner state."""
         with parsing("planner state"):
+            prices = data.get("prices")  # older states have none
             return cls(
                 carry=Carry.from_json(data["carry"]),
                 baseline=Carry.from_json(data["baseline"]),
@@ -53,6 +61,7 @@ class PlannerState(PlainRecord):
                 num_batches=data["num_batches"],
                 exhausted=data["exhausted"],
                 num_tokens=data["num_tokens"],
+                prices=NO_CHANGES if prices is None else PriceSchedule.from_json(prices),
             )
 
 
@@ -81,7 +90,8 @@ class StepPlan:
     pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
     rank's rows are a multiple of it. predicted: metrics of the step. baseline: metrics of Plain-4D
     on the same stream, where it is asked for: its steps for the global batches since our last step
-    (usually one), as one. progress: once this step has been executed.
+    (usually one), as one. progress: once this step has been executed. prices: those that hold for
+    this step.
     """
 
     packing: PackingPlan
@@ -91,6 +101,7 @@ class StepPlan:
     predicted: StepMetrics
     baseline: StepMetrics | None
     progress: PlanProgress
+    prices: PriceFactors = AS_PROFILED
 
     @property
     def state(self) -> PlannerState:
@@ -120,7 +131,10 @@ class StepPlan:
 
     def digest(self) -> int:
         """60 bits that tell two plans apart, equal on every host for equal plans."""
-        return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple)
+        prices = () if self.prices == AS_PROFILED else self.prices.integers
+        return digest(
+            self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple, *prices
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
@@ -132,13 +146,14 @@ class StepPlan:
             "predicted": self.predicted.to_json(),
             "baseline": plain(self.baseline),
             "state": self.state.to_json(),
+            "prices": self.prices.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
         """Read what `to_json` wrote; UserError if it is not a step plan."""
         with parsing("step plan"):
-            baseline = data["baseline"]
+            baseline, prices = data["baseline"], data.get("prices")  # older plans have no prices
             return cls(
                 packing=PackingPlan.from_json(data["packing"]),
                 pipelines=np.array(data["pipelines"], np.int64),
@@ -147,6 +162,7 @@ class StepPlan:
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=None if baseline is None else StepMetrics.from_json(baseline),
                 progress=PlanProgress.of(PlannerState.from_json(data["state"])),
+                prices=AS_PROFILED if prices is None else PriceFactors.from_json(prices),
             )
 
 

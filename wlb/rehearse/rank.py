@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from wlb.cost import gpu_budget, load_profile, workload_for
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import Mesh, build_mesh, coordinates
-from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
 from wlb.rehearse import cuda
 from wlb.rehearse.allocator import reserved
 from wlb.rehearse.gpu import GPU, Communicator
@@ -52,6 +52,9 @@ class PlannedFeed:
         at = self._at + steps_ahead
         return self._items[at : at + 1]
 
+    def announce(self, prices: PriceSchedule) -> None:
+        """Planned steps keep their prices."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -73,6 +76,10 @@ class UnwrittenSaver(saver.CheckpointSaver):
     writes nothing. copied: bytes of each checkpoint, by executed steps."""
 
     copied: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._pool: Any = _InlinePool()
 
     def _write(self, task: Any) -> saver.Saved:
         num_bytes = 0
@@ -129,6 +136,8 @@ def rehearse_rank(
 ) -> RankResult:
     """Run the job's steps as `rank`; a fault is part of the result. items: of a pipeline."""
     began = time.perf_counter()
+    if job.calibrate is not None:  # ranks share the folder, and only rank 0 is to write
+        job = replace(job, calibrate=job.calibrate.with_stem(f"calibrated-{rank}"))
     spec = job.spec
     GPU.traces = traces
     RehearsedTrainer.results = []

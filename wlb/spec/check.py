@@ -27,6 +27,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_compile(spec)
     _check_overlap(spec)
     _check_sharding(spec)
+    _check_online(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
     return spec
@@ -85,14 +86,15 @@ _AT_LEAST = {
     1: (
         "parallel.tp parallel.cp parallel.pp data.row_multiple pp.virtual_stages pp.weight_delay "
         "training.steps training.loss_chunk training.max_nonfinite checkpoint.keep "
-        "telemetry.interval telemetry.straggler_records"
+        "telemetry.interval telemetry.straggler_records cost.online_interval"
     ),
     2: "data.context_window planner.ahead",
     300: "data.bpe_vocab_size",
 }
 _ABOVE_0 = (
     "training.learning_rate training.adam_eps training.timeout_s telemetry.drift_threshold "
-    "telemetry.straggler_threshold cluster.memory_gib cluster.peak_tflops"
+    "telemetry.straggler_threshold cluster.memory_gib cluster.peak_tflops cost.online_threshold "
+    "cost.online_max_change"
 )
 
 
@@ -200,6 +202,22 @@ def _check_layout(spec: RunSpec) -> None:
         raise UserError(
             f"fsdp.shard_size = {size} does not divide the dp {parallel.dp} x cp {parallel.cp} = "
             f"{shared} ranks that share parameters; use one of {good}, or 0 for all of them"
+        )
+
+
+def _check_online(spec: RunSpec) -> None:
+    if not spec.cost.online:
+        return
+    if not spec.telemetry.enabled:
+        raise UserError(
+            "cost.online = true learns prices from measured times, but telemetry.enabled = false; "
+            "set telemetry.enabled = true, or cost.online = false"
+        )
+    if spec.packing.packs:
+        raise UserError(
+            f"cost.online = true plans later steps with other prices, but packing.packs = "
+            f"{spec.packing.packs} is packed already; leave packing.packs empty, or set "
+            f"cost.online = false"
         )
 
 

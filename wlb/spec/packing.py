@@ -117,8 +117,15 @@ class PackingSection:
     )
     delay_price: float = key(
         0.0,
-        "price of delaying a global batch by one step (bounded); 0 = 0.15 / sqrt(N)",
+        "price of delaying a global batch by one step (bounded); 0 = 0.15 / sqrt(N), "
+        "0.1 / sqrt(N) with a price_range",
         unit="micro-batch times",
+    )
+    price_range: tuple[float, ...] = key(
+        (1.0, 1.0),
+        "balance holds if attention costs between these factors times its price, as in forward "
+        "passes and where the kernel profile is wrong, say 0.7 1.6; a wider range holds documents "
+        "back for longer, 1.0 1.0 = at the price only (bounded, var_len)",
     )
     window_batches: int = key(
         1, "W: batches packed together (fixed, capacity)", unit="global batches"
@@ -186,6 +193,20 @@ class PackingSection:
                 f"needs separate documents; use {', '.join(METHOD_POLICIES)}"
             )
         self._check_thresholds(window)
+        self._check_prices()
+
+    def _check_prices(self) -> None:
+        given = list(self.price_range)
+        if len(given) != 2 or not 0 < given[0] <= 1 <= given[1] < math.inf:
+            raise UserError(
+                f"packing.price_range = {given} must be two factors of attention's price, one "
+                f"above 0 and at most 1 and one of at least 1; [1.0, 1.0] = the price only"
+            )
+        if self.literal and given != [1.0, 1.0]:
+            raise UserError(
+                f"packing.price_range = {given} with packing.literal: Algorithm 1 itself has one "
+                f"price; leave out one of them"
+            )
 
     def _check_method(self) -> None:
         for name, value in keys_of(self.method).items():

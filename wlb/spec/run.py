@@ -280,6 +280,24 @@ class PlannerSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSection:
     profile: str = key("auto", "kernel profile: a name, a JSON file, or auto = by device")
+    online: bool = key(
+        False,
+        "learn prices while training: refit the profile's times of attention and linear layers to "
+        "the passes that ranks measure, and plan later steps with them; needs telemetry",
+    )
+    online_interval: int = key(
+        5, "online: measured steps between decisions on prices, after the warm-up", unit="steps"
+    )
+    online_threshold: float = key(
+        0.03,
+        "online: prices stay as they are unless one of them, relative to linear layers forward, is "
+        "wrong by more than this fraction",
+    )
+    online_max_change: float = key(
+        0.5,
+        "online: largest change of a relative price at a time; 0.5 = to at most 1.5 times and at "
+        "least 1 / 1.5 of what it was",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,15 @@ import numpy as np
 
 from wlb.launch.position import Position
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PipelinePlan, PlanProgress, StepPlan, Telemetry
+from wlb.plan import (
+    NO_CHANGES,
+    FloatArray,
+    PipelinePlan,
+    PlanProgress,
+    PriceSchedule,
+    StepPlan,
+    Telemetry,
+)
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.faults.stop import Stop
@@ -32,7 +40,8 @@ class RunContext:
     progress: after the last executed step, None before the first. steps_done: updates of the
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
     summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
-    that hooks took in `record` and telemetry has not counted yet.
+    that hooks took in `record` and telemetry has not counted yet. prices: in force and to come, the
+    same on all ranks.
     """
 
     job: Job
@@ -47,6 +56,7 @@ class RunContext:
     tally: Tally = field(default_factory=Tally)
     stop: Stop = Stop.NO
     records_ns: int = 0
+    prices: PriceSchedule = NO_CHANGES
 
     @property
     def spec(self) -> RunSpec:
@@ -69,7 +79,8 @@ class ExecutedStep:
     """A step that was executed and counts. loss: mean over valid labels, in nats. updated: False
     where the step had no label, or was skipped as not finite. began_s: by time.perf_counter.
     waited_ns: for plans, before it began. telemetry: set by `MeasureSteps` where a record is due;
-    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
+    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up. votes: sum of
+    all ranks' ballots (`wlb.cost.ballot`), None where none are due."""
 
     plan: StepPlan
     pipeline: PipelinePlan
@@ -80,6 +91,7 @@ class ExecutedStep:
     waited_ns: int
     telemetry: Telemetry | None = None
     own_ns: np.ndarray | None = None
+    votes: FloatArray | None = None
 
 
 class RefusedStep(NamedTuple):

@@ -14,11 +14,10 @@ from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
-from wlb.plan import PipelinePlan, PlannerState, PlanProgress, StepPlan
+from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite
-from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saver import CheckpointSaver, load, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
@@ -30,7 +29,7 @@ from wlb.train.job import Job
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reduce import StepReducer, StepSums
-from wlb.train.refuse import agree_on_kernel
+from wlb.train.refuse import agree_on_kernel, resumed_state
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.ranks import gather_places
 from wlb.train.telemetry.report import RunReport
@@ -182,6 +181,7 @@ class Trainer:
             run.feed.close()
             run.steps_done, state = self._load(newest)
             run.progress = PlanProgress.of(state)
+            run.prices = state.prices
             run.feed, run.inputs = self._open_feed(state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
@@ -221,6 +221,7 @@ class Trainer:
             progress=progress,
             saved=progress,
             steps_done=steps_done,
+            prices=state.prices if state is not None else NO_CHANGES,
         )
 
     def _load(self, saved_in: Path) -> tuple[int, PlannerState]:
@@ -228,7 +229,7 @@ class Trainer:
         self.position.enter(f"loading {saved_in.name}", is_slow=True)
         stages, optimizers = self.executor.stages, self.optimizers
         steps_done = load(saved_in, self.mesh, stages=stages, optimizers=optimizers)
-        return steps_done, checkpoint.planner_state(saved_in)
+        return steps_done, resumed_state(saved_in, self.priced, self.mesh.device.type)
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)

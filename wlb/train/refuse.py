@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from wlb.cost import ProfiledWorkload, workload_for
+from wlb.cost import ProfiledWorkload, price_base, workload_for
 from wlb.data import BlendedStore, StoreName, TokenStore, open_store
 from wlb.parallel.build import fused_of, kernel_of
 from wlb.parallel.collectives import agree
@@ -19,7 +19,7 @@ from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import refuse_overlap
 from wlb.parallel.world import World
-from wlb.plan import UserError
+from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner, open_heldout_planner, open_planner
 from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
@@ -71,8 +71,31 @@ def refuse_early(
     if resume is not None:
         checkpoint.check_files(resume)
         _same_shapes(spec.model, resume, "--resume")
-        planner.next(checkpoint.planner_state(resume))
+        planner.next(resumed_state(resume, priced, device))
     return planner
+
+
+def resumed_state(saved_in: Path, priced: RunSpec, device: str) -> PlannerState:
+    """A checkpoint's planner state. Learned prices stay, also pending ones, unless they are factors
+    of another profile or kernel than this run's (`prices_kept` says so)."""
+    state = checkpoint.planner_state(saved_in)
+    if not state.prices.changes:
+        return state
+    return state.with_prices(state.prices.of_base(price_base(workload_for(priced, device))))
+
+
+def prices_kept(saved_in: Path, planner: Planner) -> str:
+    """A line for the log on what becomes of a checkpoint's learned prices, "" if it has none."""
+    known, base = checkpoint.planner_state(saved_in).prices, price_base(priced_workload(planner))
+    if not known.changes:
+        return ""
+    if known.base != base:
+        return (
+            f"prices that {saved_in.name} learned are factors of {known.base}; this run is priced "
+            f"by {base} and starts without them"
+        )
+    factors = ", ".join(f"{n.replace('_', ' ')} {f:.3f}" for n, f in known.latest.relative.items())
+    return f"prices go on as learned by {saved_in.name}, relative to linear forward: {factors}"
 
 
 def begins_with(spec: RunSpec) -> Path | None:

@@ -41,6 +41,7 @@ from wlb.train.refuse import (
     model_change,
     priced_by,
     priced_workload,
+    prices_kept,
     refuse_early,
 )
 from wlb.train.stores import Stores, open_stores, ready
@@ -219,6 +220,7 @@ def _job(
         *memory,
         computed_by(filled, choice.kind),
         priced_by(planner),
+        prices_kept(saved, planner) if saved else "",
         f"weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",
         peak_missed(filled),

@@ -14,6 +14,7 @@ from wlb.train.telemetry.ending import ShowSummary, TellStop
 from wlb.train.telemetry.graphs import CountGraphs
 from wlb.train.telemetry.ledger import Ledger, RecordLedger
 from wlb.train.telemetry.measure import MeasureSteps
+from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.steps import RecordSteps
 from wlb.train.warm_up import CollectGarbage, ConnectRanks
@@ -39,11 +40,16 @@ def hooks_of(
         # `wlb.train.start` refuses --calibrate without telemetry.
         assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
+    learn = None
+    if spec.cost.online:
+        assert measure is not None  # cost.online without telemetry was refused
+        learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
     hooks = (
         # This hook is first, because the others record its measurements.
         measure,
         RecordSteps(),
+        learn,
         # Communicators are connected before hooks that communicate when they begin.
         ConnectRanks(),
         CountGraphs() if spec.training.compile else None,

@@ -82,7 +82,7 @@ def simulate_recorded(
     spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
     trained = {m.step: m for m in metrics}
     simulations = simulate_again(
-        spec, stores.train, device, trained, profile=profile, written=written
+        spec, stores.train, device, trained, profile=profile, written=written, prices=records.prices
     )
     return RecordedRun(
         spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.plan import (
+    AS_PROFILED,
     FloatArray,
     MeasuredStep,
     MeasuredTimeline,
     Place,
+    PriceChange,
+    PriceFactors,
+    PriceSchedule,
     RankTable,
     StepMetrics,
     Telemetry,
@@ -32,13 +36,15 @@ EVENT_KINDS = ("checkpoint", "nonfinite", "stop")
 
 
 class StepRecord(NamedTuple):
-    """The line of a step. plain: prediction for Plain-4D; None if planner.baseline is off."""
+    """The line of a step. plain: prediction for Plain-4D; None if planner.baseline is off. prices:
+    that it was planned with."""
 
     step: int
     steps_done: int
     measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None
+    prices: PriceFactors = AS_PROFILED
 
 
 @dataclass(kw_only=True)
@@ -46,9 +52,9 @@ class RunRecords:
     """All lists are in the order of steps.
 
     starts: a line for each start. evaluations: (steps_done, held-out loss). tables: of ranks.
-    events: lines of `EVENT_KINDS`. since_start: numbers of the steps since the last start.
-    num_replaced: steps that were trained again. num_unreadable: lines that are not JSON, such as
-    the last one of a run that was killed.
+    events: lines of `EVENT_KINDS`. decisions: lines on prices (`cost.online`). since_start: numbers
+    of the steps since the last start. num_replaced: steps that were trained again. num_unreadable:
+    lines that are not JSON, such as the last one of a run that was killed.
     """
 
     folder: Path
@@ -60,8 +66,16 @@ class RunRecords:
     timelines: list[MeasuredTimeline]
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     since_start: frozenset[int] = frozenset()
+    decisions: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     num_replaced: int = 0
     num_unreadable: int = 0
+
+    @property
+    def prices(self) -> PriceSchedule:
+        """All changes of prices that the run decided on."""
+        made = [line for line in self.decisions if line["change"]]
+        changes = (PriceChange.from_json(line["change"]) for line in made)
+        return PriceSchedule.of(changes, base=made[-1]["base"] if made else "")
 
     @property
     def num_restarts(self) -> int:
@@ -131,6 +145,7 @@ def read_run(folder: Path) -> RunRecords:
         timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
         events=read.events,
         since_start=frozenset(read.since_start),
+        decisions=found["prices"],
         num_replaced=read.num_replaced,
         num_unreadable=read.num_unreadable,
     )
@@ -145,6 +160,7 @@ def resumed_at(start: dict[str, Any]) -> int | None:
 
 
 _Line = dict[str, Any]
+_BY_STEP = ("step", "evaluation", "ranks", "timeline", "prices")
 
 
 @dataclass
@@ -154,7 +170,9 @@ class _Reading:
 
     starts: list[_Line] = field(default_factory=list[_Line])
     by_step: dict[str, dict[int, _Line]] = field(
-        default_factory=lambda: {"step": {}, "evaluation": {}, "ranks": {}, "timeline": {}}
+        default_factory=lambda: {
+            kind: {} for kind in ("step", "evaluation", "ranks", "timeline", "prices")
+        }
     )
     since_start: set[int] = field(default_factory=set[int])
     events: list[_Line] = field(default_factory=list[_Line])
@@ -210,6 +228,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
         measured=MeasuredStep.from_json(line["measured"]),
         predicted=StepMetrics.from_json(line["predicted"]),
         plain=None if plain is None else StepMetrics.from_json(plain),
+        prices=PriceFactors.from_json(line["prices"]) if "prices" in line else AS_PROFILED,
     )
 
 

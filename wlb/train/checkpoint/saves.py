@@ -62,7 +62,11 @@ class SaveCheckpoints(Hook):
         if run.progress is not None and run.progress is not run.saved:
             if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
                 self._tallies[run.steps_done] = deepcopy(run.tally)
-            ended += self.saver.save(run.steps_done, run.progress.state, began_s=began_s)
+            state = run.progress.state
+            if state is not None:
+                # Plans of steps before a change were made before it was known.
+                state = state.with_prices(run.prices)
+            ended += self.saver.save(run.steps_done, state, began_s=began_s)
             run.saved = run.progress
         if is_last:
             ended += self.saver.wait()

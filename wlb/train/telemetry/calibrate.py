@@ -23,7 +23,7 @@ from wlb.cost import (
     scaled_profile,
 )
 from wlb.cost.machine import program_version
-from wlb.plan import Telemetry, UserError
+from wlb.plan import AS_PROFILED, Telemetry, UserError
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
@@ -68,6 +68,10 @@ class Calibration:
 
     def add(self, record: Telemetry) -> None:
         self._records.append(record)
+
+    def clear(self) -> None:
+        """Forget records, which compare with prices that hold no more."""
+        self._records.clear()
 
     def finish(
         self,
@@ -117,14 +121,25 @@ class Calibration:
 
 
 class WriteProfile(Hook):
-    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end."""
+    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end.
+
+    With cost.online it refits the prices last in force, from the records since they hold.
+    """
 
     def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:
         self.calibration, self.path, self.meter = calibration, path, meter
+        self._prices = AS_PROFILED
+        self._is_mixed = False
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        if step.plan.prices != self._prices:
+            self.calibration.clear()
+            # A record of several steps may have begun before the change.
+            self._prices, self._is_mixed = step.plan.prices, run.spec.telemetry.interval > 1
+        if self._is_mixed and step.telemetry is not None:
+            self._is_mixed = False
         # own_ns is None in the warm-up.
-        if step.own_ns is not None and step.telemetry is not None:
+        elif step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
     def finished(self, run: RunContext) -> None:

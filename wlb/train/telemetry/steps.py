@@ -3,8 +3,9 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from wlb.plan import MeasuredStep
+from wlb.plan import AS_PROFILED, MeasuredStep, StepPlan
 from wlb.spec import OnNonfinite
 from wlb.train.hooks import ExecutedStep, Hook, RefusedStep, RunContext
 from wlb.train.optimizer import learning_rate
@@ -38,6 +39,7 @@ class RecordSteps(Hook):
             measured=measured.to_json(),
             predicted=predicted.to_json(),
             plain_4d=None if plan.baseline is None else plan.baseline.to_json(),
+            **_prices(plan),
         )
         run.report.display.step(run.steps_done, measured, predicted, plan.baseline)
 
@@ -58,3 +60,8 @@ class RecordSteps(Hook):
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
         run.report.start(str(saved_in), steps_done=run.steps_done)
+
+
+def _prices(plan: StepPlan) -> dict[str, Any]:
+    """The prices that the step was planned with, where they are not the profile's own."""
+    return {} if plan.prices == AS_PROFILED else {"prices": plan.prices.to_json()}

@@ -1,0 +1,129 @@
+"""Compares balance within one training step and writes the results page.
+
+`python -m experiments.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source trees of
+the other frameworks are in the first folder, or the packages are installed; what is missing is
+named, with how to get it. Files of real lengths in the second add rows. Takes some 10 minutes; with
+--quick it runs small cells only, and writes nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.results import How, Table, show, this_machine, write_results
+from experiments.step_balance import dynamic
+from experiments.step_balance.cells import MINI_BATCHES, SHAPES, cell, timed
+from experiments.step_balance.families import FAMILIES, draw, files
+from experiments.step_balance.peers import MAKERS, found_peers
+from experiments.step_balance.sources import Sources
+from experiments.step_balance.tables import FREE, figures, rows_of, speed, summary
+from wlb.plan import IntArray
+
+SEED = 0
+QUICK = ((8, 128), (8, 768))
+WITH_MINI_BATCHES = ((8, 768), (8, 2048), (64, 2048), (64, 8192))
+
+
+def steps(
+    shapes: Sequence[tuple[int, int]], given: Path | None
+) -> Iterator[tuple[str, int, IntArray]]:
+    """Yields name, ranks and lengths of every step; of files, the first samples of each shape."""
+    for ranks, samples in shapes:
+        print(f"{samples:,} samples on {ranks} ranks", file=sys.stderr, flush=True)
+        for family in FAMILIES:
+            yield family, ranks, draw(family, samples, seed=SEED)
+        for name, lengths in files(given) if given else ():
+            if lengths.size >= samples:
+                yield name, ranks, lengths[:samples]
+
+
+def once(shapes: Sequence[tuple[int, int]], given: Path | None) -> Table:
+    """Returns our divisions for ranks that wait once a step."""
+    rows = []
+    for name, ranks, lengths in steps(shapes, given):
+        for caps in (1, 2):
+            balance, ms = timed(lengths, ranks, int(lengths.max()) * caps, 1, wait="step")
+            found = balance.lower_bound, balance.imbalance
+            rows.append([name, ranks, lengths.size, f"{caps}x", *found, ms])
+    return Table(
+        name="once_a_step",
+        title="Ranks that wait once a step (DDP, ZeRO-1 and 2)",
+        columns=("lengths", "ranks", "samples", "cap", "bound", "wlb", "ms"),
+        rows=rows,
+        formats={"bound": ".4f", "wlb": ".4f", "ms": ".1f"},
+        most_rows=100,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peers", type=Path, help="folder of wheels and source trees")
+    parser.add_argument("--lengths", type=Path, help="folder of files of real lengths")
+    parser.add_argument("--quick", action="store_true", help="run small cells and write nothing")
+    options = parser.parse_args()
+    peers, missing = found_peers(Sources(options.peers))
+    for name, how in missing.items():
+        print(f"{name} is not here: {how}")
+    shapes, with_several = (QUICK, QUICK[1:]) if options.quick else (SHAPES, WITH_MINI_BATCHES)
+    cells = [
+        cell(name, lengths, ranks, caps, peers)
+        for name, ranks, lengths in steps(shapes, options.lengths)
+        for caps in (1, 2)
+    ]
+    several = [
+        cell(name, lengths, ranks, caps, peers, mini_batches=MINI_BATCHES)
+        for name, ranks, lengths in steps(with_several, options.lengths)
+        for caps in (1, 2)
+    ]
+    free = [c for c in cells if c.bound < FREE]
+    wait_once = once(shapes, options.lengths)
+    tables = [
+        summary("summary", "All cells", cells, peers),
+        summary("balanceable", "Cells whose bound is 1.000", free, peers),
+        summary(
+            "mini_batches", f"{MINI_BATCHES} mini-batches, equal counts of wlb", several, peers
+        ),
+        speed(cells),
+        dynamic.table(shapes),
+        rows_of(cells, peers),
+        wait_once,
+    ]
+    bounds, waits = np.array([row[4:6] for row in wait_once.rows], float).T
+    against = figures(cells, several, bounds, waits)
+    show(*tables, against=against)
+    if options.quick:
+        return
+    write_results(
+        Path(__file__).parent,
+        title="Balance within one training step",
+        how=How.PREDICTED,
+        profile="verl's workload of a 7B model, 24,576 tokens + tokens^2, prices all divisions; "
+        f"CPU times of calls are measured ({this_machine()}, other work beside)",
+        seed=SEED,
+        text=text(missing),
+        against=against,
+        tables=tables,
+        figures=[],
+    )
+
+
+def text(missing: dict[str, str]) -> str:
+    families = "\n".join(f"- **{name}**: {what}." for name, what in FAMILIES.items())
+    lacking = "".join(f" {name} was not there (`{how}`)." for name, how in missing.items())
+    return f"""Every sample of a step is trained in that step. Lengths are drawn from families
+with the shapes of rollouts and fine-tuning data:
+
+{families}
+
+The other divisions are made by the frameworks' own functions, called as their trainers call them
+({", ".join(MAKERS)}); all are judged by the same prices.{lacking} The column "paper" below holds
+the figures that were aimed at. A step whose longest sample fills the cap alone cannot be balanced:
+ranks that train shorter samples in its slot have no room for as much work. The bound says how much
+of the wait is of that kind."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Makes the tables of the page from measured cells."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.results import Against, Table
+from experiments.step_balance.cells import Cell, Score
+from experiments.step_balance.peers import Peer
+from wlb.plan import FloatArray
+
+FREE = 1.0005
+"""A step whose bound is lower could be balanced."""
+
+
+def rows_of(cells: Sequence[Cell], peers: Sequence[Peer]) -> Table:
+    rows = []
+    for c in cells:
+        ours = c.scores["wlb"]
+        rows.append([
+            c.lengths_of, c.ranks, c.samples, f"{c.caps}x", ours.micro_batches, c.bound, ours.wait,
+            *(c.scores[p.name].wait if p.name in c.scores else None for p in peers), ours.ms,
+        ])  # fmt: skip
+    return Table(
+        name="cells",
+        title="Wait of every step: slowest rank of every micro-batch over the mean rank",
+        columns=("lengths", "ranks", "samples", "cap", "micro-batches", "bound", "wlb",
+                 *(p.name for p in peers), "ms"),
+        rows=rows,
+        formats=dict.fromkeys(("bound", "wlb", *(p.name for p in peers)), ".3f") | {"ms": ".1f"},
+        most_rows=100,
+        note="cap: in lengths of the longest sample. bound: no division with this cap waits less. "
+        "micro-batches, ms: of wlb, a rank's and the median CPU time of a call. A peer's wait "
+        "counts also where it breaks the cap or has more micro-batches.",
+    )  # fmt: skip
+
+
+def _means(cells: Sequence[Cell], who: str) -> list[float]:
+    """Returns the cells of a row of `summary`, after the number of cells."""
+    scores = [c.scores[who] for c in cells]
+    ours = [c.scores["wlb"] for c in cells]
+    pairs = [(s, o) for s, o in zip(scores, ours, strict=True) if not s.over]
+    return [
+        float(np.mean([s.wait for s in scores])),
+        float(np.mean([s.wait / c.bound for s, c in zip(scores, cells, strict=True)])),
+        float(np.mean([s.step for s in scores])),
+        sum(s.over for s in scores),
+        sum(s.micro_batches for s in scores) / sum(o.micro_batches for o in ours),
+        sum(s.wait < o.wait - 1e-9 for s, o in pairs),
+        sum(s.micro_batches < o.micro_batches for s, o in pairs),
+        float(np.median([s.ms for s in scores])),
+    ]
+
+
+def summary(name: str, title: str, cells: Sequence[Cell], peers: Sequence[Peer]) -> Table:
+    """Returns means over all cells of each division."""
+    rows = []
+    for who, version in (("wlb", ""), *((p.name, p.version) for p in peers)):
+        those = [c for c in cells if who in c.scores]
+        if not those:
+            continue
+        rows.append([who, version, len(those), *_means(those, who)])
+    return Table(
+        name=name,
+        title=title,
+        columns=("division", "version", "cells", "wait", "over bound", "once a step",
+                 "over the cap", "micro-batches", "better", "fewer", "ms"),
+        rows=rows,
+        formats={"wait": ".4f", "over bound": ".4f", "once a step": ".4f", "micro-batches": ".3f",
+                 "ms": ".1f"},
+        note="wait, and over the bound: means of the cells. once a step: the same division where "
+        "ranks wait once. micro-batches: over wlb's. better, fewer: cells in which this division, "
+        "with no micro-batch over the cap, waits less than wlb or has fewer micro-batches.",
+    )  # fmt: skip
+
+
+def speed(cells: Sequence[Cell]) -> Table:
+    rows = []
+    for shape in dict.fromkeys((c.ranks, c.samples) for c in cells):
+        ms = [c.scores["wlb"].ms for c in cells if (c.ranks, c.samples) == shape]
+        rows.append([*shape, float(np.median(ms)), max(ms)])
+    return Table(
+        name="speed",
+        title="CPU time of a call, one thread",
+        columns=("ranks", "samples", "median ms", "most ms"),
+        rows=rows,
+        formats={"median ms": ".1f", "most ms": ".1f"},
+        note="Over families and caps, each the median of 3 calls.",
+    )
+
+
+def figures(
+    cells: Sequence[Cell], several: Sequence[Cell], bounds: FloatArray, once: FloatArray
+) -> list[Against]:
+    """Returns the figures that were aimed at (as "paper") beside ours.
+
+    bounds, once: of steps in which ranks wait once
+    """
+    free = [c for c in cells if c.bound < FREE]
+    few, least = "1.010 at most", "1.002 at most"
+    could = "that could be balanced"
+    return [
+        Against(what="wait over its bound", paper=few, ours=_over(cells)),
+        Against(what=f"wait of steps {could}", paper=few, ours=_wait(free)),
+        Against(what="wait of all steps", paper=few, ours=_wait(cells), note=_mean_bound(cells)),
+        Against(what="micro-batches over the cap", paper=0, ours=sum(s.over for s in _ours(cells))),
+        Against(what="4 mini-batches, over the bound", paper="1.02 at most", ours=_over(several)),
+        Against(
+            what="4 mini-batches", paper="1.02 at most", ours=_wait(several),
+            note=_mean_bound(several),
+        ),
+        Against(
+            what="ranks wait once, over the bound", paper=least, ours=float(np.mean(once / bounds))
+        ),
+        Against(
+            what=f"ranks wait once, steps {could}", paper=least,
+            ours=float(np.mean(once[bounds < FREE])),
+        ),
+    ]  # fmt: skip
+
+
+def _ours(cells: Sequence[Cell]) -> list[Score]:
+    return [c.scores["wlb"] for c in cells]
+
+
+def _wait(cells: Sequence[Cell]) -> float:
+    return float(np.mean([s.wait for s in _ours(cells)]))
+
+
+def _over(cells: Sequence[Cell]) -> float:
+    return float(np.mean([c.scores["wlb"].wait / c.bound for c in cells]))
+
+
+def _mean_bound(cells: Sequence[Cell]) -> str:
+    return f"the bound's mean is {np.mean([c.bound for c in cells]):.4f}"

@@ -1,0 +1,39 @@
+"""Provides stand-ins for frameworks that cannot be installed beside each other.
+
+A stand-in is a package on sys.path with a version, and with what an adapter touches: signatures are
+those of the framework's source, bodies are as short as can be.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+StandIn = Callable[[str, str, dict[str, str]], None]
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Returns make(distribution, version, {module path: source}); all is forgotten afterwards."""
+    before = set(sys.modules)
+
+    def make(distribution: str, version: str, modules: dict[str, str]) -> None:
+        folder = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        )
+        for path, source in modules.items():
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(source)
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield make
+    for name in set(sys.modules) - before:
+        root = name.split(".")[0]
+        if (tmp_path / root).exists() or name.startswith("wlb.adapters."):
+            sys.modules.pop(name, None)

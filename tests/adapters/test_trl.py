@@ -1,0 +1,113 @@
+"""Tests TRL's adapter: rows of each step divided by work, and GRPO's slices by length.
+
+Two processes train by the examples, which are tested here as a reader would start them.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl")
+from wlb.adapters.trl import BalancedStep, by_length, without_padding
+from wlb.plan import UserError
+
+ROOT = Path(__file__).parents[2]
+OTHERS = ("slime_steps", "nemo_rl_steps", "openrlhf_steps", "areal_steps")
+LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5, 0.9, 100), 1000).astype(int)
+
+
+def test_every_step_trains_its_rows_once_and_balanced() -> None:
+    sampler = BalancedStep(
+        LENGTHS, samples_per_step=32, max_tokens=1500, num_ranks=2, accumulation_steps=4,
+        cost="verl",
+    )  # fmt: skip
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == 3 * 2 * 4
+    rows = [row for batch in batches for row in batch]
+    assert len(set(rows)) == len(rows) == 96, "the last four rows fill no step"
+    assert all(LENGTHS[batch].sum() <= 1500 for batch in batches)
+    work = 24576 * LENGTHS + LENGTHS**2
+    by_rank = np.array([work[batch].sum() for batch in batches]).reshape(3, 4, 2).sum(1)
+    assert (by_rank.max(1) < 1.01 * by_rank.mean(1)).all(), "accelerate deals batch i to rank i % 2"
+    sampler.set_epoch(1)
+    again = [row for batch in sampler for row in batch]
+    assert again != rows
+    assert len(set(again)) == 96
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"samples_per_step": 101}, "samples_per_step = 101 is more than the dataset's 100"),
+        ({"max_tokens": 500}, r"row \d+ has \d+ tokens.*max_tokens = 500"),
+        ({"accumulation_steps": 1}, "found no place in 1"),
+    ],
+)
+def test_steps_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    given = {"samples_per_step": 32, "max_tokens": 1500, "num_ranks": 2, "accumulation_steps": 4}
+    with pytest.raises(UserError, match=says):
+        list(BalancedStep(LENGTHS, **(given | options)))
+
+
+def test_completions_of_each_optimiser_step_have_the_same_lengths() -> None:
+    order = by_length(LENGTHS, steps=4)
+    assert sorted(order.tolist()) == list(range(100))
+    steps = LENGTHS[order].reshape(4, 25)
+    assert (np.diff(steps, axis=1) <= 0).all(), "long to short, at once on every rank"
+    assert np.ptp(steps.mean(1)) < 0.02 * steps.mean()
+    with pytest.raises(UserError, match="100 completions are no multiple of 3"):
+        by_length(LENGTHS, steps=3)
+
+
+def test_a_slice_loses_the_columns_that_are_only_padding() -> None:
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    prompt = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]])
+    inputs = {
+        "completion_ids": torch.arange(10).view(2, 5), "completion_mask": mask,
+        "prompt_ids": torch.arange(8).view(2, 4), "prompt_mask": prompt,
+        "old_per_token_logps": torch.arange(10.0).view(2, 5), "advantages": torch.ones(2),
+        "num_items_in_batch": torch.tensor(4),
+    }  # fmt: skip
+    out = without_padding(inputs)
+    assert out["completion_ids"].tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert out["completion_mask"].sum() == mask.sum()
+    assert out["prompt_ids"].tolist() == [[2, 3], [6, 7]]
+    assert out["old_per_token_logps"].shape == (2, 3)
+    assert out["advantages"].shape == (2,)
+    assert out["num_items_in_batch"] == 4
+
+
+def run(example: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"experiments.adapters.{example}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.process
+@pytest.mark.dist
+@pytest.mark.parametrize(("example", "what"), [("trl_sft", "loss"), ("trl_grpo", "reward")])
+def test_the_examples_train_two_processes(example: str, what: str) -> None:
+    ranks = re.findall(rf"rank (\d): {what} \[([^]]+)\]", run(example))
+    assert sorted(rank for rank, _ in ranks) == ["0", "1"]
+    assert ranks[0][1] == ranks[1][1]
+    assert len(ranks[0][1].split(",")) == 3
+
+
+def test_examples_have_at_most_forty_lines() -> None:
+    for example in ("verl_steps", "trl_sft", "trl_grpo", *OTHERS):
+        path = ROOT / "experiments" / "adapters" / f"{example}.py"
+        assert len(path.read_text("utf-8").splitlines()) <= 40

@@ -1,0 +1,1 @@
+"""Tests of wlb.balance: one step to ranks and micro-batches."""

@@ -1,0 +1,109 @@
+"""slime 0.3: `build_dp_schedule` by wlb, for dynamic batch sizes.
+
+    import wlb.adapters.slime
+    wlb.adapters.slime.install()      # in the process that runs slime.ray.rollout
+
+Steps are cut as slime cuts them; within a step samples are divided over ranks and micro-batches at
+once. Samples longer than the limit are alone, as slime has it.
+"""
+
+import importlib
+from typing import Any
+
+from wlb.adapters.versions import require
+
+require("slime>=0.3")
+
+import numpy as np
+
+from wlb.adapters.swap import Swap
+from wlb.balance import Cost, balance_step
+from wlb.balance.request import labels
+from wlb.plan import UserError
+
+Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+PLACE = "slime.utils.dp_schedule:build_dp_schedule"
+_costs: list[Cost | None] = [None]
+
+
+class TooFewRollouts(UserError, AssertionError):
+    """A step that cannot be filled; slime's callers know it as an AssertionError."""
+
+
+def install(*, cost: Cost | None = None) -> None:
+    """Make slime schedule by wlb; cost: default slime's own FLOPs of the model that it trains."""
+    _costs[:] = [cost]
+    _swap.install()
+
+
+def uninstall() -> None:
+    """Give slime its own function back."""
+    _swap.uninstall()
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: dict[str, int],
+    total_lengths: list[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: list[int],
+) -> Schedule:
+    """slime's function of this name: (samples of each rank, its micro-batches as positions in
+    those, micro-batches of each step, rollouts of each step).
+
+    Without args.use_dynamic_batch_size slime's own is called. UserError for fewer rollouts than a
+    step and fewer samples than micro-batches.
+    """
+    if not args.use_dynamic_batch_size:
+        return _swap.theirs[PLACE](
+            args,
+            train_parallel_config,
+            total_lengths,
+            global_batch_size=global_batch_size,
+            rollout_indices=rollout_indices,
+        )
+    ranks = train_parallel_config["dp_size"]
+    has_stages = train_parallel_config["vpp_size"] > 1
+    step_of = _steps(rollout_indices, global_batch_size)
+    kept = np.flatnonzero(step_of >= 0)
+    lengths = np.asarray(total_lengths, np.int64)[kept]
+    step = balance_step(
+        lengths,
+        num_ranks=ranks,
+        max_tokens=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
+        cost=_flops(args) if _costs[0] is None else _costs[0],
+        mini_batches=step_of[kept],
+        multiple=train_parallel_config["microbatch_group_size_per_vp_stage"] if has_stages else 1,
+        too_long="alone",
+    )
+    partitions: list[list[int]] = [[] for _ in range(ranks)]
+    micro_batches: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for k in range(step.num_mini_batches):
+        for rank in range(ranks):
+            for samples in step.of_rank(rank, k):
+                first = len(partitions[rank])
+                partitions[rank] += kept[samples].tolist()
+                micro_batches[rank].append(list(range(first, first + samples.size)))
+    rollouts = [global_batch_size] * step.num_mini_batches
+    return partitions, micro_batches, step.num_micro_batches.tolist(), rollouts
+
+
+def _steps(rollout_indices: list[int], size: int) -> Any:
+    """The step of each sample, -1 for the last rollouts, which fill none."""
+    rollout = labels("rollout_indices", rollout_indices, len(rollout_indices))
+    num = (int(rollout.max()) + 1) // size if rollout.size else 0
+    if num < 1:
+        raise TooFewRollouts(
+            f"{len(set(rollout_indices))} rollouts are fewer than global_batch_size = {size}"
+        )
+    return np.where(rollout // size < num, rollout // size, -1)
+
+
+def _flops(args: Any) -> Any:
+    """slime's own count for this model, mixtures of experts and latent attention among them."""
+    count = importlib.import_module("slime.utils.flops_utils").calculate_fwd_flops
+    return lambda lengths: np.array([count([n], args) for n in lengths.tolist()], np.float64)
+
+
+_swap = Swap("slime", {PLACE: build_dp_schedule})

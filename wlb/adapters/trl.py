@@ -1,0 +1,232 @@
+"""TRL: the samples of each optimiser step balanced, without delay, in SFT and GRPO.
+
+    class Mine(BalancedSteps, SFTTrainer): ...   # or balanced_steps(SFTTrainer)(..., max_tokens=n)
+    trainer = balanced_grpo(GRPOTrainer)(...)
+
+SFT: padding-free micro-batches; for steps that may delay rows, `hugging_face.balanced` is closer to
+equal. GRPO: each rank's completions are sliced by length and slices lose their common padding.
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from wlb.adapters.versions import require
+
+require("trl>=1.16", "transformers>=5.23", "accelerate>=1.15")
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from wlb.adapters.hugging_face import (
+    BalancedCollator,
+    _check_accelerator,
+    _checked,
+    _lengths,
+    _read_by_ours,
+)
+from wlb.balance import Cost, StepBalance, balance_step
+from wlb.balance.mini_batches import choose
+from wlb.plan import IntArray, IntLike, UserError, check_at_least, int_array
+from wlb.planner import LLAMA2_7B
+
+T = TypeVar("T")
+GRPO = "trl.trainer.grpo_trainer"
+COMPLETION = ("completion_ids", "completion_mask")
+PROMPT = ("prompt_ids", "prompt_mask")
+BY_TOKEN = (
+    "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask",
+    "importance_sampling_ratio", "advantages",
+)  # fmt: skip
+"""Tensors of a slice that may have a column for each token of a completion."""
+
+
+class BalancedStep(Sampler[list[int]]):
+    """Micro-batches of all ranks, step after step, as lists of dataset rows.
+
+    Each step trains the next samples_per_step rows of a shuffled epoch; micro-batch i belongs to
+    rank i % num_ranks, as accelerate deals them, and every rank has accumulation_steps a step. The
+    last rows of an epoch that fill no step are left out, as a Trainer with drop_last does.
+
+    lengths: tokens of each row. max_tokens: of a micro-batch. wait: see `balance_step`. UserError
+    for a row above max_tokens, and in the iteration for a step that does not fit.
+    """
+
+    batch_size = None  # accelerate's BatchSamplerShard requires None for varying sizes
+    drop_last = False
+
+    def __init__(
+        self,
+        lengths: IntLike,
+        *,
+        samples_per_step: int,
+        max_tokens: int,
+        num_ranks: int,
+        accumulation_steps: int = 1,
+        cost: Cost = LLAMA2_7B,
+        wait: str = "step",
+        seed: int = 0,
+    ) -> None:
+        self.lengths = int_array("lengths", lengths)
+        for name, value in (("samples_per_step", samples_per_step), ("num_ranks", num_ranks)):
+            check_at_least(name, value, 1)
+        if samples_per_step > self.lengths.size:
+            raise UserError(
+                f"samples_per_step = {samples_per_step} is more than the dataset's "
+                f"{self.lengths.size} rows; lower it"
+            )
+        if self.lengths.max() > max_tokens:
+            row = int(self.lengths.argmax())
+            raise UserError(
+                f"row {row} has {self.lengths[row]} tokens, and a micro-batch at most max_tokens = "
+                f"{max_tokens}; cut the row or raise max_tokens"
+            )
+        self.samples_per_step, self.num_ranks, self.seed = samples_per_step, num_ranks, seed
+        self.accumulation_steps, self.epoch = accumulation_steps, 0
+        self._balance = functools.partial(
+            balance_step, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost, wait=wait,
+            num_micro_batches=accumulation_steps,
+        )  # fmt: skip
+
+    @property
+    def sampler(self) -> "BalancedStep":
+        """Itself; accelerate's loaders look for `set_epoch` here."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to iterate next; each has its own order."""
+        self.epoch = epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch."""
+        return self.lengths.size // self.samples_per_step
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch on all ranks."""
+        return self.num_steps * self.num_ranks * self.accumulation_steps
+
+    def steps(self) -> Iterator[tuple[IntArray, StepBalance]]:
+        """Rows of each step of the epoch, and how they are divided (indices into those rows)."""
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.lengths.size)
+        for step in range(self.num_steps):
+            rows = order[step * self.samples_per_step :][: self.samples_per_step]
+            yield rows, self._balance(self.lengths[rows])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for rows, balance in self.steps():
+            for m in range(self.accumulation_steps):
+                for rank in range(self.num_ranks):
+                    yield rows[balance.samples(0, rank, m)].tolist()
+
+
+class BalancedSteps:
+    """A mixin left of TRL's SFTTrainer; see `balanced_steps`.
+
+    A step trains as many rows as the arguments say (per_device_train_batch_size x
+    gradient_accumulation_steps x ranks), divided by work instead of by number.
+    """
+
+    def __init__(self, *args: Any, max_tokens: int, cost: Cost = LLAMA2_7B, **kwargs: Any) -> None:
+        self.max_tokens, self.cost = max_tokens, cost
+        super().__init__(*args, **kwargs)
+
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        """TRL's DataLoader over balanced steps, prepared by its accelerator."""
+        args = self.args
+        _check_accelerator(self.accelerator, self.get_sp_size())
+        rows = _read_by_ours(_checked(self.train_dataset), remove=args.remove_unused_columns)
+        num_ranks, accumulated = args.world_size, args.gradient_accumulation_steps
+        batches = BalancedStep(
+            _lengths(rows),
+            samples_per_step=args.per_device_train_batch_size * accumulated * num_ranks,
+            max_tokens=self.max_tokens,
+            num_ranks=num_ranks,
+            accumulation_steps=accumulated,
+            cost=self.cost,
+            seed=args.seed,
+        )
+        loader = self.accelerator.prepare(
+            DataLoader(
+                rows,
+                batch_sampler=batches,
+                collate_fn=BalancedCollator(),
+                num_workers=args.dataloader_num_workers,
+            )
+        )
+        loader.batch_sampler.sampler = batches  # where skip_first_batches looks for set_epoch
+        return loader
+
+
+def balanced_steps(trainer: type[T]) -> type[T]:
+    """A subclass of TRL's SFTTrainer that takes `max_tokens=` and trains balanced steps."""
+    made: Any = type(f"Stepwise{trainer.__name__}", (BalancedSteps, trainer), {})
+    return made
+
+
+class BalancedCompletions:
+    """A mixin left of TRL's GRPOTrainer; see `balanced_grpo`.
+
+    TRL shuffles a rank's completions, slices them, and computes each slice at the padded length of
+    all. Here optimiser steps get completions of the same lengths, slices of a step go from long to
+    short on every rank at once, and a slice has no column of padding only. Every slice still has
+    per_device_train_batch_size completions, so all of TRL's losses are what they were.
+    """
+
+    def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
+        module: Any = importlib.import_module(GRPO)
+        theirs = module.shuffle_sequence_dict
+        module.shuffle_sequence_dict = self._by_length
+        try:
+            inputs = cast(Any, super())._prepare_inputs(generation_batch)
+        finally:
+            module.shuffle_sequence_dict = theirs
+        return without_padding(inputs)
+
+    def _by_length(self: Any, completions: dict[str, Any]) -> dict[str, Any]:
+        lengths = sum(completions[name].sum(1).cpu() for name in ("prompt_mask", "completion_mask"))
+        slices, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        steps = max(1, slices // accumulated)
+        order = by_length(cast(Tensor, lengths).numpy(), steps=steps)
+        return {name: _taken(value, order) for name, value in completions.items()}
+
+
+def balanced_grpo(trainer: type[T]) -> type[T]:
+    """A subclass of TRL's GRPOTrainer whose slices are balanced over ranks and lose padding."""
+    made: Any = type(f"Balanced{trainer.__name__}", (BalancedCompletions, trainer), {})
+    return made
+
+
+def by_length(lengths: IntLike, *, steps: int) -> IntArray:
+    """An order of completions: step after step of the same lengths, long to short in each.
+
+    UserError for completions that are no multiple of `steps`.
+    """
+    tokens = np.asarray(lengths, np.int64)
+    if tokens.size % steps:
+        raise UserError(f"{tokens.size} completions are no multiple of {steps} optimiser steps")
+    step = choose(tokens.astype(np.float64), np.ones(tokens.size), steps, equal_counts=True)
+    return np.lexsort((-tokens, step))
+
+
+def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A slice without the columns that are padding in all of its rows."""
+    out: dict[str, Any] = dict(inputs)
+    width = out["completion_mask"].shape[1]
+    used = max(1, int(out["completion_mask"].sum(1).max()))
+    for name in (*COMPLETION, *BY_TOKEN):
+        value: Any = out.get(name)
+        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == width:
+            out[name] = value[:, :used]
+    first = out["prompt_mask"].shape[1] - max(1, int(out["prompt_mask"].sum(1).max()))
+    for name in PROMPT:
+        out[name] = out[name][:, first:]
+    return out
+
+
+def _taken(value: Any, order: IntArray) -> Any:
+    if isinstance(value, Tensor):
+        return value[order] if value.ndim else value
+    return [value[i] for i in order.tolist()] if isinstance(value, list) else value

@@ -1,0 +1,169 @@
+"""verl 0.9: balanced ranks, mini-batches and micro-batches, by one call before training.
+
+    import wlb.adapters.verl
+    wlb.adapters.verl.install()
+
+It replaces `get_seqlen_balanced_partitions` and `rearrange_micro_batches` wherever verl has
+imported them, and the V1 trainer's `_balance_batch`. Call it in every process (workers, too).
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from wlb.adapters.versions import require
+
+require("verl>=0.9")
+
+import numpy as np
+
+from wlb.adapters.own_ranks import Cut, cut
+from wlb.adapters.swap import Swap
+from wlb.balance import Cost, balance_step
+from wlb.plan import UserError
+
+BALANCING = "verl.utils.seqlen_balancing"
+TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_costs: list[Cost] = ["verl"]
+_mini_batches: list[int] = []
+
+
+def install(*, cost: Cost = "verl") -> None:
+    """Make verl balance by wlb in this process, until `uninstall`; twice is once.
+
+    cost: of a sample of so many tokens, for `rearrange_micro_batches`; verl prices samples itself
+    where it divides them among ranks.
+    """
+    _costs[:] = [cost]
+    _swap.install()
+    for owner in _trainers():
+        if not hasattr(owner._balance_batch, "theirs"):
+            owner._balance_batch = balance_batch(owner._balance_batch)
+
+
+def uninstall() -> None:
+    """Give verl its own functions back."""
+    _swap.uninstall()
+    for owner in _trainers():
+        owner._balance_batch = getattr(owner._balance_batch, "theirs", owner._balance_batch)
+
+
+def _trainers() -> list[Any]:
+    """V1 trainers with a method of their own; none in a worker that cannot import them."""
+    try:
+        module = importlib.import_module(TRAINER)
+    except ImportError:
+        return []
+    return [c for c in vars(module).values() if isinstance(c, type) and _balances(c)]
+
+
+def _balances(owner: type[Any]) -> bool:
+    return "_balance_batch" in vars(owner)
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
+    """verl's function of this name: k lists of indices with nearly equal sums of the values.
+
+    equal_size: as many in each. Within `_balance_batch` a list is in the order in which its rank
+    cuts it into mini-batches; elsewhere ascending. UserError for fewer values than lists.
+    """
+    values = np.asarray(cast(Any, seqlen_list), np.float64)
+    num = _mini_batches[-1] if _mini_batches and equal_size else 1
+    if num > 1 and values.size % (num * k_partitions):
+        num = 1
+    step = balance_step(
+        np.ones(values.size, np.int64),
+        num_ranks=k_partitions,
+        max_tokens=max(1, values.size),
+        cost=values,
+        wait="step",
+        mini_batches=num,
+        equal_counts=equal_size,
+        num_micro_batches=1,
+    )
+    return [
+        [i for k in range(num) for i in step.samples(k, rank, 0).tolist()]
+        for rank in range(k_partitions)
+    ]
+
+
+def rearrange_micro_batches(
+    batch: Any,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[Any], list[list[int]]]:
+    """verl's function of this name: (micro-batches, indices of each one's samples in `batch`).
+
+    No micro-batch has more than max_token_len tokens, and with dp_group the m-th ones of all ranks
+    are balanced. use_dynamic_bsz_balance: light ones first and last, for pipelines, rather than
+    the heaviest first.
+    """
+    select = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
+    lengths = _lengths(batch)
+    if len(lengths) % force_group_size:
+        raise UserError(
+            f"{len(lengths)} samples are no multiple of force_group_size = {force_group_size}"
+        )
+    how = Cut(
+        max_tokens=int(max_token_len),
+        cost=_costs[0],
+        atoms=[i // force_group_size for i in range(len(lengths))],
+        at_least=min_num_micro_batch or 1,
+        multiple=num_batches_divided_by or 1,
+        in_step=same_micro_num_in_dp and dp_group is not None,
+    )
+    indices = cut(lengths, how, dp_group)
+    if use_dynamic_bsz_balance:
+        indices = [*indices[0::2][::-1], *indices[1::2]]
+    return [select(batch, part) for part in indices], indices
+
+
+def _lengths(batch: Any) -> list[int]:
+    ids = batch["input_ids"]
+    found = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    return found.tolist()
+
+
+def balance_batch(theirs: Any) -> Any:
+    """verl's V1 `_balance_batch`, made to balance the actor's mini-batches among themselves, too.
+
+    Ranks cut what they are given into mini-batches in order, so ours gives it in that order. Leave
+    `actor.shuffle` off, which would undo it.
+    """
+
+    @functools.wraps(theirs)
+    def balanced(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config.actor_rollout_ref
+        size = config.actor.ppo_mini_batch_size * config.rollout.n
+        with _in_mini_batches(len(batch) // size):
+            return theirs(self, batch, *args, **kwargs)
+
+    cast(Any, balanced).theirs = theirs
+    return balanced
+
+
+@contextlib.contextmanager
+def _in_mini_batches(num: int) -> Iterator[None]:
+    _mini_batches.append(num)
+    try:
+        yield
+    finally:
+        _mini_batches.pop()
+
+
+_swap = Swap(
+    "verl",
+    {
+        f"{BALANCING}:get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
+        f"{BALANCING}:rearrange_micro_batches": rearrange_micro_batches,
+    },
+)

@@ -1,0 +1,103 @@
+"""prices: what each sample costs, from any of the things that say so, as float64 whole numbers.
+
+By name, two frameworks' own formulas: "verl" is 24,576 tokens + tokens^2 (its `calculate_workload`,
+a 7B model's ratio); "slime" is the forward FLOPs of a dense model (`slime_flops`, its
+`calculate_fwd_flops`). A number is a FLOPs ratio: attention's cost of a sample of that many tokens
+equals its linear layers'.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from wlb.cost import FlopsWorkload, KernelProfile, WorkloadModel, workload_of
+from wlb.plan import IntArray, UserError
+from wlb.plan.arrays import FloatArray, first_true
+from wlb.planner import LLAMA2_7B
+from wlb.spec import ModelSpec, load
+
+Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]
+Cost = (
+    WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
+)
+"""See `balance_step`."""
+PASSES = ("train", "forward")
+NAMES = ("llama2_7b", "verl", "slime")
+WORK_BITS = 50
+SEVEN_B = ModelSpec(
+    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_hidden_size=11008,
+    vocab_size=32000,
+)  # fmt: skip
+
+
+def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:
+    """Forward FLOPs of samples (tokens, shape [n]) as slime counts those of a dense model."""
+    d, kv = model.hidden_size, model.num_kv_heads * model.head_size
+    heads = model.num_heads * model.head_size
+    weights = d * heads + 2 * d * kv + d * d + 3 * d * model.ffn_hidden_size
+    linear = 2 * (model.num_layers * weights + d * model.vocab_size)
+    n = lengths.astype(np.float64)
+    return linear * n + 2 * model.num_layers * heads * n * n
+
+
+def model_of(cost: Cost) -> WorkloadModel | None:
+    """The workload model of `cost`, or None for what only prices samples.
+
+    UserError for an unknown name and a ratio that is not positive.
+    """
+    if isinstance(cost, KernelProfile):
+        return workload_of(load("7b_128k"), cost)
+    if isinstance(cost, str):
+        if cost not in NAMES:
+            raise UserError(f"unknown cost {cost!r}; known: {', '.join(NAMES)}")
+        if cost == "slime":
+            return None
+        return LLAMA2_7B if cost == "llama2_7b" else FlopsWorkload(linear_ns_per_token=24576.0)
+    if isinstance(cost, int | float):
+        if not 0 < cost < float("inf"):
+            raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")
+        return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * cost)
+    return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None
+
+
+def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
+    """The cost of each sample, finite and not negative; UserError with the sample otherwise.
+
+    passes: "train" (forward and backward) or "forward" (log-probabilities), where `cost` is a model
+    that tells them apart; all else prices the passes that it was made for.
+    """
+    if passes not in PASSES:
+        raise UserError(f"passes = {passes!r} must be one of {', '.join(PASSES)}")
+    model = model_of(cost)
+    if model is not None:
+        is_forward = passes == "forward"
+        found = (model.forward_latency_ns if is_forward else model.workload_ns)(lengths)
+    elif isinstance(cost, str):
+        found = slime_flops(lengths)
+    else:
+        found = cost(lengths) if callable(cost) else cost
+    out = np.asarray(found, np.float64)
+    if out.shape != lengths.shape:
+        raise UserError(
+            f"cost has shape {out.shape}, and there are {lengths.size} samples; give one number a "
+            f"sample"
+        )
+    if (i := first_true(~(np.isfinite(out) & (out >= 0)))) is not None:
+        raise UserError(
+            f"sample {i} of {lengths[i]} tokens costs {out[i]}; costs must be finite and at least 0"
+        )
+    return out
+
+
+def whole(costs: FloatArray) -> FloatArray:
+    """Costs as whole numbers of at least 1 whose sum float64 holds exactly.
+
+    Ranks compare and add them without rounding, so that all find the same assignment.
+    """
+    total = float(costs.sum())
+    if total <= 0:
+        return np.ones_like(costs)
+    # A power of two keeps whole costs whole where there is room, and the division exact.
+    worth = 2.0 ** (np.ceil(np.log2(total)) - (WORK_BITS - 1))
+    return np.maximum(np.rint(costs / worth), 1.0)

@@ -1,0 +1,198 @@
+"""`cost.online`: prices that a run learns from its own passes while it trains.
+
+Every cost.online_interval measured steps the ranks' votes (`wlb.cost.learn`) ride on the all-reduce
+of a telemetry record. All ranks then take the same decision, and prices change for plans from a
+step on that no rank has seen: planner processes drop what they planned of it and plan it again.
+"""
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from wlb.cost import (
+    Measured,
+    ProfiledWorkload,
+    RankCells,
+    StageTimes,
+    ballot,
+    counted_votes,
+    next_prices,
+    price_base,
+    stage_times,
+    without_collectives,
+)
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.observe import Cell, Part, Pass
+from wlb.plan import TERMS, FloatArray, PipelinePlan, PriceChange, PriceSchedule
+from wlb.spec import Recompute, RunSpec
+from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.clock import StepTimes
+
+ATTENTION, LINEAR = TERMS[:2], TERMS[2:]
+"""Forward and backward."""
+WINDOWS = 4
+
+
+def first_step_unseen(spec: RunSpec, step: int) -> int:
+    """The first step that no rank may have looked at, nor a planner process planned, while any rank
+    records `step`: ranks look 2 steps or data.prefetch ahead and may be in the next step already,
+    and a planner process is planner.ahead steps ahead of them."""
+    return step + 2 + max(2, spec.data.prefetch) + spec.planner.ahead
+
+
+class PriceMeter:
+    """A rank's cells since the last vote, beside the prices of the profile itself.
+
+    Times are those of the term alone: what backward computes again counts as forward. base: the
+    workload that the run started from. Times of linear layers on CUDA hold the wait for the CP
+    group's slowest rank in attention, which is taken off.
+    """
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, base: ProfiledWorkload) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.holds_waits = mesh.device.type == "cuda"
+        once = replace(base, recompute=Recompute.NONE)
+        self._base = once if self.holds_waits else without_collectives(once)
+        self._again = _runs_again(self._base, replace(self._base, recompute=base.recompute))
+        self._attends_again = base.linear.again.attention
+        self._layers = {s: n for s in spec.stages_of(mesh.at.pp) if (n := spec.stage_layers[s])}
+        self._cells = RankCells()
+        self.num_steps = 0
+
+    def clear(self) -> None:
+        """Forget all cells, as after steps of the warm-up."""
+        self._cells.clear()
+        self.num_steps = 0
+
+    def add(self, plan: PipelinePlan, times: StepTimes) -> None:
+        """A step that this rank executed."""
+        self.num_steps += 1
+        for stage, layers in self._layers.items():
+            base = stage_times(plan, self._base, layers=layers)
+            for i, sharding in enumerate(plan.shardings):
+                if sharding.tokens[self.mesh.at.cp]:
+                    self._add_cell(i, stage, plan, base, times)
+
+    def _add_cell(
+        self, i: int, stage: int, plan: PipelinePlan, base: StageTimes, times: StepTimes
+    ) -> None:
+        layers, last = self._layers[stage], len(plan.micro_batches) - 1
+        forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
+        linear = [
+            times.part_ns(forward, Part.LAYERS),
+            times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
+        ]
+        of_linear = (int(base.linear_forward_ns[i]), int(base.linear_backward_ns[i]))
+        of_attention = (base.attention_forward_ns[i], base.attention_backward_ns[i])
+        waits = [0, 0]
+        for k, (name, cell) in enumerate(zip(ATTENTION, (forward, backward), strict=True)):
+            own_ns = int(of_attention[k][self.mesh.at.cp])
+            measured_ns = times.part_ns(cell, Part.ATTENTION)
+            self._cells.add(name, own_ns, measured_ns)
+            if self.holds_waits and own_ns:
+                waits[k] = measured_ns * int(of_attention[k].max() - own_ns) // own_ns
+        linear[0] -= waits[0]
+        linear[1] -= waits[1] + waits[0] * self._attends_again
+        linear[1] -= round(linear[0] * self._again_ns(plan, i, layers) / of_linear[0])
+        # FSDP's collectives are in the first forward and the last backward pass.
+        has_fsdp = self.mesh.fsdp_size > 1
+        shifted = (i == 0, i == last or (i == 0 and any(self._again)))
+        for k, name in enumerate(LINEAR):
+            is_shifted = has_fsdp and shifted[k]
+            self._cells.add(name, of_linear[k], linear[k], layers=layers, is_shifted=is_shifted)
+
+    def _again_ns(self, plan: PipelinePlan, i: int, layers: int) -> float:
+        """The price of linear layers' forward work that backward of a cell runs again."""
+        per_token, a_call = self._again
+        return (per_token * plan.shardings[i].num_tokens + a_call) * layers
+
+    def ballot(self) -> FloatArray:
+        """This rank's vote, of the cells since the last one, which are forgotten."""
+        vote = self._cells.vote()
+        self.clear()
+        return ballot(vote)
+
+
+def _runs_again(once: ProfiledWorkload, recomputing: ProfiledWorkload) -> tuple[float, float]:
+    """Prices of forward work that a layer's backward runs again: ns a token, and ns a call."""
+
+    def of(cost: ProfiledWorkload) -> tuple[float, float]:
+        backward = (ns for name, ns in cost.ns_per_token.items() if name.endswith("_backward"))
+        return sum(backward), cost.linear.call_ns[1]
+
+    (per_token, a_call), (own_per_token, own_call) = of(recomputing), of(once)
+    layers = once.num_layers_per_rank
+    return (per_token - own_per_token) / layers, (a_call - own_call) / layers
+
+
+class LearnPrices(Hook):
+    """Decides on prices where votes were counted, and tells planners, records and screen.
+
+    The votes of `WINDOWS` decisions count together: they are on the profile's own prices, so those
+    before a change of prices hold as well."""
+
+    def __init__(self, spec: RunSpec, base: ProfiledWorkload) -> None:
+        self.spec, self.base = spec, price_base(base)
+        self._votes: deque[FloatArray] = deque(maxlen=WINDOWS)
+
+    def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        self._votes.clear()
+
+    def record(self, run: RunContext, step: ExecutedStep) -> None:
+        if step.votes is None or run.is_last_step:
+            return
+        measured, change = self.decide(step.votes, run.prices, step.plan.step)
+        if change is not None:
+            run.prices = run.prices.changed(change, base=self.base).from_step(step.plan.step)
+            run.feed.announce(run.prices)
+        self._tell(run, step, measured, change)
+
+    def decide(
+        self, votes: FloatArray, known: PriceSchedule, step: int
+    ) -> tuple[Measured | None, PriceChange | None]:
+        """What the ranks measured, and the change that follows if any. votes: of all ranks after
+        `step`, summed."""
+        self._votes.append(votes)
+        measured, cost = counted_votes(np.sum(self._votes, axis=0)), self.spec.cost
+        if measured is None:
+            return None, None
+        prices = next_prices(
+            known.latest,
+            measured,
+            threshold=cost.online_threshold,
+            max_change=cost.online_max_change,
+            is_first=not known.changes,
+        )
+        if prices is None:
+            return measured, None
+        first = max(first_step_unseen(self.spec, step), known.last_step + 1)
+        return measured, PriceChange(step=first, prices=prices)
+
+    def _tell(
+        self,
+        run: RunContext,
+        step: ExecutedStep,
+        measured: Measured | None,
+        change: PriceChange | None,
+    ) -> None:
+        run.report.write(
+            "prices",
+            step=step.plan.step,
+            steps_done=run.steps_done,
+            base=self.base,
+            votes=0 if step.votes is None else int(step.votes[0].sum()),
+            measured=measured.factors if measured else None,
+            change=change and change.to_json(),
+        )
+        if change is not None:
+            factors = ", ".join(
+                f"{name.replace('_', ' ')} {factor:.3f}"
+                for name, factor in change.prices.relative.items()
+                if name != "linear_forward"
+            )
+            run.report.say(
+                f"prices learned by step {run.steps_done}, over those of {self.base} and relative "
+                f"to linear forward: {factors}; plans use them from step {change.step + 1} on"
+            )
