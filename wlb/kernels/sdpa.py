@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.kernels.backend import Gradients, SavedTensors, fixed_order, kernel_name, sum_dtype
-from wlb.kernels.segments import Segments
+from wlb.kernels.segments import Segments, copy_to_device
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -280,7 +280,7 @@ def _mask(
     """0 if query i attends to key j, i.e. j <= first + i with first = Lk - Lq, else -inf. Additive
     and in the queries' dtype: torch would convert a bool mask in every call, and keep it."""
     last_BQ1 = first_B[:, None, None] + np.arange(num_queries)[:, None]
-    hidden = torch.from_numpy(np.arange(num_keys) > last_BQ1)[:, None].to(device)
+    hidden = copy_to_device(np.arange(num_keys) > last_BQ1, device)[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(hidden, float("-inf"))
 
@@ -311,7 +311,7 @@ def _rows(
     is_same = np.array_equal(take, np.arange(num_rows))
 
     def there(x: np.ndarray) -> Tensor:
-        return torch.from_numpy(x).to(device)
+        return copy_to_device(x, device)
 
     return _Rows(
         take_P=None if is_same else there(take),
