@@ -58,7 +58,7 @@ def test_other_alternatives_of_systems_run() -> None:
 
 def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> None:
     specs = [spec_of("550m_64k", name, layers=0) for name in SYSTEMS]
-    for found in passed(specs, ranks=ONE_PER_STAGE):
+    for found in passed(specs, ranks="0,12"):  # the first and the last position
         expect_planned_memory(found, least=LEAST)
 
 
