@@ -202,7 +202,7 @@ class Raw:
         (Raw([]), {}, "the corpus has no document; check data.store"),
         (Raw([3, 0]), {}, "document 1 of the corpus has 0 tokens"),
         (Raw([3, 1.5]), {}, "lengths.1. = 1.5 is not a whole number"),
-        (Raw([3, 1], 5), {}, "says 5 documents and has 2 lengths"),
+        (Raw([3, 1], 5), {}, "num_documents = 5, but 2 lengths"),
         (Raw([3]), {"tokens_per_batch": 0}, "tokens_per_batch = 0 must be at least 1"),
         (Raw([3]), {"epochs": -1}, "epochs = -1 must be at least 0"),
     ],

@@ -110,7 +110,7 @@ def test_bytes_are_counted_in_blocks_by_kind_at_the_peak(
     footprint.temporary("workspace", 10)
     assert footprint.peak == 6 * BLOCK
     assert footprint.at_peak == {"activations": 5 * BLOCK, "workspace": BLOCK}
-    assert [size for _, size, _ in footprint.requests] == [512, 1024, -1, -1, 2560, 512, -1]
+    assert [request.size for request in footprint.requests] == [512, 1024, -1, -1, 2560, 512, -1]
 
 
 def test_what_the_compute_stream_waits_for_is_exposed(
