@@ -39,6 +39,7 @@ def install() -> None:
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
     importlib.import_module("torch.distributed._tools.fake_collectives")
+    _shapes_of_whole_tensors()
     _register_kernels()
     setattr(select, "launch_problem", lambda _: None)  # noqa: B010  # a CUDA build brings Triton
     setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
@@ -144,6 +145,24 @@ def _tensors() -> None:
     for attribute, value in replaced.items():
         setattr(Tensor, attribute, value)
     setattr(FakeTensor, "tolist", read_list)  # noqa: B010
+
+
+def _shapes_of_whole_tensors() -> None:
+    """DTensor finds out what an operator returns with fake tensors of the whole shape, which take
+    no memory in a run and must not be counted."""
+    from torch.distributed.tensor import _sharding_prop
+
+    propagator: Any = _sharding_prop.ShardingPropagator
+    found = propagator._propagate_tensor_meta_non_cached
+
+    def propagate(*args: Any, **options: Any) -> Any:
+        before, GPU.is_counting = GPU.is_counting, False
+        try:
+            return found(*args, **options)
+        finally:
+            GPU.is_counting = before
+
+    setattr(propagator, "_propagate_tensor_meta_non_cached", propagate)  # noqa: B010
 
 
 def _register_kernels() -> None:

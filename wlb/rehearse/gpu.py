@@ -182,8 +182,9 @@ class FakeEvent:
 
 @dataclass(slots=True)
 class FakeGpu:
-    """State of the rehearsed device. step: -1 before the first. op: the latest operator. failing:
-    the innermost operator that raised, and where. faults: memory that was freed too early."""
+    """State of the rehearsed device. step: -1 before the first. op: the latest operator.
+    is_counting: False while operators only infer shapes. failing: the innermost operator that
+    raised, and where. faults: memory that was freed too early."""
 
     device: Any = None
     streams: list[FakeStream] = field(default_factory=list)
@@ -197,6 +198,7 @@ class FakeGpu:
     host_ns: float = 0.0
     step: int = -1
     op: str = ""
+    is_counting: bool = True
     traces: bool = False
     failing: tuple[str, str] | None = None
 

@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
             return NotImplemented  # a subclass, such as DTensor, takes itself apart first
+        if not GPU.is_counting:
+            return func(*args, **kwargs)
         try:
             return self._run(func, args, kwargs)
         except Exception:
