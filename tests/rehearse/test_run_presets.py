@@ -60,6 +60,8 @@ def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> Non
     specs = [spec_of("550m_64k", name, layers=0) for name in SYSTEMS]
     for found in passed(specs, ranks="0,12"):  # the first and the last position
         expect_planned_memory(found, least=LEAST)
+        kinds = {"weights", "activations", "gathered parameters", "boundaries", "inputs"}
+        assert all(kinds <= set(rank.at_peak) for rank in found.ranks)
 
 
 def test_demos_run_on_gpus() -> None:
