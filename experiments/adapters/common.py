@@ -259,13 +259,19 @@ def _one_of_two(rank: int, train: Callable[[int], None], port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from wlb.parallel import world as worlds
+
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "localhost"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    train(rank)
-    dist.destroy_process_group()
+    worlds.one_gloo_worker(is_one_machine=True)  # two could corrupt the heap (wlb.parallel.gloo)
+    try:
+        dist.init_process_group("gloo")
+        train(rank)
+        dist.barrier()  # a rank that leaves first would close connections that the other still uses
+    finally:
+        worlds.shutdown()  # Gloo's threads could otherwise abort the exit
 
 
 def words_tokenizer() -> Any:
