@@ -32,7 +32,7 @@ TERMS = {
     "activations": ("activations_bytes",),
     "weights, gradients, optimiser": ("parameters_bytes", "gradients_bytes", "optimizer_bytes"),
     "workspace of a layer": ("workspace_bytes",),
-    "stage outputs, logits": ("boundaries_bytes", "logits_bytes"),
+    "stage outputs, logits beyond a workspace": ("boundaries_bytes", "logits_bytes"),
 }
 
 

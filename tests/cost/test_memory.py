@@ -194,9 +194,19 @@ def test_what_caps_allow_fits(dp: int, schedule: Schedule, gib: int, how: Recomp
 
 
 def test_only_the_last_rank_holds_logits():
-    ranks = [memory_of_rank(SEVEN_B, pp_rank=r) for r in range(4)]
+    """Logits count as far as they exceed what a layer needs, which never exists beside them."""
+    chunk = 65536
+    model = replace(SEVEN_B.model, vocab_size=128000)
+    training = replace(SEVEN_B.training, loss_chunk=chunk)
+    spec = replace(SEVEN_B, model=model, training=training)
+    ranks = [memory_of_rank(spec, pp_rank=r) for r in range(4)]
     assert [r.logits_bytes > 0 for r in ranks] == [False, False, False, True]
-    assert ranks[3].logits_bytes == 8192 * 4000 * (2 + 8)
+    local = -(-ranks[3].micro_batch_tokens // spec.parallel.cp)
+    logits = min(chunk, local) * 128000 // spec.parallel.tp * (2 + 8)
+    assert ranks[3].logits_bytes + ranks[3].workspace_bytes + ranks[3].kernel_bytes == logits
+    few = memory_of_rank(replace(spec, training=replace(training, loss_chunk=1)), pp_rank=3)
+    assert few.logits_bytes == 0
+    assert few.total_bytes == ranks[3].total_bytes - ranks[3].logits_bytes
 
 
 def test_longest_micro_batch_follows_the_packing_policy():

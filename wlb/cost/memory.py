@@ -32,10 +32,10 @@ class MemoryEstimate:
     AdamW moments. gradients: float32, unsharded until the last micro-batch, plus their reduced
     shard. Without FSDP (one rank, float32) parameters are the master weights; gradients are not
     copied. activations: of all micro-batches in flight, and tensors kept for the weights' pass.
-    boundaries: stage outputs kept for backward. logits: a chunk of the loss, last pipeline rank
-    only. workspace: further tensors of the running layer, recomputed activations included. kernel:
-    memory that attention's backward kernel allocates, as far as it exceeds the largest other
-    workspace.
+    boundaries: stage outputs kept for backward. workspace: further tensors of the running layer,
+    recomputed activations included. kernel: memory that attention's backward kernel allocates, as
+    far as it exceeds the largest other workspace. logits: a chunk of the loss, last pipeline rank
+    only, as far as it exceeds workspace and kernel, because no layer runs during the loss.
     """
 
     pp_rank: int
@@ -46,9 +46,9 @@ class MemoryEstimate:
     gradients_bytes: int
     activations_bytes: int
     boundaries_bytes: int
-    logits_bytes: int
     workspace_bytes: int
     kernel_bytes: int
+    logits_bytes: int
 
     @property
     def terms(self) -> dict[str, int]:
@@ -260,9 +260,6 @@ def memory_of_rank(
     parameters = _parameters(spec, pp_rank=pp_rank)
     shard = -(-parameters // spec.shard_size)
     has_fsdp = parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
-    # The loss holds logits in compute dtype and in float32, and their gradient.
-    logits = min(spec.training.loss_chunk, _local(spec, tokens)) * (size + 2 * FLOAT32_BYTES)
-    logits *= spec.model.padded_vocab_size // parallel.tp
     activations, boundaries = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
     if step_tokens is not None:
         in_step = _kept_bytes_of_step(spec, pp_rank, step_tokens)
@@ -277,10 +274,20 @@ def memory_of_rank(
         gradients_bytes=FLOAT32_BYTES * (parameters + has_fsdp * shard),
         activations_bytes=activations,
         boundaries_bytes=boundaries,
-        logits_bytes=logits if pp_rank == parallel.pp - 1 else 0,
         workspace_bytes=workspace,
         kernel_bytes=kernel,
+        logits_bytes=max(0, _logits(spec, pp_rank, tokens) - workspace - kernel),
     )
+
+
+def _logits(spec: RunSpec, pp_rank: int, tokens: int) -> int:
+    """Bytes of a chunk of the loss: logits in compute dtype and in float32, and their gradient."""
+    if pp_rank < spec.parallel.pp - 1:
+        return 0
+    values = min(spec.training.loss_chunk, _local(spec, tokens)) * (
+        spec.model.padded_vocab_size // spec.parallel.tp
+    )
+    return values * (_compute_bytes(spec) + 2 * FLOAT32_BYTES)
 
 
 def _gathered(spec: RunSpec, pp_rank: int) -> int:
@@ -356,15 +363,15 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
     one = estimate(window)
     flowing = one.activations_bytes + one.boundaries_bytes
-    # Logits grow with the micro-batch up to one chunk of the loss; the largest are counted.
     fixed = one.total_bytes - flowing - one.workspace_bytes - one.kernel_bytes - one.logits_bytes
     longest_one = estimate(spec.s_max)
-    fixed += longest_one.logits_bytes
+    # Logits grow with the micro-batch up to one chunk of the loss; the largest are counted.
+    logits = _logits(spec, pp_rank, spec.s_max)
     room = memory_bytes - fixed
-    if room <= 0:
+    if room <= logits:
         raise UserError(
-            f"pipeline rank {pp_rank} needs {fixed / GIB:.1f} GiB for weights, gradients and "
-            f"optimiser, more than the {memory_bytes / GIB:.1f} GiB of packing.memory_gib; use "
+            f"pipeline rank {pp_rank} needs {(fixed + logits) / GIB:.1f} GiB for weights, "
+            f"gradients, optimiser and logits, more than the {memory_bytes / GIB:.1f} GiB of packing.memory_gib; use "
             f"more ranks (parallel.tp, pp, dp)"
         )
     # Bytes per token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
@@ -381,11 +388,17 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     # Bytes per token vary a little, because kernels pad each segment. The longest micro-batch
     # counts; the difference is within the tolerance of comparisons with the budget.
     at_work = (longest_one.workspace_bytes + longest_one.kernel_bytes) / spec.s_max + 1
-    s_max = min(spec.s_max, int(room / (longest + at_work)))
-    if (under_way + at_work) * s_max <= room:
+
+    def most_tokens(per_token: float) -> int:
+        """Longest micro-batch that fits with so many bytes a token besides what is at work."""
+        return int(min(room / (per_token + at_work), (room - logits) / per_token))
+
+    s_max = min(spec.s_max, most_tokens(longest))
+    rest = room - max(at_work * s_max, logits)
+    if under_way * s_max <= rest:
         return s_max, None
-    step_tokens = int((room - at_work * s_max) / whole)
-    all_under_way = int(room / (under_way + at_work))
+    step_tokens = int(rest / whole)
+    all_under_way = most_tokens(under_way)
     own_tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
     # `token_caps` applies the same margin.
     margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN
