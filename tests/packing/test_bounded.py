@@ -14,7 +14,7 @@ from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, rel
 from wlb.packing.prices import ONE_PRICE, PriceRange
 from wlb.packing.release import choose
 from wlb.packing.study.measure import measure
-from wlb.packing.waiting import StepLimits
+from wlb.packing.waiting import StepLimits, fitting
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
 
 C = 4096
@@ -316,13 +316,35 @@ def test_steps_are_full_while_more_is_due_than_micro_batches_hold(
 ) -> None:
     """A document of many windows waits: three pieces are T tokens, and S_max admits only two."""
     pack = small(2, 1000, 1500, 3000, max_delay)
-    plans, carry = run(pack, [[1000] * num_pieces, *[[100] * 20] * 40])
+    batches = [[1000] * num_pieces, *[[100] * 20] * 40]
+    at_once, _ = run(pack, batches[:1])
+    assert [p.num_tokens for p in at_once] == [2000] * len(at_once)
+    assert at_once[-1].num_held_tokens <= pack.most_held_tokens
+    plans, carry = run(pack, batches)
     assert len(carry.pieces) == 0
-    behind = [p for p in plans[1:] if p.num_held_tokens >= 2000]
+    behind = [p for p in plans[len(at_once) :] if p.num_held_tokens >= 2000]
     assert [p.num_tokens for p in behind] == [3000] * len(behind)
-    assert len(behind) >= num_pieces - 4
+    assert len(behind) >= num_pieces - 2 * len(at_once) - 4
     # Pieces of the first batch held up others.
     assert sum(p.num_overdue for p in plans) <= most
+
+
+def test_due_documents_leave_past_one_that_the_caps_leave_out() -> None:
+    """The oldest first; a due document too long for what is left of T stops no shorter one."""
+    limits = StepLimits(
+        num_micro_batches=2,
+        tokens_per_step=200,
+        s_max=150,
+        step_tokens=210,
+        max_delay=3,
+        price=0.01,
+    )
+    length = np.array([100, 60, 100, 40, 40, 40])
+    age = np.array([9, 8, 7, 3, 3, 0])
+    taken = choose(length, length * length, age, limits)
+    assert np.flatnonzero(taken).tolist() == [0, 1, 3]
+    assert fitting(length, 210).tolist() == [0, 1, 3]
+    assert fitting(np.array([300]), 210).tolist() == []
 
 
 def test_the_flush_takes_what_is_due_first() -> None:
@@ -350,8 +372,11 @@ def test_work_that_costs_nothing(tokens: int) -> None:
     )
     pack = BoundedPacker(options=options, s_max=200)
     documents = Documents.from_lengths([tokens] * 4)
-    (plan,), carry = pack.push(GlobalBatch(index=0, documents=documents), pack.start())
-    assert plan.num_tokens + carry.num_tokens == 4 * tokens
+    plans, carry = pack.push(GlobalBatch(index=0, documents=documents), pack.start())
+    assert len(plans) == (tokens == 60)  # less than half of a global batch waits for more
+    flushed, carry = pack.push(None, carry)
+    assert sum(p.num_tokens for p in (*plans, *flushed)) == 4 * tokens
+    assert carry.num_tokens == 0
 
 
 def test_plans_do_not_depend_on_the_unit_of_cost() -> None:

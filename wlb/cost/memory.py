@@ -371,8 +371,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     if room <= logits:
         raise UserError(
             f"pipeline rank {pp_rank} needs {(fixed + logits) / GIB:.1f} GiB for weights, "
-            f"gradients, optimiser and logits, more than the {memory_bytes / GIB:.1f} GiB of packing.memory_gib; use "
-            f"more ranks (parallel.tp, pp, dp)"
+            f"gradients, optimiser and logits, more than the {memory_bytes / GIB:.1f} GiB of "
+            f"packing.memory_gib; use more ranks (parallel.tp, pp, dp)"
         )
     # Bytes per token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
     # its passes (whole), of all passes in flight (under_way), of the running layer (at_work).

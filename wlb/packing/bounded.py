@@ -17,7 +17,7 @@ from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
 from wlb.packing.refine import refine
 from wlb.packing.release import choose
 from wlb.packing.var_len import place
-from wlb.packing.waiting import StepLimits
+from wlb.packing.waiting import StepLimits, fitting
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -38,10 +38,10 @@ attention, and with a range of prices (experiments/LOG.md)."""
 class BoundedPacker(PolicyPacker):
     """The policy behind the packer protocol. Carry: slot 0 = held documents, in arrival order.
 
-    A global batch makes one step, as a rule. It makes none while less than half of a global batch
-    waits (while less than a whole one waits, if it brought no document), and several while more
-    than `most_held_tokens` wait: a document of many windows arrives at once, and the batches that
-    its tokens stand for bring nothing.
+    A global batch makes one step, as a rule. It makes none while fewer documents than
+    micro-batches or less than half of N x C tokens wait (less than N x C, if it brought no
+    document), and several while more than `most_held_tokens` wait: a document of many windows
+    arrives at once, and the batches that its tokens stand for bring nothing.
     Cost: O(n log n) in the documents that wait; 0.8 ms for 200, 0.1 s for 51,000.
 
     options: what all policies are told. s_max: longest micro-batch, in tokens, at least the context
@@ -100,17 +100,19 @@ class BoundedPacker(PolicyPacker):
         step, flush = carry.next_step, batch is None
         waiting = Pieces.concat(carry.pieces, self.options.arrived(batch, step))
         plans: list[PackingPlan] = []
-        least = 1 if batch is None else self._least_waiting(batch)
-        while waiting.num_tokens >= least:
+        makes_step = len(waiting) > 0 if batch is None else self._makes_step(batch, waiting)
+        while makes_step:
             plan, waiting = self._step(waiting, step + len(plans), flush=flush)
             plans.append(plan)
-            least = 1 if flush else self.most_held_tokens + 1
+            makes_step = waiting.num_tokens > (0 if flush else self.most_held_tokens)
         return tuple(plans), self._carry(waiting, step + len(plans))
 
-    def _least_waiting(self, batch: GlobalBatch) -> int:
-        """Tokens that must wait for `batch` to make a step."""
-        brought = self.options.tokens_per_step
-        return -(-brought // 2) if len(batch.documents) else brought
+    def _makes_step(self, batch: GlobalBatch, waiting: Pieces) -> bool:
+        """Whether enough waits for a step once `batch` has come."""
+        tokens, brought = waiting.num_tokens, self.options.tokens_per_step
+        if tokens >= brought or not len(batch.documents):
+            return tokens >= brought
+        return len(waiting) >= self.num_micro_batches and 2 * tokens >= brought
 
     def _step(self, waiting: Pieces, step: int, *, flush: bool) -> tuple[PackingPlan, Pieces]:
         work = self.options.workloads(waiting)
@@ -154,8 +156,9 @@ class BoundedPacker(PolicyPacker):
 def _tallest_first(
     waiting: Pieces, work: IntArray, is_due: BoolArray, step_tokens: int
 ) -> BoolArray:
-    """At the end of data: what is due, then the tallest documents together, up to the token cap."""
+    """At the end of data: what is due, then the tallest documents together, each that still fits
+    the token cap."""
     order = np.lexsort((-work, ~is_due))
     taken = np.zeros(len(waiting), bool)
-    taken[order[np.cumsum(waiting.length[order]) <= step_tokens]] = True
+    taken[order[fitting(waiting.length[order], step_tokens)]] = True
     return taken

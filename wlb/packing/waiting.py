@@ -103,7 +103,7 @@ class WaitingDocuments:
         no micro-batch would keep its tokens of T from documents that do."""
         rows = np.flatnonzero(self.age >= self.limits.max_delay)
         rows = rows[np.argsort(-self.age[rows], kind="stable")]
-        rows = rows[np.cumsum(self.length[rows]) <= self.limits.step_tokens]
+        rows = rows[fitting(self.length[rows], self.limits.step_tokens)]
         if self.place(rows[np.argsort(-self.length[rows], kind="stable")])[1]:
             rows = np.delete(rows, self.place(rows)[1])
         forced = np.zeros(len(self.age), bool)
@@ -164,6 +164,21 @@ class OrdinaryDocuments:
         enough = np.flatnonzero(self.sum_work[last[:first]] - self.sum_work[:first] >= work)
         first = int(enough[-1]) if enough.size else 0
         return first, int(last[first])
+
+
+def fitting(length: IntArray, tokens: int) -> IntArray:
+    """Positions, ascending, of the documents (lengths of shape [n]) that fit `tokens` together when
+    each in turn is taken if it still fits."""
+    out: list[IntArray] = []
+    rows = np.flatnonzero(length <= tokens)
+    while rows.size:
+        sums = np.cumsum(length[rows])
+        num = int(np.searchsorted(sums, tokens, "right"))
+        out.append(rows[:num])
+        tokens -= int(sums[num - 1])
+        rows = rows[num:]
+        rows = rows[length[rows] <= tokens]
+    return np.concatenate([np.zeros(0, np.int64), *out])
 
 
 def _class_starts(work: IntArray) -> IntArray:
