@@ -25,6 +25,7 @@ from wlb.plan.metrics import MeasuredStep as MeasuredStep
 from wlb.plan.metrics import StepCounts as StepCounts
 from wlb.plan.metrics import StepMetrics as StepMetrics
 from wlb.plan.metrics import imbalance as imbalance
+from wlb.plan.metrics import late_remark as late_remark
 from wlb.plan.metrics import merge as merge
 from wlb.plan.metrics import predict as predict
 from wlb.plan.packing import Carry as Carry

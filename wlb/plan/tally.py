@@ -136,8 +136,9 @@ class Saves:
 @dataclass(slots=True)
 class Tally:
     """Contents of the summary. losses: mean loss of each step, in order. heldout: loss after
-    executed steps. telemetry: records after the warm-up. refused: steps that were not finite, by
-    the action taken; skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
+    executed steps. overdue: pieces later than packing.max_delay. telemetry: records after the
+    warm-up. refused: steps that were not finite, by the action taken; skipped_tokens: tokens of
+    skipped ones. rows: of hooks, by name."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -146,6 +147,7 @@ class Tally:
     shardings: dict[str, int] = field(default_factory=dict[str, int])
     token_delays: float = 0.0
     max_delay: int = 0
+    overdue: int = 0
     padding: int = 0
     held: int = 0
     train_time_s: float = 0.0
@@ -168,6 +170,7 @@ class Tally:
             self.shardings[name] = self.shardings.get(name, 0) + count
         self.token_delays += measured.mean_delay * measured.num_tokens
         self.max_delay = max(self.max_delay, measured.max_delay)
+        self.overdue += predicted.num_overdue
         self.padding += measured.num_padding_tokens
         self.held = measured.num_held_tokens
         self.train_time_s += measured.step_time_s or 0.0

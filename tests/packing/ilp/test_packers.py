@@ -419,3 +419,13 @@ def test_one_thread_after_several_is_no_error() -> None:
             num_micro_batches=2,
         )
         assert report.status == "optimal"
+
+
+@BOTH_SOLVERS
+def test_a_solver_prints_nothing(solver: Solver, capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output belongs to the caller: `wlb plan --ilp --json` prints JSON there."""
+    sys.stdout.write("before")
+    pieces = pieces_of([5, 4, 3])
+    solve_fixed(pieces, options=options(), ilp=exact(solver), num_micro_batches=2)
+    sys.stdout.write("after")
+    assert capfd.readouterr().out == "beforeafter"

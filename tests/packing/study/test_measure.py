@@ -67,6 +67,7 @@ def test_imbalance_in_its_three_times_and_its_three_means() -> None:
     assert s.attention_time_weighted == pytest.approx((100 + 400) * 2 / (200 + 500))
     assert s.imbalance_step == s.imbalance  # this cost has one ratio of forward to backward
     assert s.step_time_weighted == s.imbalance_time_weighted
+    assert s.imbalance_dear == pytest.approx((1.0 + (600 + 0.6 * 400) * 2 / (800 + 0.6 * 500)) / 2)
     assert s.lower_bound == pytest.approx(1.25)  # the 20 alone is 1.5 of the mean
 
 

@@ -229,6 +229,16 @@ def test_a_run_that_recorded_little_has_a_page_too(tmp_path: Path) -> None:
     assert "No table of ranks was recorded" in text
 
 
+def test_the_page_warns_of_documents_later_than_the_maximum_delay(tmp_path: Path) -> None:
+    lines = [step(1), step(2)]
+    fine = text_of(run_page(read_run(write(tmp_path / "fine", [start(), *lines]))))
+    assert "later than packing.max_delay" not in fine
+    lines[1]["predicted"]["num_overdue"] = 5
+    lines[1]["measured"]["max_delay"] = 13
+    late = text_of(run_page(read_run(write(tmp_path / "late", [start(), *lines]))))
+    assert "5 pieces of documents were trained later than packing.max_delay, up to 13" in late
+
+
 def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> None:
     line = step(1)
     line["measured"]["telemetry"]["work"]["peak_flops"] = 0.0

@@ -97,6 +97,21 @@ def test_a_dumb_terminal_gets_lines_at_once() -> None:
         assert "1/3" in file.getvalue()
 
 
+def test_late_documents_are_told_once_and_counted_in_the_summary() -> None:
+    console, tally = Console(file=StringIO(), width=400), Tally()
+    late = replace(PREDICTED, num_overdue=3, max_delay=14)
+    with Display(console, "a run", total_steps=3) as screen:
+        for step, predicted in enumerate((PREDICTED, late, late)):
+            screen.step(step + 1, metrics(step), predicted, None)
+            tally.add(replace(metrics(step), max_delay=predicted.max_delay), predicted, None)
+    assert isinstance(console.file, StringIO)
+    (warning,) = [x for x in console.file.getvalue().splitlines() if "warning" in x]
+    said = ("in step 2, 3 pieces", "up to 14 steps", "raise packing.step_tokens or packing.s_max")
+    assert lacks(warning, *said) == []
+    summary(console, tally, files={}, wall_s=1.0)
+    assert "6 pieces of documents were trained later" in console.file.getvalue()
+
+
 def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     def said(tally: Tally) -> str:
         console = Console(file=StringIO(), width=250)

@@ -13,8 +13,12 @@ CBC is started by path, because PuLP's class for the binary it ships warns that 
 
 import importlib
 import math
+import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -93,7 +97,8 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
     )
     # These are the steps of the interface's solve(); the start has to be set between building the
     # model and running it.
-    api.createAndConfigureSolver(problem)
+    with _without_banner():
+        api.createAndConfigureSolver(problem)
     api.buildSolverModel(problem)
     model, columns = problem.solverModel, problem.variables()
     start = highspy.HighsSolution()
@@ -117,6 +122,21 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         is_infeasible=status == ended.kInfeasible,
         bound=bound if is_proven or problem.isMIP() else -math.inf,
     )
+
+
+@contextmanager
+def _without_banner() -> Iterator[None]:
+    """Sends file descriptor 1 to nowhere: HiGHS prints its version when an object of it is made,
+    before any option can silence it, and would mix that with the JSON of `wlb plan --json`."""
+    sys.stdout.flush()
+    with open(os.devnull, "wb") as nowhere:
+        kept = os.dup(1)
+        try:
+            os.dup2(nowhere.fileno(), 1)
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:

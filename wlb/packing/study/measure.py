@@ -32,6 +32,8 @@ DELAY_BINS = 1024
 """Delays of at least this many iterations share a bin of the histogram; `max_delay` is exact."""
 LONGEST = 0.1
 """Share of labels that count as those of the longest documents."""
+DEAR = 1.6
+"""Factor of attention's price in `PackingSummary.imbalance_dear`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,9 @@ class PackingSummary:
     imbalance, imbalance_p95, imbalance_max and imbalance_time_weighted are of forward latency:
     mean, 95th percentile, maximum and time-weighted over steps; lower_bound: of the mean imbalance,
     for the same documents in the same steps; imbalance_step and step_time_weighted are of forward +
-    backward; imbalance_attention, attention_p95 and attention_time_weighted of attention alone.
+    backward; imbalance_dear: imbalance_step of the same plans if attention takes DEAR times its
+    price, so that a policy's dependence on prices shows; imbalance_attention, attention_p95 and
+    attention_time_weighted of attention alone.
     num_steps: without the flush. mean_delay, p99_delay, max_delay: of a token. mean_advance: of
     tokens trained before the step that was next when they came. num_overdue: pieces trained later
     than the policy's maximum. tokens_per_step: mean; tokens_cv: standard deviation / mean.
@@ -68,6 +72,7 @@ class PackingSummary:
     attention_time_weighted: float
     imbalance_step: float
     step_time_weighted: float
+    imbalance_dear: float
     lower_bound: float
     mean_delay: float
     p99_delay: int
@@ -192,13 +197,16 @@ def _balance(
     stream: Sequence[PackingPlan], cost: WorkloadModel
 ) -> tuple[StepLoads, dict[str, float]]:
     """Forward loads of the steps of the stream, and the summary's fields about balance."""
-    forward, attention, both = StepLoads(), StepLoads(), StepLoads()
+    forward, attention, both, dear = StepLoads(), StepLoads(), StepLoads(), StepLoads()
     bounds: list[float] = []
     for plan in stream:
         lengths, offsets = _segments(plan)
         mean = forward.add(_of_micro_batches(cost.forward_latency_ns(lengths), offsets))
-        attention.add(_of_micro_batches(cost.attention_ns(lengths), offsets))
+        of_attention = _of_micro_batches(cost.attention_ns(lengths), offsets)
+        attention.add(of_attention)
         both.add(plan.workload_ns)
+        more = np.rint((DEAR - 1) * of_attention).astype(np.int64)
+        dear.add(plan.workload_ns + more)
         # The bound is of the longest piece alone, in every layout: another packing could join it to
         # fewer documents or pad it less.
         tallest = int(cost.forward_latency_ns(plan.pieces.length).max(initial=0))
@@ -213,6 +221,7 @@ def _balance(
         "attention_time_weighted": attention.time_weighted,
         "imbalance_step": float(both.imbalance.mean()),
         "step_time_weighted": both.time_weighted,
+        "imbalance_dear": float(dear.imbalance.mean()),
         "lower_bound": float(np.mean(bounds or [1.0])),
     }
 

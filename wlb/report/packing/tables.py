@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from wlb.packing.study.measure import PackingSummary
+from wlb.packing.study.measure import DEAR, PackingSummary
 from wlb.packing.study.tune import Tuning
-from wlb.plan import IntArray
+from wlb.plan import IntArray, late_remark
 from wlb.plan.plain import PlainRecord
 from wlb.report.tables import new_table
 from wlb.spec import LossNormalizer
@@ -34,6 +34,7 @@ COLUMNS: tuple[tuple[str, Cell, int], ...] = (
     ("p95", _of_steps("imbalance_p95", ".3f"), 5),
     ("time-w.", _of_steps("imbalance_time_weighted", ".3f"), 3),
     ("F+B", _of_steps("imbalance_step", ".3f"), 2),
+    (f"W_a x {DEAR}", _of_steps("imbalance_dear", ".3f"), 2),
     ("attention", _of_steps("imbalance_attention", ".3f"), 11),
     ("bound", _of_steps("lower_bound", ".3f"), 12),
     ("delay", lambda s: f"{s.mean_delay:.2f}", 0),
@@ -54,15 +55,18 @@ COLUMNS: tuple[tuple[str, Cell, int], ...] = (
 CAPTION = (
     "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
     "of steps; time-w.: sum of slowest / sum of means; F+B: forward and backward, which is what "
-    "packing balances; delay, p99, max: iterations a token waits (the paper: 0.5 on average); tok. "
+    f"packing balances; W_a x {DEAR}: F+B of the same plans if attention takes {DEAR} times its "
+    "price; delay, p99, max: iterations a token waits (the paper: 0.5 on average); tok. "
     "CV: variation of tokens per step; long wt: weight of a label of the longest documents, a "
     "tenth of all labels, in a step's mean loss (1: that of others); held: tokens that wait after "
-    "a step; ms: packing time of a global batch"
+    "a step; ms: packing time of a global batch; original cuts documents where windows end, as "
+    "loaders of token streams do; long whole keeps those as long as a window in one piece, as the "
+    "paper's loader does"
 )
 
 
 def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
-    """A sentence for each row that held back much until the data ended."""
+    """Sentences about rows that held back much until the data ended, or trained documents late."""
     out: list[str] = []
     for s in summaries:
         share = s.flushed_tokens / s.num_tokens
@@ -76,6 +80,8 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
                 f"{s.label}: {share:.0%} of tokens were still held when the data ended; they count "
                 f"for delay and not for imbalance"
             )
+        if s.num_overdue:
+            out.append(f"{s.label}: {late_remark(s.num_overdue, s.max_delay)}")
     return out
 
 

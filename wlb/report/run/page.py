@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import AS_PROFILED, TERMS, UserError
+from wlb.plan import AS_PROFILED, TERMS, UserError, late_remark
 from wlb.plan.tally import Tally
 from wlb.report.plots import svg
 from wlb.report.render import render
@@ -40,6 +40,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         layout=layout_text(spec).replace("GPUs", "GPUs" if device == "cuda" else "ranks"),
         steps_done=int(records.steps_done[-1]),
         totals=totals,
+        late=late_remark(totals.overdue, totals.max_delay) if totals.overdue else "",
         term_names=TERMS,
         figures={name: svg(figure, name) for name, figure in figures.items()},
         ranks=_ranks(records) if records.tables else None,

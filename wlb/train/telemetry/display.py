@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work
+from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work, late_remark
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 
 _ROWS = 14
@@ -30,6 +30,7 @@ class Display:
         self.console, self.title, self.total_steps = console, title, total_steps
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
+        self._has_warned = False
         self._live: Live | None = None
         # A dumb terminal would show a live table only when it ends.
         if console.is_terminal and not console.is_dumb_terminal:
@@ -52,7 +53,8 @@ class Display:
     def step(
         self, steps_done: int, m: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
     ) -> None:
-        """A row of the table of steps; plain: of Plain-4D."""
+        """A row of the table of steps, and a warning with the first documents that are later than
+        packing.max_delay; plain: of Plain-4D."""
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
         chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
@@ -71,6 +73,10 @@ class Display:
             self._live.update(self._table())
         else:
             self.console.print(_line(row), soft_wrap=True)
+        if predicted.num_overdue and not self._has_warned:
+            self._has_warned = True
+            late = late_remark(predicted.num_overdue, predicted.max_delay)
+            self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
         note = f"held-out loss {loss:.3f} after {step} steps"
@@ -201,6 +207,8 @@ def _balance(table: Table, tally: Tally) -> None:
     table.add_row(
         "token delay", f"{tally.mean_delay:.2f} steps on average, {tally.max_delay} at most"
     )
+    if tally.overdue:
+        table.add_row("late", late_remark(tally.overdue, tally.max_delay))
 
 
 def _measured(table: Table, measured: MeasuredShare) -> None:
