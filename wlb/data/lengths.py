@@ -197,7 +197,9 @@ def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
         )
     if not isinstance(array, np.ndarray) or array.dtype.kind == "f":
         entries = array.tolist() if isinstance(array, np.ndarray) else array
-        array = np.array([_whole(name, i, v) for i, v in enumerate(entries)], np.int64)
+        if not all(type(v) is int and -(2**63) <= v < 2**63 for v in entries):
+            entries = [_whole(name, i, v) for i, v in enumerate(entries)]
+        array = np.array(entries, np.int64)
     if not array.size:
         raise UserError(f"{name} has no lengths; the corpus has no document")
     if (i := first_true((array < 1) | (array > 2**62))) is not None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import STEP_ORDER, PolicyPacker, Pushed, permuted
+from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
 from wlb.plan import (
     Carry,
     GlobalBatch,
@@ -160,11 +161,19 @@ def greedy(
             f"{pieces.num_tokens} tokens do not fit {num_micro_batches} micro-batches of "
             f"{capacity} tokens; use more micro-batches or a larger window"
         )
-    lengths, work = pieces.length.tolist(), attention_ns.tolist()
+    order = np.argsort(-pieces.length, kind="stable")
+    rows, lengths, work = (x.tolist() for x in (order, pieces.length[order], attention_ns[order]))
     micro_batches = _LeastWorkFirst(num_micro_batches, capacity)
     parts: list[Part] = []
-    for row in np.argsort(-pieces.length, kind="stable").tolist():
-        parts += [(row, begin, j) for begin, j in micro_batches.add(lengths[row], work[row])]
+    at = 0
+    for first, stop in (*runs_of(lengths, work, num_bins=num_micro_batches), (len(rows), 0)):
+        for i in range(at, first):
+            parts += [(rows[i], begin, j) for begin, j in micro_batches.add(lengths[i], work[i])]
+        at = first
+        if stop:
+            target = micro_batches.add_equal(stop - first, lengths[first], work[first])
+            at += len(target)
+            parts += [(row, 0, j) for row, j in zip(rows[first:at], target, strict=True)]
     return cut_into(pieces, parts, num_micro_batches=num_micro_batches)
 
 
@@ -227,6 +236,21 @@ class _LeastWorkFirst:
             yield begin, j
         self.parked = [(-self.room[j], j) for _, j in self.parked]
         heapq.heapify(self.parked)
+
+    def add_equal(self, num: int, length: int, work: int) -> list[int]:
+        """The micro-batches of equal documents that `add` would place whole, as many as fit."""
+        if not fits_64_bits(self.work, work, num):
+            return []
+        room = [tokens // length for tokens in self.room]
+        target = least_loaded(self.work, work, num, room=room)
+        for j, count in enumerate(np.bincount(target, minlength=len(room)).tolist()):
+            self._put(j, count * length, count * work)
+        free = [j for j, tokens in enumerate(self.room) if tokens >= length]
+        self.by_work = [(self.work[j], j) for j in free]
+        self.parked = [(-tokens, j) for j, tokens in enumerate(self.room) if tokens < length]
+        heapq.heapify(self.by_work)
+        heapq.heapify(self.parked)
+        return target.tolist()
 
     def _put(self, j: int, length: int, work: int) -> None:
         self.room[j] -= length

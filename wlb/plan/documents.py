@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from wlb.plan.arrays import IntArray, IntLike, check_minimum, int_array
+from wlb.plan.arrays import IntArray, IntLike, check_minimum, distinct, int_array
 from wlb.plan.errors import UserError
 
 IGNORE = -100
@@ -251,7 +251,7 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if ends.size else 0
     cuts = np.asarray(offsets, np.int64)
-    edges = np.unique(np.concatenate([[0], ends, cuts[(cuts > 0) & (cuts < total)]]))
+    edges = distinct(np.concatenate([[0], ends, cuts[(cuts > 0) & (cuts < total)]]))
     row = np.searchsorted(ends, edges[:-1], side="right")
     begin = pieces.start[row] + edges[:-1] - (ends - pieces.length)[row]
     length = np.diff(edges)

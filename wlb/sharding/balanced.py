@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from wlb.cost import WorkloadModel
+from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
 from wlb.plan import IntArray, IntLike, ShardingPlan
 from wlb.sharding.hybrid import hybrid, shares_of
 from wlb.sharding.per_document import document_chunks
@@ -110,17 +111,39 @@ class _DealtDocuments:
 
     def whole(self, who: IntArray, work: IntArray) -> None:
         """Documents `who`, each on the least loaded rank with room for it."""
-        load, room = self.load, self.room
-        columns = (who.tolist(), self.ordered[who].tolist(), work[who].tolist())
-        for document, size, part in zip(*columns, strict=True):
-            with_room = [r for r in range(self.cp) if room[r] >= size]
-            if not with_room:
-                self.left.append(document)
-                continue
-            best = min(with_room, key=load.__getitem__)
-            self.spans.append((document, 0, size, best))
-            load[best] += part
-            room[best] -= size
+        columns = (self.ordered[who].tolist(), work[who].tolist())
+        at = 0
+        for first, stop in (*runs_of(*columns, num_bins=self.cp), (len(who), 0)):
+            for i in range(at, first):
+                self._whole(int(who[i]), columns[0][i], columns[1][i])
+            at = first
+            if stop:
+                at += self._equal(who[first:stop].tolist(), columns[0][first], columns[1][first])
+
+    def _whole(self, document: int, size: int, part: int) -> None:
+        """A document on the least loaded rank with room for it."""
+        with_room = [r for r in range(self.cp) if self.room[r] >= size]
+        if not with_room:
+            self.left.append(document)
+            return
+        best = min(with_room, key=self.load.__getitem__)
+        self.spans.append((document, 0, size, best))
+        self.load[best] += part
+        self.room[best] -= size
+
+    def _equal(self, documents: list[int], size: int, part: int) -> int:
+        """Documents of equal size and work as by `_whole`, as many as find room; their number."""
+        if not fits_64_bits(self.load, part, len(documents)):
+            return 0
+        room = [tokens // size for tokens in self.room]
+        target = least_loaded(self.load, part, len(documents), room=room)
+        self.spans += [
+            (document, 0, size, r) for document, r in zip(documents, target.tolist(), strict=False)
+        ]
+        for r, count in enumerate(np.bincount(target, minlength=self.cp).tolist()):
+            self.load[r] += count * part
+            self.room[r] -= count * size
+        return target.size
 
     def fill(self) -> None:
         """Cut the documents in `left` so that they fill the ranks with most room first."""

@@ -17,7 +17,7 @@ from wlb.plan import (
     int_array,
     offsets_of,
 )
-from wlb.plan.arrays import first_true
+from wlb.plan.arrays import distinct, first_true
 
 
 class RankedSpans(NamedTuple):
@@ -63,7 +63,7 @@ def cut_sequence(lengths: IntArray, edges: IntArray, rank: IntArray) -> RankedSp
     [edges[i], edges[i + 1]) of the sequence, on rank[i]; edges go from 0 to the total, not down.
     """
     offsets = offsets_of(lengths)
-    cuts = np.unique(np.concatenate([edges, offsets]))
+    cuts = distinct(np.concatenate([edges, offsets]))
     start, stop = cuts[:-1], cuts[1:]
     owner = rank[np.searchsorted(edges, start, side="right") - 1]
     piece = np.searchsorted(offsets, start, side="right") - 1
