@@ -8,7 +8,7 @@ import pytest
 from tests.simulate.runs import made, spec_of
 from wlb.cost import in_flight, memory_of_rank
 from wlb.simulate import pipeline_order
-from wlb.simulate.memory import PassBytes, pass_bytes, peak_activation_bytes
+from wlb.simulate.memory import PassBytes, pass_bytes, peak_held_bytes
 from wlb.spec import ModelSpec, ParallelSpec, PipelineSection, Recompute, RunSpec, Schedule, check
 
 ONE = np.array([1] * 64)
@@ -29,7 +29,7 @@ def peaks(
         for name, other in (("kept", 1), ("output", 0), ("waiting", 1))
     )
     held = PassBytes(kept=kept, output=output, waiting=waiting)
-    return [int(peak_activation_bytes(passes, held, [1] * pp * v)) for passes in order]
+    return [int(peak_held_bytes(passes, held, [1] * pp * v)) for passes in order]
 
 
 def test_1f1b_holds_as_many_micro_batches_as_ranks_follow() -> None:

@@ -9,6 +9,7 @@ formulas.
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from wlb.cost.budget import GIB as GIB
 from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
@@ -91,37 +92,81 @@ def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
             return first_chunks + after, pp_rank * spec.pp.weight_delay
 
 
-def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int]]:
+class HeldBytes(NamedTuple):
+    """Bytes that passes hold on a rank: layers' activations (and what waits for the weights' pass),
+    stage outputs, and gradients of the stages that have them."""
+
+    activations: int
+    outputs: int
+    gradients: int
+
+
+def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int, int]]:
     """States of a rank around its backward passes: (layers with kept activations, stages with kept
-    outputs, layers that wait for the weights' pass). Equal to the simulator's count."""
-    layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
+    outputs, layers that wait for the weights' pass, bytes of gradients). Equal to the simulator's
+    count."""
+    stages = list(spec.stages_of(pp_rank))
+    layers = [spec.stage_layers[stage] for stage in stages]
     v, n = len(layers), spec.micro_batches_per_pipeline
     group = n // max(1, n // spec.parallel.pp)
     warmup, delay = _warmup(spec, pp_rank)
     chunks = [k // group % v for k in range(n * v)]
     begun = [0, *accumulate(layers[c] for c in chunks)]
     done = [0, *accumulate(layers[v - 1 - c] for c in chunks)]
-    out: set[tuple[int, int, int]] = set()
+    made = [stage_gradient_bytes(spec, stage=stage) for stage in stages]
+    gradients = [
+        0,
+        *accumulate(made[v - 1 - c] * (chunks.index(c) == k) for k, c in enumerate(chunks)),
+    ]
+    out = {(0, 0, 0, gradients[-1])}
     for k in range(n * v):
         forward = min(warmup + 1 + k, n * v)
         if not spec.splits_backward:
-            out.add((begun[forward] - done[k], forward - k, 0))
+            out.add((begun[forward] - done[k], forward - k, 0, gradients[k]))
             continue
         weights = max(0, k - delay)
         for back in (k, k + 1):
             waiting = done[back] - done[weights]
-            out.add((begun[forward] - done[back], forward - back, waiting))
+            out.add((begun[forward] - done[back], forward - back, waiting, gradients[weights]))
     return out
 
 
-def held_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> tuple[int, int]:
-    """(activations, stage outputs) of a rank when it holds most; micro-batches of one length."""
+def held_bytes(
+    spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int, most: tuple[int, int] | None = None
+) -> HeldBytes:
+    """What a rank's passes hold when that is most; micro-batches of one length. most: bounds of
+    activations and of outputs."""
+    kept, waiting, output = (
+        bytes_of(spec, micro_batch_tokens=micro_batch_tokens)
+        for bytes_of in (layer_activation_bytes, layer_waiting_bytes, stage_output_bytes)
+    )
+    states = (
+        HeldBytes(k * kept + w * waiting, n * output, gradients)
+        for k, n, w, gradients in _held_at_once(spec, pp_rank)
+    )
+    if most is not None:
+        states = (
+            HeldBytes(min(s.activations, most[0]), min(s.outputs, most[1]), s.gradients)
+            for s in states
+        )
+    return max(states, key=sum)
+
+
+def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> int:
+    """Most bytes of activations and stage outputs that a rank holds, whatever gradients exist."""
     kept, waiting, output = (
         bytes_of(spec, micro_batch_tokens=micro_batch_tokens)
         for bytes_of in (layer_activation_bytes, layer_waiting_bytes, stage_output_bytes)
     )
     states = _held_at_once(spec, pp_rank)
-    return max(((k * kept + w * waiting, n * output) for k, n, w in states), key=sum)
+    return max(k * kept + w * waiting + n * output for k, n, w, _ in states)
+
+
+def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
+    """Bytes of a stage's gradients on one TP rank: float32, and with FSDP their reduced shard."""
+    count = stage_parameters(spec, stage=stage)
+    shard = -(-count // spec.shard_size) if _has_fsdp(spec) else 0
+    return FLOAT32_BYTES * (count + shard)
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
@@ -255,15 +300,13 @@ def memory_of_rank(
 
     step_tokens: T, tokens of a step over all pipelines; None: unbounded.
     """
-    parallel, size = spec.parallel, _compute_bytes(spec)
+    size = _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
     parameters = _parameters(spec, pp_rank=pp_rank)
     shard = -(-parameters // spec.shard_size)
-    has_fsdp = parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
-    activations, boundaries = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
-    if step_tokens is not None:
-        in_step = _kept_bytes_of_step(spec, pp_rank, step_tokens)
-        activations, boundaries = min(activations, in_step[0]), min(boundaries, in_step[1])
+    has_fsdp = _has_fsdp(spec)
+    most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
+    held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
     workspace, kernel = workspaces_bytes(spec, micro_batch_tokens=tokens)
     return MemoryEstimate(
         pp_rank=pp_rank,
@@ -271,13 +314,17 @@ def memory_of_rank(
         micro_batch_tokens=tokens,
         parameters_bytes=(_gathered(spec, pp_rank) if has_fsdp else parameters) * size,
         optimizer_bytes=(2 + has_fsdp) * FLOAT32_BYTES * shard,
-        gradients_bytes=FLOAT32_BYTES * (parameters + has_fsdp * shard),
-        activations_bytes=activations,
-        boundaries_bytes=boundaries,
+        gradients_bytes=held.gradients,
+        activations_bytes=held.activations,
+        boundaries_bytes=held.outputs,
         workspace_bytes=workspace,
         kernel_bytes=kernel,
         logits_bytes=max(0, _logits(spec, pp_rank, tokens) - workspace - kernel),
     )
+
+
+def _has_fsdp(spec: RunSpec) -> bool:
+    return spec.parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
 
 
 def _logits(spec: RunSpec, pp_rank: int, tokens: int) -> int:
@@ -361,9 +408,11 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
 
     window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
+    # All gradients are counted beside all activations in flight, which is a little too much.
+    gradients = sum(stage_gradient_bytes(spec, stage=s) for s in spec.stages_of(pp_rank))
+    flowing = most_activation_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=window)
     one = estimate(window)
-    flowing = one.activations_bytes + one.boundaries_bytes
-    fixed = one.total_bytes - flowing - one.workspace_bytes - one.kernel_bytes - one.logits_bytes
+    fixed = one.parameters_bytes + one.optimizer_bytes + gradients
     longest_one = estimate(spec.s_max)
     # Logits grow with the micro-batch up to one chunk of the loss; the largest are counted.
     logits = _logits(spec, pp_rank, spec.s_max)

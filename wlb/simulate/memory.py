@@ -1,6 +1,7 @@
-"""Peak activations of a pipeline rank, from the order of its passes.
+"""Peak memory of a pipeline rank, from the order of its passes.
 
-Forward keeps a stage's activations and its output; backward frees both. With a split backward, the
+Forward keeps a stage's activations and its output; backward frees both, and the first one of a
+stage leaves gradients, to which later ones add. With a split backward, the
 inputs' pass frees them and leaves the inputs of linear layers and the gradients of their outputs
 for the weights' pass: as many bytes as forward keeps without recompute.
 """
@@ -11,7 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost import memory_of_rank
-from wlb.cost.memory import layer_activation_bytes, layer_waiting_bytes, stage_output_bytes
+from wlb.cost.memory import (
+    layer_activation_bytes,
+    layer_waiting_bytes,
+    stage_gradient_bytes,
+    stage_output_bytes,
+)
 from wlb.plan import IntArray
 from wlb.simulate.order import Action, PassKind, pipeline_order
 from wlb.spec import RunSpec
@@ -41,10 +47,14 @@ def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) ->
     return np.array(found, np.int64)[place].reshape(tokens.shape)
 
 
-def peak_activation_bytes(
-    order: Sequence[Action], passes: PassBytes, layers: Sequence[int]
+def peak_held_bytes(
+    order: Sequence[Action],
+    passes: PassBytes,
+    layers: Sequence[int],
+    gradients: Sequence[int] | None = None,
 ) -> IntArray:
-    """Peak bytes of a rank with this order of passes, shape [...]; layers: by stage."""
+    """Peak bytes of a rank with this order of passes, shape [...]: of activations and outputs, and
+    of gradients that a stage's first backward leaves. layers, gradients (bytes): by stage."""
     kept, output, waiting = passes
     none = np.zeros_like(output)
     in_layer, in_stage = (
@@ -58,8 +68,11 @@ def peak_activation_bytes(
     )
     held = np.zeros(kept.shape[:-1], np.int64)
     peak = held
+    left = dict(enumerate(gradients or ()))
     for stage, kind, i in order:
         held = held + in_layer[kind][..., i] * layers[stage] + in_stage[kind][..., i]
+        if kind in (PassKind.BACKWARD, PassKind.BACKWARD_WEIGHT):
+            held = held + left.pop(stage, 0)
         peak = np.maximum(peak, held)
     return peak
 
@@ -71,11 +84,19 @@ def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
     lengths = np.array(tokens, np.int64)
     pp = spec.parallel.pp
     order = pipeline_order(spec.pp, pp=pp, num_micro_batches=len(tokens))[pp_rank]
-    held = peak_activation_bytes(order, pass_bytes(spec, lengths), spec.stage_layers)
+    gradients = stage_gradients(spec)
+    held = peak_held_bytes(order, pass_bytes(spec, lengths), spec.stage_layers, gradients)
     return int(held) + rest_bytes(spec, pp_rank=pp_rank, longest=int(lengths.max()))
 
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
-    """Bytes of a rank without activations and stage outputs; longest: tokens of a micro-batch."""
+    """Bytes of a rank without activations, stage outputs and gradients; longest: tokens of a
+    micro-batch."""
     estimate = memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=longest)
-    return estimate.total_bytes - estimate.activations_bytes - estimate.boundaries_bytes
+    held = estimate.activations_bytes + estimate.boundaries_bytes + estimate.gradients_bytes
+    return estimate.total_bytes - held
+
+
+def stage_gradients(spec: RunSpec) -> list[int]:
+    """Bytes of each stage's gradients on one rank."""
+    return [stage_gradient_bytes(spec, stage=stage) for stage in range(spec.num_stages)]

@@ -15,7 +15,7 @@ import numpy as np
 from wlb.cost import ProfiledWorkload
 from wlb.plan import FloatArray, IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
-from wlb.simulate.memory import pass_bytes, peak_activation_bytes, rest_bytes
+from wlb.simulate.memory import pass_bytes, peak_held_bytes, rest_bytes, stage_gradients
 from wlb.simulate.order import Order, PassKind
 from wlb.simulate.prices import (
     CALLS,
@@ -187,19 +187,22 @@ class Simulation:
     @property
     def peak_activation_bytes(self) -> IntArray:
         """Peak of the pipeline that holds most, [steps, pp]."""
+        return self._peaks(None)
+
+    def _peaks(self, gradients: list[int] | None) -> IntArray:
         held, layers = pass_bytes(self.simulator.spec, self.prices.tokens), self.prices.layers
         peaks = [
-            peak_activation_bytes(passes, held, layers).max(axis=1)
+            peak_held_bytes(passes, held, layers, gradients).max(axis=1)
             for passes in self.simulator.order
         ]
         return np.stack(peaks, axis=1)
 
     @property
     def peak_memory_bytes(self) -> IntArray:
-        """Peak of resident bytes, [steps, pp]: activations from the step's own passes, all else as
-        `wlb.cost.memory` estimates it for its longest micro-batch."""
+        """Peak of resident bytes, [steps, pp]: activations and gradients from the step's own
+        passes, all else as `wlb.cost.memory` estimates it for its longest micro-batch."""
         spec = self.simulator.spec
-        out = self.peak_activation_bytes.copy()
+        out = self._peaks(stage_gradients(spec))
         for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):
             for rank in range(spec.parallel.pp):
                 out[s, rank] += rest_bytes(spec, pp_rank=rank, longest=longest)
