@@ -202,7 +202,9 @@ def test_only_the_last_rank_holds_logits():
     ranks = [memory_of_rank(spec, pp_rank=r) for r in range(4)]
     assert [r.logits_bytes > 0 for r in ranks] == [False, False, False, True]
     local = -(-ranks[3].micro_batch_tokens // spec.parallel.cp)
-    logits = min(chunk, local) * 128000 // spec.parallel.tp * (2 + 8)
+    vocabulary, width = 128000 // spec.parallel.tp, spec.model.hidden_size
+    logits = min(chunk, local) * vocabulary * (2 + 4)
+    logits += 2 * local * width * 2 + vocabulary * width * (2 + 4)
     assert ranks[3].logits_bytes + ranks[3].workspace_bytes + ranks[3].kernel_bytes == logits
     few = memory_of_rank(replace(spec, training=replace(training, loss_chunk=1)), pp_rank=3)
     assert few.logits_bytes == 0

@@ -149,7 +149,7 @@ def test_a_dry_run_shows_caps(corpus: Path, tmp_path: Path) -> None:
     assert "allocator's gaps 4.74 GiB) fit micro-batches of 1,024 tokens" in text
     text = shown(spec_of(tmp_path, corpus, 2.0, packing={"s_max": 0}, **LAYOUT))
     assert "memory: pipeline rank " in text
-    assert ") fit micro-batches of 176 tokens (S_max 1.38" in text
+    assert ") fit micro-batches of 147 tokens (S_max 1.15" in text
     assert "│ 0.002 GiB" in text
 
 

@@ -8,6 +8,8 @@ from wlb.cost.calibrate import Scales as Scales
 from wlb.cost.calibrate import calibrated_name as calibrated_name
 from wlb.cost.calibrate import fit_scales as fit_scales
 from wlb.cost.calibrate import scaled_profile as scaled_profile
+from wlb.cost.caps import TokenCaps as TokenCaps
+from wlb.cost.caps import token_caps as token_caps
 from wlb.cost.flops import attention_backward_flops as attention_backward_flops
 from wlb.cost.flops import attention_forward_flops as attention_forward_flops
 from wlb.cost.flops import causal_pairs as causal_pairs
@@ -35,11 +37,9 @@ from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
 from wlb.cost.memory import MemoryEstimate as MemoryEstimate
-from wlb.cost.memory import TokenCaps as TokenCaps
 from wlb.cost.memory import in_flight as in_flight
 from wlb.cost.memory import memory_estimate as memory_estimate
 from wlb.cost.memory import memory_of_rank as memory_of_rank
-from wlb.cost.memory import token_caps as token_caps
 from wlb.cost.profile import AttentionTable as AttentionTable
 from wlb.cost.profile import Collective as Collective
 from wlb.cost.profile import CollectiveCost as CollectiveCost

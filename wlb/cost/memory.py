@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from wlb.cost.budget import GIB as GIB
 from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
-from wlb.plan import UserError
 from wlb.spec import Dtype, Policy, Recompute, Remainder, RunSpec, Schedule, Strategy
 
 FLOAT32_BYTES = 4
@@ -22,6 +21,9 @@ DEALT_MARGIN = 0.88
 ROWS_OF_SEGMENT = 128
 """Mean rows of a segment on a rank, at least, of an attention call: kernels pad each segment by up
 to 128 rows. In steps of Table 1's lengths the mean was 106 (`paper`) to 400 (`wlb`) at least."""
+
+INPUT_BYTES = 80
+"""Of a row of a micro-batch, besides RoPE's tables: ids, labels, positions, rows to gather."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +37,9 @@ class MemoryEstimate:
     copied. activations: of all micro-batches in flight, and tensors kept for the weights' pass.
     boundaries: stage outputs kept for backward. workspace: further tensors of the running layer,
     recomputed activations included. kernel: memory that attention's backward kernel allocates, as
-    far as it exceeds the largest other workspace. logits: a chunk of the loss, last pipeline rank
-    only, as far as it exceeds workspace and kernel, because no layer runs during the loss.
+    far as it exceeds the largest other workspace. logits: tensors of the loss, last pipeline rank
+    only, as far as it exceeds workspace and kernel: no layer runs during the loss. inputs: token
+    ids, labels, positions and RoPE's tables of a step and of the next one.
     """
 
     pp_rank: int
@@ -50,6 +53,7 @@ class MemoryEstimate:
     workspace_bytes: int
     kernel_bytes: int
     logits_bytes: int
+    inputs_bytes: int
 
     @property
     def terms(self) -> dict[str, int]:
@@ -319,22 +323,35 @@ def memory_of_rank(
         boundaries_bytes=held.outputs,
         workspace_bytes=workspace,
         kernel_bytes=kernel,
-        logits_bytes=max(0, _logits(spec, pp_rank, tokens) - workspace - kernel),
+        logits_bytes=max(0, loss_bytes(spec, pp_rank, tokens) - workspace - kernel),
+        inputs_bytes=_inputs(spec, step_tokens),
     )
+
+
+def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
+    limit = step_tokens or spec.packing.step_tokens_of(spec.tokens_per_step)
+    tokens = limit or spec.num_micro_batches * longest_micro_batch(spec)
+    rows = -(-tokens // (max(1, spec.parallel.dp) * spec.parallel.cp))
+    return 2 * rows * (FLOAT32_BYTES * spec.model.head_size + INPUT_BYTES)
 
 
 def _has_fsdp(spec: RunSpec) -> bool:
     return spec.parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
 
 
-def _logits(spec: RunSpec, pp_rank: int, tokens: int) -> int:
-    """Bytes of a chunk of the loss: logits in compute dtype and in float32, and their gradient."""
+def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
+    """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 and their gradient
+    in compute dtype, the rows of all TP ranks and their gradient, the head's gradient twice."""
     if pp_rank < spec.parallel.pp - 1:
         return 0
-    values = min(spec.training.loss_chunk, _local(spec, tokens)) * (
-        spec.model.padded_vocab_size // spec.parallel.tp
+    tp, size, width = spec.parallel.tp, _compute_bytes(spec), spec.model.hidden_size
+    rows, vocabulary = _local(spec, tokens), spec.model.padded_vocab_size // tp
+    of_chunk = min(spec.training.loss_chunk, rows) * vocabulary * (size + FLOAT32_BYTES)
+    return (
+        of_chunk
+        + rows * width * size * (1 + (tp > 1))
+        + vocabulary * width * (size + FLOAT32_BYTES)
     )
-    return values * (_compute_bytes(spec) + 2 * FLOAT32_BYTES)
 
 
 def _gathered(spec: RunSpec, pp_rank: int) -> int:
@@ -352,13 +369,13 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
     own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
     layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
-    in_layer = _most_in_layer(spec, window)
+    in_layer = most_in_layer(spec, window)
     output = stage_output_bytes(spec, micro_batch_tokens=window)
     kept = (sum(layers) * in_layer, len(layers) * output)
     return math.ceil(own * kept[0] / window), math.ceil(own * kept[1] / window)
 
 
-def _most_in_layer(spec: RunSpec, tokens: int) -> int:
+def most_in_layer(spec: RunSpec, tokens: int) -> int:
     """Peak bytes that a layer keeps for a micro-batch between its passes."""
     kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
     if not spec.splits_backward:
@@ -374,87 +391,6 @@ def memory_estimate(
     tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
     ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
     return max(ranks, key=lambda estimate: estimate.total_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCaps:
-    """Tokens that fit a GPU: of a micro-batch, and of a step over all pipelines (None: no
-    limit)."""
-
-    s_max: int
-    step_tokens: int | None
-
-
-def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
-    """Caps of packing under which `memory_estimate` stays within `memory_bytes` on every rank.
-
-    S_max fits with one longest micro-batch in flight; T is the step's tokens that fit beside it,
-    for one pipeline, times dp, times DEALT_MARGIN at dp > 1, because `wlb.planner.deal` evens out
-    work first (up to 12% more tokens on a pipeline were measured). Where only `in_flight` of many
-    micro-batches are held (1F1B) and T would be too small, S_max fits that many and there is no T.
-    Raises UserError if the weights alone do not fit.
-    """
-    caps = [_caps_of_rank(spec, pp_rank, memory_bytes) for pp_rank in range(spec.parallel.pp)]
-    step_tokens = min((tokens for _, tokens in caps if tokens is not None), default=None)
-    if step_tokens is not None and spec.parallel.dp > 1:
-        step_tokens = int(step_tokens * spec.parallel.dp * DEALT_MARGIN)
-    return TokenCaps(s_max=min(s_max for s_max, _ in caps), step_tokens=step_tokens)
-
-
-def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
-    """(longest micro-batch, tokens of a pipeline's step or None) of one pipeline rank."""
-
-    def estimate(tokens: int) -> MemoryEstimate:
-        return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
-
-    window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
-    # All gradients are counted beside all activations in flight, which is a little too much.
-    gradients = sum(stage_gradient_bytes(spec, stage=s) for s in spec.stages_of(pp_rank))
-    flowing = most_activation_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=window)
-    one = estimate(window)
-    fixed = one.parameters_bytes + one.optimizer_bytes + gradients
-    longest_one = estimate(spec.s_max)
-    # Logits grow with the micro-batch up to one chunk of the loss; the largest are counted.
-    logits = _logits(spec, pp_rank, spec.s_max)
-    room = memory_bytes - fixed
-    if room <= logits:
-        raise UserError(
-            f"pipeline rank {pp_rank} needs {(fixed + logits) / GIB:.1f} GiB for weights, "
-            f"gradients, optimiser and logits, more than the {memory_bytes / GIB:.1f} GiB of "
-            f"packing.memory_gib; use more ranks (parallel.tp, pp, dp)"
-        )
-    # Bytes per token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
-    # its passes (whole), of all passes in flight (under_way), of the running layer (at_work).
-    layers = sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
-    resident = min(passes, len(layers))
-    in_layer = _most_in_layer(spec, window)
-    of_stage = stage_output_bytes(spec, micro_batch_tokens=window) + 1
-    longest, whole = (
-        (sum(layers[:stages]) * in_layer + stages * of_stage) / window
-        for stages in (resident, len(layers))
-    )
-    under_way = (flowing + passes) / window
-    # Bytes per token vary a little, because kernels pad each segment. The longest micro-batch
-    # counts; the difference is within the tolerance of comparisons with the budget.
-    at_work = (longest_one.workspace_bytes + longest_one.kernel_bytes) / spec.s_max + 1
-
-    def most_tokens(per_token: float) -> int:
-        """Longest micro-batch that fits with so many bytes a token besides what is at work."""
-        return int(min(room / (per_token + at_work), (room - logits) / per_token))
-
-    s_max = min(spec.s_max, most_tokens(longest))
-    rest = room - max(at_work * s_max, logits)
-    if under_way * s_max <= rest:
-        return s_max, None
-    step_tokens = int(rest / whole)
-    all_under_way = most_tokens(under_way)
-    own_tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
-    # `token_caps` applies the same margin.
-    margin = 1.0 if spec.parallel.dp <= 1 else DEALT_MARGIN
-    if step_tokens * margin <= own_tokens and all_under_way >= window:
-        # Only `passes` micro-batches are in flight at once, so the step needs no cap.
-        return min(s_max, all_under_way), None
-    return s_max, step_tokens
 
 
 def longest_micro_batch(spec: RunSpec) -> int:

@@ -27,7 +27,8 @@ BLOCK = 512
 _BY_FRAME = (
     ("_fsdp_collectives.py", "", "gathered parameters"),
     ("_fsdp_param.py", "", "gathered parameters"),
-    ("adamw.py", "", "optimizer"),
+    ("optim/adam.py", "", "optimizer"),
+    ("optim/adamw.py", "", "optimizer"),
     ("pipeline.py", "_allocate", "boundaries"),
     ("loss.py", "", "logits"),
     ("build.py", "", "weights"),
