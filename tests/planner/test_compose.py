@@ -171,8 +171,10 @@ def test_global_batches_can_be_packed_into_another_number_of_micro_batches(
     lengths = usual.source.source.lengths  # type: ignore[attr-defined]
     assert sum(p.packing.num_tokens for p in plans) == int(lengths.sum())
     assert plans[-1].state.num_batches == plain[-1].state.num_batches
-    for ours, theirs in zip(plans[:5], plain, strict=False):
-        assert ours.baseline == theirs.baseline
+    # A batch may make no step of the one and a step of the other; Plain-4D's windows are the same.
+    ours, theirs = ([s.baseline for s in made if s.baseline] for made in (plans, plain))
+    for counted in ("num_tokens", "num_documents", "max_workload_ns"):
+        assert sum(getattr(m, counted) for m in ours) == sum(getattr(m, counted) for m in theirs)
     # And back again in the middle.
     rest = list(usual.steps(plans[3].state))
     done = sum(p.packing.num_tokens for p in plans[:4])

@@ -62,6 +62,8 @@ class _HeadLoss(torch.autograd.Function):
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, weight_VC, out=dx[rows])
                 dweight += dlogits.t() @ x[rows]
+            # The next chunk's logits would otherwise exist beside this chunk's gradient.
+            del dlogits
         if dx is not None and dweight is not None:
             ctx.save_for_backward(vocabulary.scatter(dx), dweight)
             ctx.dtype = weight_VC.dtype

@@ -1,9 +1,10 @@
 """Systems that are compared, each as overrides of a run's settings.
 
 plain_4d, fixed_4d and paper are Plain-4D, Fixed-4D and WLB-LLM of the paper (Section 7.1). Fixed-4D
-uses the better of two static shardings. wlb is this project's own system; it recomputes MLPs if
-memory limits packing and that is faster. Its steps hold up to 1.5 global batches, so it uses the
-constant loss normalizer: a mean per step would weigh labels of long documents less (0.80 in
+uses the better of two static shardings. wlb is this project's own system: it recomputes MLPs where
+memory limits packing and that is faster, packs for a range of prices, because nobody has measured a
+GPU's (`experiments/system_defaults`), and takes the constant loss normalizer: with steps of up to
+1.5 global batches, a mean per step would weigh long documents' labels less (0.80 in
 `experiments/convergence`, with a higher held-out loss on long documents in every seed).
 """
 
@@ -41,6 +42,7 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
             "packing.policy=bounded",
             "packing.s_max=2.0",
             "packing.step_tokens=1.5",
+            "packing.price_range=[0.7,1.6]",
             "packing.memory_gib={memory_gib:g}",
             "training.loss_normalizer=constant",
             "sharding.strategy=balanced",
