@@ -83,6 +83,7 @@ REGISTRY = (
     Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, scales, tails", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
+    Experiment("system_defaults", "system_defaults", "", 25, "defaults of system wlb", "--quick"),
     Experiment("robust_packing", "robust_packing", "", 20, "balance where prices are wrong", BOTH),
     Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
     Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
