@@ -140,6 +140,18 @@ def test_verl_trainer_gets_mini_batches_in_the_order_it_cuts_them(verl: Any) -> 
     assert work.max() < 1.02 * work.mean()
 
 
+def test_verls_loss_by_the_width_of_micro_batches_is_refused(verl: Any) -> None:
+    trainer = importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer()
+    actor = Namespace(
+        ppo_mini_batch_size=6, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=None
+    )
+    trainer.config = Namespace(actor_rollout_ref=Namespace(actor=actor, rollout=Namespace(n=4)))
+    with pytest.raises(UserError, match=r"'seq-mean-token-sum-norm'.*set actor\.loss_scale_factor"):
+        trainer._balance_batch(LENGTHS, {})
+    actor.loss_scale_factor = 4096
+    assert len(trainer._balance_batch(LENGTHS, {})) == 96
+
+
 def test_verl_that_is_too_old_is_refused(stand_in: StandIn) -> None:  # noqa: F811
     stand_in("verl", "0.8.0", VERL)
     with pytest.raises(ImportError, match=r"needs verl 0\.9 or later, 0\.8\.0 is installed"):

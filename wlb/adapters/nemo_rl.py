@@ -3,8 +3,8 @@
     import wlb.adapters.nemo_rl
     wlb.adapters.nemo_rl.install()    # then sequence_packing.algorithm = "wlb"
 
-NeMo-RL deals bins to data-parallel ranks in turn, so bins come slot by slot: as many as there are
-ranks, of nearly the same work.
+NeMo-RL deals bins to ranks in turn, so bins come slot by slot, as many as ranks, of nearly the same
+work. Leave `positive_example_nll_weight` at 0: its mean depends on how any packer cuts a step.
 """
 
 from typing import Any

@@ -172,8 +172,13 @@ class BalancedCompletions:
     TRL shuffles a rank's completions, slices them, and computes each slice at the padded length of
     all. Here optimiser steps get completions of the same lengths, slices of a step go from long to
     short on every rank at once, and a slice has no column of padding only. Every slice still has
-    per_device_train_batch_size completions, so all of TRL's losses are what they were.
+    per_device_train_batch_size completions, so losses that divide by completions, by a constant or
+    by the step's tokens are what they were. UserError for settings that look at a slice's tokens.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _check_slices(self)
 
     def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
         module: Any = importlib.import_module(GRPO)
@@ -197,6 +202,36 @@ def balanced_grpo(trainer: type[T]) -> type[T]:
     """A subclass of TRL's GRPOTrainer whose slices are balanced over ranks and lose padding."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedCompletions, trainer), {})
     return made
+
+
+def _check_slices(trainer: Any) -> None:
+    args = trainer.args
+    generated, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
+    if generated % accumulated and accumulated % generated:
+        raise UserError(
+            f"steps_per_generation = {generated} and gradient_accumulation_steps = {accumulated} "
+            f"give optimiser steps unlike lengths; make one a multiple of the other"
+        )
+    if min(generated, accumulated) == 1:
+        return  # one slice of a generation in each step, so that none is long and none short
+    one_slice = "or gradient_accumulation_steps = 1"
+    if args.loss_type == "bnpo":
+        raise UserError(
+            f"loss_type = 'bnpo' divides by the tokens of a slice, so tokens of short slices would "
+            f"count more than those of long ones; take 'dapo', which divides by the step's, "
+            f"{one_slice}"
+        )
+    if trainer._entropy_bonus_enabled:
+        raise UserError(
+            f"the entropy bonus is a mean over the tokens of a slice, so tokens of short slices "
+            f"would count more than those of long ones; set entropy_coef = 0 and "
+            f"use_adaptive_entropy = False, {one_slice}"
+        )
+    if trainer.top_entropy_quantile < 1.0:
+        raise UserError(
+            f"top_entropy_quantile = {trainer.top_entropy_quantile} compares tokens of a slice, "
+            f"and slices differ in length; set it to 1.0, {one_slice}"
+        )
 
 
 def by_length(lengths: IntLike, *, steps: int) -> IntArray:

@@ -26,6 +26,7 @@ from wlb.plan import UserError
 
 BALANCING = "verl.utils.seqlen_balancing"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
+BY_WIDTH = "seq-mean-token-sum-norm"
 _costs: list[Cost] = ["verl"]
 _mini_batches: list[int] = []
 
@@ -137,18 +138,29 @@ def balance_batch(theirs: Any) -> Any:
     """verl's V1 `_balance_batch`, made to balance the actor's mini-batches among themselves, too.
 
     Ranks cut what they are given into mini-batches in order, so ours gives it in that order. Leave
-    `actor.shuffle` off, which would undo it.
+    `actor.shuffle` off, which would undo it. UserError, when called, for a loss that depends on how
+    a step is cut: "seq-mean-token-sum-norm" without `actor.loss_scale_factor`.
     """
 
     @functools.wraps(theirs)
     def balanced(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.config.actor_rollout_ref
+        _check_loss(config.actor)
         size = config.actor.ppo_mini_batch_size * config.rollout.n
         with _in_mini_batches(len(batch) // size):
             return theirs(self, batch, *args, **kwargs)
 
     cast(Any, balanced).theirs = theirs
     return balanced
+
+
+def _check_loss(actor: Any) -> None:
+    mode, factor = (getattr(actor, k, None) for k in ("loss_agg_mode", "loss_scale_factor"))
+    if mode == BY_WIDTH and factor is None:
+        raise UserError(
+            f"actor.loss_agg_mode = {mode!r} divides by the width of a micro-batch, which depends "
+            f"on how a step is cut; set actor.loss_scale_factor, e.g. to the longest response"
+        )
 
 
 @contextlib.contextmanager
