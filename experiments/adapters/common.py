@@ -333,3 +333,20 @@ class TinyTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(summed)
+
+
+def torchtitan_rl_without_vllm() -> None:
+    """Lets torchtitan's batcher be imported where vLLM is not installed.
+
+    The package of its RL experiment imports vLLM first of all, so an empty one stands in its place.
+    """
+    import importlib.util
+    import sys
+    from types import ModuleType
+
+    found = importlib.util.find_spec("torchtitan")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    package = ModuleType("torchtitan.experiments.rl")
+    package.__path__ = [f"{found.submodule_search_locations[0]}/experiments/rl"]
+    sys.modules[package.__name__] = package

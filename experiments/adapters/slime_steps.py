@@ -1,4 +1,4 @@
-"""Trains two processes by slime's schedule, made by wlb (needs slime >= 0.3)."""
+"""Trains two processes by slime's schedule, made by wlb (slime >= 0.3; 624b824 was run)."""
 
 from argparse import Namespace
 

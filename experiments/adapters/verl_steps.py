@@ -1,4 +1,4 @@
-"""Trains two processes with verl's micro-batches cut by wlb (needs verl >= 0.9)."""
+"""Trains two processes with verl's micro-batches cut by wlb (verl >= 0.9; 0.9.1 was run)."""
 
 import torch
 import torch.distributed as dist

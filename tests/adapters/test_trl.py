@@ -19,7 +19,9 @@ from wlb.adapters.trl import BalancedStep, by_length, without_padding
 from wlb.plan import UserError
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("slime_steps", "nemo_rl_steps", "openrlhf_steps", "areal_steps")
+OTHERS = (
+    "slime_steps", "nemo_rl_steps", "openrlhf_steps", "areal_steps", "torchtitan_rl_steps",
+)  # fmt: skip
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5, 0.9, 100), 1000).astype(int)
 
 

@@ -98,7 +98,7 @@ def test_recorded_losses_of_slices_are_those_of_the_whole_batch(loss_type: str) 
 
 
 @pytest.mark.parametrize("loss_type", [*RECORDED, "cispo", "sapo", "vespo"])
-def test_trls_own_losses_of_slices_are_those_of_the_whole_batch(loss_type: str) -> None:
+def test_trls_own_code_of_slices_are_those_of_the_whole_batch(loss_type: str) -> None:
     loss = trls_loss(loss_type)
     whole = gradient(WHOLE, loss)
     assert whole.abs().max() > 1e-4

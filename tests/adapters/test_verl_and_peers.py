@@ -1,8 +1,9 @@
 """Tests the adapters of frameworks whose steps are balanced, on stand-ins with their signatures.
 
-verl 0.9.1, slime 0.3.1 (624b824), NeMo-RL 0.6 (7ea279a), torchtitan 0.3.0, OpenRLHF 0.11.2 and
-AReaL 1.0.4 were read for the signatures and calls below. With a checkout of verl or slime and the
-package installed, their own tests run too (VERL_SOURCE, SLIME_SOURCE).
+verl 0.9.1, slime 0.3.1 (624b824), NeMo-RL 0.6 (7ea279a), OpenRLHF 0.11.2 and AReaL 1.0.4 were read
+for the signatures and calls below, and train by the examples where they are installed. torchtitan's
+own batcher packs (0.3.0; b5bcd76 by TORCHTITAN_SOURCE, too). With a checkout of verl or slime and
+the package installed, their own tests run too (VERL_SOURCE, SLIME_SOURCE).
 """
 
 import importlib
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from tests.adapters.hosts import StandIn, stand_in  # noqa: F401
+from tests.adapters.own_code import torchtitan_batcher  # noqa: F401
 from wlb.plan import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -200,10 +202,15 @@ def test_slimes_own_tests_pass_with_ours_installed(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.process
 @pytest.mark.dist
-@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl >= 0.9 installed")
-def test_verls_example_trains_two_processes() -> None:
+@pytest.mark.parametrize(
+    "example", ["verl", "slime", "nemo_rl", "openrlhf", "areal", "torchtitan_rl"]
+)
+def test_the_examples_train_two_processes_where_the_framework_is_installed(example: str) -> None:
+    package = "torchtitan" if example == "torchtitan_rl" else example
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "experiments.adapters.verl_steps"],
+        [sys.executable, "-W", "ignore", "-m", f"experiments.adapters.{example}_steps"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -257,7 +264,7 @@ def test_slime_schedule(stand_in: StandIn) -> None:  # noqa: F811
         assert all(sum(lengths[part[i]] for i in one) <= 1200 for one in cut)
     static = Namespace(use_dynamic_batch_size=False)
     assert ours(static, layout, lengths, global_batch_size=20, rollout_indices=rollouts) == "static"
-    with pytest.raises(AssertionError, match="48 rollouts are fewer than global_batch_size = 50"):
+    with pytest.raises(AssertionError, match=r"num_rollouts = 48 is less than .* 50"):
         ours(args, layout, lengths, global_batch_size=50, rollout_indices=rollouts)
     adapter.uninstall()
     assert rollout.build_dp_schedule is theirs
@@ -302,46 +309,49 @@ def test_nemo_rl_packer_deals_slots_to_ranks(stand_in: StandIn) -> None:  # noqa
         packing.get_packer("wlb", 500, min_bin_count=4, bin_count_multiple=4).pack(LENGTHS)
 
 
-def priced(samples: list[Any]) -> int:
-    """Returns verl's workload of torchtitan's samples, which have a token more than is trained."""
-    return sum(24576 * (len(s) - 1) + (len(s) - 1) ** 2 for s in samples)
+def priced(tokens: Any) -> int:
+    """Returns verl's workload of a packed micro-batch of torchtitan, whose samples are numbered."""
+    lengths = torch.bincount(tokens.token_ids.flatten(), minlength=97)[1:]
+    return int((24576 * lengths + lengths**2).sum())
 
 
-class RecordedBatcher:
-    """Stands for torchtitan 0.3.0's Batcher: its two methods between which ours stands."""
-
-    def __init__(self, rows: int, ranks: int, seq_len: int) -> None:
-        self.local_batch_size, self._dp_degree, self.seq_len = rows, ranks, seq_len
-
-    def num_tokens_to_pack(self, sample: Any) -> int:
-        return len(sample) - 1
-
-    def grid(self, rows: list[Any]) -> list[list[list[Any]]]:
-        """Returns rows by micro-batch and rank, as `_build_microbatch_grid` deals them."""
-        num = len(rows) // (self.local_batch_size * self._dp_degree)
-        starts = [[m * self._dp_degree + r for r in range(self._dp_degree)] for m in range(num)]
-        return [[rows[start :: num * self._dp_degree] for start in slot] for slot in starts]
-
-
-def test_torchtitans_rl_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experiment imports vLLM, so its batcher's module is a stand-in; torchtitan is real."""
+def test_torchtitans_rl_micro_batches(
+    torchtitan_batcher: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own Batcher packs (0.3.0, or a checkout's); the experiment's package imports vLLM."""
     name = "torchtitan.experiments.rl.components.batcher"
     for part in ("torchtitan.experiments.rl", "torchtitan.experiments.rl.components", name):
         module = types.ModuleType(part)
         module.__path__ = []
         monkeypatch.setitem(sys.modules, part, module)
-    sys.modules[name].Batcher = RecordedBatcher  # pyright: ignore[reportAttributeAccessIssue]
+    vars(sys.modules[name]).update(torchtitan_batcher)
     monkeypatch.delitem(sys.modules, "wlb.adapters.torchtitan_rl", raising=False)
     adapter = importlib.import_module("wlb.adapters.torchtitan_rl")
-    batcher = adapter.BalancedBatcher(2, 4, 1500)
-    batcher.cost = "verl"
-    samples = [range(n + 1) for n in LENGTHS]
-    rows = batcher._assign_training_samples_to_rows(samples)
-    assert sorted(len(s) - 1 for row in rows for s in row) == sorted(LENGTHS)
-    assert max(sum(len(s) - 1 for s in row) for row in rows) <= 1500
-    grid = batcher.grid(rows)
-    work = np.array([[priced([s for row in rank for s in row]) for rank in slot] for slot in grid])
-    assert work.shape == (len(rows) // 8, 4)
+    monkeypatch.setattr(adapter.BalancedBatcher, "cost", "verl")
+    shape = torchtitan_batcher["BatchConfig"](local_batch_size=2, seq_len=1500)
+    batcher = adapter.BalancedBatcher.Config(batch=shape).build(
+        num_prompts_per_train_step=24, dp_degree=4, pad_id=0
+    )
+    assert isinstance(batcher, adapter.BalancedBatcher)
+    batch = None
+    for group in np.arange(96).reshape(24, 4).tolist():
+        assert batch is None
+        samples = [
+            Namespace(
+                token_ids=[i + 1] * (LENGTHS[i] + 1), min_policy_version=0,
+                **dict.fromkeys(("logprobs", "loss_mask", "advantage"), [1] * (LENGTHS[i] + 1)),
+            )
+            for i in group
+        ]  # fmt: skip
+        given = Namespace(training_samples=samples, metrics=[])
+        batch = batcher.add_training_samples(training_sample_group=given)
+    assert batch is not None
+    assert batch.num_global_valid_tokens == sum(LENGTHS)
+    trained = torch.cat([m.token_ids.flatten() for slot in batch.microbatches for m in slot])
+    assert torch.bincount(trained)[1:].tolist() == LENGTHS, "each sample once"
+    work = np.array([[priced(m) for m in slot] for slot in batch.microbatches])
+    assert work.shape == (2, 4)
     assert work.max(1).sum() < 1.02 * work.sum() / 4
 
 

@@ -1,7 +1,7 @@
 """Tests that each framework's own loss scale trains under our division what the batch at once does.
 
 Formulas recorded here (verl 0.9.1, slime 0.3.1, NeMo-RL 0.6, OpenRLHF 0.11.2) are always tested,
-and compared with the framework's own function where its source is at hand (`own_losses`).
+and compared with the framework's own function where its source is at hand (`own_code`).
 """
 
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.adapters.own_losses import (  # noqa: F401
+from tests.adapters.own_code import (  # noqa: F401
     Own,
     nemo_rl_clipped_loss,
     openrlhf_aggregate_loss,

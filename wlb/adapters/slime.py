@@ -95,7 +95,7 @@ def _steps(rollout_indices: list[int], size: int) -> Any:
     num = (int(rollout.max()) + 1) // size if rollout.size else 0
     if num < 1:
         raise TooFewRollouts(
-            f"{len(set(rollout_indices))} rollouts are fewer than global_batch_size = {size}"
+            f"num_rollouts = {len(set(rollout_indices))} is less than global_batch_size = {size}"
         )
     return np.where(rollout // size < num, rollout // size, -1)
 

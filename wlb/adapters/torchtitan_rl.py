@@ -3,6 +3,7 @@
 In the controller's configuration give `BalancedBatcher.Config` where `Batcher.Config` stands.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from wlb.adapters.versions import require
@@ -15,14 +16,20 @@ from wlb.balance import Cost, balance_step
 from wlb.planner import LLAMA2_7B
 
 
+@dataclass(kw_only=True, slots=True)
+class BalancedBatcherConfig(Batcher.Config):
+    """Batcher's configuration once more, since torchtitan lets a Config build only one class."""
+
+
 class BalancedBatcher(Batcher):
-    """torchtitan's Batcher with each row's samples chosen by work; see `balance_step` for cost.
+    """torchtitan's Batcher with each row's samples chosen by work; `cost` as for `balance_step`.
 
     torchtitan deals rows to micro-batches and ranks in turn, so they come in that order: rows of a
     micro-batch take nearly as long on every rank. UserError for fewer samples than rows, where
     ranks would get only padding; lower local_batch_size.
     """
 
+    Config = BalancedBatcherConfig
     cost: Cost = LLAMA2_7B
 
     def _assign_training_samples_to_rows(self, training_samples: list[Any]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Takes the loss functions of frameworks out of their own files, to be called in one process.
+"""Takes functions and classes of frameworks out of their own files, to be called in one process.
 
 Their packages want flash-attn, DeepSpeed, vLLM or other versions of transformers and do not import
 beside each other; a function that takes plain tensors needs none of these. So its source is
@@ -11,8 +11,10 @@ import __future__
 import ast
 import enum
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ Own = Callable[..., Any]
 
 VARIABLES = {
     "verl": "VERL_SOURCE", "slime": "SLIME_SOURCE", "nemo_rl": "NEMO_RL_SOURCE",
-    "openrlhf": "OPENRLHF_SOURCE",
+    "openrlhf": "OPENRLHF_SOURCE", "torchtitan": "TORCHTITAN_SOURCE",
 }  # fmt: skip
 """Each names the folder in which the package's folder lies, such as a checkout."""
 
@@ -40,19 +42,45 @@ def folder_of(package: str) -> Path:
 
 
 def taken(package: str, file: str, names: tuple[str, ...], **given: Any) -> dict[str, Any]:
-    """Returns the functions and classes of these names in the package's file, by name.
+    """Returns the functions, classes and constants of these names in the package's file, by name.
 
     given: what they use of other modules, or of the same module without being taken.
     """
     path = folder_of(package) / file
     tree = ast.parse(path.read_text("utf-8"))
-    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    missing = set(names) - {getattr(node, "name", None) for node in tree.body}
+    tree.body = [node for node in tree.body if _name(node) in names]
+    missing = set(names) - {_name(node) for node in tree.body}
     assert not missing, f"{path} has no {missing}"
     flags = __future__.annotations.compiler_flag  # annotations name what is not given
     found: dict[str, Any] = {"torch": torch, **given}
     exec(compile(tree, str(path), "exec", flags=flags), found)
     return found
+
+
+def _name(node: ast.stmt) -> str | None:
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id
+    return getattr(node, "name", None)
+
+
+@pytest.fixture
+def torchtitan_batcher() -> dict[str, Any]:
+    """Returns torchtitan's RL `Batcher` and `BatchConfig`; its records are namespaces."""
+    from torchtitan.config import Configurable
+
+    metrics = SimpleNamespace(Metric=lambda *_: None, NoReduce=float, Sum=float)
+    return taken(
+        "torchtitan",
+        "experiments/rl/components/batcher.py",
+        ("_PAD_VALUES", "_DTYPES", "BatchConfig", "Batcher"),
+        dataclass=dataclass,
+        field=field,
+        math=math,
+        Configurable=Configurable,
+        TrainingBatch=SimpleNamespace,
+        TrainingMicrobatch=SimpleNamespace,
+        m=metrics,
+    )
 
 
 @pytest.fixture
