@@ -120,9 +120,15 @@ class StepBalance:
             samples = sum(map(len, self._blocks(k)))
             mean = float(time.sum()) / self.num_ranks or 1.0
             rows.append(
-                (str(k), str(samples), f"{self.num_ranks} x {time.shape[1]}", str(tokens.max()),
-                 f"{waited(time, self.wait) / mean:.4f}", f"{self.bounds[k] / mean:.4f}")
-            )  # fmt: skip
+                (
+                    str(k),
+                    str(samples),
+                    f"{self.num_ranks} x {time.shape[1]}",
+                    str(tokens.max()),
+                    f"{waited(time, self.wait) / mean:.4f}",
+                    f"{self.bounds[k] / mean:.4f}",
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         return "\n".join([*lines, f"imbalance {self.imbalance:.4f}, bound {self.lower_bound:.4f}"])

@@ -75,8 +75,16 @@ class _Side:
     kept: IntArray
 
 
-def share(bins: SharedBins, top: IntArray, low: IntArray, *, excess: FloatArray, cap: int,
-          spare: FloatArray | None, turn: int) -> BoolArray:  # fmt: skip
+def share(
+    bins: SharedBins,
+    top: IntArray,
+    low: IntArray,
+    *,
+    excess: FloatArray,
+    cap: int,
+    spare: FloatArray | None,
+    turn: int,
+) -> BoolArray:
     """Divide units of each pair (top[i], low[i]) so that both have nearly the same excess.
 
     excess: by bin. cap: tokens of a bin. spare: samples that a bin may gain and lose in this round

@@ -26,9 +26,13 @@ PASSES = ("train", "forward")
 NAMES = ("llama2_7b", "verl", "slime")
 WORK_BITS = 50
 SEVEN_B = ModelSpec(
-    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_hidden_size=11008,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    ffn_hidden_size=11008,
     vocab_size=32000,
-)  # fmt: skip
+)
 
 
 def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:

@@ -13,61 +13,101 @@ GROUPS_ON = ("mini_batch", "rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleLabels:
+    """What samples belong to. atom, group: numbered from 0 in the order of their first samples,
+    group None where there are none. rank: as given, or None. mini_batches: how many, or each
+    sample's."""
+
+    mini_batches: int | IntArray
+    group: IntArray | None
+    atom: IntArray
+    rank: IntArray | None
+
+    @classmethod
+    def of(
+        cls,
+        num: int,
+        *,
+        mini_batches: int | IntLike,
+        groups: IntLike | None,
+        atoms: IntLike | None,
+        ranks: IntLike | None,
+    ) -> "SampleLabels":
+        """As given to `balance_step` for `num` samples. UserError for another number of labels."""
+        return cls(
+            mini_batches=_mini_batches(mini_batches, num),
+            group=None if groups is None else labels("groups", groups, num),
+            atom=np.arange(num) if atoms is None else labels("atoms", atoms, num),
+            rank=None if ranks is None else int_array("ranks", ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRules:
+    """What a rank's samples have to be: equal in number give or take `slack`, and of whole groups
+    where groups are on a "rank"."""
+
+    equal_counts: bool
+    slack: int
+    groups_on: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRules:
+    """How many micro-batches every rank gets, and where ranks wait; see `balance_step`."""
+
+    num: int | None
+    at_least: int
+    multiple: int
+    wait: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """See `balance_step`; checked when made. atom, group: of each sample, numbered from 0 in the
-    order of their first samples, `group` None where there are none; rank: as given, or None."""
+    """See `balance_step`; checked when made."""
 
     lengths: IntArray
     num_ranks: int
     max_tokens: int
-    mini_batches: int | IntArray
-    equal_counts: bool
-    count_slack: int
-    group: IntArray | None
-    groups_on: str
-    atom: IntArray
-    rank: IntArray | None
-    num_micro_batches: int | None
-    multiple: int
-    at_least: int
     too_long: str
-    wait: str
+    labels: SampleLabels
+    rank_rules: RankRules
+    slots: SlotRules
 
     def __post_init__(self) -> None:
         if not self.lengths.size:
             raise UserError("lengths is empty: a step needs at least one sample")
         check_minimum("lengths", self.lengths, 1)
-        for name, least in (
-            ("num_ranks", 1),
-            ("max_tokens", 1),
-            ("multiple", 1),
-            ("count_slack", 0),
-        ):
-            check_at_least(name, getattr(self, name), least)
-        one_of("wait", self.wait, WAITS)
+        check_at_least("num_ranks", self.num_ranks, 1)
+        check_at_least("max_tokens", self.max_tokens, 1)
+        check_at_least("multiple", self.slots.multiple, 1)
+        check_at_least("count_slack", self.rank_rules.slack, 0)
+        one_of("wait", self.slots.wait, WAITS)
         one_of("too_long", self.too_long, TOO_LONG)
-        one_of("groups_on", self.groups_on, GROUPS_ON)
-        if self.count_slack and not self.equal_counts:
-            raise UserError(f"count_slack = {self.count_slack} needs equal_counts = True")
-        if self.num_micro_batches is not None:
-            check_at_least("num_micro_batches", self.num_micro_batches, 1)
-            if self.num_micro_batches % self.multiple:
+        one_of("groups_on", self.rank_rules.groups_on, GROUPS_ON)
+        if self.rank_rules.slack and not self.rank_rules.equal_counts:
+            raise UserError(f"count_slack = {self.rank_rules.slack} needs equal_counts = True")
+        if self.slots.num is not None:
+            check_at_least("num_micro_batches", self.slots.num, 1)
+            if self.slots.num % self.slots.multiple:
                 raise UserError(
-                    f"num_micro_batches = {self.num_micro_batches} is no multiple of "
-                    f"{self.multiple}"
+                    f"num_micro_batches = {self.slots.num} is no multiple of {self.slots.multiple}"
                 )
         self._check_caps()
-        if self.group is not None:
-            _inside("group", self.group, "atom", self.atom)
-        if self.rank is not None:
-            self._check_ranks(self.rank)
-        if isinstance(self.mini_batches, int):
-            check_at_least("mini_batches", self.mini_batches, 1)
-        else:
-            unit = self.atom if self.group is None else self.group
-            _inside("mini-batch", self.mini_batches, "group or atom", unit)
+        self._check_labels(self.labels)
 
-    def _check_ranks(self, rank: IntArray) -> None:
+    def _check_labels(self, given: SampleLabels) -> None:
+        if given.group is not None:
+            _inside("group", given.group, "atom", given.atom)
+        if given.rank is not None:
+            self._check_ranks(given, given.rank)
+        if isinstance(given.mini_batches, int):
+            check_at_least("mini_batches", given.mini_batches, 1)
+        else:
+            unit = given.atom if given.group is None else given.group
+            _inside("mini-batch", given.mini_batches, "group or atom", unit)
+
+    def _check_ranks(self, given: SampleLabels, rank: IntArray) -> None:
         if rank.size != self.lengths.size:
             raise UserError(
                 f"ranks has {rank.size} entries, and there are {self.lengths.size} samples"
@@ -76,21 +116,22 @@ class StepRequest:
             raise UserError(
                 f"ranks[{i}] = {rank[i]} is not one of num_ranks = {self.num_ranks} from 0"
             )
-        if self.equal_counts or self.groups_on == "rank":
+        if self.rank_rules.equal_counts or self.rank_rules.groups_on == "rank":
             raise UserError(
                 "ranks says where each sample is; it goes with neither equal_counts nor "
                 "groups_on='rank'"
             )
-        if self.group is not None and isinstance(self.mini_batches, int) and self.mini_batches > 1:
+        several = isinstance(given.mini_batches, int) and given.mini_batches > 1
+        if given.group is not None and several:
             raise UserError("with ranks and groups, give the mini-batch of each sample")
-        _inside("rank", rank, "atom", self.atom)
+        _inside("rank", rank, "atom", given.atom)
 
     def _check_caps(self) -> None:
-        tokens = np.bincount(self.atom, self.lengths).astype(np.int64)
+        tokens = np.bincount(self.labels.atom, self.lengths).astype(np.int64)
         if self.too_long == "alone" or (over := first_true(tokens > self.max_tokens)) is None:
             return
-        sample = int(np.flatnonzero(self.atom == over)[0])
-        alone = int((self.atom == over).sum()) == 1
+        sample = int(np.flatnonzero(self.labels.atom == over)[0])
+        alone = int((self.labels.atom == over).sum()) == 1
         what = f"sample {sample} has" if alone else f"the atom of sample {sample} has"
         raise UserError(
             f"{what} {tokens[over]} tokens, and a micro-batch at most max_tokens = "
@@ -113,6 +154,15 @@ def labels(name: str, values: IntLike, num: int) -> IntArray:
     place = np.empty(first.size, np.int64)
     place[np.argsort(first, kind="stable")] = np.arange(first.size)
     return place[inverse]
+
+
+def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
+    if isinstance(given, int | np.integer):
+        return int(given)
+    array = int_array("mini_batches", given)
+    if array.size != num:
+        raise UserError(f"mini_batches has {array.size} entries, and there are {num} samples")
+    return np.unique(array, return_inverse=True)[1]
 
 
 def _inside(outer_name: str, outer: IntArray, inner_name: str, inner: IntArray) -> None:

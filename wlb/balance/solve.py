@@ -35,9 +35,12 @@ class Placed:
 def solve(units: Units, rules: Rules) -> Placed:
     """Place all units; UserError where the rules cannot be met."""
     bound = least_time(
-        units.work, units.tokens, num_ranks=rules.num_ranks, cap=rules.cap,
+        units.work,
+        units.tokens,
+        num_ranks=rules.num_ranks,
+        cap=rules.cap,
         slots_wait=rules.slots_wait,
-    )  # fmt: skip
+    )
     fewest = fewest_bins(units.tokens, num_ranks=rules.num_ranks, cap=rules.cap)
     least = max(rules.at_least, fewest)
     num = rules.num or -(-least // rules.multiple) * rules.multiple

@@ -10,7 +10,7 @@ from wlb.balance.exchange import sums_by
 from wlb.balance.improve import Rules, Units
 from wlb.balance.mini_batches import choose
 from wlb.balance.prices import Cost, model_of, prices, whole
-from wlb.balance.request import StepRequest, labels
+from wlb.balance.request import RankRules, SampleLabels, SlotRules, StepRequest
 from wlb.balance.solve import solve
 from wlb.cost import WorkloadModel
 from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_at_least, int_array
@@ -18,13 +18,27 @@ from wlb.planner import LLAMA2_7B
 
 
 def balance_step(
-    lengths: IntLike, *, num_ranks: int, max_tokens: int, cost: Cost = LLAMA2_7B,
-    passes: str = "train", mini_batches: int | IntLike = 1, equal_counts: bool = False,
-    count_slack: int = 0, groups: IntLike | None = None, groups_on: str = "mini_batch",
-    atoms: IntLike | None = None, ranks: IntLike | None = None,
-    num_micro_batches: int | None = None, at_least: int = 1, multiple: int = 1,
-    too_long: str = "refuse", wait: str = "micro_batch", cp: int = 1, dynamic_cp: int = 1,
-) -> StepBalance:  # fmt: skip
+    lengths: IntLike,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    cost: Cost = LLAMA2_7B,
+    passes: str = "train",
+    mini_batches: int | IntLike = 1,
+    equal_counts: bool = False,
+    count_slack: int = 0,
+    groups: IntLike | None = None,
+    groups_on: str = "mini_batch",
+    atoms: IntLike | None = None,
+    ranks: IntLike | None = None,
+    num_micro_batches: int | None = None,
+    at_least: int = 1,
+    multiple: int = 1,
+    too_long: str = "refuse",
+    wait: str = "micro_batch",
+    cp: int = 1,
+    dynamic_cp: int = 1,
+) -> StepBalance:
     """All samples of one training step to ranks and micro-batches, with work as equal as possible.
 
     Nothing is delayed, dropped or repeated. Every rank gets as many micro-batches as any other, as
@@ -50,19 +64,26 @@ def balance_step(
     two) share a micro-batch; max_tokens is then of one rank.
     """
     tokens = int_array("lengths", lengths)
-    num = tokens.size
+    asked = StepRequest(
+        lengths=tokens,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        too_long="alone" if dynamic_cp > 1 else too_long,
+        labels=SampleLabels.of(
+            tokens.size, mini_batches=mini_batches, groups=groups, atoms=atoms, ranks=ranks
+        ),
+        rank_rules=RankRules(equal_counts=equal_counts, slack=count_slack, groups_on=groups_on),
+        slots=SlotRules(num=num_micro_batches, at_least=at_least, multiple=multiple, wait=wait),
+    )
+    return _balanced(asked, cost, passes, cp=cp, dynamic_cp=dynamic_cp)
+
+
+def _balanced(
+    asked: StepRequest, cost: Cost, passes: str, *, cp: int, dynamic_cp: int
+) -> StepBalance:
     check_at_least("cp", cp, 1)
     check_at_least("dynamic_cp", dynamic_cp, 1)
-    asked = StepRequest(
-        lengths=tokens, num_ranks=num_ranks, max_tokens=max_tokens, wait=wait, multiple=multiple,
-        mini_batches=_mini_batches(mini_batches, num), equal_counts=equal_counts,
-        count_slack=count_slack, group=None if groups is None else labels("groups", groups, num),
-        groups_on=groups_on, num_micro_batches=num_micro_batches, at_least=at_least,
-        atom=np.arange(num) if atoms is None else labels("atoms", atoms, num),
-        rank=None if ranks is None else int_array("ranks", ranks),
-        too_long="alone" if dynamic_cp > 1 else too_long,
-    )  # fmt: skip
-    costs = prices(tokens, cost, passes)
+    costs = prices(asked.lengths, cost, passes)
     work = whole(costs)
     parts = [_part(asked, work, k, s, dynamic_cp) for k, s in enumerate(_divide(asked, work))]
     return _assignment(parts, asked, costs, work, cp, model_of(cost))
@@ -80,33 +101,25 @@ class _Part:
     bound: float
 
 
-def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
-    if isinstance(given, int | np.integer):
-        return int(given)
-    array = int_array("mini_batches", given)
-    if array.size != num:
-        raise UserError(f"mini_batches has {array.size} entries, and there are {num} samples")
-    return np.unique(array, return_inverse=True)[1]
-
-
 def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
     """Samples of each mini-batch, ascending."""
-    if isinstance(asked.mini_batches, int):
-        num = asked.mini_batches
+    given = asked.labels
+    if isinstance(given.mini_batches, int):
+        num = given.mini_batches
         if num == 1:
             return [np.arange(work.size)]
-        equal = asked.equal_counts and not asked.count_slack
-        label = asked.atom if asked.group is None else asked.group
+        equal = asked.rank_rules.equal_counts and not asked.rank_rules.slack
+        label = given.atom if given.group is None else given.group
         part = np.empty(work.size, np.int64)
         # Where samples stay on their ranks, each rank has its share of every mini-batch.
-        rank = np.zeros(work.size, np.int64) if asked.rank is None else asked.rank
+        rank = np.zeros(work.size, np.int64) if given.rank is None else given.rank
         for r in np.unique(rank).tolist():
             mine = np.flatnonzero(rank == r)
             item = np.unique(label[mine], return_inverse=True)[1]
             held = np.bincount(item).astype(np.float64)
             part[mine] = choose(sums_by(item, work[mine]), held, num, equal_counts=equal)[item]
     else:
-        part, num = asked.mini_batches, int(asked.mini_batches.max()) + 1
+        part, num = given.mini_batches, int(given.mini_batches.max()) + 1
     return [np.flatnonzero(part == k) for k in range(num)]
 
 
@@ -117,7 +130,7 @@ def _units(
 
     One above the cap counts as one that fills it: both are alone in a micro-batch.
     """
-    _, atom = np.unique(asked.atom[samples], return_inverse=True)
+    _, atom = np.unique(asked.labels.atom[samples], return_inverse=True)
     first = np.zeros(int(atom.max()) + 1, np.int64)
     first[atom[::-1]] = samples[::-1]
     sums = [sums_by(atom, x) for x in (work[samples], asked.lengths[samples].astype(np.float64))]
@@ -125,37 +138,37 @@ def _units(
     place = np.empty(order.size, np.int64)
     place[order] = np.arange(order.size)
     group = None
-    if asked.group is not None and asked.groups_on == "rank":
-        group = np.unique(asked.group[first[order]], return_inverse=True)[1]
+    if asked.labels.group is not None and asked.rank_rules.groups_on == "rank":
+        group = np.unique(asked.labels.group[first[order]], return_inverse=True)[1]
     units = Units(
         work=sums[0][order],
         tokens=sums[1][order] if is_dynamic else np.minimum(sums[1][order], asked.max_tokens),
         samples=np.bincount(atom)[order].astype(np.float64),
         group=group,
-        rank=None if asked.rank is None else asked.rank[first[order]],
+        rank=None if asked.labels.rank is None else asked.labels.rank[first[order]],
     )
     return units, place[atom]
 
 
 def _rules(asked: StepRequest, k: int, num_samples: int) -> Rules:
     counts = None
-    one = isinstance(asked.mini_batches, int) and asked.mini_batches == 1
+    one = isinstance(asked.labels.mini_batches, int) and asked.labels.mini_batches == 1
     name = "the step" if one else f"mini-batch {k}"
-    if asked.equal_counts:
+    if asked.rank_rules.equal_counts:
         least, most = num_samples // asked.num_ranks, -(-num_samples // asked.num_ranks)
-        if least < most and not asked.count_slack:
+        if least < most and not asked.rank_rules.slack:
             raise UserError(
                 f"{name} has {num_samples} samples, which {asked.num_ranks} ranks cannot hold in "
                 f"equal counts; give a multiple of {asked.num_ranks}, or count_slack >= 1"
             )
-        counts = max(1, least - asked.count_slack), most + asked.count_slack
+        counts = max(1, least - asked.rank_rules.slack), most + asked.rank_rules.slack
     return Rules(
         num_ranks=asked.num_ranks,
         cap=asked.max_tokens,
-        slots_wait=asked.wait == "micro_batch",
-        multiple=asked.multiple,
-        at_least=asked.at_least,
-        num=asked.num_micro_batches,
+        slots_wait=asked.slots.wait == "micro_batch",
+        multiple=asked.slots.multiple,
+        at_least=asked.slots.at_least,
+        num=asked.slots.num,
         counts=counts,
         name=name,
     )
@@ -200,6 +213,6 @@ def _assignment(
         bounds=np.array([part.bound * worth for part in parts]),
         max_tokens=asked.max_tokens,
         cp=cp,
-        wait=asked.wait,
+        wait=asked.slots.wait,
         model=model,
     )
