@@ -19,7 +19,7 @@ from experiments.step_balance.cells import MINI_BATCHES, SHAPES, cell, timed
 from experiments.step_balance.families import FAMILIES, draw, files
 from experiments.step_balance.peers import MAKERS, found_peers
 from experiments.step_balance.sources import Sources
-from experiments.step_balance.tables import FREE, figures, rows_of, speed, summary
+from experiments.step_balance.tables import FREE, aims, rows_of, speed, summary
 from wlb.plan import IntArray
 
 SEED = 0
@@ -80,7 +80,9 @@ def main() -> None:
     ]
     free = [c for c in cells if c.bound < FREE]
     wait_once = once(shapes, options.lengths)
+    bounds, waits = np.array([row[4:6] for row in wait_once.rows], float).T
     tables = [
+        aims(cells, several, bounds, waits),
         summary("summary", "All cells", cells, peers),
         summary("balanceable", "Cells whose bound is 1.000", free, peers),
         summary(
@@ -91,9 +93,7 @@ def main() -> None:
         rows_of(cells, peers),
         wait_once,
     ]
-    bounds, waits = np.array([row[4:6] for row in wait_once.rows], float).T
-    against = figures(cells, several, bounds, waits)
-    show(*tables, against=against)
+    show(*tables)
     if options.quick:
         return
     write_results(
@@ -104,7 +104,6 @@ def main() -> None:
         f"CPU times of calls are measured ({this_machine()}, other work beside)",
         seed=SEED,
         text=text(missing),
-        against=against,
         tables=tables,
         figures=[],
     )
@@ -119,10 +118,14 @@ with the shapes of rollouts and fine-tuning data:
 {families}
 
 The other divisions are made by the frameworks' own functions, called as their trainers call them
-({", ".join(MAKERS)}); all are judged by the same prices.{lacking} The column "paper" below holds
-the figures that were aimed at. A step whose longest sample fills the cap alone cannot be balanced:
-ranks that train shorter samples in its slot have no room for as much work. The bound says how much
-of the wait is of that kind."""
+({", ".join(MAKERS)}); all are judged by the same prices.{lacking}
+
+**Wait** is the slowest rank's time in each slot (the micro-batches that ranks run at once), summed,
+over the mean rank's time in all; where ranks wait once a step, the slowest rank's time over the
+mean. **Over bound** is that over the lowest wait possible with this cap, these ranks and these
+mini-batches (`StepBalance.lower_bound`). A step whose longest sample fills the cap alone cannot be
+balanced: ranks that train shorter samples in its slot have no room for as much work, and the bound
+is 1.3 to 1.7."""
 
 
 if __name__ == "__main__":

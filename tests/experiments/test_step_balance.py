@@ -10,7 +10,7 @@ from experiments.step_balance.cells import cell, score
 from experiments.step_balance.families import FAMILIES, draw, files
 from experiments.step_balance.peers import MAKERS, Peer, found_peers
 from experiments.step_balance.sources import Missing, Sources
-from experiments.step_balance.tables import figures, rows_of, speed, summary
+from experiments.step_balance.tables import aims, rows_of, speed, summary
 from wlb.plan import UserError
 
 PACKER = """
@@ -88,5 +88,7 @@ def test_tables_of_one_small_cell() -> None:
     assert rows["wlb"][6:10] == [0, 1.0, 0, 0]
     assert rows["in turn"][7] > 1
     assert len(rows_of(cells, peers).rows) == len(speed(cells).rows) == 1
-    shown = figures(cells, several, np.ones(1), np.array([1.001]))
-    assert [row.ours for row in shown if row.paper == 0] == [0]
+    shown = aims(cells, several, np.array([1.25]), np.array([1.5]))
+    assert "Micro-batches over the cap: 0 " in shown.note
+    assert {row[0]: row[2:] for row in shown.rows}["ranks wait once a step"] == [1, 1.5, 1.25, 1.2]
+    assert shown.rows[0][3] == cells[0].scores["wlb"].wait
