@@ -16,6 +16,8 @@ SHAPES = ((8, 128), (8, 768), (8, 2048), (64, 2048), (64, 8192))
 MINI_BATCHES = 4
 CALLS = 3
 
+ANY_COUNTS = "wlb, any counts"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
@@ -68,14 +70,15 @@ def cell(
 ) -> Cell:
     """Returns all divisions; caps: the cap in lengths of the longest sample.
 
-    With mini-batches, ours hold equal counts on every rank, as verl's do.
+    With mini-batches, ours hold equal counts on every rank, as verl's do, and once more any counts,
+    as slime's do.
     """
     cap = int(lengths.max()) * caps
-    balance, ms = timed(lengths, ranks, cap, mini_batches)
-    ours = [
-        [balance.of_rank(rank, k) for rank in range(ranks)] for k in range(balance.num_mini_batches)
-    ]
-    scores = {"wlb": score(ours, lengths, cap, ms)}
+    balance, ms = timed(lengths, ranks, cap, mini_batches, equal_counts=mini_batches > 1)
+    scores = {"wlb": score(_divisions(balance), lengths, cap, ms)}
+    if mini_batches > 1:
+        free, ms = timed(lengths, ranks, cap, mini_batches)
+        scores[ANY_COUNTS] = score(_divisions(free), lengths, cap, ms)
     listed = lengths.tolist()
     for peer in peers:
         begin = time.process_time()
@@ -92,8 +95,19 @@ def cell(
     )  # fmt: skip
 
 
+def _divisions(balance: StepBalance) -> list[Division]:
+    num, ranks = balance.num_mini_batches, range(balance.num_ranks)
+    return [[[s.tolist() for s in balance.of_rank(r, k)] for r in ranks] for k in range(num)]
+
+
 def timed(
-    lengths: IntArray, ranks: int, cap: int, mini_batches: int, *, wait: str = "micro_batch"
+    lengths: IntArray,
+    ranks: int,
+    cap: int,
+    mini_batches: int,
+    *,
+    wait: str = "micro_batch",
+    equal_counts: bool = False,
 ) -> tuple[StepBalance, float]:
     """Returns our division and the median CPU time of CALLS calls, in ms."""
     times = []
@@ -101,7 +115,7 @@ def timed(
         begin = time.process_time()
         balance = balance_step(
             lengths, num_ranks=ranks, max_tokens=cap, cost="verl", wait=wait,
-            mini_batches=mini_batches, equal_counts=mini_batches > 1,
+            mini_batches=mini_batches, equal_counts=equal_counts,
         )  # fmt: skip
         times.append(1e3 * (time.process_time() - begin))
     return balance, median(times)

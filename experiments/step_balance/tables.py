@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.results import Table
-from experiments.step_balance.cells import Cell, Score
+from experiments.step_balance.cells import ANY_COUNTS, Cell, Score
 from experiments.step_balance.peers import Peer
 from wlb.plan import FloatArray
 
@@ -55,7 +55,8 @@ def _means(cells: Sequence[Cell], who: str) -> list[float]:
 def summary(name: str, title: str, cells: Sequence[Cell], peers: Sequence[Peer]) -> Table:
     """Returns means over all cells of each division."""
     rows = []
-    for who, version in (("wlb", ""), *((p.name, p.version) for p in peers)):
+    ours = (("wlb", ""), (ANY_COUNTS, ""))
+    for who, version in (*ours, *((p.name, p.version) for p in peers)):
         those = [c for c in cells if who in c.scores]
         if not those:
             continue
@@ -70,8 +71,26 @@ def summary(name: str, title: str, cells: Sequence[Cell], peers: Sequence[Peer])
                  "ms": ".1f"},
         note="wait, and over the bound: means of the cells. once a step: the same division where "
         "ranks wait once. micro-batches: over wlb's. better, fewer: cells in which this division, "
-        "with no micro-batch over the cap, waits less than wlb or has fewer micro-batches.",
+        "with no micro-batch over the cap, waits less than wlb or has fewer micro-batches."
+        + _any_counts(cells),
     )  # fmt: skip
+
+
+def _any_counts(cells: Sequence[Cell]) -> str:
+    pairs = [
+        (c.scores["slime"], c.scores[ANY_COUNTS])
+        for c in cells
+        if {"slime", ANY_COUNTS} <= c.scores.keys()
+    ]
+    if not pairs:
+        return ""
+    better = sum(theirs.wait < ours.wait - 1e-9 for theirs, ours in pairs)
+    fewer = sum(theirs.micro_batches < ours.micro_batches for theirs, ours in pairs)
+    return (
+        f" slime keeps no counts, and its mini-batches are the samples as they come, not alike in "
+        f"lengths: beside {ANY_COUNTS} it waits less in {better} cells, with fewer micro-batches "
+        f"in {fewer}."
+    )
 
 
 def speed(cells: Sequence[Cell]) -> Table:

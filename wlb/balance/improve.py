@@ -15,6 +15,8 @@ STALE, WORTHWHILE = 10, 1e-4
 """Exchanges end once this many rounds together have gained less than this share of the time."""
 CLOSE = 1.001
 """Time over the bound below which a tenth of that gain is worth a round."""
+NEARLY = 1.0001
+"""Time over the bound below which exchanges go on to GOOD_ENOUGH or the last round."""
 MOST_PAIRS, MOST_ROUNDS = 7_000, 150
 """Pairs of bins looked at in all, and rounds, which bound the time."""
 
@@ -94,7 +96,7 @@ def improve(
         if best < worth * (1 - gain):
             worth, stale_from = best, turn
         turn += 1
-        if turn - stale_from > STALE:
+        if turn - stale_from > STALE and best > bound * NEARLY:
             break
     bins.members = best_members
     return bins.bin_of()
