@@ -7,6 +7,7 @@ named, with how to get it. Files of real lengths in the second add rows. Takes s
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from experiments.step_balance.tables import FREE, aims, rows_of, speed, summary
 from wlb.plan import IntArray
 
 SEED = 0
+ONE_THREAD = "OPENBLAS_NUM_THREADS"
+"""Threads that wait for each other would count as CPU time of a call."""
 QUICK = ((8, 128), (8, 768))
 WITH_MINI_BATCHES = ((8, 768), (8, 2048), (64, 2048), (64, 8192))
 
@@ -64,6 +67,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="folder of files of real lengths")
     parser.add_argument("--quick", action="store_true", help="run small cells and write nothing")
     options = parser.parse_args()
+    if ONE_THREAD not in os.environ:  # NumPy's OpenBLAS has read it by now, so begin again
+        command = [sys.executable, "-m", "experiments.step_balance", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {ONE_THREAD: "1"})
     peers, missing = found_peers(Sources(options.peers))
     for name, how in missing.items():
         print(f"{name} is not here: {how}")
