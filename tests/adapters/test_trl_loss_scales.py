@@ -1,6 +1,7 @@
 """Tests TRL's own losses (1.16) on slices by length beside each rank's and all completions at once.
 
-`GRPOTrainer._compute_loss` itself is called, on a stand-in for the trainer whose model has run.
+`GRPOTrainer._compute_loss` and `SFTTrainer.compute_loss` themselves are called, on stand-ins for
+the trainers whose models have run.
 """
 
 import itertools
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-from trl import GRPOTrainer
+from trl import GRPOTrainer, SFTTrainer
 
 from tests.adapters.whole_step import (
     ADVANTAGES,
     CLIP,
+    DIVISIONS,
     LENGTHS,
     LONGEST,
+    MASKS,
     NUM,
     TOKENS,
     WHOLE,
@@ -33,7 +36,7 @@ from tests.adapters.whole_step import (
     sums,
     token_mean,
 )
-from wlb.adapters.trl import balanced_grpo, by_length
+from wlb.adapters.trl import balanced_grpo, balanced_steps, by_length
 from wlb.plan import UserError
 
 SLICES = 4
@@ -98,7 +101,7 @@ def test_recorded_losses_of_slices_are_those_of_the_whole_batch(loss_type: str) 
 
 
 @pytest.mark.parametrize("loss_type", [*RECORDED, "cispo", "sapo", "vespo"])
-def test_trls_own_code_of_slices_are_those_of_the_whole_batch(loss_type: str) -> None:
+def test_trls_own_losses_of_slices_are_those_of_the_whole_batch(loss_type: str) -> None:
     loss = trls_loss(loss_type)
     whole = gradient(WHOLE, loss)
     assert whole.abs().max() > 1e-4
@@ -158,3 +161,54 @@ def test_settings_that_depend_on_slices_are_refused(args: dict[str, Any], says: 
 )
 def test_settings_with_one_slice_a_step_are_taken(args: dict[str, Any]) -> None:
     assert balanced_grpo(Trainer)(**args).args.loss_type in ("dapo", "bnpo")
+
+
+def sft_loss(loss_type: str, tokens: float | None) -> Loss:
+    """Returns TRL's SFT loss; tokens: of the step on all ranks, None for a rank's own."""
+
+    def loss(part: Part) -> Tensor:
+        def model(**_: Any) -> Any:
+            masked = part.logps * part.mask
+            return SimpleNamespace(
+                log_probs=masked, label_mask=part.mask, entropy=masked, is_top1=masked
+            )
+
+        model.training = True
+        trainer = SimpleNamespace(
+            model=model, aux_loss_enabled=False, compute_loss_func=None, label_smoother=None,
+            get_tp_size=lambda: 1, _metrics={"train": defaultdict(list)}, _total_train_tokens=0,
+            _tp_size=1,
+        )  # fmt: skip
+        trainer.args = SimpleNamespace(
+            loss_type=loss_type, average_tokens_across_devices=tokens is not None
+        )
+        trainer.accelerator = SimpleNamespace(
+            parallelism_config=None, num_processes=part.ranks, gather_for_metrics=lambda x: x
+        )
+        num = tokens or sum(float(MASKS[i].sum()) for i in part.rank)
+        function: Any = SFTTrainer.compute_loss
+        inputs = {"attention_mask": part.mask}
+        return function(trainer, model, inputs, num_items_in_batch=num)
+
+    return loss
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_trls_own_sft_losses_are_those_of_the_whole_batch(loss_type: str, division: str) -> None:
+    loss = sft_loss(loss_type, TOKENS)
+    whole = gradient(WHOLE, loss)
+    assert whole.abs().max() > 1e-4
+    assert error(gradient(DIVISIONS[division], loss), whole) < 1e-7
+
+
+def test_sft_losses_over_a_ranks_own_tokens_are_refused() -> None:
+    loss = sft_loss("nll", None)
+    assert error(gradient(DIVISIONS["slots"], loss), gradient(WHOLE, loss)) > 1e-3
+
+    class Own:
+        args = SimpleNamespace(world_size=2, average_tokens_across_devices=False)
+
+    trainer = balanced_steps(Own)(max_tokens=100)
+    with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* set it to True"):
+        trainer.get_train_dataloader()

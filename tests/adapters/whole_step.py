@@ -42,6 +42,8 @@ class Part:
     ranks: int
     num: int
     """Micro-batches of a rank in the step."""
+    rank: list[int]
+    """Samples of its rank in the step."""
 
     @property
     def losses(self) -> Tensor:
@@ -68,6 +70,7 @@ def gradient(division: Division, loss: Loss) -> Tensor:
     head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, WORDS))
     model = torch.nn.ModuleList([embedding, head.double()])
     for rank in division:
+        mine = [i for samples in rank for i in samples]
         for samples in rank:
             ids = padded([IDS[i] for i in samples])
             places = torch.arange(1, ids.shape[1] + 1)[:, None]
@@ -75,7 +78,7 @@ def gradient(division: Division, loss: Loss) -> Tensor:
             logps = head(hidden[:, :-1]).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             old = logps.detach() + padded([NOISE[i] for i in samples])
             mask = padded([MASKS[i] for i in samples])
-            part = Part(list(samples), logps, old, mask, len(division), len(rank))
+            part = Part(list(samples), logps, old, mask, len(division), len(rank), mine)
             (loss(part) / len(division)).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 

@@ -134,8 +134,14 @@ class BalancedSteps:
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
-        """TRL's DataLoader over balanced steps, prepared by its accelerator."""
+        """TRL's DataLoader over balanced steps, prepared by its accelerator. UserError for settings
+        that would undo them, and for losses that are not a mean over the tokens of all ranks."""
         args = self.args
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            raise UserError(
+                "average_tokens_across_devices = False divides each rank's loss by its own tokens, "
+                "and ranks of a balanced step hold different numbers of them; set it to True"
+            )
         _check_accelerator(self.accelerator, self.get_sp_size())
         rows = _read_by_ours(_checked(self.train_dataset), remove=args.remove_unused_columns)
         num_ranks, accumulated = args.world_size, args.gradient_accumulation_steps
