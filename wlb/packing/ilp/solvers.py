@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -125,7 +125,7 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
 
 
 @contextmanager
-def _without_banner() -> Iterator[None]:
+def _without_banner() -> Generator[None]:
     """Sends file descriptor 1 to nowhere: HiGHS prints its version when an object of it is made,
     before any option can silence it, and would mix that with the JSON of `wlb plan --json`."""
     sys.stdout.flush()
